@@ -112,7 +112,8 @@ RUNS: dict[str, Run] = {
     ),
     "stage 2 alone": Run(
         "omagd_small", "skirmish", STAGES, pretrain_only=True,
-        needs={**TOKENIZER, "graph_pretrain_policy": "all stages"}, makes=("models/pretrain_stage2_best/*.th",),
+        needs={**TOKENIZER, "graph_pretrain_policy": "all stages", "graph_pretrain_policy_path": "all stages"},
+        graph_pretrain_policy_share=0.25, makes=("models/pretrain_stage2_best/*.th",),
     ),
     "a tracker": Run(
         "omagd_small", "skirmish", STAGES, t_max=40, graph_pretrain_patience=1,

@@ -231,7 +231,10 @@ def _of_tables() -> Iterator[tuple[str, Malformed]]:
         yield "unknown names", Malformed((*GRAPHS, f"{key}={NAMES[i % len(NAMES)]}"))
     for env, text in ((env, text) for env, texts in ENV_ARGS.items() for text in texts):
         yield "wrong env_args", Malformed(("--config=qmix", f"--env-config={env}", "with", f"env_args.{text}"))
-    keys = ("checkpoint_path", "pretrained_tokenizer_path", "graph_pretrain_policy", "pretrained_mask_predictor_path")
+    keys = (
+        "checkpoint_path", "pretrained_tokenizer_path", "graph_pretrain_policy", "pretrained_mask_predictor_path",
+        "graph_pretrain_policy_path",
+    )  # fmt: skip
     for i, place in enumerate(PLACES):
         key = keys[i % len(keys)]
         more = [f"pretrained_tokenizer_path={place}"] if key == "pretrained_mask_predictor_path" else []

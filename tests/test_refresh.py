@@ -24,6 +24,7 @@ from omagd.run.checkpoint.whole_state import whole_state
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.run.training.build import of_checkpoint
+from omagd.run.training.evaluate import trained_team
 from omagd.run.training.refresh import Refresh
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules
@@ -174,7 +175,8 @@ def test_files_of_a_step_and_checkpoints_continue_weights_and_optimizer(tmp_path
 def test_weights_that_are_not_finite_reach_no_agent(tmp_path: Path) -> None:
     made, reconstructor = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
     before = copy.deepcopy(reconstructor.predictor.state_dict())
-    inner = made.learner.calibrate
+    inner, measured = made.learner.calibrate, dict[str, float]()
+    setattr(made, "_measured", lambda batch: measured)  # noqa: B010 where no episode shows it
     made.learner.calibrate = lambda batch: (inner(batch), made.predictor.head.bias.data.fill_(float("inf")))
     with pytest.raises(UserError, match=r"reconstructor_refresh in here: .*not finite.*smaller graph_lr"):
         made.run(generator(0, "refresh"), "here")
@@ -220,6 +222,10 @@ def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
     own = config.model_copy(update={"pretrained_mask_predictor_path": ""})
     found = [of_checkpoint(each, files[-1]).pretrained_mask_predictor_path for each in (own, config)]
     assert found == [str(files[-1]), str(files[0])], "the step's own, unless another one is given"
+    team: Any = trained_team(
+        str(folder.path), "graph_pretrain_policy_path", stages[-1].session.info, torch.device("cpu")
+    )
+    assert dict(leaves(dict(team.reconstructor.predictor.state_dict()))) == values[-1]
     without = own.model_copy(update={"checkpoint_path": str(folder.checkpoints), "reconstructor_refresh": 0})
     with pytest.raises(UserError, match="a state with reconstructor_refresh=60, not 0"):
         whole_state(without, id)

@@ -17,6 +17,7 @@ PATHS = (
     "pretrained_mask_predictor_path",
     "pretrain_buffer_path",
     "graph_pretrain_policy",
+    "graph_pretrain_policy_path",
 )
 RESERVED = frozenset({"sacred", "logs"})
 """Other folders in local_results_path: the records of Sacred and of launch.sh."""

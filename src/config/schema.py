@@ -202,6 +202,8 @@ class Config(Frozen):
     graph_pretrain_eval_episodes: Count  # validation episodes over all ranks, also rounded up to whole rounds
     graph_pretrain_test_episodes: Count  # test episodes of stage 2, played once it has ended; rounded up likewise
     graph_pretrain_policy: str  # policy that plays them: random | mixed (scripted players) | path of a checkpoint
+    graph_pretrain_policy_path: str  # a run whose team also plays them, as it was trained; empty: none
+    graph_pretrain_policy_share: Unit  # share of episodes that this team plays
     graph_pretrain_random_share: Unit  # probability of a random action under `mixed`
     graph_pretrain_patience: Whole  # evaluations without a better model that end stages 1 and 2; 0: never
     graph_lr: Positive  # learning rate of Adam in stages 1 and 2

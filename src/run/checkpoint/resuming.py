@@ -178,6 +178,7 @@ ADDED: dict[str, Any] = {
     "balance_tasks_across_gpus": True, "min_tasks_per_gpu": 1, "sync_every_n_steps": 5,
     "graph_pretrain_test_episodes": 128,
     "graph_pretrain_patience": 0, "reconstructor_refresh": 0, "reconstructor_refresh_updates": 50,
+    "graph_pretrain_policy_path": "", "graph_pretrain_policy_share": 0.5,
 }  # fmt: skip
 """Keys that earlier versions did not have, with the values by which their runs went: these are not hashed."""
 
@@ -201,6 +202,8 @@ def identity_of(config: Config) -> str:
         kept[key] = _content_hash(Path(kept[key]).expanduser()) if kept[key] else ""
     policy = Path(config.graph_pretrain_policy).expanduser()
     kept["graph_pretrain_policy"] = _content_hash(policy) if policy.exists() else config.graph_pretrain_policy
+    if config.graph_pretrain_policy_path:
+        kept["graph_pretrain_policy_path"] = _content_hash(Path(config.graph_pretrain_policy_path).expanduser())
     return fingerprint(kept)
 
 

@@ -170,6 +170,7 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     from omagd.run.checkpoint.weights import find_step_folder, load_learner
     from omagd.run.checkpoint.whole_state import whole_state
     from omagd.run.training.build import build_plain_mac, load_agent, load_pretrained, of_checkpoint
+    from omagd.run.training.evaluate import trained_team
     from omagd.run.training.experiment import stage_names
 
     cpu = torch.device("cpu")
@@ -191,6 +192,8 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
             raise UserError(f"graph_pretrain_policy={policy}: must be random, mixed, or the path of a checkpoint")
         key = "graph_pretrain_policy"
         load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
+    if {"stage1", "stage2"} & set(stages) and (team := config.graph_pretrain_policy_path):
+        trained_team(team, "graph_pretrain_policy_path", info, cpu)
     if "stage3" in stages:
         learner = _build_learner(config, info, cpu)
         if whole is not None:

@@ -59,6 +59,9 @@ COVERED = {
 METHOD = ("name", "learner", "mac", "agent", "mixer", "use_graph_reconstruction", "lr_scaling")
 """Keys that the card has at the top level of `told`, beside the seed."""
 
+TEAM = ("graph_pretrain_policy_path", "graph_pretrain_policy_share")
+"""Keys of a trained team that plays episodes of stages 1 and 2, where there is one."""
+
 IRRELEVANT = frozenset(
     {"map_name", "difficulty", "game_version", "game_timeout", "debug", "replay_dir", "replay_prefix"}
     | {"jax_platform", "jax_threads"}
@@ -281,6 +284,7 @@ def _training(config: Config, world_size: int, environments: int) -> dict[str, A
             "graph_pretrain_epochs": config.graph_pretrain_epochs,
             "graph_pretrain_episodes": _whole_rounds(config.graph_pretrain_episodes, environments),
             "graph_pretrain_policy": config.graph_pretrain_policy,
+            **({key: getattr(config, key) for key in TEAM} if config.graph_pretrain_policy_path else {}),
             "effective_batch": config.graph_pretrain_batch_size * world_size,
             "held_out_episodes": _whole_rounds(config.graph_pretrain_eval_episodes, environments),
         }

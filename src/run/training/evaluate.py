@@ -7,8 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from omagd.config.env_info import EnvInfo
 from omagd.config.loading import apply_texts, read_saved, validate
 from omagd.config.schema import Config
+from omagd.controllers.types import MAC
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.reporting.card import Card, read_card
@@ -55,6 +59,21 @@ def evaluation_config(run: str, texts: Mapping[str, str], command: str = "evalua
     if "test_nepisode" in texts:  # else the run's `eval_report_episodes` would override it
         values["eval_report_episodes"] = 0
     return validate(apply_texts(values, texts))
+
+
+def trained_team(path: str, key: str, info: EnvInfo, device: torch.device) -> MAC:
+    """Return the team of a run, as it was trained: it reads what it has learned from, its reconstructions too.
+
+    Args:
+        path: the run's folder, its `models/` or one step's folder. key: configuration key that named it. info: of the
+            environment in which it plays.
+    Errors: UserError for a folder without weights, and for weights of another map.
+    """
+    folder = find_step_folder(path, key=key)
+    config = evaluation_config(path, {}, f"{key}:")
+    mac = build_mac(config, info, device, load_pretrained(of_checkpoint(config, folder), info, device))
+    load_agent(mac, folder, key)
+    return mac
 
 
 def trained_card(config: Config) -> Card | None:

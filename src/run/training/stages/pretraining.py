@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.controllers.scripted_mac import DividedPolicy
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.protocol import PretrainingLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
@@ -23,13 +24,14 @@ from omagd.modules.graph_reconstructers.reconstructor import describe
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import TOKENIZER_FILE, keep_file
 from omagd.run.training.build import new_tokenizer, pretrain_policy, require_same_weights
+from omagd.run.training.evaluate import trained_team
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.utils.clock import Every
 from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch
 from omagd.utils.progress import Progress, duration
-from omagd.utils.seeding import generator, seed_everything
+from omagd.utils.seeding import generator, random_state, seed_everything, set_random_state
 from omagd.utils.writing import STORAGE
 
 REHEARSAL_EPISODES = 8
@@ -273,8 +275,11 @@ class PretrainStage(Stage):
             text = f"{self.name}: playing"
             self._bar = Progress(into.capacity, "episode", text, enabled=session.dist.is_main, initial=len(into))
         if purpose not in self._policies:
-            self._policies[purpose] = pretrain_policy(session, self.rng(f"{purpose} policy"))
+            self._policies[purpose] = self._policy(purpose)
         policy = self._policies[purpose]
+        if isinstance(policy, DividedPolicy):
+            first = into.added * session.dist.world_size + session.dist.rank * session.env.n_slots
+            policy.divide(first, session.env.n_slots)
         rollout = session.runners[purpose].run(policy, explore=None, full_obs=True)
         with self.phase("replay"):
             fields = training_fields(session.config)
@@ -282,6 +287,17 @@ class PretrainStage(Stage):
         session.say_first_episodes()
         self._bar.update(rollout.n_episodes)
         return session.env.n_slots * session.dist.world_size
+
+    def _policy(self, purpose: str) -> Any:
+        """Return who plays the episodes of a purpose; global random numbers go on as if nothing had been made."""
+        session, config = self.session, self.session.config
+        others = pretrain_policy(session, self.rng(f"{purpose} policy"))
+        if not config.graph_pretrain_policy_path:
+            return others
+        key, state = "graph_pretrain_policy_path", random_state()
+        team = trained_team(config.graph_pretrain_policy_path, key, session.info, session.dist.device)
+        set_random_state(state)
+        return DividedPolicy(team, others, config.graph_pretrain_policy_share)
 
     def _facts(self) -> dict[str, str]:
         fields = training_fields(self.session.config)
