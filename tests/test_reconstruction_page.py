@@ -181,7 +181,10 @@ def site(tmp_path, monkeypatch):
     add("reconstruction_3_agents", MAP, GOOD, 5)
     add("reconstruction_5_agents", "skirmish 8m", {"baseline": 0.5, "omagd": 0.6, "full_obs": 0.6}, 2)
     census = {"test": "census", "env": "skirmish", "map": "3m_mixed_sight6", "class": "b", "policy": "scripts"}
-    (script.DATA / "beliefs.jsonl").write_text(json.dumps({**census, "units": {"enemy": {"unseen": 0.63}}}) + "\n")
+    played = {"win_rate": 0.25, "interval": [0.2, 0.3], "share": 0.5, "share_interval": [0.4, 0.6]}
+    plug_in = {**census, "test": "plug-in", "beliefs": {"reconstruction": played}, "episodes": 512, "seed": 1}
+    records = {**census, "units": {"enemy": {"unseen": 0.63}}}, plug_in
+    (script.DATA / "beliefs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     return script.DATA
 
 
@@ -234,6 +237,7 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     rows = {line.split(" | ")[0].strip("| "): line for line in page.split(f"### {MAP}")[1].split("###")[0].splitlines()}
     assert "| 5 | 0.52 [" in rows["omagd"] and rows["omagd"].endswith("| 0.50 |")  # hours
     assert "| all | 900 | 0.100 | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
+    assert "| reconstruction | 0.250 [0.200, 0.300] | 0.500 [0.400, 0.600] |" in page
     assert "**Holds.** Error at most 0.33 of the best simple guess" in page
     assert f"43 runs, 4.3 core-hours.\n- Commits: `{'ab' * 6}` (43 runs)." in page
     assert (

@@ -147,6 +147,13 @@ def table_of_gate(data: Data) -> str:
     return f"{markdown(found['head'], found['rows'])}\n\n{found['note']}"
 
 
+def cheap_tests(data: Data) -> str:
+    """Return the tables of the plug-in tests and of the swap tests."""
+    found = belief_tests.tables(each for each in data.beliefs if each["test"] != "census")
+    made = [f"{each['title']}\n\n{markdown(each['head'], each['rows'])}\n\n{each['note']}" for each in found]
+    return "\n\n".join(made) or NOT_YET
+
+
 def verdict_lines(data: Data, short: bool = False) -> str:
     """Return a line for each map, and one on class b as a whole. short: with one number each."""
     found = data.verdicts()
@@ -286,7 +293,7 @@ def parts(data: Data) -> dict[Path, dict[str, str]]:
         PAGE: {
             "maps": table_of_maps(data), "gate": table_of_gate(data), "verdicts": verdict_lines(data),
             "final": final_part(data, PAGE), "tables": tables(data), "curves": curves_part(data),
-            "predictor": predictor_part(data), "battle": battle_part(data), "cost": cost(data),
+            "predictor": predictor_part(data), "tests": cheap_tests(data), "battle": battle_part(data), "cost": cost(data),
         },
         README: {"reconstruction": summary(data)},
     }  # fmt: skip
