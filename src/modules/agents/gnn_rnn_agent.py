@@ -12,7 +12,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import AgentInputs, InputLinear, Marks, RecurrentAgent
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
-from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs, graph_kernels_for
+from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs, graph_kernels_for, in_lanes
 from omagd.modules.kernels.linear import fast_linear
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.errors import UserError
@@ -101,7 +101,9 @@ class GNNRNNAgent(RecurrentAgent):
         embeddings = (p for layer in (self.embed_ally, self.embed_enemy) for p in (layer.weight, layer.bias))
         convolutions = (layer for layer in self.convolutions if isinstance(layer, FullGraphConv))
         layers = (p for layer in convolutions for p in layer.shared(self.layout.n_nodes))
-        pooled, enemies = EncodeGraphs.apply(graphs, self.entity, table, of_features, *embeddings, *layers)  # type: ignore[no-untyped-call]
+        weights = in_lanes(kernels.LANES, table, of_features, *embeddings, *layers)
+        pooled, enemies = EncodeGraphs.apply(graphs, self.entity, *weights)  # type: ignore[no-untyped-call]
+        pooled, enemies = (made[..., : self.embed_ally.out_features] for made in (pooled, enemies))
         if self.entity:
             return pooled.unflatten(0, shape), self.attack_node(enemies).unflatten(0, shape)
         return pooled.unflatten(0, shape), pooled.new_empty(*shape, 0, pooled.shape[-1])

@@ -3,7 +3,7 @@
 Rows of a chunk of graphs: their own nodes, then their allies, then their enemies. `graphs` [G, 6] int64 holds of each
 graph its own row, its first ally and the end of its allies, its first enemy and the end of its enemies, and the number
 in the chunk of the first graph that equals it: a copy has the rows of that graph. `weight` is how many nodes of the
-graph a row stands for. `base` is the row that the arrays of a chunk begin with.
+graph a row stands for. `base` is the row that the arrays of a chunk begin with. Widths d are multiples of `LANES`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from omagd.modules.kernels.vectors import LANES, above_zero, load, positive, same, store, where
 from omagd.utils.compiling import Compiler
 
 _compiler = Compiler(Path(__file__).resolve().parent, "kernels of graph agents", "about 3 s", fused=True, checked=False)
@@ -20,7 +21,6 @@ function, kernel = _compiler.function, _compiler.kernel
 
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 HEAD = 4  # visible, dist, relx, rely of the agent itself: 1, 0, 0, 0
-OWN, OTHERS = np.uint8(1), np.uint8(2)  # bits of a mask: which of the two ReLUs of a convolution let a number pass
 
 
 @function
@@ -140,181 +140,200 @@ def make_nodes(
 
 
 @function
-def add_relu(row: Any, added: Any) -> None:
-    """Set row to relu(row + added)."""
-    for j in range(len(added)):
-        y = row[j] + added[j]
-        row[j] = ZERO if y < ZERO else y
-
-
-@kernel
-def embed(x: Any, counts: tuple[int, int], table: Any, index: Any, of_ally: Any, of_enemy: Any) -> None:
-    """Set the products `x` of a chunk to relu(x + bias). counts: rows of own nodes, and of these and allies."""
-    for i in range(counts[0]):
-        add_relu(x[i], table[index[i]])
-    for i in range(counts[0], counts[1]):
-        add_relu(x[i], of_ally)
-    for i in range(counts[1], len(x)):
-        add_relu(x[i], of_enemy)
+def rows_of(graph: Any, base: int, rows: Any) -> int:
+    """Write the rows of a graph in its chunk, its own first; return their number."""
+    own, first, last, first_enemy, last_enemy, _ = graph
+    rows[0], n = own - base, 1
+    for i in range(first, last):
+        rows[n] = i - base
+        n += 1
+    for i in range(first_enemy, last_enemy):
+        rows[n] = i - base
+        n += 1
+    return n
 
 
 @function
-def mask_relu(grad: Any, out: Any, bias: Any) -> None:
-    """Set grad to 0 where out is not positive, and add it to that of the bias."""
-    for j in range(len(bias)):
-        g = grad[j] if out[j] > ZERO else ZERO
-        grad[j] = g
-        bias[j] += g
+def embed_row(nodes: Any, row: int, weight: Any, bias: Any, at: int, x: Any, i: int) -> None:
+    """Set row i of x to relu(weight' node + bias), of the node in `row` and the bias from `at` on."""
+    width, size = weight.shape
+    for j in range(0, size, LANES):
+        total = load(bias, at + j)
+        for k in range(width):
+            total = total + same(nodes[row, k]) * load(weight, k * size + j)
+        store(x, i * size + j, positive(total))
+
+
+@kernel
+def embed(
+    base: int, counts: tuple[int, int], nodes: Any, of_own: Any, of_ally: Any, of_enemy: Any, table: Any, index: Any,
+    ally: Any, enemy: Any, x: Any,
+) -> None:  # fmt: skip
+    """Embed the nodes [., D] of a chunk: x [m, d] = relu(weight' node + bias), by weights [D, d] of each kind.
+
+    counts: rows of own nodes, and of these and allies. table, ally, enemy: biases; own nodes read that of their index.
+    """
+    size = x.shape[1]
+    for i in range(counts[0]):
+        embed_row(nodes, base + i, of_own, table, index[i] * size, x, i)
+    for i in range(counts[0], counts[1]):
+        embed_row(nodes, base + i, of_ally, ally, 0, x, i)
+    for i in range(counts[1], len(x)):
+        embed_row(nodes, base + i, of_enemy, enemy, 0, x, i)
+
+
+@function
+def add(x: Any, place: int, added: Any, at: int, size: int) -> None:
+    """Add `size` numbers of an array from `at` on to those of x from `place` on."""
+    for j in range(0, size, LANES):
+        store(x, place + j, load(x, place + j) + load(added, at + j))
+
+
+@function
+def embed_row_backward(grad: Any, i: int, x: Any, nodes: Any, row: int, weight: Any, bias: Any, at: int) -> None:
+    """Add the gradients of `embed_row`'s weight and bias to these; those of the result x are in `grad`."""
+    width, size = weight.shape
+    for j in range(0, size, LANES):
+        g = where(above_zero(load(x, i * size + j)), load(grad, i * size + j))
+        store(bias, at + j, load(bias, at + j) + g)
+        for k in range(width):
+            store(weight, k * size + j, load(weight, k * size + j) + same(nodes[row, k]) * g)
+
+
+@function
+def empty_into(room: Any, weight: Any) -> None:
+    """Add `room`, the sums of one chunk [D + 1, d], to a weight, and clear it."""
+    for k in range(len(weight)):
+        add(weight, k * weight.shape[1], room, k * weight.shape[1], weight.shape[1])
+    for k in range(len(room)):
+        clear(room[k])
 
 
 @kernel
 def embed_backward(
-    grad: Any, x: Any, counts: tuple[int, int], table: Any, index: Any, of_ally: Any, of_enemy: Any
-) -> None:
-    """Turn the gradient of `embed`'s result x into that of its products; add those of the biases."""
+    grad: Any, x: Any, base: int, counts: tuple[int, int], nodes: Any, of_own: Any, of_ally: Any, of_enemy: Any,
+    table: Any, index: Any, ally: Any, enemy: Any, room: Any,
+) -> None:  # fmt: skip
+    """Add the gradients of `embed`'s weights and biases from that of its result x. room: [D + 1, d], zeros."""
+    width, size = of_own.shape
     for i in range(counts[0]):
-        mask_relu(grad[i], x[i], table[index[i]])
+        embed_row_backward(grad, i, x, nodes, base + i, room[:width], table, index[i] * size)
+    empty_into(room, of_own)
     for i in range(counts[0], counts[1]):
-        mask_relu(grad[i], x[i], of_ally)
+        embed_row_backward(grad, i, x, nodes, base + i, room[:width], room, width * size)
+    add(ally, 0, room, width * size, size)
+    empty_into(room, of_ally)
     for i in range(counts[1], len(x)):
-        mask_relu(grad[i], x[i], of_enemy)
-
-
-@function
-def add_scaled(total: Any, x: Any, scale: Any) -> None:
-    """Add x times `scale` to total."""
-    for j in range(len(total)):
-        total[j] += x[j] * scale
-
-
-@function
-def convolve_row(product: Any, bias: Any, total: Any, out: Any) -> None:
-    """Set out to relu(p_s + b_s) + relu(total - p_n), product = [p_s | p_n]."""
-    size = len(out)
-    own, sent = product[:size], product[size:]
-    for j in range(size):
-        a, b = own[j] + bias[j], total[j] - sent[j]
-        out[j] = (a if a > ZERO else ZERO) + (b if b > ZERO else ZERO)
-
-
-@function
-def mask_row(product: Any, bias: Any, total: Any, mask: Any) -> None:
-    """Write which ReLUs of `convolve_row` let numbers pass."""
-    size = len(mask)
-    own, sent = product[:size], product[size:]
-    for j in range(size):
-        mask[j] = (OWN if own[j] + bias[j] > ZERO else np.uint8(0)) | (
-            OTHERS if total[j] - sent[j] > ZERO else np.uint8(0)
-        )
+        embed_row_backward(grad, i, x, nodes, base + i, room[:width], room, width * size)
+    add(enemy, 0, room, width * size, size)
+    empty_into(room, of_enemy)
 
 
 @kernel
 def convolve(
-    base: int, graphs: Any, n_nodes: Any, products: Any, bias: Any, weight: Any, total: Any, out: Any, masks: Any
-) -> None:
-    """Do a convolution behind its product [m, 2d], [own | sent]; bias [2d]. masks: [m, d] uint8, or no rows."""
-    size = out.shape[1]
+    base: int, graphs: Any, n_nodes: Any, products: Any, bias: Any, weight: Any, rows: Any, out: Any, masks: Any,
+    share: Any, pooled: Any,
+) -> None:  # fmt: skip
+    """Do a convolution behind its product [m, 2d], [own | sent]; bias [2d], rows: room for [N] numbers.
+
+    out: [m, d], takes the result. masks: [m, d / 8] uint16, takes which ReLUs let numbers pass. pooled: [G, d], takes
+    the mean of each graph, share = 1 / N. All three may have no rows: not wanted.
+    """
+    blocks = len(bias) // (2 * LANES)
+    size = blocks * LANES
+    writes, keeps, pools = len(out) > 0, len(masks) > 0, len(pooled) > 0
     for g in range(len(graphs)):
-        own, first, last, first_enemy, last_enemy, same = graphs[g]
-        if same != g:
+        if graphs[g, 5] != g:
             continue
-        for j in range(size):
-            total[j] = products[own - base, size + j] + (n_nodes - ONE) * bias[size + j]
-        for i in range(first - base, last - base):
-            add_scaled(total, products[i, size:], weight[base + i])
-        for i in range(first_enemy - base, last_enemy - base):
-            add_scaled(total, products[i, size:], weight[base + i])
-        convolve_row(products[own - base], bias, total, out[own - base])
-        for i in range(first - base, last - base):
-            convolve_row(products[i], bias, total, out[i])
-        for i in range(first_enemy - base, last_enemy - base):
-            convolve_row(products[i], bias, total, out[i])
-        if len(masks):
-            mask_row(products[own - base], bias, total, masks[own - base])
-            for i in range(first - base, last - base):
-                mask_row(products[i], bias, total, masks[i])
-            for i in range(first_enemy - base, last_enemy - base):
-                mask_row(products[i], bias, total, masks[i])
-
-
-@function
-def add_received(total: Any, grad: Any, mask: Any) -> None:
-    """Add the gradient that passes the second ReLU."""
-    for j in range(len(total)):
-        total[j] += grad[j] if mask[j] & OTHERS else ZERO
-
-
-@function
-def spread_row(grad: Any, mask: Any, total: Any, scale: Any, made: Any, of_bias: Any) -> None:
-    """Write the gradient of a row's product, and add its first half to that of the bias."""
-    size = len(total)
-    own, sent = made[:size], made[size:]
-    for j in range(size):
-        own[j] = grad[j] if mask[j] & OWN else ZERO
-    for j in range(size):
-        sent[j] = total[j] * scale - (grad[j] if mask[j] & OTHERS else ZERO)
-    for j in range(size):
-        of_bias[j] += own[j]
+        n = rows_of(graphs[g], base, rows)
+        for k in range(blocks):
+            j = k * LANES
+            of_own, of_sent = load(bias, j), load(bias, size + j)
+            total, mean = same(n_nodes - ONE) * of_sent, same(ZERO)
+            for r in range(n):
+                sent = load(products, (2 * rows[r] + 1) * size + j)
+                total = total + sent * same(weight[base + rows[r]])
+            for r in range(n):
+                at = 2 * rows[r] * size + j
+                own, received = load(products, at) + of_own, total - load(products, at + size)
+                made = positive(own) + positive(received)
+                if writes:
+                    store(out, rows[r] * size + j, made)
+                if keeps:
+                    masks[rows[r], k], masks[rows[r], blocks + k] = above_zero(own), above_zero(received)
+                if pools:
+                    mean = mean + made * same(weight[base + rows[r]] * share)
+            if pools:
+                store(pooled, g * size + j, mean)
+    for g in range(len(pooled)):
+        if graphs[g, 5] != g:
+            copy(pooled[graphs[g, 5]], pooled[g], 0)
 
 
 @kernel
 def convolve_backward(
-    base: int, graphs: Any, n_nodes: Any, grad: Any, masks: Any, weight: Any, total: Any, made: Any, of_bias: Any
+    base: int, graphs: Any, n_nodes: Any, grad: Any, masks: Any, weight: Any, rows: Any, share: Any, given: Any,
+    made: Any, of_bias: Any,
+) -> None:  # fmt: skip
+    """Write the gradient of the product, `made` [m, 2d], from that of the result, `grad` [m, d]; add the bias's.
+
+    given: [G, d], gradient of the means of graphs, those of equal ones summed, from which that of the result follows;
+    without rows `grad` is read.
+    """
+    blocks = len(of_bias) // (2 * LANES)
+    size = blocks * LANES
+    pooled = len(given) > 0
+    for g in range(len(graphs)):
+        if graphs[g, 5] != g:
+            continue
+        n = rows_of(graphs[g], base, rows)
+        for k in range(blocks):
+            j = k * LANES
+            total, of_own = same(ZERO), load(of_bias, j)
+            mean = load(given, g * size + j) * same(share) if pooled else same(ZERO)
+            for r in range(n):
+                i = rows[r]
+                of_row = mean * same(weight[base + i]) if pooled else load(grad, i * size + j)
+                total = total + where(masks[i, blocks + k], of_row)
+            for r in range(n):
+                i = rows[r]
+                scale = same(weight[base + i])
+                of_row = mean * scale if pooled else load(grad, i * size + j)
+                own = where(masks[i, k], of_row)
+                store(made, 2 * i * size + j, own)
+                store(made, (2 * i + 1) * size + j, total * scale - where(masks[i, blocks + k], of_row))
+                of_own = of_own + own
+            store(of_bias, j, of_own)
+            store(of_bias, size + j, load(of_bias, size + j) + total * same(n_nodes - ONE))
+
+
+@kernel
+def gather_equal(graphs: Any, given: Any) -> None:
+    """Add the gradient of the mean of each copy, [G, d], to that of the graph that it equals."""
+    size = given.shape[1]
+    for g in range(len(graphs)):
+        if graphs[g, 5] != g:
+            add(given, graphs[g, 5] * size, given, g * size, size)
+
+
+@kernel
+def nodes_backward(
+    base: int, graphs: Any, share: Any, given: Any, weight: Any, rows: Any, enemies: Any, place: Any, grad: Any
 ) -> None:
-    """Write the gradient of the product, `made` [m, 2d], from that of the result, `grad` [m, d]; add the bias's."""
+    """Write the gradient of the last nodes: of the means `given` [G, d], equal ones summed, and of `enemies`.
+
+    enemies: [G, n_enemies, d], of the nodes in the rows `place`.
+    """
     size = grad.shape[1]
     for g in range(len(graphs)):
-        own, first, last, first_enemy, last_enemy, same = graphs[g]
-        if same != g:
-            continue
-        clear(total)
-        add_received(total, grad[own - base], masks[own - base])
-        for i in range(first - base, last - base):
-            add_received(total, grad[i], masks[i])
-        for i in range(first_enemy - base, last_enemy - base):
-            add_received(total, grad[i], masks[i])
-        spread_row(grad[own - base], masks[own - base], total, ONE, made[own - base], of_bias)
-        for i in range(first - base, last - base):
-            spread_row(grad[i], masks[i], total, weight[base + i], made[i], of_bias)
-        for i in range(first_enemy - base, last_enemy - base):
-            spread_row(grad[i], masks[i], total, weight[base + i], made[i], of_bias)
-        add_scaled(of_bias[size:], total, n_nodes - ONE)
-
-
-@kernel
-def pool(base: int, graphs: Any, share: Any, x: Any, weight: Any, out: Any) -> None:
-    """Write the mean over all nodes of each graph, [G, d]. share: 1 / N."""
-    for g in range(len(graphs)):
-        own, first, last, first_enemy, last_enemy, same = graphs[g]
-        row = out[g]
-        if same != g:
-            copy(out[same], row, 0)
-            continue
-        clear(row)
-        add_scaled(row, x[own - base], share)
-        for i in range(first - base, last - base):
-            add_scaled(row, x[i], weight[base + i] * share)
-        for i in range(first_enemy - base, last_enemy - base):
-            add_scaled(row, x[i], weight[base + i] * share)
-
-
-@kernel
-def pool_backward(
-    base: int, graphs: Any, share: Any, given: Any, weight: Any, enemies: Any, place: Any, grad: Any
-) -> None:
-    """Write the gradient of `pool`'s nodes x; `enemies` [G, n_enemies, d], or no graphs, is that of the enemies."""
-    for i in range(len(grad)):
-        clear(grad[i])
-    for g in range(len(graphs)):
-        own, first, last, first_enemy, last_enemy, _ = graphs[g]
-        add_scaled(grad[own - base], given[g], share)
-        for i in range(first - base, last - base):
-            add_scaled(grad[i], given[g], weight[base + i] * share)
-        for i in range(first_enemy - base, last_enemy - base):
-            add_scaled(grad[i], given[g], weight[base + i] * share)
-        if len(enemies):
-            for e in range(place.shape[1]):
-                add_scaled(grad[place[g, e] - base], enemies[g, e], ONE)
+        if graphs[g, 5] == g:
+            n = rows_of(graphs[g], base, rows)
+            for j in range(0, size, LANES):
+                mean = load(given, g * size + j) * same(share)
+                for r in range(n):
+                    store(grad, rows[r] * size + j, mean * same(weight[base + rows[r]]))
+        for e in range(place.shape[1]):
+            add(grad, (place[g, e] - base) * size, enemies, (g * place.shape[1] + e) * size, size)
 
 
 def prepare() -> None:
@@ -323,12 +342,15 @@ def prepare() -> None:
 
 
 def _call_all() -> None:
-    exact, line, places = np.zeros((0, 4), np.float32), np.zeros(8, np.float32), np.zeros(0, np.int64)
-    rows, masks = np.zeros((0, 6), np.int64), np.zeros((0, 4), np.uint8)
+    exact, line, places = np.zeros((0, LANES), np.float32), np.zeros(2 * LANES, np.float32), np.zeros(0, np.int64)
+    rows, masks = np.zeros((0, 6), np.int64), np.zeros((0, 2), np.uint16)
     make_nodes(exact, exact, (0, 1, 1, 0, 1, 0), 1, exact, line, rows, rows, rows, *[places] * 4)
-    embed(exact, (0, 0), exact, places, line, line)
-    embed_backward(exact, exact, (0, 0), exact, places, line, line)
-    convolve(0, rows, ONE, exact, line, line, line, exact, masks)
-    convolve_backward(0, rows, ONE, exact, masks, line, line, exact, line)
-    pool(0, rows, ONE, exact, line, exact)
-    pool_backward(0, rows, ONE, exact, line, np.zeros((0, 1, 4), np.float32), rows, exact)
+    embed(0, (0, 0), exact, exact, exact, exact, exact, places, line, line, exact)
+    of_weights = exact, exact, exact
+    embed_backward(
+        exact, exact, 0, (0, 0), exact, *of_weights, exact, places, line, line, np.zeros((1, LANES), np.float32)
+    )
+    convolve(0, rows, ONE, exact, line, line, places, exact, masks, ONE, exact)
+    convolve_backward(0, rows, ONE, exact, masks, line, places, ONE, exact, exact, line)
+    gather_equal(rows, exact)
+    nodes_backward(0, rows, ONE, exact, line, places, np.zeros((0, 1, LANES), np.float32), rows, exact)

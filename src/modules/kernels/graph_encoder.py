@@ -16,12 +16,14 @@ Compared with the layers in float64, in values and gradients: tests/test_learnin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -74,17 +76,39 @@ class Graphs:
         chunks = np.empty((-(-n_graphs // self.at_once), 4), np.int64)
         sizes = (layout.move_dim, layout.n_enemies, layout.enemy_dim, layout.n_allies, layout.ally_dim, layout.own_dim)
         read = (obs.contiguous().numpy(), marks.contiguous().numpy())
-        self.index = np.empty(n_graphs, np.int64)
+        self.index, self.room = np.empty(n_graphs, np.int64), np.empty(n_nodes, np.int64)
         room = (index.contiguous().numpy(), self.index, np.empty(layout.n_allies, np.int64), np.empty(n_rows, np.int64))
         kernels.make_nodes(*read, sizes, self.at_once, nodes, self.weight, self.graphs, chunks, self.place, *room)
         self.chunks: list[list[int]] = chunks.tolist()
         self.n_rows = self.chunks[-1][3] if self.chunks else 0
         self.most = max((end - first for first, _, _, end in self.chunks), default=0)
-        self.nodes = torch.from_numpy(nodes[: self.n_rows])
+        self.nodes = nodes
+
+    def embedding(self, number: int, weights: Sequence[Any], biases: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what both kernels of the embedding read of a chunk: weights [D, d] and biases of the three kinds."""
+        first, ally, enemy, _ = self.chunks[number]
+        table, of_ally, of_enemy = biases
+        index = self.index[self.chunk(number)]
+        return first, (ally - first, enemy - first), self.nodes, *weights, table, index, of_ally, of_enemy
 
     def chunk(self, number: int) -> slice:
         """Return the graphs of a chunk."""
         return slice(number * self.at_once, (number + 1) * self.at_once)
+
+
+def in_lanes(
+    lanes: int, table: Tensor, w_self: Tensor, w_ally: Tensor, b_ally: Tensor, w_enemy: Tensor, b_enemy: Tensor,
+    *layers: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Return the weights of `EncodeGraphs` with d rounded up to whole vectors of `lanes` numbers, by zeros."""
+    if not (more := -len(b_ally) % lanes):
+        return [table, w_self, w_ally, b_ally, w_enemy, b_enemy, *layers]
+    outer = [F.pad(weight, (0, 0, 0, more)) for weight in (w_self, w_ally, w_enemy)]
+    table, b_ally, b_enemy = (F.pad(bias, (0, more)) for bias in (table, b_ally, b_enemy))
+    wider = [
+        F.pad(x.unflatten(0, (2, -1)), (0, more, 0, more) if x.dim() > 1 else (0, more)).flatten(0, 1) for x in layers
+    ]
+    return [table, outer[0], outer[1], b_ally, outer[2], b_enemy, *wider]
 
 
 class EncodeGraphs(torch.autograd.Function):
@@ -95,39 +119,38 @@ class EncodeGraphs(torch.autograd.Function):
         ctx: Any, graphs: Graphs, entity: bool, table: Tensor, w_self: Tensor, w_ally: Tensor, b_ally: Tensor,
         w_enemy: Tensor, b_enemy: Tensor, *layers: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return [R, d] and, if `entity`, [R, n_enemies, d], else [0, n_enemies, d].
+        """Return [R, d] and, if `entity`, [R, n_enemies, d], else [0, n_enemies, d]; d is a multiple of `LANES`.
 
         table: its row `graphs.index` is added to an own node. layers: W [2d, d] = [W_s | W_n] / N and b [2d] of each.
         """
         kernels, n_graphs, dim = graphs.kernels, len(graphs.graphs), w_ally.shape[0]
-        weights, biases = [w.t() for w in layers[::2]], [b.numpy() for b in layers[1::2]]
-        embeddings = [w.t() for w in (w_self, w_ally, w_enemy)]
+        weights, biases = [w.t().contiguous() for w in layers[::2]], [b.numpy() for b in layers[1::2]]
+        embeddings = [w.t().contiguous().numpy() for w in (w_self, w_ally, w_enemy)]
         keep = any(ctx.needs_input_grad)
         rows = graphs.n_rows if keep else graphs.most
-        xs = [table.new_empty(rows, dim) for _ in weights]
-        masks = [np.empty((rows if keep else 0, dim), np.uint8) for _ in weights]
-        last, products = table.new_empty(graphs.most, dim), table.new_empty(graphs.most, 2 * dim)
+        # What enters the first layer is computed again in backward: that takes less time than memory does.
+        xs = [table.new_empty(rows if i else graphs.most, dim) for i in range(len(weights))]
+        masks = [np.empty((rows if keep else 0, dim // 8), np.uint16) for _ in weights]
+        last, products = table.new_empty(graphs.most if entity else 0, dim), table.new_empty(graphs.most, 2 * dim)
         pooled = table.new_empty(n_graphs, dim)
         enemies = table.new_empty(n_graphs if entity else 0, graphs.place.shape[1], dim)
         places, of_products, means = torch.from_numpy(graphs.place), products.numpy(), pooled.numpy()
-        read = (graphs.weight, np.empty(dim, np.float32))  # and room for a graph's total
-        bias = (table.numpy(), graphs.index, b_ally.numpy(), b_enemy.numpy())
-        for c, (first, ally, enemy, end) in enumerate(graphs.chunks):
+        first_layer = embeddings, [bias.numpy() for bias in (table, b_ally, b_enemy)]
+        for c, (first, _, _, end) in enumerate(graphs.chunks):
             of, here = graphs.chunk(c), slice(first, end) if keep else slice(0, end - first)
-            x, made, part = [*(x[here] for x in xs), last[: end - first]], products[: end - first], graphs.graphs[of]
-            arrays = [y.numpy() for y in x]
-            for begin, stop, weight in zip((first, ally, enemy), (ally, enemy, end), embeddings, strict=True):
-                torch.mm(graphs.nodes[begin:stop], weight, out=x[0][begin - first : stop - first])
-            kernels.embed(arrays[0], (ally - first, enemy - first), bias[0], bias[1][of], *bias[2:])
+            made, part = products[: end - first], graphs.graphs[of]
+            x = [xs[0][: end - first], *(x[here] for x in xs[1:]), last[: end - first]]
+            kernels.embed(*graphs.embedding(c, *first_layer), x[0].numpy())
             for i, weight in enumerate(weights):
                 torch.mm(x[i], weight, out=made)
-                sides = (arrays[i + 1], masks[i][here] if keep else masks[i])
-                kernels.convolve(first, part, graphs.size, of_products, biases[i], *read, *sides)
-            kernels.pool(first, part, graphs.share, arrays[-1], graphs.weight, means[of])
+                read = (of_products, biases[i], graphs.weight, graphs.room)
+                sides = (x[i + 1].numpy(), masks[i][here] if keep else masks[i])
+                of_means = means[of] if i == len(weights) - 1 else means[:0]
+                kernels.convolve(first, part, graphs.size, *read, *sides, graphs.share, of_means)
             if entity:
                 torch.index_select(x[-1], 0, places[of].flatten() - first, out=enemies[of].flatten(0, 1))
-        ctx.graphs, ctx.masks, ctx.entity = graphs, masks, entity
-        ctx.save_for_backward(table, w_self, w_ally, w_enemy, *layers[::2], *(xs if keep else ()))
+        ctx.graphs, ctx.masks, ctx.entity, ctx.first_layer = graphs, masks, entity, first_layer
+        ctx.save_for_backward(table, w_ally, *layers[::2], *(xs[1:] if keep else ()))
         return pooled, enemies
 
     @staticmethod
@@ -135,31 +158,36 @@ class EncodeGraphs(torch.autograd.Function):
     def backward(ctx: Any, given: Tensor, for_enemies: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the table, weights and biases."""
         graphs, masks, kernels = ctx.graphs, ctx.masks, ctx.graphs.kernels
-        table, w_self, w_ally, w_enemy, *more = ctx.saved_tensors
+        table, w_ally, *more = ctx.saved_tensors
         weights, xs = more[: len(masks)], more[len(masks) :]
-        dim = w_ally.shape[0]
-        of_table, of_ally, of_enemy = torch.zeros_like(table), table.new_zeros(dim), table.new_zeros(dim)
-        of_embeddings = [torch.zeros_like(weight) for weight in (w_self, w_ally, w_enemy)]
-        of_weights = [torch.zeros_like(weight) for weight in weights]
+        of_embeddings, of_firsts = ([np.zeros_like(x) for x in part] for part in ctx.first_layer)
+        of_weights = [weight.new_zeros(weight.shape[::-1]) for weight in weights]
         of_biases = [weight.new_zeros(len(weight)) for weight in weights]
-        grad, made = table.new_empty(graphs.most, dim), table.new_empty(graphs.most, 2 * dim)
-        arrays, of_made, room = grad.numpy(), made.numpy(), np.empty(dim, np.float32)
-        upstream, of_nodes = given.contiguous().numpy(), for_enemies.contiguous().numpy()
-        bias = (of_table.numpy(), graphs.index, of_ally.numpy(), of_enemy.numpy())
-        for c, (first, ally, enemy, end) in enumerate(graphs.chunks):
+        embedded, grad = (table.new_empty(graphs.most, len(w_ally)) for _ in range(2))
+        made = table.new_empty(graphs.most, 2 * len(w_ally))
+        room = np.zeros((w_ally.shape[1] + 1, len(w_ally)), np.float32)
+        array, of_made = grad.numpy(), made.numpy()
+        upstream = given.clone(memory_format=torch.contiguous_format).numpy()  # sums of equal graphs are written there
+        of_nodes = for_enemies.contiguous().numpy()
+        for c, (first, _, _, end) in enumerate(graphs.chunks):
             of, here = graphs.chunk(c), slice(first, end)
-            g, p, part, array = grad[: end - first], made[: end - first], graphs.graphs[of], arrays[: end - first]
-            read = (upstream[of], graphs.weight, of_nodes[of], graphs.place[of])
-            kernels.pool_backward(first, part, graphs.share, *read, array)
+            g, p, part, pooled = grad[: end - first], made[: end - first], graphs.graphs[of], upstream[of]
+            x = [embedded[: end - first], *(x[here] for x in xs)]
+            kernels.embed(*graphs.embedding(c, *ctx.first_layer), x[0].numpy())
+            kernels.gather_equal(part, pooled)
+            if ctx.entity:
+                of_rows = (graphs.share, pooled, graphs.weight, graphs.room, of_nodes[of], graphs.place[of])
+                kernels.nodes_backward(first, part, *of_rows, array)
+                pooled = pooled[:0]
             for i in reversed(range(len(weights))):
-                sides = (masks[i][here], graphs.weight, room, of_made, of_biases[i].numpy())
-                kernels.convolve_backward(first, part, graphs.size, array, *sides)
-                of_weights[i].addmm_(p.t(), xs[i][here])
+                sides = (graphs.weight, graphs.room, graphs.share, pooled, of_made, of_biases[i].numpy())
+                kernels.convolve_backward(first, part, graphs.size, array, masks[i][here], *sides)
+                of_weights[i].addmm_(x[i].t(), p)
                 torch.mm(p, weights[i], out=g)
-            counts = (ally - first, enemy - first)
-            kernels.embed_backward(array, xs[0][here].numpy(), counts, bias[0], bias[1][of], *bias[2:])
-            for (begin, stop), weight in zip(((first, ally), (ally, enemy), (enemy, end)), of_embeddings, strict=True):
-                weight.addmm_(g[begin - first : stop - first].t(), graphs.nodes[begin:stop])
-        of_self, of_allies, of_enemies = of_embeddings
-        layers = (grad for pair in zip(of_weights, of_biases, strict=True) for grad in pair)
+                pooled = pooled[:0]
+            of_kinds = graphs.embedding(c, of_embeddings, of_firsts)
+            kernels.embed_backward(g.numpy(), x[0].numpy(), *of_kinds, room)
+        of_self, of_allies, of_enemies = (torch.from_numpy(weight).t().contiguous() for weight in of_embeddings)
+        of_table, of_ally, of_enemy = map(torch.from_numpy, of_firsts)
+        layers = (grad for w, b in zip(of_weights, of_biases, strict=True) for grad in (w.t().contiguous(), b))
         return None, None, of_table, of_self, of_allies, of_ally, of_enemies, of_enemy, *layers

@@ -1,8 +1,8 @@
 """Sixteen float32 numbers in a register of the processor, as Numba kernels compute with them.
 
 LLVM vectorises a loop by eight numbers, with a remainder, and asks first whether its arrays overlap: for rows of 64
-numbers that takes longer than the work. Here every operation is one of sixteen numbers. Operators, `load` and `store`
-(float32, or bf16 given as int16) are for processors with AVX-512 and its bf16.
+numbers that takes longer than the work. Here every operation is one of sixteen numbers. `scaled`,
+`about_inverse` and bf16 (given as int16) are for processors with AVX-512; LLVM has the rest for every processor.
 """
 
 from __future__ import annotations
@@ -120,6 +120,39 @@ def store(_: Any, row: Any, place: Any, numbers: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(row, types.int64, sixteen), generate
+
+
+@intrinsic
+def positive(_: Any, x: Any) -> Any:
+    """Return relu(x): 0 where a number is not above 0."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        zero = _all(_FLOATS, 0.0)
+        return builder.select(builder.fcmp_ordered(">", args[0], zero), args[0], zero)
+
+    return sixteen(sixteen), generate
+
+
+@intrinsic
+def above_zero(_: Any, x: Any) -> Any:
+    """Return which numbers are above 0, as the bits of a uint16."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fcmp_ordered(">", args[0], _all(_FLOATS, 0.0)), ir.IntType(LANES))
+
+    return types.uint16(sixteen), generate
+
+
+@intrinsic
+def where(_: Any, bits: Any, x: Any) -> Any:
+    """Return the numbers whose bit is set, and 0 for the others."""
+
+    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.select(
+            builder.bitcast(args[0], ir.VectorType(ir.IntType(1), LANES)), args[1], _all(_FLOATS, 0.0)
+        )
+
+    return sixteen(types.uint16, sixteen), generate
 
 
 @intrinsic
