@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,14 @@ class AgentInputs:
         guessed: [S, n, N] bool, nodes whose features are guesses; None without reconstruction.
         belief: [S, n, N, 4], how sure the agent may be of each node (`graph_reconstructers/belief.py`), in the type of
             the features; None without `belief_inputs` or reconstruction.
+        kept: what agents have computed of these inputs alone; trained and target networks share it.
     """
 
     features: Tensor
     last_action: Tensor
     guessed: Tensor | None = None
     belief: Tensor | None = None
+    kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def blank(cls, n_rows: int, info: EnvInfo, like: Tensor) -> AgentInputs:
@@ -58,8 +61,9 @@ class AgentInputs:
         return self._of_parts(lambda part: part[:, number : number + 1])
 
     def _of_parts(self, choose: Callable[[Tensor], Tensor]) -> AgentInputs:
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: choose(part) for name, part in parts.items() if part is not None})
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        chosen = {name: choose(part) for name, part in parts.items() if isinstance(part, Tensor)}
+        return replace(self, **chosen, kept={})
 
 
 class Marks:

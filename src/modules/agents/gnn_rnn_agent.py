@@ -95,15 +95,18 @@ class GNNRNNAgent(RecurrentAgent):
     def _encode_by(self, kernels: ModuleType, inputs: AgentInputs, marks: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same as `encode` by kernels, from marks [S, n, N, width]."""
         of_features, table, index = self.embed_self.lookup(inputs.last_action)
-        obs, shape = inputs.features.flatten(0, 1), inputs.last_action.shape
-        sizes = (self.layout, of_features.shape[1], len(table))
-        graphs = Graphs(kernels, obs, marks.flatten(2).flatten(0, 1), index.flatten(), *sizes)
+        shape, sizes = inputs.last_action.shape, (of_features.shape[1], len(table))
+        graphs = inputs.kept.get(sizes)
+        if graphs is None:
+            obs, of_nodes = inputs.features.flatten(0, 1), marks.flatten(2).flatten(0, 1)
+            graphs = inputs.kept[sizes] = Graphs(kernels, obs, of_nodes, index.flatten(), self.layout, *sizes)
         embeddings = (p for layer in (self.embed_ally, self.embed_enemy) for p in (layer.weight, layer.bias))
         convolutions = (layer for layer in self.convolutions if isinstance(layer, FullGraphConv))
         layers = (p for layer in convolutions for p in layer.shared(self.layout.n_nodes))
         weights = in_lanes(kernels.LANES, table, of_features, *embeddings, *layers)
         pooled, enemies = EncodeGraphs.apply(graphs, self.entity, *weights)  # type: ignore[no-untyped-call]
-        pooled, enemies = (made[..., : self.embed_ally.out_features] for made in (pooled, enemies))
+        if (dim := self.embed_ally.out_features) < pooled.shape[-1]:
+            pooled, enemies = pooled[:, :dim], enemies[..., :dim]
         if self.entity:
             return pooled.unflatten(0, shape), self.attack_node(enemies).unflatten(0, shape)
         return pooled.unflatten(0, shape), pooled.new_empty(*shape, 0, pooled.shape[-1])

@@ -154,32 +154,56 @@ def rows_of(graph: Any, base: int, rows: Any) -> int:
 
 
 @function
-def embed_row(nodes: Any, row: int, weight: Any, bias: Any, at: int, x: Any, i: int) -> None:
-    """Set row i of x to relu(weight' node + bias), of the node in `row` and the bias from `at` on."""
+def bias_of(bias: Any, reads: Any, own: int, i: int, size: int, j: int) -> Any:
+    """Return sixteen biases of row i, from j on: those in its row of the biases where it has one of its own."""
+    return load(bias, j + own * size * reads[own * i])
+
+
+@function
+def embed_rows(
+    nodes: Any, base: int, first: int, last: int, weight: Any, bias: Any, reads: Any, own: int, x: Any
+) -> None:
+    """Set the rows from `first` to `last` of x to relu(weight' node + bias), four at a time.
+
+    own: 1 where each row reads a row of the biases, `reads`, 0 where all read the first one.
+    """
     width, size = weight.shape
-    for j in range(0, size, LANES):
-        total = load(bias, at + j)
-        for k in range(width):
-            total = total + same(nodes[row, k]) * load(weight, k * size + j)
-        store(x, i * size + j, positive(total))
+    whole = last - (last - first) % 4
+    for i in range(first, whole, 4):
+        for j in range(0, size, LANES):
+            t, u = bias_of(bias, reads, own, i, size, j), bias_of(bias, reads, own, i + 1, size, j)
+            v, w = bias_of(bias, reads, own, i + 2, size, j), bias_of(bias, reads, own, i + 3, size, j)
+            for k in range(width):
+                column = load(weight, k * size + j)
+                t = t + same(nodes[base + i, k]) * column
+                u = u + same(nodes[base + i + 1, k]) * column
+                v = v + same(nodes[base + i + 2, k]) * column
+                w = w + same(nodes[base + i + 3, k]) * column
+            store(x, i * size + j, positive(t))
+            store(x, (i + 1) * size + j, positive(u))
+            store(x, (i + 2) * size + j, positive(v))
+            store(x, (i + 3) * size + j, positive(w))
+    for i in range(whole, last):
+        for j in range(0, size, LANES):
+            t = bias_of(bias, reads, own, i, size, j)
+            for k in range(width):
+                t = t + same(nodes[base + i, k]) * load(weight, k * size + j)
+            store(x, i * size + j, positive(t))
 
 
 @kernel
 def embed(
-    base: int, counts: tuple[int, int], nodes: Any, of_own: Any, of_ally: Any, of_enemy: Any, table: Any, index: Any,
+    base: int, ends: tuple[int, int, int], nodes: Any, of_own: Any, of_ally: Any, of_enemy: Any, table: Any, index: Any,
     ally: Any, enemy: Any, x: Any,
 ) -> None:  # fmt: skip
     """Embed the nodes [., D] of a chunk: x [m, d] = relu(weight' node + bias), by weights [D, d] of each kind.
 
-    counts: rows of own nodes, and of these and allies. table, ally, enemy: biases; own nodes read that of their index.
+    ends: of the rows of own nodes, of allies, of enemies. table, ally, enemy: biases; own nodes read that of their
+    index.
     """
-    size = x.shape[1]
-    for i in range(counts[0]):
-        embed_row(nodes, base + i, of_own, table, index[i] * size, x, i)
-    for i in range(counts[0], counts[1]):
-        embed_row(nodes, base + i, of_ally, ally, 0, x, i)
-    for i in range(counts[1], len(x)):
-        embed_row(nodes, base + i, of_enemy, enemy, 0, x, i)
+    embed_rows(nodes, base, 0, ends[0], of_own, table, index, 1, x)
+    embed_rows(nodes, base, ends[0], ends[1], of_ally, ally, index, 0, x)
+    embed_rows(nodes, base, ends[1], ends[2], of_enemy, enemy, index, 0, x)
 
 
 @function
@@ -190,14 +214,36 @@ def add(x: Any, place: int, added: Any, at: int, size: int) -> None:
 
 
 @function
-def embed_row_backward(grad: Any, i: int, x: Any, nodes: Any, row: int, weight: Any, bias: Any, at: int) -> None:
-    """Add the gradients of `embed_row`'s weight and bias to these; those of the result x are in `grad`."""
+def masked_gradient(grad: Any, x: Any, i: int, j: int, bias: Any, at: int) -> Any:
+    """Return the gradient of sixteen numbers in row i before their ReLU, added to that of the bias."""
+    g = where(above_zero(load(x, i * x.shape[1] + j)), load(grad, i * x.shape[1] + j))
+    store(bias, at + j, load(bias, at + j) + g)
+    return g
+
+
+@function
+def embed_rows_backward(
+    grad: Any, x: Any, nodes: Any, base: int, first: int, last: int, weight: Any, bias: Any, reads: Any, own: int
+) -> None:
+    """Add the gradients of `embed_rows`'s weight and bias to these; those of the result x are in `grad`."""
     width, size = weight.shape
-    for j in range(0, size, LANES):
-        g = where(above_zero(load(x, i * size + j)), load(grad, i * size + j))
-        store(bias, at + j, load(bias, at + j) + g)
-        for k in range(width):
-            store(weight, k * size + j, load(weight, k * size + j) + same(nodes[row, k]) * g)
+    whole = last - (last - first) % 4
+    for i in range(first, whole, 4):
+        for j in range(0, size, LANES):
+            t = masked_gradient(grad, x, i, j, bias, own * size * reads[own * i])
+            u = masked_gradient(grad, x, i + 1, j, bias, own * size * reads[own * (i + 1)])
+            v = masked_gradient(grad, x, i + 2, j, bias, own * size * reads[own * (i + 2)])
+            w = masked_gradient(grad, x, i + 3, j, bias, own * size * reads[own * (i + 3)])
+            for k in range(width):
+                column = load(weight, k * size + j) + same(nodes[base + i, k]) * t
+                column = column + same(nodes[base + i + 1, k]) * u
+                column = column + same(nodes[base + i + 2, k]) * v
+                store(weight, k * size + j, column + same(nodes[base + i + 3, k]) * w)
+    for i in range(whole, last):
+        for j in range(0, size, LANES):
+            t = masked_gradient(grad, x, i, j, bias, own * size * reads[own * i])
+            for k in range(width):
+                store(weight, k * size + j, load(weight, k * size + j) + same(nodes[base + i, k]) * t)
 
 
 @function
@@ -211,33 +257,31 @@ def empty_into(room: Any, weight: Any) -> None:
 
 @kernel
 def embed_backward(
-    grad: Any, x: Any, base: int, counts: tuple[int, int], nodes: Any, of_own: Any, of_ally: Any, of_enemy: Any,
+    grad: Any, x: Any, base: int, ends: tuple[int, int, int], nodes: Any, of_own: Any, of_ally: Any, of_enemy: Any,
     table: Any, index: Any, ally: Any, enemy: Any, room: Any,
 ) -> None:  # fmt: skip
     """Add the gradients of `embed`'s weights and biases from that of its result x. room: [D + 1, d], zeros."""
     width, size = of_own.shape
-    for i in range(counts[0]):
-        embed_row_backward(grad, i, x, nodes, base + i, room[:width], table, index[i] * size)
+    weight, bias = room[:width], room[width]
+    embed_rows_backward(grad, x, nodes, base, 0, ends[0], weight, table, index, 1)
     empty_into(room, of_own)
-    for i in range(counts[0], counts[1]):
-        embed_row_backward(grad, i, x, nodes, base + i, room[:width], room, width * size)
-    add(ally, 0, room, width * size, size)
+    embed_rows_backward(grad, x, nodes, base, ends[0], ends[1], weight, bias, index, 0)
+    add(ally, 0, bias, 0, size)
     empty_into(room, of_ally)
-    for i in range(counts[1], len(x)):
-        embed_row_backward(grad, i, x, nodes, base + i, room[:width], room, width * size)
-    add(enemy, 0, room, width * size, size)
+    embed_rows_backward(grad, x, nodes, base, ends[1], ends[2], weight, bias, index, 0)
+    add(enemy, 0, bias, 0, size)
     empty_into(room, of_enemy)
 
 
 @kernel
 def convolve(
-    base: int, graphs: Any, n_nodes: Any, products: Any, bias: Any, weight: Any, rows: Any, out: Any, masks: Any,
-    share: Any, pooled: Any,
+    base: int, graphs: Any, n_nodes: Any, products: Any, bias: Any, weight: Any, rows: Any, to: int, out: Any,
+    masks: Any, share: Any, pooled: Any,
 ) -> None:  # fmt: skip
     """Do a convolution behind its product [m, 2d], [own | sent]; bias [2d], rows: room for [N] numbers.
 
-    out: [m, d], takes the result. masks: [m, d / 8] uint16, takes which ReLUs let numbers pass. pooled: [G, d], takes
-    the mean of each graph, share = 1 / N. All three may have no rows: not wanted.
+    out: [., d], takes the result from row `to` on. masks: [., d / 8] uint16 of all chunks, takes which ReLUs let
+    numbers pass. pooled: [G, d], takes the mean of each graph, share = 1 / N. All three may have no rows: not wanted.
     """
     blocks = len(bias) // (2 * LANES)
     size = blocks * LANES
@@ -258,9 +302,10 @@ def convolve(
                 own, received = load(products, at) + of_own, total - load(products, at + size)
                 made = positive(own) + positive(received)
                 if writes:
-                    store(out, rows[r] * size + j, made)
+                    store(out, (to + rows[r]) * size + j, made)
                 if keeps:
-                    masks[rows[r], k], masks[rows[r], blocks + k] = above_zero(own), above_zero(received)
+                    row = base + rows[r]
+                    masks[row, k], masks[row, blocks + k] = above_zero(own), above_zero(received)
                 if pools:
                     mean = mean + made * same(weight[base + rows[r]] * share)
             if pools:
@@ -277,8 +322,8 @@ def convolve_backward(
 ) -> None:  # fmt: skip
     """Write the gradient of the product, `made` [m, 2d], from that of the result, `grad` [m, d]; add the bias's.
 
-    given: [G, d], gradient of the means of graphs, those of equal ones summed, from which that of the result follows;
-    without rows `grad` is read.
+    masks: of all chunks. given: [G, d], gradient of the means of graphs, those of equal ones summed, from which that of
+    the result follows; without rows `grad` is read.
     """
     blocks = len(of_bias) // (2 * LANES)
     size = blocks * LANES
@@ -294,14 +339,14 @@ def convolve_backward(
             for r in range(n):
                 i = rows[r]
                 of_row = mean * same(weight[base + i]) if pooled else load(grad, i * size + j)
-                total = total + where(masks[i, blocks + k], of_row)
+                total = total + where(masks[base + i, blocks + k], of_row)
             for r in range(n):
                 i = rows[r]
                 scale = same(weight[base + i])
                 of_row = mean * scale if pooled else load(grad, i * size + j)
-                own = where(masks[i, k], of_row)
+                own = where(masks[base + i, k], of_row)
                 store(made, 2 * i * size + j, own)
-                store(made, (2 * i + 1) * size + j, total * scale - where(masks[i, blocks + k], of_row))
+                store(made, (2 * i + 1) * size + j, total * scale - where(masks[base + i, blocks + k], of_row))
                 of_own = of_own + own
             store(of_bias, j, of_own)
             store(of_bias, size + j, load(of_bias, size + j) + total * same(n_nodes - ONE))
@@ -345,12 +390,10 @@ def _call_all() -> None:
     exact, line, places = np.zeros((0, LANES), np.float32), np.zeros(2 * LANES, np.float32), np.zeros(0, np.int64)
     rows, masks = np.zeros((0, 6), np.int64), np.zeros((0, 2), np.uint16)
     make_nodes(exact, exact, (0, 1, 1, 0, 1, 0), 1, exact, line, rows, rows, rows, *[places] * 4)
-    embed(0, (0, 0), exact, exact, exact, exact, exact, places, line, line, exact)
-    of_weights = exact, exact, exact
-    embed_backward(
-        exact, exact, 0, (0, 0), exact, *of_weights, exact, places, line, line, np.zeros((1, LANES), np.float32)
-    )
-    convolve(0, rows, ONE, exact, line, line, places, exact, masks, ONE, exact)
+    embed(0, (0, 0, 0), exact, exact, exact, exact, exact, np.zeros(1, np.int64), line, line, exact)
+    room, ends = np.zeros((1, LANES), np.float32), (0, 0, 0)
+    embed_backward(exact, exact, 0, ends, exact, exact, exact, exact, exact, np.zeros(1, np.int64), line, line, room)
+    convolve(0, rows, ONE, exact, line, line, places, 0, exact, masks, ONE, exact)
     convolve_backward(0, rows, ONE, exact, masks, line, places, ONE, exact, exact, line)
     gather_equal(rows, exact)
     nodes_backward(0, rows, ONE, exact, line, places, np.zeros((0, 1, LANES), np.float32), rows, exact)

@@ -16,10 +16,9 @@ Compared with the layers in float64, in values and gradients: tests/test_learnin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +54,18 @@ def _kernels() -> ModuleType | None:
     return compiled_or_reference(load, None)
 
 
+class Part(NamedTuple):
+    """A chunk of graphs: its first row, from there on the ends of own rows, allies and enemies, its graphs, and the
+    rows of the table that own nodes read.
+    """
+
+    first: int
+    ends: tuple[int, int, int]
+    of: slice
+    graphs: np.ndarray
+    reads: np.ndarray
+
+
 class Graphs:
     """The distinct nodes of the graphs of observations; rows and chunks as in `compiled_graphs`.
 
@@ -83,17 +94,12 @@ class Graphs:
         self.n_rows = self.chunks[-1][3] if self.chunks else 0
         self.most = max((end - first for first, _, _, end in self.chunks), default=0)
         self.nodes = nodes
+        self.parts = [self._part(number) for number in range(len(self.chunks))]
 
-    def embedding(self, number: int, weights: Sequence[Any], biases: Sequence[Any]) -> tuple[Any, ...]:
-        """Return what both kernels of the embedding read of a chunk: weights [D, d] and biases of the three kinds."""
-        first, ally, enemy, _ = self.chunks[number]
-        table, of_ally, of_enemy = biases
-        index = self.index[self.chunk(number)]
-        return first, (ally - first, enemy - first), self.nodes, *weights, table, index, of_ally, of_enemy
-
-    def chunk(self, number: int) -> slice:
-        """Return the graphs of a chunk."""
-        return slice(number * self.at_once, (number + 1) * self.at_once)
+    def _part(self, number: int) -> Part:
+        first, ally, enemy, end = self.chunks[number]
+        of = slice(number * self.at_once, (number + 1) * self.at_once)
+        return Part(first, (ally - first, enemy - first, end - first), of, self.graphs[of], self.index[of])
 
 
 def in_lanes(
@@ -131,26 +137,30 @@ class EncodeGraphs(torch.autograd.Function):
         # What enters the first layer is computed again in backward: that takes less time than memory does.
         xs = [table.new_empty(rows if i else graphs.most, dim) for i in range(len(weights))]
         masks = [np.empty((rows if keep else 0, dim // 8), np.uint16) for _ in weights]
-        last, products = table.new_empty(graphs.most if entity else 0, dim), table.new_empty(graphs.most, 2 * dim)
-        pooled = table.new_empty(n_graphs, dim)
+        xs.append(table.new_empty(graphs.most if entity else 0, dim))
+        products, pooled = table.new_empty(graphs.most, 2 * dim), table.new_empty(n_graphs, dim)
         enemies = table.new_empty(n_graphs if entity else 0, graphs.place.shape[1], dim)
         places, of_products, means = torch.from_numpy(graphs.place), products.numpy(), pooled.numpy()
         first_layer = embeddings, [bias.numpy() for bias in (table, b_ally, b_enemy)]
-        for c, (first, _, _, end) in enumerate(graphs.chunks):
-            of, here = graphs.chunk(c), slice(first, end) if keep else slice(0, end - first)
-            made, part = products[: end - first], graphs.graphs[of]
-            x = [xs[0][: end - first], *(x[here] for x in xs[1:]), last[: end - first]]
-            kernels.embed(*graphs.embedding(c, *first_layer), x[0].numpy())
+        (table_, *others), arrays, none = first_layer[1], [x.numpy() for x in xs], means[:0]
+        inner = range(1, len(weights))
+        for first, ends, of, part, index in graphs.parts:
+            begin, size = first if keep else 0, ends[2]
+            made = products[:size]
+            kernels.embed(first, ends, graphs.nodes, *embeddings, table_, index, *others, arrays[0])
+            x = xs[0][:size]
             for i, weight in enumerate(weights):
-                torch.mm(x[i], weight, out=made)
-                read = (of_products, biases[i], graphs.weight, graphs.room)
-                sides = (x[i + 1].numpy(), masks[i][here] if keep else masks[i])
-                of_means = means[of] if i == len(weights) - 1 else means[:0]
-                kernels.convolve(first, part, graphs.size, *read, *sides, graphs.share, of_means)
+                torch.mm(x, weight, out=made)
+                inside = i + 1 in inner
+                read = (of_products, biases[i], graphs.weight, graphs.room, begin if inside else 0)
+                sides = (arrays[i + 1], masks[i], graphs.share, none if inside else means[of])
+                kernels.convolve(first, part, graphs.size, *read, *sides)
+                if inside:
+                    x = xs[i + 1][begin : begin + size]
             if entity:
-                torch.index_select(x[-1], 0, places[of].flatten() - first, out=enemies[of].flatten(0, 1))
+                torch.index_select(xs[-1][:size], 0, places[of].flatten() - first, out=enemies[of].flatten(0, 1))
         ctx.graphs, ctx.masks, ctx.entity, ctx.first_layer = graphs, masks, entity, first_layer
-        ctx.save_for_backward(table, w_ally, *layers[::2], *(xs[1:] if keep else ()))
+        ctx.save_for_backward(table, w_ally, *layers[::2], *(xs[1:-1] if keep else ()))
         return pooled, enemies
 
     @staticmethod
@@ -163,30 +173,33 @@ class EncodeGraphs(torch.autograd.Function):
         of_embeddings, of_firsts = ([np.zeros_like(x) for x in part] for part in ctx.first_layer)
         of_weights = [weight.new_zeros(weight.shape[::-1]) for weight in weights]
         of_biases = [weight.new_zeros(len(weight)) for weight in weights]
+        bias_arrays = [bias.numpy() for bias in of_biases]
         embedded, grad = (table.new_empty(graphs.most, len(w_ally)) for _ in range(2))
         made = table.new_empty(graphs.most, 2 * len(w_ally))
         room = np.zeros((w_ally.shape[1] + 1, len(w_ally)), np.float32)
         array, of_made = grad.numpy(), made.numpy()
         upstream = given.clone(memory_format=torch.contiguous_format).numpy()  # sums of equal graphs are written there
         of_nodes = for_enemies.contiguous().numpy()
-        for c, (first, _, _, end) in enumerate(graphs.chunks):
-            of, here = graphs.chunk(c), slice(first, end)
-            g, p, part, pooled = grad[: end - first], made[: end - first], graphs.graphs[of], upstream[of]
-            x = [embedded[: end - first], *(x[here] for x in xs)]
-            kernels.embed(*graphs.embedding(c, *ctx.first_layer), x[0].numpy())
+        (embeddings, (table_, *others)), (of_own_table, *of_others) = ctx.first_layer, of_firsts
+        x0, none = embedded.numpy(), upstream[:0]
+        for first, ends, of, part, index in graphs.parts:
+            size, pooled = ends[2], upstream[of]
+            g, p = grad[:size], made[:size]
+            kernels.embed(first, ends, graphs.nodes, *embeddings, table_, index, *others, x0)
             kernels.gather_equal(part, pooled)
             if ctx.entity:
                 of_rows = (graphs.share, pooled, graphs.weight, graphs.room, of_nodes[of], graphs.place[of])
                 kernels.nodes_backward(first, part, *of_rows, array)
-                pooled = pooled[:0]
+                pooled = none
             for i in reversed(range(len(weights))):
-                sides = (graphs.weight, graphs.room, graphs.share, pooled, of_made, of_biases[i].numpy())
-                kernels.convolve_backward(first, part, graphs.size, array, masks[i][here], *sides)
-                of_weights[i].addmm_(x[i].t(), p)
+                sides = (graphs.weight, graphs.room, graphs.share, pooled, of_made, bias_arrays[i])
+                kernels.convolve_backward(first, part, graphs.size, array, masks[i], *sides)
+                x = xs[i - 1][first : first + size] if i else embedded[:size]
+                of_weights[i].addmm_(x.t(), p)
                 torch.mm(p, weights[i], out=g)
-                pooled = pooled[:0]
-            of_kinds = graphs.embedding(c, of_embeddings, of_firsts)
-            kernels.embed_backward(g.numpy(), x[0].numpy(), *of_kinds, room)
+                pooled = none
+            of_kinds = (*of_embeddings, of_own_table, index, *of_others)
+            kernels.embed_backward(array, x0, first, ends, graphs.nodes, *of_kinds, room)
         of_self, of_allies, of_enemies = (torch.from_numpy(weight).t().contiguous() for weight in of_embeddings)
         of_table, of_ally, of_enemy = map(torch.from_numpy, of_firsts)
         layers = (grad for w, b in zip(of_weights, of_biases, strict=True) for grad in (w.t().contiguous(), b))
