@@ -282,6 +282,17 @@ def test_a_gate_that_goes_on_decides_nothing(site):
     assert "| skirmish 5m_mixed_sight6 | b | - | - | not run yet |" in script.PAGE.read_text()
 
 
+def test_an_arm_with_runs_of_two_settings_is_named(site):
+    script.main()
+    assert "different settings" not in script.PAGE.read_text()
+    path = site / "reconstruction_5_agents.jsonl"
+    first, *others = path.read_text().splitlines(keepends=True)
+    line = json.loads(first)
+    path.write_text("".join([json.dumps({**line, "card": {**line["card"], "method": "another"}}) + "\n", *others]))
+    script.main()
+    assert "- **Runs of different settings are one arm**: `baseline` on skirmish 8m." in script.PAGE.read_text()
+
+
 def test_a_map_without_a_predicted_class_is_refused(site):
     path = site / "reconstruction_3_agents.jsonl"
     path.write_text(path.read_text().replace("3m_mixed_sight6", "27m_vs_30m"))

@@ -277,7 +277,16 @@ def cost(data: Data) -> str:
     commits = Counter(run.commit[:12] + "-dirty" * run.commit.endswith("-dirty") or "unknown" for run in data.runs)
     lines = [f"{len(data.runs)} runs, {hours:.1f} core-hours" + f" ({unknown} runs without a figure)" * bool(unknown),
              "Commits: " + ", ".join(f"`{name}` ({number} runs)" for name, number in sorted(commits.items()))]  # fmt: skip
+    lines += [f"**Runs of different settings are one arm**: {each}" for each in mixed(data)]
     return "\n".join(f"- {line}." for line in lines)
+
+
+def mixed(data: Data) -> list[str]:
+    """Return the arms, each with its map, whose runs in the main study differ in more than the seed."""
+    cards: dict[tuple[str, str], set[tuple[Any, Any]]] = {}
+    for run in data.runs[len(data.gate_runs) :]:
+        cards.setdefault((run.arm, run.place), set()).add((run.card.get("id"), run.card.get("method")))
+    return [f"`{arm}` on {place}" for (arm, place), found in cards.items() if len(found) > 1]
 
 
 def summary(data: Data) -> str:
