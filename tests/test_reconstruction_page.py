@@ -247,13 +247,11 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     )
     for name in ("final.png", "curves.png", "beliefs.png"):
         assert f"(reconstruction/{name})" in page and (site / name).read_bytes().startswith(b"\x89PNG")
-    script.main()
-    assert (script.PAGE.read_text(), script.README.read_text()) == (page, readme)
+    assert script.pages(script.Data(site)) == {script.PAGE: page, script.README: readme}
     # Lines in another order, as merged files have them, give the same page.
     for path in site.glob("reconstruction_*.jsonl"):
         path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
-    script.main()
-    assert script.PAGE.read_text() == page
+    assert page_now() == page
     # Without data the pages are those without data again.
     shutil.rmtree(site)
     site.mkdir()
@@ -264,33 +262,33 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     )
 
 
+def page_now() -> str:
+    """Return the page as the data make it, without drawing pictures."""
+    return script.pages(script.Data(script.DATA))[script.PAGE]
+
+
 def test_a_gate_that_goes_on_decides_nothing(site):
     path = site / "reconstruction_gate.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     full = [line for line in lines if '"arm":"full_obs"' in line and "3m_mixed" in line]
     path.write_text("".join(line for line in lines if line not in full))  # one map without, one with all
-    script.main()
-    page = script.PAGE.read_text()
+    page = page_now()
     assert f"| {MAP} | b | b | 63 % | not run yet |" in page and f"| {MAP} | 3" not in page
     assert "| skirmish 5m_mixed_sight6 | 3, 3 | 0.210 | 0.310 |" in page and f"{MAP}, class b: holds" in page
     path.write_text("".join(line for line in lines if line not in full[1:]))
-    script.main()
-    page = script.PAGE.read_text()
+    page = page_now()
     assert f"| {MAP} | 3, 1 | 0.210 | 0.600 |" in page and page.count("| open |") == 1
     path.write_text("".join(line for line in lines if '"arm":"full_obs"' not in line))
-    script.main()
-    assert "| skirmish 5m_mixed_sight6 | b | - | - | not run yet |" in script.PAGE.read_text()
+    assert "| skirmish 5m_mixed_sight6 | b | - | - | not run yet |" in page_now()
 
 
 def test_an_arm_with_runs_of_two_settings_is_named(site):
-    script.main()
-    assert "different settings" not in script.PAGE.read_text()
+    assert "different settings" not in page_now()
     path = site / "reconstruction_5_agents.jsonl"
     first, *others = path.read_text().splitlines(keepends=True)
     line = json.loads(first)
     path.write_text("".join([json.dumps({**line, "card": {**line["card"], "method": "another"}}) + "\n", *others]))
-    script.main()
-    assert "- **Runs of different settings are one arm**: `baseline` on skirmish 8m." in script.PAGE.read_text()
+    assert "- **Runs of different settings are one arm**: `baseline` on skirmish 8m." in page_now()
 
 
 def test_a_map_without_a_predicted_class_is_refused(site):
