@@ -287,6 +287,23 @@ def test_kernels_compute_what_torch_computes(decode: str, monkeypatch: Any) -> N
     assert begun > 20 and dead > 50
 
 
+def test_the_regression_of_kernels_is_a_product() -> None:
+    rng, units, dim = np.random.default_rng(0), 4, 3
+    known, where, ages = rng.normal(size=(5, 11)), rng.permutation(5 * units)[:13], rng.integers(6, size=13)
+    weight, bias, real = (
+        rng.normal(size=(6, units * dim, 11)),
+        rng.normal(size=(6, units * dim)),
+        rng.random((4, 3)) < 0.6,
+    )
+    out = np.full((13, dim), 7, np.float32)
+    compiled_tracking.ready()
+    given = (x.astype(np.float32) for x in (weight, bias))
+    compiled_tracking.regress(known.astype(np.float32), where, ages, *given, real, out)
+    maps = np.einsum("mk,mdk->md", known[where // units], weight.reshape(6, units, dim, 11)[ages, where % units])
+    wanted = maps + bias.reshape(6, units, dim)[ages, where % units]
+    np.testing.assert_allclose(out, np.where(real[where % units], wanted, 7), rtol=1e-5, atol=1e-5)
+
+
 def test_every_input_matters_and_no_other_episode() -> None:
     _, reconstructor = acting()
     episodes = toy_episodes(4, seed=22, longest=10, apart=True)

@@ -209,6 +209,33 @@ def enter(x: Array, context: Array, static: Array, steps: Array, rows: Array, st
 
 
 @kernel
+def regress(known: Array, where: Array, ages: Array, weight: Array, bias: Array, real: Array, out: Array) -> None:
+    """Write the linear part to out [M, D]; features that a unit does not have (`real` [U, D]) stay as they are.
+
+    known: [F, known]. where: [M], places among F·U. ages: [M], classes. weight: [6, U·D, known]. bias: [6, U·D].
+    """
+    units, dim = real.shape
+    for m in range(len(where)):
+        row, unit, age = known[where[m] // units], where[m] % units, ages[m]
+        for d in range(dim):
+            if not real[unit, d]:
+                continue
+            of_feature = weight[age, unit * dim + d]
+            parts, rest = (ZERO, ZERO, ZERO, ZERO), len(row) % 4  # four sums that a processor adds side by side
+            for k in range(0, len(row) - rest, 4):
+                parts = (
+                    parts[0] + row[k] * of_feature[k],
+                    parts[1] + row[k + 1] * of_feature[k + 1],
+                    parts[2] + row[k + 2] * of_feature[k + 2],
+                    parts[3] + row[k + 3] * of_feature[k + 3],
+                )
+            total = bias[age, unit * dim + d] + (parts[0] + parts[1]) + (parts[2] + parts[3])
+            for k in range(len(row) - rest, len(row)):
+                total += row[k] * of_feature[k]
+            out[m, d] = total
+
+
+@kernel
 def write(
     graph: Graph, rows: Array, missing: Array, features: Array, guessed: Array, stored: Array, obs: Array
 ) -> None:
@@ -265,6 +292,7 @@ class CompiledTracking:
         self._context, self._node = tracker.context.weight.t().contiguous(), tracker.node.weight.t().contiguous()
         static = tracker.slot.weight.view(tracker.n_agents, units, width) + tracker.node.bias
         self._static, self._steps = static.contiguous().numpy(), tracker.step_table.weight.detach().numpy()
+        self._regression = tracker.straight_weight.numpy(), tracker.straight_bias.numpy(), (tracker.real != 0).numpy()
         gru = tracker.gru
         self._from_x = (
             gru.weight_ih.roll(width, 0).t().contiguous()
@@ -279,13 +307,7 @@ class CompiledTracking:
         self._x, self._after = torch.zeros(frames * units, width), torch.zeros(frames * units, width)
 
     def __call__(
-        self,
-        obs: Array,
-        step: Array,
-        slots: Array,
-        action: Array,
-        state: dict[str, Tensor],
-        noise: EpisodeNoise | None = None,
+        self, obs: Array, step: Array, slots: Array, action: Array, state: dict[str, Tensor], noise: EpisodeNoise | None
     ) -> tuple[Array, Array, int, Belief]:
         """Fill obs [B, n, obs_dim] float32 in place and advance `state` in the slot numbers `slots` [P] int64.
 
@@ -305,7 +327,7 @@ class CompiledTracking:
         )
         unread = age.new_zeros(frames)
         memory = Memory(base, age, unread, base, unread, missing)
-        belief = self._tracker.belief(self._tracker.decode(after, x, base, known, memory), memory)
+        belief = self._tracker.belief(self._tracker.decode(after, x, base, known, memory, self._straight), memory)
         if noise is not None:
             at = torch.nonzero(missing)
             row = rows[at[:, 0]]
@@ -315,6 +337,12 @@ class CompiledTracking:
         features = belief.features.contiguous().numpy()
         write(self._graph, self._found.rows[:frames], self._found.missing[:frames], features, guessed, stored, obs)
         return stored.view(np.float16), guessed, int(missing.any(-1).sum()), belief
+
+    def _straight(self, known: Tensor, where: Tensor, ages: Tensor) -> Tensor:
+        """Return `Tracker._straight` by a kernel."""
+        out = known.new_zeros((len(where), self._tracker.dim))
+        regress(known.numpy(), where.numpy(), ages.numpy(), *self._regression, out.numpy())
+        return out
 
     def _advance(self, frames: int, step: Array, before: Tensor) -> None:
         """Compute the cell's input and its state after it, from the state `before` [F, U, H]."""
@@ -364,4 +392,5 @@ def _call_all() -> None:
     found = Found(numbers, one, flags, line, block, line)
     look(graph, Tables(line, line, line, line, line, line, numbers), block, numbers, numbers, one, held, found)
     enter(line, line, block, line, numbers, numbers)
+    regress(line, numbers, numbers, block, line, flags, line)
     write(graph, numbers, flags, line, flags[None], np.zeros((1, 1, 1), np.uint16), block)

@@ -24,6 +24,7 @@ nodes, A actions, H = d_model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,6 +79,9 @@ class Output(NamedTuple):
     learned: Tensor
     variance: Tensor
     dead: Tensor
+
+
+Straight = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Tracker(nn.Module):
@@ -195,18 +199,23 @@ class Tracker(nn.Module):
         inputs = self.node(torch.cat([z, shown, flags, place], dim=-1))
         return F.leaky_relu(inputs + context[:, :, None] + static, SLOPE), others, known
 
-    def decode(self, hidden: Tensor, x: Tensor, base: Tensor, known: Tensor, memory: Memory) -> Output:
-        """Return the beliefs about the missing nodes from the cell's state and input [R, n, N - 1, H]."""
+    def decode(
+        self, hidden: Tensor, x: Tensor, base: Tensor, known: Tensor, memory: Memory, straight: Straight | None = None
+    ) -> Output:
+        """Return the beliefs about the missing nodes from the cell's state and input [R, n, N - 1, H].
+
+        straight: computes the linear part as `_straight` does.
+        """
         where = memory.missing[:, :, 1:].flatten().nonzero().flatten()
         chosen = (value.flatten(0, 2).index_select(0, where) for value in (hidden, x, base))
         state, given, base = chosen
         both = torch.cat([state, given], dim=-1)
         mixed, judged = (F.leaky_relu(part(both), SLOPE) for part in (self.mix, self.judge))
         ages = age_class(memory.age[:, :, 1:]).flatten().index_select(0, where)
-        straight = self._straight(known.flatten(0, 1), where, ages)
+        regressed = (straight or self._straight)(known.flatten(0, 1), where, ages)
         scale = self.scale[1:].repeat(len(known) * self.n_agents, 1).index_select(0, where)
         variance = F.softplus(self.spread(mixed.detach())) + FLOOR**2
-        return Output(base, scale * straight, scale * self.head(mixed), variance, self.dead(judged)[:, 0])
+        return Output(base, scale * regressed, scale * self.head(mixed), variance, self.dead(judged)[:, 0])
 
     def mean_of(self, out: Output, node: Tensor, gain: Tensor) -> Tensor:
         """Return the mean [M, D] of the nodes [M] with gains [2, M, D] or [2, 1, 1], within the bounds."""
