@@ -308,11 +308,11 @@ class CompiledTracking:
 
     def __call__(
         self, obs: Array, step: Array, slots: Array, action: Array, state: dict[str, Tensor], noise: EpisodeNoise | None
-    ) -> tuple[Array, Array, int, Belief]:
+    ) -> tuple[Array, Array, Belief]:
         """Fill obs [B, n, obs_dim] float32 in place and advance `state` in the slot numbers `slots` [P] int64.
 
         step: [B] int64. action: [B, n] int64. noise: draws from the belief. Returns the stored field [B, n, obs_dim]
-        float16, which nodes [B, n, N] are guesses, the number of observers that miss one, and the belief about them.
+        float16, which nodes [B, n, N] are guesses, and the belief about them.
         """
         held, hidden = Held(*(state[name].numpy() for name in Held._fields)), state["hidden"].flatten(0, 1)
         frames = look(self._graph, self._tables, obs, slots, step, action, held, self._found)
@@ -336,7 +336,7 @@ class CompiledTracking:
         guessed, stored = np.zeros(held.age.shape, bool), np.zeros(obs.shape, np.uint16)
         features = belief.features.contiguous().numpy()
         write(self._graph, self._found.rows[:frames], self._found.missing[:frames], features, guessed, stored, obs)
-        return stored.view(np.float16), guessed, int(missing.any(-1).sum()), belief
+        return stored.view(np.float16), guessed, belief
 
     def _straight(self, known: Tensor, where: Tensor, ages: Tensor) -> Tensor:
         """Return `Tracker._straight` by a kernel."""

@@ -7,16 +7,13 @@ Shapes: B slots, n agents, N nodes, D features, T longest episode.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.graphs import GraphTables
+from omagd.modules.graph_reconstructers.filling import Filling
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 
@@ -41,19 +38,15 @@ class MapConstant(nn.Module):
         return self.table[agent, node, step.clamp(max=self.table.shape[2] - 1)]
 
 
-class MapConstantReconstructor:
+class MapConstantReconstructor(Filling):
     """Fills in what agents do not see from the table. It remembers nothing, so that slots have no state.
 
     As with other predictors, the result is rounded and stored with the step, and agents act on the stored values.
 
     Args:
         tokenizer: not read. predictor: fitted. config: not read. info: of an environment with a layout.
-
-    Attributes:
-        seconds, calls, frames: time spent in `step`, its calls, and agents' views with a missing node.
     """
 
-    field = "recon"
     predictor_type = MapConstant
     shape_keys = ("kind",)
     training_fields = ("obs", "full_obs")
@@ -61,9 +54,8 @@ class MapConstantReconstructor:
 
     def __init__(self, tokenizer: Tokenizer | None, predictor: MapConstant, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
-        self.predictor, self.layout, self.device = predictor.eval(), info.layout, predictor.table.device
-        self.seconds, self.calls, self.frames = 0.0, 0, 0
-        self._columns = GraphTables(self.layout, self.device)
+        super().__init__(info.layout, predictor.table.device)
+        self.predictor = predictor.eval()
         self.begin(0)
 
     @classmethod
@@ -78,43 +70,10 @@ class MapConstantReconstructor:
     def reset(self, which: np.ndarray) -> None:
         """Nothing to forget."""
 
-    @torch.inference_mode()
-    def step(
-        self,
-        obs: np.ndarray | Tensor,
-        step: np.ndarray | Tensor,
-        active: np.ndarray | Tensor | None = None,
-        last_action: np.ndarray | Tensor | None = None,
-    ) -> Reconstruction:
-        """Fill in one tick: obs [B, n, obs_dim] float32 at `step` [B] of the episodes.
-
-        active: [B] bool, slots that have made a step; None: all. The observations of other slots pass unchanged.
-        last_action: not read.
-        """
-        start = time.perf_counter()
-        obs = torch.as_tensor(obs, device=self.device)
-        now = torch.as_tensor(step, device=self.device).long().clamp(max=len(self._filled) - 1)
-        missing = self._columns.sight(obs)[1]
-        if active is not None:
-            missing = missing & torch.as_tensor(active, device=self.device)[:, None, None]
-        hidden = self._columns.of_nodes(missing)
-        stored = torch.where(hidden, self._filled[now], 0.0)
-        made = Reconstruction({self.field: stored}, torch.where(hidden, stored.to(obs.dtype), obs), missing)
-        self.frames += int(missing.any(-1).sum())
-        self.calls += 1
-        self.seconds += time.perf_counter() - start
-        return made
-
-    @torch.no_grad()
-    def restore(self, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return (filled obs [..., n, obs_dim], missing [..., n, N]), the same bits as `step` gave.
-
-        data: `obs` and the field that `step` asked to store.
-        """
-        obs = data["obs"]
-        columns = self._columns if obs.device == self.device else GraphTables(self.layout, obs.device)
-        missing = columns.sight(obs)[1]
-        return torch.where(columns.of_nodes(missing), data[self.field].to(obs.dtype), obs), missing
+    def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
+        missing = self._columns.sight(obs)[1] & played[:, None, None]
+        filled = self._filled[now.clamp(max=len(self._filled) - 1)]
+        return self.filled(obs, torch.where(self._columns.of_nodes(missing), filled, 0.0), missing)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return nothing: slots have no state."""

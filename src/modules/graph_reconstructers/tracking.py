@@ -9,8 +9,6 @@ Shapes: B slots, P active ones, n agents, N nodes, D features, M missing nodes, 
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,7 @@ from torch import Tensor
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.belief import FIELD, Belief, Doubt, told
-from omagd.modules.graph_reconstructers.graphs import GraphTables
+from omagd.modules.graph_reconstructers.filling import Filling
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.modules.graph_reconstructers.sampling import EpisodeNoise, places
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
@@ -34,18 +32,14 @@ if TYPE_CHECKING:
 STATE = ("last", "age", "own", "drift", "hidden", "begun")
 
 
-class TrackingReconstructor:
+class TrackingReconstructor(Filling):
     """Predicts what agents do not see, from what they have seen and from the beliefs that they carry.
 
     Args:
         tokenizer: not read. predictor: trained; it is frozen and put into eval mode in place. config, info: of the run
             and of an environment with a layout.
-
-    Attributes:
-        seconds, calls, frames: time spent in `step`, its calls, and agents' views with a missing node.
     """
 
-    field = "recon"
     predictor_type = Tracker
     shape_keys = ("kind", "d_model", "feedforward_dim")
     training_fields = ("obs", "full_obs", "actions")
@@ -54,11 +48,8 @@ class TrackingReconstructor:
 
     def __init__(self, tokenizer: Tokenizer | None, predictor: Tracker, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
-        self.predictor = predictor.eval().requires_grad_(False)
-        self.layout, self.n_agents = info.layout, info.n_agents
-        self.device = predictor.scale.device
-        self.seconds, self.calls, self.frames = 0.0, 0, 0
-        self._columns = GraphTables(self.layout, self.device)
+        super().__init__(info.layout, predictor.scale.device)
+        self.predictor, self.n_agents = predictor.eval().requires_grad_(False), info.n_agents
         self._tells, self._seed = config.belief_inputs, config.seed
         self._draws = config.mask_predictor_config.decode == "sample"
         self._judge = undecided(predictor) if self._draws else predictor
@@ -99,50 +90,18 @@ class TrackingReconstructor:
         if self._noise is not None:
             self._noise.renew(which, rng)
 
-    @torch.inference_mode()
-    def step(
-        self,
-        obs: np.ndarray | Tensor,
-        step: np.ndarray | Tensor,
-        active: np.ndarray | Tensor | None = None,
-        last_action: np.ndarray | Tensor | None = None,
-    ) -> Reconstruction:
-        """Reconstruct one tick: obs [B, n, obs_dim] float32 at `step` [B] of the episodes. Called once per tick.
-
-        active: [B] bool, slots that have made a step; None: all. The other slots keep their memories, and their
-            observations pass unchanged.
-        last_action: [B, n] int64, -1 at the start of an episode; None: unknown, as if no agent had acted.
-        """
-        start = time.perf_counter()
-        obs = torch.as_tensor(obs, device=self.device)
-        now = torch.as_tensor(step, device=self.device).long()
-        unknown = torch.full(obs.shape[:2], -1, device=self.device)
-        actions = unknown if last_action is None else torch.as_tensor(last_action, device=self.device)
+    def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
         if self.has_kernels and (kernels := compiled_tracking()) is not None:
-            result = self._by_kernels(kernels, obs, now, actions, active)
-        elif active is None or active.all():
+            return self._by_kernels(kernels, obs, now, played, actions)
+        if played.all():
             result, self._state = self._tick(obs, now, actions, self._state, None)
-        else:
-            slots = torch.as_tensor(active, device=self.device).nonzero().flatten()
-            part = {name: value[slots] for name, value in self._state.items()}
-            made, part = self._tick(obs[slots], now[slots], actions[slots], part, slots)
-            for name, value in part.items():
-                self._state[name][slots] = value
-            result = made.among(obs, slots)
-        self.calls += 1
-        self.seconds += time.perf_counter() - start
-        return result
-
-    @torch.no_grad()
-    def restore(self, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return (reconstructed obs [..., n, obs_dim], guessed [..., n, N]), the same bits as `step` gave.
-
-        data: `obs` and the field that `step` asked to store.
-        """
-        obs = data["obs"]
-        columns = self._columns if obs.device == self.device else GraphTables(self.layout, obs.device)
-        missing = columns.sight(obs)[1]
-        return torch.where(columns.of_nodes(missing), data[self.field].to(obs.dtype), obs), missing
+            return result
+        slots = played.nonzero().flatten()
+        part = {name: value[slots] for name, value in self._state.items()}
+        made, part = self._tick(obs[slots], now[slots], actions[slots], part, slots)
+        for name, value in part.items():
+            self._state[name][slots] = value
+        return made.among(obs, slots)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the memories of all slots."""
@@ -162,24 +121,16 @@ class TrackingReconstructor:
         return self.device.type == "cpu" and self.predictor.scale.dtype == torch.float32
 
     def _by_kernels(
-        self,
-        kind: type[CompiledTracking],
-        obs: Tensor,
-        now: Tensor,
-        actions: Tensor,
-        active: np.ndarray | Tensor | None,
+        self, kind: type[CompiledTracking], obs: Tensor, now: Tensor, played: Tensor, actions: Tensor
     ) -> Reconstruction:
         """Return the result of `step`, computed by kernels: the same up to rounding."""
         version = len(obs), sum(value._version for value in self._weights)
         if self._compiled is None or version != self._compiled[0]:
             self._compiled = version, kind(self.layout, self._judge, len(obs))
         filled = np.array(obs.numpy(), np.float32, order="C")  # a copy
-        played = torch.ones(len(obs), dtype=torch.bool) if active is None else torch.as_tensor(active)
         taken = actions.long().contiguous().numpy()
         given = filled, now.contiguous().numpy(), played.nonzero().flatten().numpy(), taken
-        made = self._compiled[1](*given, self._state, self._noise)
-        stored, guessed, frames, belief = made
-        self.frames += frames
+        stored, guessed, belief = self._compiled[1](*given, self._state, self._noise)
         result = torch.from_numpy(filled), torch.from_numpy(guessed)
         fields = {self.field: torch.from_numpy(stored)}
         if self._tells:
@@ -209,13 +160,10 @@ class TrackingReconstructor:
             belief = self._noise.drawn(belief, places(missing, slots), tracker.bounds)
         guesses = torch.zeros_like(nodes)
         guesses[missing] = belief.features
-        stored = self._columns.obs(guesses).half()
-        filled = torch.where(self._columns.of_nodes(missing), stored.to(obs.dtype), obs)
-        self.frames += int(missing.any(-1).sum())
-        fields = {self.field: stored}
+        made = self.filled(obs, self._columns.obs(guesses).half(), missing)
         if self._tells:
-            fields[FIELD] = told(seen, missing, memory.age, self._doubt(belief))
-        return Reconstruction(fields, filled, missing), after
+            made.fields[FIELD] = told(seen, missing, memory.age, self._doubt(belief))
+        return made, after
 
     def _remember(
         self, nodes: Tensor, now: Tensor, actions: Tensor, seen: Tensor, missing: Tensor, state: dict[str, Tensor]
