@@ -414,6 +414,19 @@ def number_one():
     return 1
 
 
+def number_two():
+    return 2
+
+
+def test_kernels_for_other_processors_are_left_alone(monkeypatch, tmp_path):
+    pytest.importorskip("numba")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiler = compiling.Compiler(source_of(tmp_path / "source", 0), "sums", "1 s")
+    one, two = compiler.kernel(number_one), compiler.kernel(number_two)
+    assert compiler.prepare(one) and one() == 1
+    assert not two.signatures
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("damage", ["shorter", "other", "lost", "unfinished"])
 def test_damaged_files_of_the_cache_are_compiled_again(tmp_path, damage):

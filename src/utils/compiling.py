@@ -293,7 +293,8 @@ class Compiler:
             self._keep_nothing()
             self._compile(call_all)
         for kernel in self._kernels:
-            kernel.disable_compile()
+            if kernel.signatures:  # the others are for another kind of processor
+                kernel.disable_compile()
         for kernel in self._unchecked:
             kernel.prepared()
         return True
