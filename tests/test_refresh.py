@@ -23,6 +23,7 @@ from omagd.modules.graph_reconstructers import REGISTRY
 from omagd.run.checkpoint.whole_state import whole_state
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
+from omagd.run.training import refresh
 from omagd.run.training.build import of_checkpoint
 from omagd.run.training.evaluate import trained_team
 from omagd.run.training.refresh import Refresh
@@ -137,7 +138,7 @@ def test_agents_act_with_new_weights_and_learn_from_what_they_received(kind: str
 
 @pytest.mark.parametrize(("n", "learned", "newest"), [(9, range(5), range(5, 9)), (2, [0], [1]), (1, [0], [0])])
 def test_the_newest_episodes_are_measured_and_not_learned_from(
-    n: int, learned: Any, newest: Any, tmp_path: Path
+    n: int, learned: Any, newest: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last four, `graph_pretrain_eval_episodes`; of few episodes half; the only one serves for both."""
     made, _ = refresh_of("tracker", toy_episodes(n, seed=4), tmp_path)
@@ -148,10 +149,13 @@ def test_the_newest_episodes_are_measured_and_not_learned_from(
 
     monkey: Any = made
     monkey._batch = list
+    monkeypatch.setattr(refresh, "TOGETHER", 3)
     monkey.learner = SimpleNamespace(**{name: noting(name) for name in ("evaluate", "update", "calibrate")})
+    monkey.learner.begin = lambda batches: used.append(("begin", sum(batches(), [])))
     made.run(generator(0, "refresh"), "test")
     measured, learning = list(newest), ("update", list(learned))
-    assert used == [("evaluate", measured), *[learning] * 3, ("calibrate", measured), ("evaluate", measured)]
+    wanted = [("evaluate", measured), ("begin", list(learned)), *[learning] * 3, ("calibrate", measured)]
+    assert used == [*wanted, ("evaluate", measured)]
 
 
 def test_files_of_a_step_and_checkpoints_continue_weights_and_optimizer(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 Stages 1 and 2 learn from scripts, and the team that learns soon sees other battles. Every `reconstructor_refresh`
 environment steps, a copy of the predictor takes `reconstructor_refresh_updates` updates of stage 2's learner on
-episodes of the replay, all but the newest. On the newest ones it is measured before and after, and what stage 2 chooses
-on validation episodes, such as thresholds, is chosen again. Then agents act with its weights. It happens after tests
+episodes of the replay, all but the newest; what stage 2 fits before its first update, such as regression, is fitted to
+them again. On the newest ones it is measured before and after, and what stage 2 chooses on validation episodes, such as
+thresholds, is chosen again. Then agents act with its weights. It happens after tests
 and never at the end, so the agents of a test have trained with the predictor that they act with.
 
 No episode is in flight meanwhile, so each is played with one predictor, and no memory is continued by other weights.
@@ -13,8 +14,9 @@ Stored reconstructions stay as the agents received them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from omagd.run.training.build import require_same_weights
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.health import Health
+from omagd.run.training.stages.pretraining import TOGETHER
 from omagd.utils.clock import Every
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
@@ -105,6 +108,7 @@ class Refresh:
         measured_on = self._batch(range(learned_from, len(replay)) if learned_from < len(replay) else [0])
         before, trained = self._measured(measured_on), Metrics()
         self.learner.updates = 0
+        self.learner.begin(partial(self._in_batches, learned_from))
         for _ in range(config.reconstructor_refresh_updates):
             size = min(config.graph_pretrain_batch_size, learned_from)
             chosen = rng.choice(learned_from, size=size, replace=False).tolist()
@@ -166,6 +170,11 @@ class Refresh:
 
     def _batch(self, indices: Any) -> PackedBatch:
         return self._replay.batch(indices).to(self.session.dist.device)
+
+    def _in_batches(self, count: int) -> Iterator[PackedBatch]:
+        """Yield the oldest `count` episodes of this rank."""
+        for first in range(0, count, TOGETHER):
+            yield self._batch(range(first, min(count, first + TOGETHER)))
 
     def _measured(self, batch: PackedBatch) -> dict[str, float]:
         """Return what is logged of episodes of all ranks."""
