@@ -73,6 +73,13 @@ def test_arms_differ_from_omagd_small_in_what_agents_read_and_in_nothing_else(ar
     assert {key for key in made if made[key] != wanted[key]} <= unused
 
 
+def test_the_tracking_arm_differs_from_omagd_small_in_its_predictor_and_its_pretraining_and_in_nothing_else():
+    made, wanted = (resolve(name).model_dump() for name in ("omagd_tracker", "omagd_small"))
+    unread = {"name", "tokenizer_config", "mask_predictor_config"}
+    differing = {key for key in made if made[key] != wanted[key]} - unread
+    assert differing and all(key.startswith("graph_pretrain_") for key in differing)
+
+
 PUBLISHED_VALUES = {
     "batch_size": 128, "buffer_size": 5000, "lr": 1e-3, "graph_lr": 5e-4, "td_lambda": 0.6, "gamma": 0.99,
     "target_update_interval": 200, "graph_pretrain_epochs": 200, "graph_pretrain_episodes": 5000, "ddp_port": 12355,
