@@ -47,7 +47,7 @@ MAPS: dict[str, Kind] = {
 """The class that was predicted for each map before any run: those of benchmarks/studies/reconstruction_gate.yaml."""
 
 RESERVE: dict[str, Kind] = {
-    "skirmish 2s3z_mixed_sight6": "b", "skirmish 3s_vs_5z": "b", "skirmish 5m_vs_6m_hidden": "c",
+    "skirmish 2s3z_mixed_sight6": "b", "skirmish 2s3z_mixed_sight4": "b", "skirmish 8m_mixed_sight6": "b",
     "smax smacv2_10_units": "b",
 }  # fmt: skip
 CONTROLS = ("skirmish 8m", "skirmish 3m_hidden")
