@@ -154,7 +154,7 @@ def test_the_newest_episodes_are_measured_and_not_learned_from(
     monkey.learner.begin = lambda batches: used.append(("begin", sum(batches(), [])))
     made.run(generator(0, "refresh"), "test")
     measured, learning = list(newest), ("update", list(learned))
-    wanted = [("evaluate", measured), ("begin", list(learned)), *[learning] * 3, ("calibrate", measured)]
+    wanted = [("evaluate", measured), ("begin", list(learned)), *[learning] * 3, ("calibrate", [measured])]
     assert used == [*wanted, ("evaluate", measured)]
 
 

@@ -62,7 +62,7 @@ class MapConstantLearner:
         cases = cases_of(batch, self.layout)
         return {self.loss_name: mean_of(self._errors(cases), cases.living)}
 
-    def calibrate(self, batch: PackedBatch) -> None:
+    def calibrate(self, batches: Iterable[PackedBatch]) -> None:
         """Nothing to choose: nobody is taken for dead."""
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ class GraphLearner(ABC):
     """
 
     loss_name = "graph_loss"
+    in_parts = False  # whether `evaluate` may be called on parts of the held-out episodes, whose sums add up
 
     def __init__(
         self, name: str, module: nn.Module, loss: LossModule, config: Config, info: EnvInfo, dist: Dist
@@ -59,7 +60,7 @@ class GraphLearner(ABC):
     def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:  # noqa: B027 most need nothing
         """Prepare on this rank's training episodes, which each call yields; before the first update, by all ranks."""
 
-    def calibrate(self, batch: PackedBatch) -> None:  # noqa: B027 most have nothing to choose
+    def calibrate(self, batches: Iterable[PackedBatch]) -> None:  # noqa: B027 most have nothing to choose
         """Choose what is chosen on held-out episodes, such as a threshold. Called by all ranks before `evaluate`."""
 
     def modules(self) -> dict[str, nn.Module]:

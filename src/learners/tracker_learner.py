@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omagd.config.env_info import ENEMY, EnvInfo
+from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import last_actions
 from omagd.learners.graph_metrics import feature_error, mean_of
@@ -34,17 +34,22 @@ from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.graph_reconstructers.tracker import AGES, UNBOUNDED, Memory, Tracker, age_class
+from omagd.modules.graph_reconstructers.tracker import AGES, UNBOUNDED, Memory, Output, Tracker, age_class
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, Packing
 
 RAREST = 0.002  # smallest share of a class, so that its weight stays finite
 FRAMES = 4  # as many frames as `graph_frames_at_once` holds tokens of the masked predictor take less memory
-MISSED, TAKEN = 0.035, 0.001  # of the dead that may be missed; of the living never seen that may be taken for dead
+MISSED = 0.035  # of the dead seen before that may be missed
+TAKEN = 0.001, 0.03  # of the living that may be taken for dead: never seen, seen before
 BINS, LARGEST = 4800, 12.0  # bins of the logit of being dead, and its largest size, for choosing thresholds
-GAINS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of equal ones the first is taken
+GAINS = (1.0, 0.75, 0.5, 0.25, 0.0)
+PAIRS = sorted(((f, g) for f in GAINS for g in GAINS), key=(1.0, 0.0).__ne__)  # the regression alone is the first
+MARGIN = 1.0  # standard errors by which a pair must be better than the first
 LEAST_LR, LEAST_SCALE = 0.02, 1e-3
-RIDGE, DEVIATION = 100.0, 300.0  # penalties of the common maps of the regression, and of the deviations from them
+COMMON = (100.0, 30.0, 10.0, 300.0, 1000.0)  # penalties of the common maps of the regression
+DEVIATION = (1e12, 10000.0, 3000.0, 1000.0, 300.0, 100.0, 30.0, 10.0)  # of deviations from them; the first: none
+JUDGED = 5  # every fifth training episode chooses the penalties
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ class TrackerLearner(GraphLearner):
         predictor: the tracker. tokenizer: not read; trackers work on features.
     """
 
+    in_parts = True
     best_metric = "error_all"  # feature error of all unseen nodes, the dead included, as the agent receives it
 
     def __init__(self, predictor: Tracker, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist) -> None:
@@ -163,52 +169,49 @@ class TrackerLearner(GraphLearner):
         return sample.memory.missing, self._belief(sample)
 
     @torch.no_grad()
-    def calibrate(self, batch: PackedBatch) -> None:
-        """Choose the gains and the thresholds of `taken for dead` on validation episodes of all ranks.
+    def calibrate(self, batches: Iterable[PackedBatch]) -> None:
+        """Choose the gains and the thresholds of `taken for dead`, for each type, on validation episodes of all ranks.
 
-        The gains minimise the squared error of the living. The threshold of units seen before is the highest at which
-        at most `MISSED` of the dead are missed. Units never seen are nearly always alive: their threshold is 1/2, or
-        higher, so that at most `TAKEN` of the living are taken for dead. Enemies count, or all units where there are
-        none.
+        The gains minimise the squared error of the living; others than the regression alone must be better by
+        `MARGIN`. The threshold of units seen before is the highest at which at most `MISSED` of the dead are missed.
+        Units never seen are nearly always alive: theirs is 1/2. Both are raised until at most `TAKEN` of the living are
+        taken for dead.
         """
         self._loss.eval()
-        self._set_gain(batch)
-        bins = torch.zeros(2, 2, BINS, dtype=torch.float64, device=batch.device)  # seen before, dead
-        for part in self._parts(batch):
-            sample = self.sample(part)
-            where = torch.nonzero(sample.memory.missing)[:, 2]
-            counts = self.predictor.types[where] == ENEMY if self.layout.n_enemies else torch.ones_like(sample.dead)
-            logit = self._belief(sample).p_dead.double().logit().clamp(-LARGEST, LARGEST)
-            place = ((logit + LARGEST) / (2 * LARGEST) * BINS).long().clamp(max=BINS - 1)
-            group = 2 * (sample.ages > 0).long() + sample.dead.long()
-            bins += torch.bincount((group * BINS + place)[counts], minlength=4 * BINS).view(2, 2, BINS)
-        bins = self.dist.sum(bins)
-        total = bins.sum(-1, keepdim=True)
-        if not total[1].all():
-            return
-        below = bins.cumsum(-1)  # the end of each bin
-        careful = int((below[0, 0] < (1 - TAKEN) * total[0, 0]).sum())  # the first bin with so few of the living above
-        recalls = int((below[1, 1] <= MISSED * total[1, 1]).sum()) - 1  # the last bin with so few of the dead below
-        ends = torch.tensor([careful, recalls], dtype=torch.float64) + 1
-        threshold = (2 * LARGEST * ends / BINS - LARGEST).sigmoid()
-        threshold[0] = threshold[0].clamp(min=0.5)
-        self.predictor.threshold.copy_(threshold)
-
-    def _set_gain(self, batch: PackedBatch) -> None:
-        """Choose among `GAINS`, for each type, class of age and feature, the pair with the smallest error."""
-        tracker, pairs = self.predictor, [(f, g) for f in GAINS for g in GAINS]
-        sums = torch.zeros(len(pairs), *tracker.gain.shape[1:], dtype=torch.float64, device=tracker.gain.device)
-        for part in self._parts(batch):
+        tracker, device = self.predictor, self.dist.device
+        kinds, classes = len(tracker.gain[0]), len(AGES) + 1
+        shape = 2, len(PAIRS), *tracker.gain.shape[1:]  # by how much the error is larger than the first pair's; squares
+        sums = torch.zeros(shape, dtype=torch.float64, device=device)
+        bins = torch.zeros(kinds, classes, 2, BINS, dtype=torch.float64, device=device)  # type, age, dead
+        for part in (part for batch in batches for part in self._parts(batch)):
             sample = self.sample(part)
             out = tracker(sample.memory, sample.packing)
-            node, living = torch.nonzero(sample.memory.missing)[:, 2], ~sample.dead
-            place = tracker.types[node[living]], sample.ages[living]
-            for total, pair in zip(sums, pairs, strict=True):
-                gain = out.base.new_tensor(pair)[:, None, None]
-                error = (tracker.mean_of(out, node, gain) - sample.target).square()
-                total.index_put_(place, error[living].double(), accumulate=True)
-        best = self.dist.sum(sums).argmin(0)
-        tracker.gain.copy_(torch.tensor(pairs, device=best.device)[best].movedim(-1, 0))
+            kind = tracker.types[torch.nonzero(sample.memory.missing)[:, 2]]
+            sums += self._errors_of_pairs(sample, out, kind)
+            place = ((out.dead.double().clamp(-LARGEST, LARGEST) + LARGEST) / (2 * LARGEST) * BINS).long()
+            group = (kind * classes + sample.ages) * 2 + sample.dead.long()
+            bins += torch.bincount(group * BINS + place.clamp(max=BINS - 1), minlength=bins.numel()).view(bins.shape)
+        sums, bins = self.dist.sum(sums), self.dist.sum(bins)
+        tracker.gain.copy_(_gain(sums, bins[:, :, 0].sum(-1)))
+        tracker.threshold.copy_(_threshold(torch.stack([bins[:, 0], bins[:, 1:].sum(1)], dim=1)))
+
+    def _errors_of_pairs(self, sample: Sample, out: Output, kind: Tensor) -> Tensor:
+        """Return by how much the squared errors of living units, of the types [M], are larger than the first pair's.
+
+        Sums of that and of its square by type, class of age and feature, [2, pairs, 3, 6, D].
+        """
+        tracker, living = self.predictor, ~sample.dead
+        node = torch.nonzero(sample.memory.missing)[living, 2]
+        out = Output(*(value[living] for value in out))
+        target, place = sample.target[living], (kind[living], sample.ages[living])
+        sums = torch.zeros(2, len(PAIRS), *tracker.gain.shape[1:], dtype=torch.float64, device=target.device)
+        first: Tensor | None = None
+        for i, pair in enumerate(PAIRS):
+            error = (tracker.mean_of(out, node, out.base.new_tensor(pair)[:, None, None]) - target).square().double()
+            first = error if first is None else first
+            for total, value in zip(sums[:, i], (error - first, (error - first).square()), strict=True):
+                total.index_put_(place, value, accumulate=True)
+        return sums
 
     @torch.no_grad()
     def sample(self, batch: PackedBatch) -> Sample:
@@ -229,15 +232,24 @@ class TrackerLearner(GraphLearner):
 
         For each unit: what is left of a living unit's features after its base, in standard deviations, on everything
         that the agent knows. There is a map for units never seen, and one for units seen before with a deviation for
-        each class of age, which has a penalty of its own: classes with few cases keep the common map.
+        each class of age. Each has a penalty of its own for allies and for enemies, that with the smallest error on
+        every `JUDGED`th episode when fitted on the others: classes with few cases keep to the common map.
 
         batches: yields this rank's training episodes, each time that it is called.
         """
-        tracker, dim, size = self.predictor, self.layout.node_dim, self.predictor.n_known + 1
         self._set_scale(batches())
-        groups = (self.layout.n_nodes - 1, len(AGES) + 1)
-        gram = torch.zeros(*groups, size, size + dim, dtype=torch.float64, device=self.dist.device)
-        for batch in batches():
+        types = self.predictor.types[1:]
+        weights = torch.zeros(len(types), len(AGES) + 1, self.predictor.n_known + 1, self.layout.node_dim).double()
+        for kind in torch.unique(types):  # one after the other: the sums are large
+            units = (types == kind).nonzero().flatten()
+            weights[units.cpu()] = _ridge(self._gram(batches(), units + 1), weights.shape[2]).cpu()
+        self.predictor.set_straight(weights)
+
+    def _gram(self, batches: Iterable[PackedBatch], units: Tensor) -> Tensor:
+        """Return the sums [2, U, 6, size, size + D] of the regressions for units [U], and those of what judges them."""
+        tracker, dim, size = self.predictor, self.layout.node_dim, self.predictor.n_known + 1
+        gram = torch.zeros(2, len(units), len(AGES) + 1, size, size + dim, dtype=torch.float64, device=units.device)
+        for batch in batches:
             sample = self.sample(batch)
             memory, kind = sample.memory, tracker.scale.dtype
             still = torch.zeros((*memory.age.shape, 2), dtype=kind, device=batch.device)
@@ -245,13 +257,15 @@ class TrackerLearner(GraphLearner):
             known = F.pad(known, (0, 1), value=1.0).double()
             row, agent, node = torch.nonzero(memory.missing).unbind(1)
             left = ((sample.target - base[row, agent, node - 1]) / tracker.scale[node]).double()
-            group = (len(AGES) + 1) * (node - 1) + sample.ages
-            for one in torch.unique(group[~sample.dead]).tolist():
-                chosen = (group == one) & ~sample.dead
-                x = known[row[chosen], agent[chosen]]
-                gram.flatten(0, 1)[one] += x.t() @ torch.cat([x, left[chosen]], dim=1)
-        gram = self.dist.sum(gram)
-        tracker.set_straight(_ridge(gram, size))
+            judges = batch.packing.episode.to(batch.device)[row] % JUDGED == JUDGED - 1
+            group = (judges.long() * self.layout.n_nodes + node) * (len(AGES) + 1) + sample.ages
+            counts = ~sample.dead & torch.isin(node, units)
+            for one in torch.unique(group[counts]).tolist():
+                chosen = (group == one) & counts
+                x, (which, age) = known[row[chosen], agent[chosen]], divmod(one, len(AGES) + 1)
+                judge, at = divmod(which, self.layout.n_nodes)
+                gram[judge, units.tolist().index(at), age] += x.t() @ torch.cat([x, left[chosen]], dim=1)
+        return self.dist.sum(gram)
 
     def _set_scale(self, batches: Iterable[PackedBatch]) -> None:
         """Set mean, standard deviation and bounds of the features of living units by type, over all ranks."""
@@ -306,11 +320,55 @@ class TrackerLearner(GraphLearner):
         }
 
 
+def _gain(sums: Tensor, count: Tensor) -> Tensor:
+    """Return the gains [2, 3, 6, D] from the sums of `_errors_of_pairs` and the number [3, 6] of living units."""
+    mean, square = sums / count[:, :, None].clamp(min=1)
+    error = ((square - mean.square()).clamp(min=0) / count[:, :, None].clamp(min=1)).sqrt()
+    pairs = torch.tensor(PAIRS, device=sums.device)
+    return pairs[(mean + MARGIN * error).argmin(0)].movedim(-1, 0)
+
+
+def _threshold(bins: Tensor) -> Tensor:
+    """Return the thresholds [3, 2] from the numbers of units by type, seen before, dead and bin, [3, 2, 2, BINS]."""
+    below = bins.cumsum(-1)  # the end of each bin
+    total = below[..., -1:]
+    allowed = total[:, :, 0] * (1 - total.new_tensor(TAKEN)[:, None])
+    ends = 1 + (below[:, :, 0] < allowed).sum(-1)  # of the first bin with so few of the living above
+    recalls = (below[:, 1, 1] <= MISSED * total[:, 1, 1]).sum(-1)  # of the last bin with so few of the dead below
+    ends[:, 1] = torch.maximum(ends[:, 1], recalls)
+    threshold = (2 * LARGEST * ends.double() / BINS - LARGEST).sigmoid()
+    threshold[:, 0] = threshold[:, 0].clamp(min=0.5)
+    return threshold
+
+
 def _ridge(gram: Tensor, size: int) -> Tensor:
-    """Return the maps [N - 1, 6, size, D] of the regression from its sums [N - 1, 6, size, size + D]."""
+    """Return the maps [U, 6, size, D] of units of one type from the sums [2, U, 6, size, size + D] of `_gram`."""
+    common = torch.stack([gram[:, :, 0], gram[:, :, 1:].sum(2)], dim=2)
+    around = common.new_zeros(*common.shape[1:4], gram.shape[-1] - size)
+    maps, judged = _judged(common, around, around, COMMON, size)
+    seen, tried = (value[:, 1:].expand(-1, len(AGES), -1, -1) for value in (maps, judged))
+    deviating, _ = _judged(gram[:, :, 1:], seen, tried, DEVIATION, size)
+    return torch.cat([maps[:, :1], deviating], dim=1)
+
+
+def _judged(
+    gram: Tensor, around: Tensor, tried: Tensor, penalties: tuple[float, ...], size: int
+) -> tuple[Tensor, Tensor]:
+    """Return maps [U, C, size, D] that deviate from `around` under the best penalties, and those without the judges.
+
+    gram: [2, U, C, size, size + D]. tried: what the maps without the judges deviate from. penalties: the one with the
+    smallest error on the judges, summed over units, is taken for each of C.
+    """
     eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
-    common = torch.stack([gram[:, 0], gram[:, 1:].sum(1)], dim=1)
-    maps = torch.linalg.solve(common[..., :size] + RIDGE * eye, common[..., size:])
-    seen, inputs = maps[:, 1:], gram[:, 1:, :, :size]
-    deviation = torch.linalg.solve(inputs + DEVIATION * eye, gram[:, 1:, :, size:] - inputs @ seen)
-    return torch.cat([maps[:, :1], seen + deviation], dim=1)
+
+    def solved(sums: Tensor, start: Tensor, penalty: Tensor) -> Tensor:
+        inputs = sums[..., :size]
+        return start + torch.linalg.solve(inputs + penalty * eye, sums[..., size:] - inputs @ start)
+
+    inputs, targets = gram[1].split([size, gram.shape[-1] - size], dim=-1)
+    errors = []
+    for penalty in gram.new_tensor(penalties):
+        maps = solved(gram[0], tried, penalty)
+        errors.append((maps * (inputs @ maps - 2 * targets)).sum((0, 2, 3)))
+    best = gram.new_tensor(penalties)[torch.stack(errors).argmin(0)][:, None, None]
+    return solved(gram.sum(0), around, best), solved(gram[0], tried, best)

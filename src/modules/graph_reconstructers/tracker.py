@@ -92,8 +92,8 @@ class Tracker(nn.Module):
             layout.
 
     Attributes:
-        threshold: [2], a unit is taken for dead above this probability: one never seen, one seen before; chosen on
-            validation episodes and saved.
+        threshold: [3, 2], by type, a unit is taken for dead above this probability: one never seen, one seen before;
+            chosen on validation episodes and saved.
         gain: [2, 3, 6, D], the factors f and g by type and class of age. mean, scale: [N, D], of the features of living
             units in training, by type; bounds: [2, N, D], their smallest and largest values. class_count: [6], living
             missing nodes in training by class of age, by which the loss is weighted.
@@ -128,7 +128,7 @@ class Tracker(nn.Module):
         self.gru = PackedGRU(width, width)
         self.mix, self.judge = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
         self.head, self.spread, self.dead = nn.Linear(width, dim), nn.Linear(width, dim), nn.Linear(width, 1)
-        self.register_buffer("threshold", torch.full((2,), 0.5))
+        self.register_buffer("threshold", torch.full((3, 2), 0.5))
         self.register_buffer("straight_weight", torch.zeros(len(AGES) + 1, n_others * dim, self.n_known))
         self.register_buffer("straight_bias", torch.zeros(len(AGES) + 1, n_others * dim))
         self.register_buffer("gain", torch.ones(2, 3, len(AGES) + 1, dim))
@@ -226,9 +226,10 @@ class Tracker(nn.Module):
         """Return the beliefs about the missing nodes as agents receive them."""
         node = torch.nonzero(memory.missing)[:, 2]
         real = self.real.to(out.base.dtype)[node - 1]
-        mean = self.mean_of(out, node, self.gain[:, self.types[node], age_class(memory.age[memory.missing])])
+        kind, age = self.types[node], memory.age[memory.missing]
+        mean = self.mean_of(out, node, self.gain[:, kind, age_class(age)])
         p_dead = out.dead.sigmoid()
-        taken = p_dead > self.threshold[(memory.age[memory.missing] > 0).long()]
+        taken = p_dead > self.threshold[kind, (age > 0).long()]
         features = torch.where(taken[:, None], 0.0, mean * real)
         return Belief(features.float(), p_dead, taken, out.variance.sqrt() * real)
 

@@ -113,7 +113,7 @@ class Refresh:
             size = min(config.graph_pretrain_batch_size, learned_from)
             chosen = rng.choice(learned_from, size=size, replace=False).tolist()
             trained.add(self._health.note(self.learner.update(self._batch(chosen))), prefix="train_")
-        self.learner.calibrate(measured_on)
+        self.learner.calibrate([measured_on])
         self.count += 1
         values = {f"{name}_before": value for name, value in before.items()} | self._measured(measured_on)
         values = {f"refresh/{name}": value for name, value in (values | trained.reduce(self.session.dist)).items()}

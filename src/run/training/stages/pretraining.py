@@ -181,7 +181,7 @@ class PretrainStage(Stage):
         assert self.pretrained.held_out is not None
         held_out = self.pretrained.held_out
         if not self.session.config.evaluation_only:
-            self.learner.calibrate(held_out.batch(range(len(held_out))).to(self.session.dist.device))
+            self.learner.calibrate(self.parts(held_out))
         values = self.measure(held_out)
         self.last = values
         record = {f"eval/{name}": value for name, value in values.items()}
@@ -198,9 +198,16 @@ class PretrainStage(Stage):
 
     def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
         """Return the learner's metrics on episodes of all ranks."""
-        metrics, batch = Metrics(), buffer.batch(range(len(buffer)))
-        metrics.add(self.learner.evaluate(batch.to(self.session.dist.device)))
+        metrics = Metrics()
+        for batch in self.parts(buffer):
+            metrics.add(self.learner.evaluate(batch))
         return summarise(metrics.reduce(self.session.dist))
+
+    def parts(self, buffer: EpisodeBuffer) -> Iterator[PackedBatch]:
+        """Yield all episodes of a buffer; so many at a time that memory does not grow, if the learner allows it."""
+        if getattr(self.learner, "in_parts", False):
+            return in_batches(buffer, self.session.dist.device)
+        return iter([buffer.batch(range(len(buffer))).to(self.session.dist.device)])
 
     def standing(self) -> dict[str, float]:
         """Return the last measurement on the held-out episodes, and the best one with its epoch."""
