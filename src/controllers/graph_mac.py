@@ -15,7 +15,7 @@ from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.modules.agents.agent import AgentInputs
-from omagd.modules.graph_reconstructers import belief
+from omagd.modules.graph_reconstructers import INFERRED, belief, n_inferred
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
 
@@ -42,6 +42,7 @@ class NGraphMAC(BasicMAC):
         self.reconstructor = reconstructor
         self._active = np.ones(0, bool)
         self._told = config.belief_inputs and reconstructor is not None
+        self._infers = n_inferred(config, info.layout) > 0
         self._draws_units = config.use_graph_reconstruction and config.mask_predictor_config.decode == "sample"
         super().__init__(config, info, device, reconstructor)
 
@@ -55,6 +56,8 @@ class NGraphMAC(BasicMAC):
             return {"recon": (torch.float16, (info.n_agents, info.obs_dim)), **more}
         if not config.use_graph_reconstruction:
             return more
+        if inferred := n_inferred(config, info.layout):
+            return {INFERRED: (torch.float16, (info.n_agents, inferred)), **more}
         n_nodes = info.layout.n_nodes
         if config.belief_inputs:
             more[belief.FIELD] = torch.float16, (info.n_agents, n_nodes, belief.WIDTH)
@@ -99,11 +102,14 @@ class NGraphMAC(BasicMAC):
         features = made.obs.to(self.acting_device, self._hidden.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
         told = made.fields[belief.FIELD].to(features) if self._told else None
-        return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device), told), extras
+        inferred = made.fields[INFERRED].to(features) if self._infers else None
+        return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device), told, inferred), extras
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
         """Return the inputs of all rows of a batch, equal to those that were acted on."""
         made = super().inputs(batch)
+        if self._infers and self.reconstructor is not None:
+            return replace(made, inferred=batch[INFERRED].to(made.features))
         return replace(made, belief=batch[belief.FIELD].to(made.features)) if self._told else made
 
     def _inputs_from_batch(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:

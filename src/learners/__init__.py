@@ -26,6 +26,7 @@ PREDICTORS: Registry[type] = Registry(
         "masked": "omagd.learners.predictor_learner:PredictorLearner",
         "tracker": "omagd.learners.tracker_learner:TrackerLearner",
         "map_constant": "omagd.learners.map_constant_learner:MapConstantLearner",
+        "ma2e": "omagd.learners.masked_autoencoder_learner:MaskedAutoencoderLearner",
     },
 )
 """Learners of stage 2 by the kind of predictor; `omagd.modules.graph_reconstructers.REGISTRY` has the same names."""

@@ -66,6 +66,7 @@ class FFAgent(Agent):
 
     talks: ClassVar[bool] = False
     samples: ClassVar[bool] = False
+    reads_inferences: ClassVar[bool] = True
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
@@ -128,6 +129,7 @@ class DDPGAgent(FFAgent):
     """Logits of all actions from one agent's observation alone."""
 
     samples: ClassVar[bool] = True
+    reads_inferences: ClassVar[bool] = False
 
     @classmethod
     def new_critic(cls, config: Config, info: EnvInfo) -> DDPGCritic:

@@ -18,6 +18,8 @@ HEAD_GAIN = 0.01  # as in PyMARL2: values start near zero
 class RNNAgent(RecurrentAgent):
     """Values of all actions from flat observations; weights shared by all agents."""
 
+    reads_inferences = True
+
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
         self.marks = Marks(config, info)

@@ -3,7 +3,8 @@
 `REGISTRY` has the kinds of predictors (`mask_predictor_config.kind`) by what acts with them. A reconstructor names its
 module (`predictor_type`), the keys that determine its weights (`shape_keys`), the fields of episodes that training
 reads (`training_fields`), the stages that train it (`pretraining`, by default stages 1 and 2), and whether it says how
-sure it is (`has_beliefs`, for `belief_inputs`).
+sure it is (`has_beliefs`, for `belief_inputs`). One that fills in nothing, but infers what agents read beside their
+observations, stores it in the field `inferred` and says how much it is (`n_inferred`).
 `omagd.learners.PREDICTORS` has the learners of the same names.
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
+from omagd.modules import agents
 from omagd.utils.errors import UserError
 from omagd.utils.registry import Registry
 
@@ -22,8 +25,12 @@ REGISTRY: Registry[Any] = Registry(
         "masked": "omagd.modules.graph_reconstructers.reconstructor:Reconstructor",
         "tracker": "omagd.modules.graph_reconstructers.tracking:TrackingReconstructor",
         "map_constant": "omagd.modules.graph_reconstructers.map_constant:MapConstantReconstructor",
+        "ma2e": "omagd.modules.graph_reconstructers.masked_autoencoder:InferringReconstructor",
     },
 )
+
+INFERRED = "inferred"
+"""Field of episodes with what agents read beside their observations (`n_inferred`)."""
 
 
 def training_fields(config: Config) -> tuple[str, ...]:
@@ -36,6 +43,25 @@ def pretraining(config: Config) -> tuple[str, ...]:
     """Return the stages that train the configured kind of predictor: stage 1 only where it reads tokens."""
     kind = REGISTRY.get(config.mask_predictor_config.kind)
     return tuple(getattr(kind, "pretraining", ("stage1", "stage2")))
+
+
+def n_inferred(config: Config, layout: EntityLayout | None) -> int:
+    """Return how many inferred numbers each agent reads beside its observation; 0 for kinds that fill in units."""
+    if not config.use_graph_reconstruction or layout is None:
+        return 0
+    count = getattr(REGISTRY.get(config.mask_predictor_config.kind), "n_inferred", None)
+    return 0 if count is None else int(count(layout))
+
+
+def check_inferences(config: Config, info: EnvInfo) -> None:
+    """Reject teams and agents for which a kind of predictor infers nothing. Errors: UserError."""
+    if not n_inferred(config, info.layout):
+        return
+    given = f"mask_predictor_config.kind={config.mask_predictor_config.kind}"
+    if info.tasks:
+        raise UserError(f"{given}: infers what one team observes, not a set of maps. Use one map, or kind=masked")
+    if not getattr(agents.REGISTRY.get(config.agent), "reads_inferences", False):
+        raise UserError(f"{given}: agent={config.agent} does not read what it infers. Use agent=n_rnn, rnn or ff")
 
 
 def check_beliefs(config: Config) -> None:

@@ -47,9 +47,9 @@ def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
     query: [F, n, d]. key_value: [F, L, 2 d]. p: dropout of the attention weights.
     """
     n_frames, _, d = query.shape
-    kv = key_value.view(n_frames, -1, 2, n_heads, d // n_heads).permute(2, 0, 3, 1, 4)
+    kv = key_value.view(n_frames, key_value.shape[1], 2, n_heads, d // n_heads).permute(2, 0, 3, 1, 4)
     q = query.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-    if query.device.type == "cpu":
+    if query.device.type == "cpu" and n_frames:
         k, v = kv.contiguous().flatten(1, 2)
         mixed = _Attention.apply(q.contiguous().flatten(0, 1), k, v, p)  # type: ignore[no-untyped-call]
         mixed = mixed.unflatten(0, (n_frames, n_heads))

@@ -49,12 +49,19 @@ def evaluate_beliefs(
     metrics = Metrics()
     metrics.add(judged.evaluate(batch))
     values, table = summarise(metrics.reduce(session.dist)), {}
+    if not says_of_units(judged):
+        return values, {}, {}
     if (baselines := saved_baselines(session)) is not None:
         table = judge(judged, [batch], baselines, session.dist)
         values |= belief_values(table)
         table["episodes"] = session.dist.sum_int(batch.packing.n_episodes)
     drawn = {"picture": str(picture(session, pretrained, batch, "beliefs"))} if session.dist.is_main else {}
     return values, drawn, table
+
+
+def says_of_units(learner: Any) -> bool:
+    """Whether a learner of stage 2 trains a predictor of units; others have no baselines and no pictures."""
+    return hasattr(learner, "beliefs")
 
 
 def saved_baselines(session: Session) -> Baselines | None:

@@ -30,7 +30,7 @@ from omagd.learners.protocol import learner_class
 from omagd.modules.graph_reconstructers.reconstructor import check, describe
 from omagd.run.checkpoint.serialization import first_not_finite
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, keep_file, load_file, load_into, with_own_settings
-from omagd.run.training.beliefs import saved_baselines
+from omagd.run.training.beliefs import saved_baselines, says_of_units
 from omagd.run.training.build import require_same_weights
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules
@@ -41,7 +41,10 @@ from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch
 
-LOGGED = ("graph_loss", "error_all", "recall_alive", "recall_absent", "error", "ratio_simple", "ratio_ridge")
+LOGGED = (
+    "graph_loss", "error_all", "recall_alive", "recall_absent", "error", "ratio_simple", "ratio_ridge",
+    "error_allies", "error_allies_mean",
+)  # fmt: skip
 """What is logged of the newest episodes before and after a refresh."""
 
 
@@ -89,7 +92,7 @@ class Refresh:
     def prepare(self) -> None:
         """Fix the order of sums, and read the baselines for the files of weights. Called by all ranks."""
         self.learner.warm_up()
-        self._baselines = saved_baselines(self.session)
+        self._baselines = saved_baselines(self.session) if says_of_units(self.learner) else None
         self._act()
 
     def due(self, t_env: int) -> bool:

@@ -12,7 +12,7 @@ from omagd.learners.belief_metrics import belief_values, judge
 from omagd.learners.graph_metrics import summarise
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE
-from omagd.run.training.beliefs import picture, saved_baselines
+from omagd.run.training.beliefs import picture, saved_baselines, says_of_units
 from omagd.run.training.build import new_predictor
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Task
@@ -81,9 +81,11 @@ class Stage2(PretrainStage):
     def baselines(self) -> Baselines | None:
         """The baselines: those of the given predictor's file if it is only evaluated, else fitted ones.
 
-        First read by all ranks together.
+        None for a predictor that says nothing of units. First read by all ranks together.
         """
         session, pretrained = self.session, self.pretrained
+        if not says_of_units(self.learner):
+            return None
         if session.config.evaluation_only:
             return saved_baselines(session)
         assert pretrained.train_episodes is not None and pretrained.held_out is not None
@@ -101,17 +103,19 @@ class Stage2(PretrainStage):
         """Measure the best predictor on the test episodes and log one record."""
         session, module, buffer = self.session, self.trained, self.buffers()[TEST]
         baselines = self.baselines
-        assert baselines is not None
         last = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(self.best[2])
         metrics = Metrics()
         for batch in in_batches(buffer, session.dist.device):
             metrics.add(self.learner.evaluate(batch))
         values = summarise(metrics.reduce(session.dist))
-        table = judge(self.learner, in_batches(buffer, session.dist.device), baselines, session.dist)
+        table: dict[str, Any] = {}
+        if baselines is not None:
+            table = judge(self.learner, in_batches(buffer, session.dist.device), baselines, session.dist)
+            values |= belief_values(table)
+            table["episodes"] = session.dist.sum_int(len(buffer))
         module.load_state_dict(last)
-        episodes = session.dist.sum_int(len(buffer))
-        self.tested = {"values": {**values, **belief_values(table)}, "table": {**table, "episodes": episodes}}
+        self.tested = {"values": values, "table": table}
         self.log({f"test/{name}": value for name, value in self.tested["values"].items()})
 
     def standing(self) -> dict[str, float]:
@@ -122,9 +126,9 @@ class Stage2(PretrainStage):
     def finish(self) -> StageResult:
         """Save the models, and draw one moment as seen, as reconstructed and as it was."""
         result = super().finish()
-        if self.tested:
+        if self.tested.get("table"):
             result.facts["beliefs"] = self.tested["table"]
-        if self.session.dist.is_main:
+        if self.session.dist.is_main and says_of_units(self.learner):
             assert self.pretrained.held_out is not None
             held_out = self.pretrained.held_out
             path = picture(self.session, self.pretrained, held_out.batch(range(len(held_out))), "beliefs_stage2")

@@ -1,0 +1,164 @@
+"""Stage 2 with `kind: ma2e`: trains the masked autoencoder (modules/graph_reconstructers/masked_autoencoder.py).
+
+Each step of each episode ends a window, which is learned from twice: with all agents masked but one, as in acting, and
+with a random number of agents masked. The loss of a window is the mean over its tokens, masked or not, of
+
+    mean over features of (observation - reconstruction)² + (action - reconstruction)²
+Shapes: S packed rows, V windows, k steps, n agents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.controllers.basic_mac import last_actions
+from omagd.learners.graph_metrics import mean_of
+from omagd.learners.pretraining import GraphLearner
+from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
+from omagd.modules.graph_reconstructers.graphs import alive
+from omagd.modules.graph_reconstructers.masked_autoencoder import MaskedAutoencoder
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import PackedBatch, Packing
+from omagd.utils.seeding import stream_seed, uniform
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Windows of some episodes.
+
+    Attributes:
+        joined: [S, n, obs_dim + 1], observation and last action. rows: [V, k], rows of each window; -1 before the
+            episode. shown: [V, n] bool, agents that are not masked.
+    """
+
+    joined: Tensor
+    rows: Tensor
+    shown: Tensor
+
+
+def windows(packing: Packing, k: int, device: torch.device) -> Tensor:
+    """Return the rows [S, k] of the k steps that end at each row, -1 before its episode."""
+    sizes = torch.tensor(packing.batch_sizes)
+    starts = sizes.cumsum(0) - sizes
+    step = packing.step[:, None] - torch.arange(k - 1, -1, -1)
+    rows = starts[step.clamp(min=0)] + packing.episode[:, None]
+    return torch.where(step >= 0, rows, -1).to(device)
+
+
+class AutoencoderLoss(LossModule):
+    """The sum over windows of the loss at the top of this file."""
+
+    def __init__(self, net: MaskedAutoencoder) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, sample: Sample) -> tuple[Tensor, Stats]:
+        """Return the sum, and stats. Without a window it is 0 with gradients of 0."""
+        there, rows = sample.rows >= 0, sample.rows.clamp(min=0)
+        shown = (there[:, :, None] & sample.shown[:, None])[..., None]
+        tokens = self.net.embed(sample.joined)[rows]
+        made = self.net(torch.where(shown, tokens, 0.0), shown.shape[1] * shown.shape[2])
+        error = (made - sample.joined[rows].flatten(1, 2).to(made.dtype)).square()
+        each = error[..., :-1].mean(-1) + error[..., -1]
+        counts = there.to(each.dtype).repeat_interleave(self.net.n_agents, dim=1)
+        loss = ((each * counts).sum(1) / counts.sum(1).clamp(min=1)).sum()
+        return loss, {"graph_loss": (loss.detach(), torch.tensor(float(len(each)), device=loss.device))}
+
+
+class MaskedAutoencoderLearner(GraphLearner):
+    """Trains a masked autoencoder in place, on one rank or several.
+
+    It says nothing of units: it has no `beliefs`, and is measured on what living teammates observe.
+
+    Args:
+        predictor: the autoencoder. tokenizer: not read.
+    """
+
+    best_metric = "error_allies"  # of what living teammates observe, inferred from an agent's own window alone
+
+    def __init__(
+        self, predictor: MaskedAutoencoder, tokenizer: Tokenizer | None, config: Config, info: EnvInfo, dist: Dist
+    ) -> None:
+        super().__init__("predictor", predictor, AutoencoderLoss(predictor), config, info, dist)
+        self.predictor = predictor
+
+    @torch.no_grad()
+    def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:
+        """Fit the mean observation of each living agent on the episodes of all ranks."""
+        n, dim = self.predictor.mean.shape
+        sums = torch.zeros(n, dim + 1, dtype=torch.float64, device=self.dist.device)
+        for batch in batches():
+            obs = batch["obs"][batch.valid_mask].double()
+            sums += torch.cat([obs.sum(0), obs.any(-1).sum(0)[:, None]], dim=1)
+        sums = self.dist.sum(sums)
+        self.predictor.mean.copy_(sums[:, :-1] / sums[:, -1:].clamp(min=1))
+
+    def update(self, batch: PackedBatch) -> Stats:
+        """Take an optimizer step on this rank's batch."""
+        self._loss.train()
+        parts = [self.sample(part) for part in self._parts(batch, self._draws(batch))]
+        count = torch.tensor(float(sum(len(part.rows) for part in parts)), dtype=torch.float64)
+        result = self._step(count.to(self.dist.device), *((part,) for part in parts))
+        self.updates += 1
+        return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
+
+    @torch.no_grad()
+    def evaluate(self, batch: PackedBatch) -> Stats:
+        """Return the loss, and the error of what living agents infer that living teammates observe now."""
+        self._loss.eval()
+        stats: Stats = {}
+        for part in self._parts(batch, self._draws(batch)):
+            stats = merge(stats, {**self._loss(self.sample(part))[1], **self._errors(part)})
+        return stats
+
+    @torch.no_grad()
+    def sample(self, batch: PackedBatch) -> Sample:
+        """Return two windows for each row with a step; draws: the batch has them, or nothing is masked."""
+        net, valid = self.predictor, batch.valid_mask
+        rows = windows(batch.packing, net.window, batch.device)[valid]
+        joined = net.joined(batch["obs"], last_actions(batch["actions"], batch.packing))
+        n = net.n_agents
+        draws = batch["draws"][valid] if "draws" in batch else torch.zeros(len(rows), n + 2, device=batch.device)
+        order = draws[:, :n].argsort(-1).argsort(-1)
+        first = order == (draws[:, n:-1] * n).long()
+        some = order <= (draws[:, -1:] * (n - 1)).long()
+        return Sample(joined, torch.cat([rows, rows]), torch.cat([first, some]))
+
+    def _errors(self, batch: PackedBatch) -> Stats:
+        """Return the mean squared error of features of living teammates, of the network and of their mean."""
+        net, obs, valid = self.predictor, batch["obs"], batch.valid_mask
+        rows = windows(batch.packing, net.window, batch.device)
+        tokens = net.embed(net.joined(obs, last_actions(batch["actions"], batch.packing)))[rows.clamp(min=0)]
+        tokens = torch.where((rows >= 0)[..., None, None], tokens, 0.0)
+        living = alive(obs) & valid[:, None]
+        row, agent = living.nonzero(as_tuple=True)
+        counted = living[row].clone()
+        counted[torch.arange(len(row), device=row.device), agent] = False
+        truth = obs[row]
+        errors = {
+            "error_allies": net.inferred(tokens, row, agent) - truth,
+            "error_allies_mean": net.mean - truth,
+        }  # fmt: skip
+        return {name: mean_of(error.square().mean(-1), counted) for name, error in errors.items()}
+
+    def _draws(self, batch: PackedBatch) -> Tensor:
+        """Return numbers in [0, 1) for each row, [S, n + 2], by which agents are masked.
+
+        Drawn by (seed, update, place of the episode among those of all ranks): the same for any number of ranks.
+        """
+        size = self.predictor.n_agents + 2
+        number = self.row_numbers(batch)[:, None] * size + torch.arange(size, device=batch.device)
+        return uniform(number, stream_seed(self.config.seed, "teammates", self.updates))
+
+    def _parts(self, batch: PackedBatch, draws: Tensor) -> list[PackedBatch]:
+        """Return the batch with `draws` in parts of whole episodes."""
+        drawn = PackedBatch({**batch.data, "draws": draws}, batch.packing, batch.sample_index, batch.meta)
+        frames = len(batch["obs"]) * self.info.n_agents
+        return drawn.split(max(1, -(-frames // self.config.graph_frames_at_once)))
