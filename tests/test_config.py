@@ -56,6 +56,9 @@ ARMS = {
         "use_graph_reconstruction": True, "learner": "nq_graph_learner_ddp",
         "mask_predictor_config.kind": "map_constant",
     },
+    "ma2e": {
+        "use_graph_reconstruction": True, "learner": "nq_graph_learner_ddp", "mask_predictor_config.kind": "ma2e",
+    },
     "team_obs": {"use_team_obs": True}, "full_obs": {"use_full_obs": True},
 }  # fmt: skip
 
@@ -66,9 +69,10 @@ def test_arms_differ_from_omagd_small_in_what_agents_read_and_in_nothing_else(ar
     given = {"use_graph_reconstruction": False, "learner": "nq_learner_ddp", "name": f"fog_{arm}", **ARMS[arm]}
     made, wanted = (config.model_dump() for config in (resolve(f"fog_{arm}"), resolve("omagd_small", None, given)))
     unused = {key for key in made if key.startswith("graph_") and key != "graph_updates"}
-    if made["use_graph_reconstruction"]:  # by means: of what networks and their training need nothing is read
-        assert made["mask_predictor_config"]["kind"] == wanted["mask_predictor_config"]["kind"] == "map_constant"
+    if made["use_graph_reconstruction"]:  # by means, which train no network; by one with a training of its own
+        assert made["mask_predictor_config"]["kind"] == wanted["mask_predictor_config"]["kind"] == arm
         unused = {"graph_pretrain_epochs", "graph_lr"}
+        unused |= {"reconstructor_refresh", "reconstructor_refresh_updates"} if arm == "ma2e" else set()
     unused |= {"tokenizer_config", "mask_predictor_config"}
     assert {key for key in made if made[key] != wanted[key]} <= unused
 

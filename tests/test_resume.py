@@ -144,10 +144,12 @@ def test_what_a_plug_in_registers_is_saved_and_restored(tmp_path, monkeypatch):
             made[-1].register(name, Visits(), scope)
 
 
-@pytest.mark.parametrize(("kind", "iterations"), [("masked", (1, 8)), ("tracker", (6,)), ("map_constant", (6,))])
+@pytest.mark.parametrize(
+    ("kind", "iterations"), [("masked", (1, 8)), ("tracker", (6,)), ("map_constant", (6,)), ("ma2e", (6,))]
+)
 def test_three_stages_are_interrupted_in_each_of_them(kind, iterations, tmp_path, monkeypatch):
-    """The tracker is refreshed before and after the interruption of stage 3, which continues its optimizer."""
-    refresh = ("reconstructor_refresh=100", "reconstructor_refresh_updates=2") if kind == "tracker" else ()
+    """Two kinds are refreshed before and after the interruption of stage 3, which continues their optimizers."""
+    refresh = ("reconstructor_refresh=100", "reconstructor_refresh_updates=2") if kind in {"tracker", "ma2e"} else ()
     words = (f"mask_predictor_config.kind={kind}", *refresh)
     expected = STAGES[-1 - len(iterations) :]
     whole = run(tmp_path / "whole", *words, base="omagd")

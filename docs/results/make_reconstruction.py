@@ -37,7 +37,7 @@ DATA = PAGE.with_suffix("")
 LEFT_OUT = ("reconstruction_gate", "reconstruction_short")
 BATTLE, BELIEFS_PICTURE = "battle.json.gz", "beliefs.png"
 
-ARMS = ("ff", "baseline", "last_seen", "map_constant", "team_obs", "omagd", "full_obs")
+ARMS = ("ff", "baseline", "last_seen", "map_constant", "team_obs", "omagd", "full_obs", "ma2e")
 """Order of the arms, which gives their colours."""
 
 MAPS: dict[str, Kind] = {

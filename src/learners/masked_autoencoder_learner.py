@@ -1,7 +1,8 @@
 """Stage 2 with `kind: ma2e`: trains the masked autoencoder (modules/graph_reconstructers/masked_autoencoder.py).
 
 Each step of each episode ends a window, which is learned from twice: with all agents masked but one, as in acting, and
-with a random number of agents masked. The loss of a window is the mean over its tokens, masked or not, of
+with some agents masked. Who is masked takes turns over steps and updates. The loss of a window is the mean over its
+tokens, masked or not, of
 
     mean over features of (observation - reconstruction)² + (action - reconstruction)²
 Shapes: S packed rows, V windows, k steps, n agents.
@@ -26,7 +27,6 @@ from omagd.modules.graph_reconstructers.masked_autoencoder import MaskedAutoenco
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, Packing
-from omagd.utils.seeding import stream_seed, uniform
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class MaskedAutoencoderLearner(GraphLearner):
     def update(self, batch: PackedBatch) -> Stats:
         """Take an optimizer step on this rank's batch."""
         self._loss.train()
-        parts = [self.sample(part) for part in self._parts(batch, self._draws(batch))]
+        parts = [self.sample(part) for part in self._parts(batch)]
         count = torch.tensor(float(sum(len(part.rows) for part in parts)), dtype=torch.float64)
         result = self._step(count.to(self.dist.device), *((part,) for part in parts))
         self.updates += 1
@@ -114,22 +114,21 @@ class MaskedAutoencoderLearner(GraphLearner):
         """Return the loss, and the error of what living agents infer that living teammates observe now."""
         self._loss.eval()
         stats: Stats = {}
-        for part in self._parts(batch, self._draws(batch)):
+        for part in self._parts(batch):
             stats = merge(stats, {**self._loss(self.sample(part))[1], **self._errors(part)})
         return stats
 
     @torch.no_grad()
     def sample(self, batch: PackedBatch) -> Sample:
-        """Return two windows for each row with a step; draws: the batch has them, or nothing is masked."""
+        """Return two windows for each row with a step: first those that show one agent."""
         net, valid = self.predictor, batch.valid_mask
         rows = windows(batch.packing, net.window, batch.device)[valid]
         joined = net.joined(batch["obs"], last_actions(batch["actions"], batch.packing))
         n = net.n_agents
-        draws = batch["draws"][valid] if "draws" in batch else torch.zeros(len(rows), n + 2, device=batch.device)
-        order = draws[:, :n].argsort(-1).argsort(-1)
-        first = order == (draws[:, n:-1] * n).long()
-        some = order <= (draws[:, -1:] * (n - 1)).long()
-        return Sample(joined, torch.cat([rows, rows]), torch.cat([first, some]))
+        turn = (batch.packing.step.to(batch.device)[valid] + self.updates)[:, None]
+        behind = (torch.arange(n, device=batch.device) - turn) % n  # agents after the one whose turn it is
+        more = turn // n % max(1, n - 1)  # as many more are shown, at most n - 2
+        return Sample(joined, torch.cat([rows, rows]), torch.cat([behind == 0, behind <= more]))
 
     def _errors(self, batch: PackedBatch) -> Stats:
         """Return the mean squared error of features of living teammates, of the network and of their mean."""
@@ -148,17 +147,7 @@ class MaskedAutoencoderLearner(GraphLearner):
         }  # fmt: skip
         return {name: mean_of(error.square().mean(-1), counted) for name, error in errors.items()}
 
-    def _draws(self, batch: PackedBatch) -> Tensor:
-        """Return numbers in [0, 1) for each row, [S, n + 2], by which agents are masked.
-
-        Drawn by (seed, update, place of the episode among those of all ranks): the same for any number of ranks.
-        """
-        size = self.predictor.n_agents + 2
-        number = self.row_numbers(batch)[:, None] * size + torch.arange(size, device=batch.device)
-        return uniform(number, stream_seed(self.config.seed, "teammates", self.updates))
-
-    def _parts(self, batch: PackedBatch, draws: Tensor) -> list[PackedBatch]:
-        """Return the batch with `draws` in parts of whole episodes."""
-        drawn = PackedBatch({**batch.data, "draws": draws}, batch.packing, batch.sample_index, batch.meta)
+    def _parts(self, batch: PackedBatch) -> list[PackedBatch]:
+        """Return the batch in parts of whole episodes."""
         frames = len(batch["obs"]) * self.info.n_agents
-        return drawn.split(max(1, -(-frames // self.config.graph_frames_at_once)))
+        return batch.split(max(1, -(-frames // self.config.graph_frames_at_once)))

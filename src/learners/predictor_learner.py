@@ -225,9 +225,11 @@ class PredictorLearner(GraphLearner):
         ratio = self.predictor.config.mask_ratio
         if not ratio:
             return torch.zeros_like(seen)
-        n_agents, n_nodes = seen.shape[1:]
-        size = n_agents * n_nodes
-        number = self.row_numbers(batch)[:, None] * size + torch.arange(size, device=seen.device)
+        packing, (n_agents, n_nodes) = batch.packing, seen.shape[1:]
+        before = sum(self.dist.counts(packing.n_episodes)[: self.dist.rank])  # episodes of lower ranks
+        place = torch.tensor(batch.sample_index)[packing.episode] + before
+        row = (place * (self.info.episode_limit + 1) + packing.step).to(seen.device)
+        number = row[:, None] * (n_agents * n_nodes) + torch.arange(n_agents * n_nodes, device=seen.device)
         key = stream_seed(self.config.seed, "hidden", self.updates)
         hidden = (uniform(number, key).view(seen.shape) < ratio) & seen
         hidden[..., 0] = False

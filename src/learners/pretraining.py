@@ -57,13 +57,6 @@ class GraphLearner(ABC):
         self._loss.train()
         return self._step.warm_up(self.sample(batch))
 
-    def row_numbers(self, batch: PackedBatch) -> torch.Tensor:
-        """Return a number for each row, [S] int64, for draws that are the same for any number of ranks."""
-        packing = batch.packing
-        before = sum(self.dist.counts(packing.n_episodes)[: self.dist.rank])  # episodes of lower ranks
-        place = torch.tensor(batch.sample_index)[packing.episode] + before
-        return (place * (self.info.episode_limit + 1) + packing.step).to(batch.device)
-
     def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:  # noqa: B027 most need nothing
         """Prepare on this rank's training episodes, which each call yields; before the first update, by all ranks."""
 

@@ -54,12 +54,10 @@ def n_inferred(config: Config, layout: EntityLayout | None) -> int:
 
 
 def check_inferences(config: Config, info: EnvInfo) -> None:
-    """Reject teams and agents for which a kind of predictor infers nothing. Errors: UserError."""
+    """Reject agents that do not read what a kind of predictor infers. Errors: UserError."""
     if not n_inferred(config, info.layout):
         return
     given = f"mask_predictor_config.kind={config.mask_predictor_config.kind}"
-    if info.tasks:
-        raise UserError(f"{given}: infers what one team observes, not a set of maps. Use one map, or kind=masked")
     if not getattr(agents.REGISTRY.get(config.agent), "reads_inferences", False):
         raise UserError(f"{given}: agent={config.agent} does not read what it infers. Use agent=n_rnn, rnn or ff")
 

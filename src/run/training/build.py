@@ -308,12 +308,12 @@ def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None
         raise UserError(f"{what}: the ranks hold different weights; let all of them read the same files")
 
 
-def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules) -> MAC:
+def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules | None) -> MAC:
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
     reconstructor: Any = None
     if config.fill_unseen == "last_seen" and info.layout is not None:
         reconstructor = LastSight(info, torch.device("cpu") if config.cpu_inference else device)
-    if config.use_graph_reconstruction:
+    if config.use_graph_reconstruction and pretrained is not None:
         assert pretrained.predictor is not None
         frozen: tuple[Any, ...] = pretrained.tokenizer, pretrained.predictor
         if config.cpu_inference:
@@ -326,8 +326,8 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
 
 
 def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> MAC:
-    """Return the controller with the same agent, reading plain observations."""
-    return build_mac(config.model_copy(update={"use_graph_reconstruction": False}), info, device, PretrainedModules())
+    """Return the controller with the same agent, reading plain observations; what it would infer is zeros."""
+    return build_mac(config, info, device, None)
 
 
 def read_env_info(path: Path, source: str) -> EnvInfo:
