@@ -63,9 +63,7 @@ class TokenizerConfig(Frozen):
 class MaskPredictorConfig(Frozen):
     """Stage 2, the predictor of unseen units."""
 
-    kind: (
-        str  # masked: transformer over tokens | tracker: state per agent and unit | map_constant: means | ma2e: allies
-    )
+    kind: str  # masked: transformer over tokens | tracker: state per unit | map_constant: means | ma2e: of allies
     d_model: Width  # width of the transformer
     n_layers: Layers  # layers of the transformer
     n_heads: Width  # attention heads; divides d_model
