@@ -19,7 +19,7 @@ from omagd.envs.factory import make_env
 from omagd.envs.protocol import Observation
 from omagd.learners.belief_baselines import fit_baselines
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
-from omagd.run.analysis.contrasts import contrasts
+from omagd.run.analysis.contrasts import contrasts, gate_table
 from omagd.run.analysis.groups import groups
 from omagd.run.analysis.runs import load
 from omagd.run.analysis.statistics import area, difference, paired_share, proportion
@@ -272,6 +272,51 @@ def test_the_page_of_a_study_compares_its_arms_with_the_named_ones(tmp_path):
     assert contrasts(groups(load([study(tmp_path / "other", {"a": 0.1, "b": 0.2})]))) == []
     assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
     assert "P(better than last_seen)" in (tmp_path / "page.html").read_text()
+
+
+def test_each_column_of_a_comparison_by_hand(tmp_path):
+    """The method learns early and loses half of it in the end."""
+    lines = {"baseline": (0.1, 0.2, 0.2, 0.2), "omagd": (0.1, 0.8, 0.8, 0.4), "full_obs": (0.1, 0.2, 0.6, 0.6)}
+    for arm, won in lines.items():
+        for seed in range(1, 6):
+            values = tuple(each + 0.01 * seed - 0.03 for each in won)
+            make_run(tmp_path / "runs" / f"{arm}_{seed}", values, lr=won[2] / 100, seed=seed)
+    jobs = [
+        {"job": {"name": each.name, "arm": each.name[:-2]}, "state": "done"} for each in (tmp_path / "runs").iterdir()
+    ]
+    write_json(tmp_path / "study.json", {"jobs": jobs})
+    found = groups(load([tmp_path]))
+    rows = {row[0]: dict(zip(contrasts(found)[0]["head"], row, strict=True)) for row in contrasts(found)[0]["rows"]}
+    height = {arm: ((a + b) / 2 + (b + c) / 2 + (c + d) / 2) / 3 for arm, (a, b, c, d) in lines.items()}
+    assert rows["omagd"]["win rate at the end, IQM"].startswith("0.40 [")
+    assert rows["omagd"]["mean height of the curve"] == f"{height['omagd']:.3f}"
+    assert rows["omagd"]["share of the gap"].startswith("0.50 [")
+    share = (height["omagd"] - height["baseline"]) / (height["full_obs"] - height["baseline"])
+    assert rows["omagd"]["the same of the curve"].startswith(f"{share:.2f} [")
+    for seed in range(1, 6):  # now everything seen is worth nothing: there is no gap to close
+        (tmp_path / "runs" / f"full_obs_{seed}" / "metrics.jsonl").write_text(
+            (tmp_path / "runs" / f"baseline_{seed}" / "metrics.jsonl").read_text()
+        )
+    rows = contrasts(groups(load([tmp_path])))[0]
+    (omagd,) = (dict(zip(rows["head"], row, strict=True)) for row in rows["rows"] if row[0] == "omagd")
+    assert (omagd["share of the gap"], omagd["the same of the curve"]) == ("-", "-")
+
+
+def test_means_of_the_gate_and_of_heights_count_every_seed(tmp_path):
+    jobs, ends = [], {"baseline": (0.2,) * 5, "full_obs": (0.2, 0.3, 0.3, 0.3, 0.9)}
+    for arm, values in ends.items():
+        for seed, end in enumerate(values, start=1):
+            name = f"{arm}_{seed}"
+            make_run(tmp_path / "runs" / name, (end,) * 4, lr=values[-1] / 100, seed=seed)
+            jobs.append({"job": {"name": name, "arm": arm}, "state": "done"})
+    write_json(tmp_path / "study.json", {"jobs": jobs})
+    runs = load([tmp_path])
+    (row,) = gate_table(runs, "baseline", "full_obs", 0.15)["rows"]
+    assert row[2:4] == ["0.200", "0.400"] and row[4].startswith("0.20 [")  # the middle half alone would say 0.10
+    table = contrasts(groups(runs))[0]
+    assert [row[table["head"].index("mean height of the curve")] for row in table["rows"] if row[0] == "full_obs"] == [
+        "0.400"
+    ]
 
 
 @pytest.fixture(scope="module")
