@@ -113,7 +113,9 @@ def test_the_result_of_a_run_is_its_last_test_not_its_best():
                for t, won in zip((100_000, 300_000, 400_000), (0.1, 0.9, 0.3), strict=True)]  # fmt: skip
     plain = run("omagd", 1, 0.0)
     fallen = Group("omagd", {}, (Run(plain.folder, plain.config, {}, {}, True, "omagd", tuple(records)),))
-    assert final_tests([fallen], MAP)["omagd"].tolist() == [0.3]
+    again = Group("omagd", {}, (*fallen.runs, Run(plain.folder, plain.config, {}, {"kind": "evaluation"}, True, "omagd",
+                                                  tuple(records[:2]))))  # fmt: skip
+    assert final_tests([again], MAP)["omagd"].tolist() == [0.3], "an evaluation is no run of the arm"
     assert mean_heights([fallen], MAP)["omagd"] == pytest.approx([(0.5 * 200 + 0.6 * 100) / 300])
 
 
@@ -320,8 +322,10 @@ def test_a_gate_that_goes_on_decides_nothing(site):
 
 def test_the_reduced_study_is_no_part_of_the_page_and_controls_need_no_gate(site):
     page = page_now()
-    path = site / "reconstruction_3_agents.jsonl"
-    shutil.copy(path, site / "reconstruction_short.jsonl")
+    for text in (site / "reconstruction_3_agents.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        other = {"seed": line["seed"] + 100, "job": f"short {line['job']}", "identity": f"short {line['identity']}"}
+        append(site / "reconstruction_short.jsonl", {**line, **other})
     assert page_now() == page
     (site / "reconstruction_short.jsonl").unlink()
     gate = site / "reconstruction_gate.jsonl"
