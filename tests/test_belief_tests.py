@@ -48,8 +48,8 @@ def test_the_census_against_loops_over_units():
     baselines = fit(training)
     found = census_of([pack_episodes(test[:10]), pack_episodes(test[10:])], baselines)
     for kind, number in (("enemy", ENEMY), ("ally", ALLY)):
-        living = unseen = before = blind = 0
-        last, constant = [], []
+        living = unseen = before = 0
+        last, constant, blind = [], [], []
         for episode in test:
             seen, full = (obs_to_nodes(episode[name], LAYOUT).double().numpy() for name in ("obs", "full_obs"))
             for agent in range(INFO.n_agents):
@@ -67,9 +67,10 @@ def test_the_census_against_loops_over_units():
                         if node in visible:
                             continue
                         unseen += 1
-                        blind += not met
                         guess = baselines.map_constant[agent, node, step].double().numpy()
                         constant.append(((guess - truth)[2:4] ** 2).sum())
+                        if not met:
+                            blind.append(constant[-1])
                         if node in memory:
                             before += 1
                             last.append(((memory[node] - truth)[2:4] ** 2).sum())
@@ -84,7 +85,9 @@ def test_the_census_against_loops_over_units():
             math.sqrt(np.mean(constant)) * LAYOUT.sight
         )
         if kind == "enemy":
-            assert entry["rows"]["before_contact"]["count"] == blind
+            row = entry["rows"]["before_contact"]
+            assert row["count"] == len(blind)
+            assert row["cells"]["map_constant"] == pytest.approx(math.sqrt(np.mean(blind)) * LAYOUT.sight)
 
 
 @pytest.mark.parametrize(
