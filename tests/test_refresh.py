@@ -19,6 +19,7 @@ from run_equality import leaves
 import omagd
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.learners import PREDICTORS
+from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.graph_reconstructers import REGISTRY
 from omagd.run.checkpoint.whole_state import whole_state
 from omagd.run.cli import beliefs
@@ -192,9 +193,13 @@ def test_each_refresh_begins_with_the_whole_learning_rate_and_says_what_it_has_g
 def test_a_resumed_run_refreshes_when_it_would_have(tmp_path: Path) -> None:
     made, _ = refresh_of("tracker", toy_episodes(3, seed=4), tmp_path)
     assert made.due(60)  # the next one is due when 50 more steps have been made
+    for _ in range(4):  # of the ten in a row that end a run
+        made._health.note({SKIPPED: (torch.ones(()), torch.ones(()))})
     state = copy.deepcopy(made.state_dict())
     other, _ = refresh_of("tracker", toy_episodes(3, seed=4), tmp_path)
     other.load_state_dict(state)
+    assert dict(leaves(other.state_dict())) == dict(leaves(made.state_dict()))
+    assert other._health.record() == {SKIPPED: 4.0}
     assert [each.due(t) for each in (made, other) for t in (90,)] == [False, False]
     assert [each.due(t) for each in (made, other) for t in (120,)] == [True, True]
 
