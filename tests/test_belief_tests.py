@@ -25,11 +25,13 @@ from omagd.run.analysis.contrasts import contrasts, gate_table
 from omagd.run.analysis.groups import groups
 from omagd.run.analysis.runs import load
 from omagd.run.analysis.statistics import area, difference, paired_share, proportion
+from omagd.run.checkpoint.weights import AGENT_FILE
 from omagd.run.cli import beliefs
 from omagd.run.cli.main import main
 from omagd.run.training import census as belief_census
 from omagd.run.training.believing import BeliefScript, Believing, LastSeen, MapConstant, Reconstructed, Seen, win_rates
 from omagd.run.training.census import CLASSES, census_of, classified
+from omagd.run.training.evaluate import evaluation_config
 from omagd.runners.runner import Runner
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
@@ -476,3 +478,14 @@ def test_tests_of_beliefs_from_the_command_line(seeing_run, small_run, tmp_path,
         assert main(["beliefs", *words]) == 2
         error = capsys.readouterr().err
         assert problem in error and error.count("\n") == 1, error
+
+
+@pytest.mark.processes
+def test_the_team_of_a_run_plays_with_its_trained_weights(seeing_run):
+    env = make_env("skirmish", {"map_name": "3m"}, 2, processes=False)
+    team, words = beliefs._policy(evaluation_config(str(seeing_run), {}), env, str(seeing_run))
+    (file,) = seeing_run.glob(f"models/*/{AGENT_FILE}")
+    saved = torch.load(file, weights_only=True)
+    assert saved.keys() == team.agent.state_dict().keys()
+    assert all(torch.equal(value, saved[name]) for name, value in team.agent.state_dict().items())
+    assert "qmix" in words

@@ -124,6 +124,8 @@ def test_files_of_other_codes_fit_and_those_of_other_kinds_do_not():
     masked = graph_learner("stage2", kind="masked").config
     with pytest.raises(UserError, match="trained with mask_predictor_config.kind=map_constant, not masked"):
         check(describe(stage.config, INFO, predictor=True), masked, INFO, key, "x")
+    with pytest.raises(UserError, match="trained with mask_predictor_config.kind=masked, not map_constant"):
+        check(describe(masked, INFO, predictor=True), stage.config, INFO, key, "x")
 
 
 def small(path: Path, *more: str) -> Any:
