@@ -13,6 +13,7 @@ from graph_toys import INFO, LAYOUT, believing, toy_config, toy_episodes
 from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration
 from omagd.envs.factory import make_env
+from omagd.modules.agents.agent import AgentInputs, Marks
 from omagd.modules.graph_reconstructers import check_beliefs
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.run.cli.preflight import preflight
@@ -96,6 +97,25 @@ def test_agents_are_told_age_certainty_and_spread(changes: dict[str, Any]) -> No
                     assert got[0] == pytest.approx(spread, abs=5e-3)
     assert not believed and classes == {"dead", "seen", -1, 1, 2}
     assert batch["told"][..., 0].unique().numel() > 20
+
+
+@pytest.mark.parametrize(("guesses", "beliefs"), [(True, True), (True, False), (False, True)])
+def test_marks_follow_the_features_node_by_node(guesses: bool, beliefs: bool) -> None:
+    """Saved agents depend on this order."""
+    marks = Marks(toy_config(mark_guesses=guesses, belief_inputs=beliefs), INFO)
+    features, told = torch.rand(2, INFO.n_agents, INFO.obs_dim), torch.rand(2, INFO.n_agents, LAYOUT.n_nodes, 4)
+    guessed, last = torch.rand(told.shape[:-1]) < 0.5, torch.zeros(2, INFO.n_agents, dtype=torch.int64)
+    flat = marks.flat(AgentInputs(features, last, guessed, told))
+    blind = marks.flat(AgentInputs(features, last))  # without reconstruction
+    assert flat.shape == blind.shape == (2, INFO.n_agents, INFO.obs_dim + marks.n)
+    for row in range(2):
+        for agent in range(INFO.n_agents):
+            wanted = features[row, agent].tolist()
+            for node in range(LAYOUT.n_nodes):
+                wanted += [float(guessed[row, agent, node])] * guesses
+                wanted += told[row, agent, node].tolist() * beliefs
+            assert flat[row, agent].tolist() == wanted
+            assert blind[row, agent].tolist() == features[row, agent].tolist() + [0] * marks.n
 
 
 def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
