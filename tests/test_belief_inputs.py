@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -118,21 +119,30 @@ def test_marks_follow_the_features_node_by_node(guesses: bool, beliefs: bool) ->
             assert blind[row, agent].tolist() == features[row, agent].tolist() + [0] * marks.n
 
 
+def marks_of(inputs: Any) -> set[bytes]:
+    """Return what agents read of guesses and of beliefs, row by row."""
+    rows = zip(inputs.guessed, inputs.belief, strict=True)
+    return {guessed.numpy().tobytes() + belief.numpy().tobytes() for guessed, belief in rows}
+
+
 def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
-    """Return a controller, episodes that it has played, and the beliefs on which it acted, row by row."""
+    """Return a controller, episodes that it has played, and the marks on which it acted, row by row."""
     values = {"env_args.map_name": "3m_mixed_sight6", "batch_size_run": 3, "rnn_hidden_dim": 8, "gnn_hidden_dim": 8}
     config = resolve("omagd_small", "skirmish", {**values, "belief_inputs": True, "runner": runner, **changes})
     env = make_env("skirmish", {"map_name": "3m_mixed_sight6"}, 3, processes=False)
     modules = PretrainedModules(new_tokenizer(config, env.info, CPU), new_predictor(config, env.info, CPU))
     if changes.get("mask_predictor_config.kind") != "tracker":
         modules.predictor.bind(modules.tokenizer.table())
+    if changes.get("mask_predictor_config.kind") == "tracker":  # an untrained one reads no actions
+        for value in modules.predictor.parameters():
+            torch.nn.init.normal_(value, std=0.2, generator=torch.Generator().manual_seed(len(value)))
     mac: Any = build_mac(config, env.info, CPU, modules)
     told: set[bytes] = set()
     build = mac._build_inputs
 
     def noted(obs: Any, step: Any) -> Any:
         inputs, extras = build(obs, step)
-        told.update(row.numpy().tobytes() for row in inputs.belief)
+        told.update(marks_of(inputs))
         return inputs, extras
 
     mac._build_inputs = noted
@@ -156,11 +166,43 @@ def test_learners_read_the_beliefs_on_which_agents_acted(runner: str, changes: d
     )
     batch = pack_episodes(episodes)
     inputs = mac.inputs(batch)
-    assert {row.numpy().tobytes() for row in inputs.belief} <= told
+    assert marks_of(inputs) <= told
     assert torch.equal(inputs.belief.half(), batch["belief"]) and (inputs.belief[..., 0] > 0).any()
     values = mac.agent(inputs, batch.packing)
     values.sum().backward()
     assert values.shape == batch["avail_actions"].shape
+
+
+@pytest.mark.parametrize("runner", ["parallel", "stream"])
+def test_agents_tell_the_predictor_what_they_have_done(runner: str) -> None:
+    mac, episodes, _ = collected(runner, **{"mask_predictor_config.kind": "tracker"})
+    ours, n = mac.reconstructor, mac.info.n_agents
+    nothing, differ = torch.full((n,), -1), 0.0
+    for episode in episodes:
+        played = episode["actions"].flatten(1)
+        made = []
+        for actions in ([nothing, *played], [nothing] * (len(played) + 1)):
+            ours.begin(1)
+            rows = zip(episode["obs"], actions, strict=False)
+            steps = [ours.step(obs[None], torch.tensor([t]), None, last[None]) for t, (obs, last) in enumerate(rows)]
+            made.append(torch.stack([each.fields["recon"][0] for each in steps]).float())
+        torch.testing.assert_close(made[0], episode["recon"].float(), rtol=2e-3, atol=2e-3)
+        differ = max(differ, float((made[0] - made[1]).abs().max()))
+    assert differ > 0.05
+
+
+def test_memories_of_a_predictor_are_part_of_a_controllers_snapshot() -> None:
+    mac, episodes, _ = collected("parallel", **{"mask_predictor_config.kind": "tracker"})
+    del mac._build_inputs  # which notes
+    other, rows = copy.deepcopy(mac), next(episode["obs"] for episode in episodes if len(episode["obs"]) > 12)
+    for one in (mac, other):
+        one.begin(1)
+        one._active = np.ones(1, bool)
+    for t, obs in enumerate(rows[:12]):
+        if t == 6:
+            other.load_snapshot(mac.snapshot())
+        made = [one._build_inputs(obs[None].numpy(), np.array([t]))[0] for one in ((mac, other) if t >= 6 else (mac,))]
+        assert torch.equal(made[0].features, made[-1].features) and torch.equal(made[0].belief, made[-1].belief)
 
 
 def test_what_cannot_tell_how_sure_it_is_is_rejected() -> None:
