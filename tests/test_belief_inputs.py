@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from graph_toys import INFO, LAYOUT, believing, toy_config, toy_episodes
 from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration
 from omagd.envs.factory import make_env
+from omagd.modules.agents.agent import AgentInputs, Marks
 from omagd.modules.graph_reconstructers import check_beliefs
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.run.cli.preflight import preflight
@@ -98,21 +100,49 @@ def test_agents_are_told_age_certainty_and_spread(changes: dict[str, Any]) -> No
     assert batch["told"][..., 0].unique().numel() > 20
 
 
+@pytest.mark.parametrize(("guesses", "beliefs"), [(True, True), (True, False), (False, True)])
+def test_marks_follow_the_features_node_by_node(guesses: bool, beliefs: bool) -> None:
+    """Saved agents depend on this order."""
+    marks = Marks(toy_config(mark_guesses=guesses, belief_inputs=beliefs), INFO)
+    features, told = torch.rand(2, INFO.n_agents, INFO.obs_dim), torch.rand(2, INFO.n_agents, LAYOUT.n_nodes, 4)
+    guessed, last = torch.rand(told.shape[:-1]) < 0.5, torch.zeros(2, INFO.n_agents, dtype=torch.int64)
+    flat = marks.flat(AgentInputs(features, last, guessed, told))
+    blind = marks.flat(AgentInputs(features, last))  # without reconstruction
+    assert flat.shape == blind.shape == (2, INFO.n_agents, INFO.obs_dim + marks.n)
+    for row in range(2):
+        for agent in range(INFO.n_agents):
+            wanted = features[row, agent].tolist()
+            for node in range(LAYOUT.n_nodes):
+                wanted += [float(guessed[row, agent, node])] * guesses
+                wanted += told[row, agent, node].tolist() * beliefs
+            assert flat[row, agent].tolist() == wanted
+            assert blind[row, agent].tolist() == features[row, agent].tolist() + [0] * marks.n
+
+
+def marks_of(inputs: Any) -> set[bytes]:
+    """Return what agents read of guesses and of beliefs, row by row."""
+    rows = zip(inputs.guessed, inputs.belief, strict=True)
+    return {guessed.numpy().tobytes() + belief.numpy().tobytes() for guessed, belief in rows}
+
+
 def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
-    """Return a controller, episodes that it has played, and the beliefs on which it acted, row by row."""
+    """Return a controller, episodes that it has played, and the marks on which it acted, row by row."""
     values = {"env_args.map_name": "3m_mixed_sight6", "batch_size_run": 3, "rnn_hidden_dim": 8, "gnn_hidden_dim": 8}
     config = resolve("omagd_small", "skirmish", {**values, "belief_inputs": True, "runner": runner, **changes})
     env = make_env("skirmish", {"map_name": "3m_mixed_sight6"}, 3, processes=False)
     modules = PretrainedModules(new_tokenizer(config, env.info, CPU), new_predictor(config, env.info, CPU))
     if changes.get("mask_predictor_config.kind") != "tracker":
         modules.predictor.bind(modules.tokenizer.table())
+    if changes.get("mask_predictor_config.kind") == "tracker":  # an untrained one reads no actions
+        for value in modules.predictor.parameters():
+            torch.nn.init.normal_(value, std=0.2, generator=torch.Generator().manual_seed(len(value)))
     mac: Any = build_mac(config, env.info, CPU, modules)
     told: set[bytes] = set()
     build = mac._build_inputs
 
     def noted(obs: Any, step: Any) -> Any:
         inputs, extras = build(obs, step)
-        told.update(row.numpy().tobytes() for row in inputs.belief)
+        told.update(marks_of(inputs))
         return inputs, extras
 
     mac._build_inputs = noted
@@ -136,11 +166,43 @@ def test_learners_read_the_beliefs_on_which_agents_acted(runner: str, changes: d
     )
     batch = pack_episodes(episodes)
     inputs = mac.inputs(batch)
-    assert {row.numpy().tobytes() for row in inputs.belief} <= told
+    assert marks_of(inputs) <= told
     assert torch.equal(inputs.belief.half(), batch["belief"]) and (inputs.belief[..., 0] > 0).any()
     values = mac.agent(inputs, batch.packing)
     values.sum().backward()
     assert values.shape == batch["avail_actions"].shape
+
+
+@pytest.mark.parametrize("runner", ["parallel", "stream"])
+def test_agents_tell_the_predictor_what_they_have_done(runner: str) -> None:
+    mac, episodes, _ = collected(runner, **{"mask_predictor_config.kind": "tracker"})
+    ours, n = mac.reconstructor, mac.info.n_agents
+    nothing, differ = torch.full((n,), -1), 0.0
+    for episode in episodes:
+        played = episode["actions"].flatten(1)
+        made = []
+        for actions in ([nothing, *played], [nothing] * (len(played) + 1)):
+            ours.begin(1)
+            rows = zip(episode["obs"], actions, strict=False)
+            steps = [ours.step(obs[None], torch.tensor([t]), None, last[None]) for t, (obs, last) in enumerate(rows)]
+            made.append(torch.stack([each.fields["recon"][0] for each in steps]).float())
+        torch.testing.assert_close(made[0], episode["recon"].float(), rtol=2e-3, atol=2e-3)
+        differ = max(differ, float((made[0] - made[1]).abs().max()))
+    assert differ > 0.05
+
+
+def test_memories_of_a_predictor_are_part_of_a_controllers_snapshot() -> None:
+    mac, episodes, _ = collected("parallel", **{"mask_predictor_config.kind": "tracker"})
+    del mac._build_inputs  # which notes
+    other, rows = copy.deepcopy(mac), next(episode["obs"] for episode in episodes if len(episode["obs"]) > 12)
+    for one in (mac, other):
+        one.begin(1)
+        one._active = np.ones(1, bool)
+    for t, obs in enumerate(rows[:12]):
+        if t == 6:
+            other.load_snapshot(mac.snapshot())
+        made = [one._build_inputs(obs[None].numpy(), np.array([t]))[0] for one in ((mac, other) if t >= 6 else (mac,))]
+        assert torch.equal(made[0].features, made[-1].features) and torch.equal(made[0].belief, made[-1].belief)
 
 
 def test_what_cannot_tell_how_sure_it_is_is_rejected() -> None:

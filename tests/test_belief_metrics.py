@@ -15,6 +15,7 @@ from ddp_harness import run_phases
 from graph_toys import INFO, LAYOUT, graph_learner, toy_episodes
 
 from omagd.config.env_info import ALLY, ENEMY
+from omagd.learners import belief_baselines
 from omagd.learners.belief_baselines import BASELINES, LEAST, PENALTIES, Baselines, fit_baselines
 from omagd.learners.belief_cases import cases_of
 from omagd.learners.belief_metrics import belief_values, judge
@@ -206,8 +207,72 @@ def test_ridge_is_least_squares_with_the_penalty_that_suits_the_validation_episo
     assert data.baselines.penalty.tolist()[1:] == pytest.approx(chosen) and len(set(chosen)) > 1 and outside
 
 
+def test_a_unit_that_validation_never_misses_has_the_penalty_that_suits_the_others(data) -> None:
+    validation = []
+    for episode in data.validation:
+        obs, full = (obs_to_nodes(episode[name], LAYOUT) for name in ("obs", "full_obs"))
+        obs[:, :, 4] = torch.where(episode["obs"].any(-1)[..., None], full[:, :, 4], obs[:, :, 4])
+        validation.append({**episode, "obs": nodes_to_obs(obs, LAYOUT)})
+    varies, errors = varying(data.training), np.zeros(len(PENALTIES))
+    groups = [(data.cases, data.training), (list(unseen_units(validation)), validation)]
+    for node in (each for each in range(1, N) if each != 4):
+        (x, y), (tested, truth) = (
+            (np.array([inputs_of(case, episodes) for case in cases if case.node == node and case.truth.any()]),
+             np.array([case.truth for case in cases if case.node == node and case.truth.any()]))
+            for cases, episodes in groups
+        )  # fmt: skip
+        for i, penalty in enumerate(PENALTIES):
+            weights, intercept = regression(x, y, penalty)
+            errors[i] += ((tested @ weights + intercept - truth) ** 2)[:, varies[node]].mean(1).sum()
+    penalty = fitted(data.training, validation).penalty.tolist()
+    assert penalty[4] == pytest.approx(PENALTIES[int(errors.argmin())]) and errors.argmin() > 0
+
+
+def test_maps_with_many_units_use_some_of_the_frames_and_take_units_one_after_another(data, monkeypatch) -> None:
+    size = data.baselines.ridge.shape[1]
+    frames = len({(case.episode, case.step, case.agent) for case in data.cases})
+    monkeypatch.setattr(belief_baselines, "FIT_OPERATIONS", frames * N * size**2 / 2.5)  # so that every third is taken
+    monkeypatch.setattr(belief_baselines, "GRAM_BYTES", 1)
+    made = fitted(data.training, data.validation)
+    x, y = {}, {}
+    for name, cases in (("training", data.cases), ("validation", list(unseen_units(data.validation)))):
+        some = [case for case in cases if case.truth.any() and (case.step + case.agent) % 3 == 0]
+        for node in range(1, N):
+            of_node = [case for case in some if case.node == node]
+            x[name, node] = np.array([inputs_of(case, getattr(data, name)) for case in of_node])
+            y[name, node] = np.array([case.truth for case in of_node])
+    varies, penalties = varying(data.training), made.penalty.tolist()
+    for node in range(1, N):
+        errors = []
+        for penalty in PENALTIES:
+            weights, intercept = regression(x["training", node], y["training", node], penalty)
+            fits = x["validation", node] @ weights + intercept
+            errors.append(((fits - y["validation", node]) ** 2)[:, varies[node]].mean())
+        assert penalties[node] == pytest.approx(PENALTIES[int(np.argmin(errors))])
+        weights, intercept = regression(x["training", node], y["training", node], penalties[node])
+        found = made.ridge[node].numpy()
+        ours = x["validation", node] @ found[1:] + found[0]
+        np.testing.assert_allclose(ours, x["validation", node] @ weights + intercept, atol=1e-5)
+
+
+@pytest.mark.parametrize("limit", [12, 40, 150])
+def test_the_effect_of_time_is_linear_between_knots_that_are_dense_at_the_start(limit: int) -> None:
+    full = torch.rand(limit + 2, INFO.n_agents, N, D) + 0.1
+    obs = full.clone()
+    obs[:, :, 4] = 0
+    episode = {key: nodes_to_obs(value, LAYOUT) for key, value in (("obs", obs), ("full_obs", full))}
+    cases, knots = cases_of(pack_episodes([episode]), LAYOUT), belief_baselines._knots(limit)
+    made = belief_baselines._inputs(cases, LAYOUT, limit)[0][:, -len(knots) :].numpy()
+    assert made.shape[0] == len(cases) == INFO.n_agents * (limit + 1)
+    for of_step, step in zip(made, cases.step.tolist(), strict=True):
+        wanted = [np.interp(step, knots, np.arange(len(knots)) == k) for k in range(len(knots))]
+        np.testing.assert_allclose(of_step, wanted, atol=1e-12)
+    assert knots[: min(16, limit) + 1] == list(range(min(16, limit) + 1)) and knots[-1] == limit
+    assert all(0 < right - left <= max(2, left / 4) for left, right in zip(knots, knots[1:], strict=False))
+
+
 class Guesser:
-    """Believes at random."""
+    """Believes at random; takes a unit for dead above another probability than one half."""
 
     layout = TYPED
 
@@ -220,7 +285,8 @@ class Guesser:
         p = torch.rand(len(cases), generator=generator)
         features = torch.randn(len(cases), D, generator=generator)
         spread = torch.rand(len(cases), D, generator=generator) if self.spread else None
-        self.said.append(Belief(torch.where((p > 0.5)[:, None], 0.0, features), p, p > 0.5, spread))
+        dead = p > 0.3
+        self.said.append(Belief(torch.where(dead[:, None], 0.0, features), p, dead, spread))
         return cases.missing, self.said[-1]
 
 
@@ -259,11 +325,11 @@ def test_the_table_against_loops_over_units(data) -> None:
         if "type" not in entry["row"]:
             assert entry.get("dead", 0) == len(dead)
             if dead:
-                assert entry["recall_dead"] == pytest.approx(np.mean([float(belief.p_dead[i] > 0.5) for i in dead]))
+                assert entry["recall_dead"] == pytest.approx(np.mean([float(belief.p_dead[i] > 0.3) for i in dead]))
         if not living:
             continue
         assert entry["count"] == len(living)
-        assert entry["taken_for_dead"] == pytest.approx(np.mean([float(belief.p_dead[i] > 0.5) for i in living]))
+        assert entry["taken_for_dead"] == pytest.approx(np.mean([float(belief.p_dead[i] > 0.3) for i in living]))
         truth = np.array([data.judged[i].truth for i in living])
         health = truth[:, LAYOUT.health]
         inside, likelihood = [], []
@@ -288,6 +354,40 @@ def test_the_table_against_loops_over_units(data) -> None:
     kinds = ("", "ally", "enemy")
     assert found >= {"_".join(filter(None, (kind, age))) for kind in kinds for age in [*AGE_ROWS][:-1]}
     assert found >= {"", "ally", "enemy", "ally_type0", "ally_type1", "enemy_type0", "enemy_type1"}
+
+
+def test_ages_up_to_any_number_of_steps_have_their_rows(data) -> None:
+    rows, lost = 22, slice(1, None)  # 21 steps and the closing row
+    full = torch.rand(rows, INFO.n_agents, N, D, generator=torch.Generator().manual_seed(0)) + 0.1
+    obs = full.clone()
+    obs[lost, :, 5] = 0  # an enemy that everybody has seen at the first step alone
+    episode = {key: nodes_to_obs(value, LAYOUT) for key, value in (("obs", obs), ("full_obs", full))}
+    table = judge(Guesser(), [pack_episodes([episode])], data.baselines, Dist())
+    counts = {entry["row"]: entry["count"] for entry in table["rows"] if entry["row"].startswith("enemy_age")}
+    steps = {"age1": 1, "age2_3": 2, "age4_7": 4, "age8_15": 8, "age16": 5}  # 1 to 20 steps ago
+    assert counts == {f"enemy_{age}": INFO.n_agents * number for age, number in steps.items()}
+
+
+def test_units_of_which_no_feature_counts_count_in_positions_alone(data) -> None:
+    varies, guesser = data.baselines.varies.clone(), Guesser()
+    varies[4] = False
+    table = judge(guesser, [data.batch], replace(data.baselines, varies=varies), Dist())
+    (belief,), (entry, *_) = guesser.said, table["rows"]
+    errors, distances, inside, likelihood = [], [], [], []
+    for i, case in enumerate(data.judged):
+        if not case.truth.any():
+            continue
+        off, counted = belief.features[i].double().numpy() - case.truth, varies[case.node].numpy()
+        distances.append(81 * (off[2] ** 2 + off[3] ** 2))
+        if counted.any():
+            spread = np.maximum(belief.spread[i].double().numpy(), 0.01)[counted]
+            errors.append((off[counted] ** 2).mean())
+            inside.append((np.abs(off[counted]) <= spread).mean())
+            likelihood.append((0.5 * (off[counted] / spread) ** 2 + np.log(spread * math.sqrt(2 * math.pi))).mean())
+    assert entry["count"] == len(distances) > len(errors) > 0
+    assert entry["mse"]["predictor"] == pytest.approx(np.mean(errors), rel=1e-6)
+    assert entry["position_rms"]["predictor"] == pytest.approx(math.sqrt(np.mean(distances)), rel=1e-6)
+    assert (entry["coverage"], entry["nll"]) == pytest.approx((np.mean(inside), np.mean(likelihood)), rel=1e-6)
 
 
 def test_calibration_is_the_distance_of_stated_from_true_shares(data) -> None:
@@ -358,14 +458,18 @@ def on_a_rank(rank: int, dist: Dist, episodes: list[list[Episode]]) -> Any:
     """Return baselines and table of the episodes of which each rank has a share."""
     training, validation, test = (some[rank :: dist.world_size] for some in episodes)
     baselines = fitted(training, validation, dist)
+    with pytest.MonkeyPatch.context() as patch:  # so that some of the frames are left out
+        patch.setattr(belief_baselines, "FIT_OPERATIONS", 5e6)
+        some = fitted(training, validation, dist).ridge
     batches = [pack_episodes(test)] if test else []
-    return baselines.state_dict(), judge(graph_learner("stage2"), batches, baselines, dist)
+    return {**baselines.state_dict(), "some": some}, judge(graph_learner("stage2"), batches, baselines, dist)
 
 
 @pytest.mark.processes
 def test_two_ranks_fit_and_judge_as_one_process(data) -> None:
     episodes = [data.training, data.validation, data.test[:1]]  # the second rank has no test episode
     (alone,), ranks = run_phases(on_a_rank, [(1, episodes), (2, episodes)])
+    assert not torch.allclose(alone[0]["some"], alone[0]["ridge"], atol=0.01)
     for state, table in ranks:
         for name, value in alone[0].items():
             torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-7)

@@ -103,6 +103,26 @@ def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
     assert best == reported != last == after
 
 
+def test_baselines_are_fitted_on_training_episodes_and_their_penalties_chosen_on_held_out_ones(tmp_path, monkeypatch):
+    fitted, judged, fit, judge = [], [], prediction.fit_baselines, prediction.judge
+
+    def count(batches):
+        return sum(batch.packing.n_episodes for batch in batches)
+
+    def fitting(training, validation, *rest):
+        fitted.append((count(training()), count(validation())))
+        return fit(training, validation, *rest)
+
+    def judging(learner, batches, *rest):
+        judged.append(count(kept := list(batches)))
+        return judge(learner, kept, *rest)
+
+    monkeypatch.setattr(prediction, "fit_baselines", fitting)
+    monkeypatch.setattr(prediction, "judge", judging)
+    launch(config(tmp_path), "run")
+    assert fitted == [(8, 4)] and judged == [4, 4, 6], "8 episodes to learn from, 4 held out, 6 to test on"
+
+
 def test_a_run_that_is_interrupted_among_its_test_episodes_ends_with_the_same_bits(whole, tmp_path):
     given = config(tmp_path)
     last = read_checkpoint(folders(whole[0].checkpoints)[0]).manifest["iteration"]

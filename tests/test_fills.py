@@ -184,7 +184,12 @@ def test_memories_of_slots_that_wait_stay_and_those_of_others_are_restored():
     made = [one.step(own, np.full(2, 2), everyone).obs for one in (memory, other)]
     assert torch.equal(made[0], made[1])
     torch.testing.assert_close(made[0], full, atol=1e-3, rtol=0)
+    kept = memory.snapshot()
     memory.reset(np.array([True, False]))
     again = memory.step(own, np.full(2, 3), everyone).obs
     assert torch.equal(again[0], own[0])
     assert torch.equal(again[1], made[0][1])
+    for slot in (0, 1):  # what happens later changes no snapshot, whether it was taken or loaded
+        memory.load_snapshot(kept)
+        memory.reset(np.arange(2) != slot)
+        assert torch.equal(memory.step(own, np.full(2, 3), everyone).obs[slot], made[0][slot])

@@ -62,6 +62,8 @@ def test_it_believes_what_the_baseline_of_this_name_says():
     errors = [float(((f - t)[r] ** 2).mean()) for f, t, r in zip(belief.features.numpy(), truth, real, strict=True)]
     assert stats["error_all"] == pytest.approx(np.mean(errors), rel=1e-5)
     assert stats["error_alive"] == pytest.approx(np.array(errors)[cases.living.numpy()].mean(), rel=1e-5)
+    total, count = stage.update(batch)["graph_loss"]  # of the living too: the dead have no features to be missed
+    assert float(total / count) == pytest.approx(stats["error_alive"], rel=1e-6)
     assert (stats["recall_absent"], stats["recall_alive"]) == (0, 1)
     assert stats["absent_share"] == pytest.approx((~truth.any(-1)).mean())
 
@@ -122,6 +124,8 @@ def test_files_of_other_codes_fit_and_those_of_other_kinds_do_not():
     masked = graph_learner("stage2", kind="masked").config
     with pytest.raises(UserError, match="trained with mask_predictor_config.kind=map_constant, not masked"):
         check(describe(stage.config, INFO, predictor=True), masked, INFO, key, "x")
+    with pytest.raises(UserError, match="trained with mask_predictor_config.kind=masked, not map_constant"):
+        check(describe(masked, INFO, predictor=True), stage.config, INFO, key, "x")
 
 
 def small(path: Path, *more: str) -> Any:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from many_runs import make_run
 
+from omagd.run.analysis.contrasts import final_tests, mean_heights
 from omagd.run.analysis.groups import Group
 from omagd.run.analysis.runs import Run, load
 from omagd.run.analysis.verdicts import verdict
@@ -101,6 +102,23 @@ def test_a_verdict_has_the_numbers_of_an_independent_bootstrap():
     assert verdict(groups, MAP, "b") == verdict(groups, MAP, "b")
 
 
+def test_the_seeds_of_a_verdict_are_those_of_the_arm_with_the_fewest():
+    few = [group for group in arms(4, **GOOD) if group.label == "omagd"]
+    found = verdict([*few, *arms(6, **{arm: middle for arm, middle in GOOD.items() if arm != "omagd"})], MAP, "b")
+    assert found.state == "open" and found.why.endswith("; 4 seeds.")
+
+
+def test_the_result_of_a_run_is_its_last_test_not_its_best():
+    records = [{"stage": "stage3", "t_env": t, "test_battle_won_mean": won}
+               for t, won in zip((100_000, 300_000, 400_000), (0.1, 0.9, 0.3), strict=True)]  # fmt: skip
+    plain = run("omagd", 1, 0.0)
+    fallen = Group("omagd", {}, (Run(plain.folder, plain.config, {}, {}, True, "omagd", tuple(records)),))
+    again = Group("omagd", {}, (*fallen.runs, Run(plain.folder, plain.config, {}, {"kind": "evaluation"}, True, "omagd",
+                                                  tuple(records[:2]))))  # fmt: skip
+    assert final_tests([again], MAP)["omagd"].tolist() == [0.3], "an evaluation is no run of the arm"
+    assert mean_heights([fallen], MAP)["omagd"] == pytest.approx([(0.5 * 200 + 0.6 * 100) / 300])
+
+
 @pytest.mark.parametrize(
     ("omagd", "state"), [(0.25, "holds"), (0.2, "holds"), (0.195, "holds"), (0.17, "does not hold")]
 )
@@ -116,6 +134,8 @@ def test_class_a_asks_for_the_area_under_the_curve_whatever_the_end_is():
     assert "median steps to a win rate of 0.54: `omagd` 100,000, `baseline` 300,000" in found.why
     swapped = [Group(name, {}, group.runs) for name, group in (("omagd", slow[0]), ("baseline", fast[0]))]
     assert verdict(swapped, MAP, "a").state == "does not hold"
+    hardly = verdict(arms(baseline=0.6, omagd=0.595), MAP, "a")
+    assert hardly.state == "holds"  # the interval of the difference holds 0
     never = verdict([*arms(baseline=0.6), *arms(omagd=0.3)], MAP, "a")
     assert never.state == "does not hold" and "`omagd` never" in never.why
 
@@ -214,6 +234,24 @@ def test_the_predictor_is_judged_in_every_row(changed, said):
     assert script._predictor_verdict(rows, 2).startswith("**Open.**")
 
 
+@pytest.mark.parametrize("row", ["enemy", "enemy_before"])
+@pytest.mark.parametrize("guess", ["zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant", "ridge"])
+def test_one_row_and_one_guess_are_enough_to_miss_what_was_asked(row, guess):
+    rows = {each["row"]: script._mean_row([each]) for each in ROWS[:2]}
+    rows[row] |= {("mse", guess): 0.099 if guess == "ridge" else 0.105}
+    words = "1.01 of ridge regression" if guess == "ridge" else "Error at most 0.95 of the best simple guess"
+    assert script._predictor_verdict(rows, 3).startswith(f"**Does not hold.** {words}")
+
+
+def test_units_that_were_never_seen_may_be_taken_for_dead():
+    """The requirement is about those seen before."""
+    rows = {each["row"]: script._mean_row([each]) for each in ROWS[:2]}
+    rows["enemy"] |= {"taken_for_dead": 0.3}
+    assert script._predictor_verdict(rows, 3).startswith("**Holds.**")
+    rows["enemy_before"] |= {"taken_for_dead": 0.06}
+    assert "0.060 of those seen before taken for dead" in script._predictor_verdict(rows, 3)
+
+
 def test_rows_are_means_over_seeds_and_missing_where_cases_are_few():
     row = script._mean_row([ROWS[0], {**ROWS[0], "count": 100, "mse": {**ERRORS, "ridge": 0.4}}])
     assert row["count"] == 500 and row["mse", "ridge"] == pytest.approx(0.3) and row["recall_dead"] == 0.99
@@ -280,6 +318,37 @@ def test_a_gate_that_goes_on_decides_nothing(site):
     assert f"| {MAP} | 3, 1 | 0.210 | 0.600 |" in page and page.count("| open |") == 1
     path.write_text("".join(line for line in lines if '"arm":"full_obs"' not in line))
     assert "| skirmish 5m_mixed_sight6 | b | - | - | not run yet |" in page_now()
+
+
+def test_the_reduced_study_is_no_part_of_the_page_and_controls_need_no_gate(site):
+    page = page_now()
+    for text in (site / "reconstruction_3_agents.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        other = {"seed": line["seed"] + 100, "job": f"short {line['job']}", "identity": f"short {line['identity']}"}
+        append(site / "reconstruction_short.jsonl", {**line, **other})
+    assert page_now() == page
+    (site / "reconstruction_short.jsonl").unlink()
+    gate = site / "reconstruction_gate.jsonl"
+    lines = gate.read_text()
+    gate.write_text(lines + lines.replace("5m_mixed_sight6", "8m"))  # with a gap of 0.1, which a map of class b needs
+    page = page_now()
+    assert "| skirmish 8m | a | - | - | control |" in page and "**skirmish 8m, class a: open.**" in page
+
+
+def test_class_b_is_open_while_enough_maps_can_still_hold(site, monkeypatch):
+    asked = "**Class b as a whole: {}.** Of 3 maps it holds on 1, 2 are open"
+    for number, state in ((1, "holds"), (2, "open"), (3, "open"), (4, "does not hold")):
+        monkeypatch.setattr(script, "MAPS_ASKED", number)
+        assert asked.format(state) in page_now()
+
+
+def test_the_predictor_of_each_map_is_judged_by_its_own_runs(site):
+    path = site / "reconstruction_5_agents.jsonl"
+    path.write_text(path.read_text().replace('"count":900', '"count":400').replace('"ridge":0.2', '"ridge":0.15'))
+    page = page_now().split("<!-- begin predictor")[1].split("<!-- end predictor")[0]
+    of_map, of_8m = page.split("### skirmish 8m")
+    assert "| all | 900 | 0.100 | 0.200 |" in of_map and "3 seeds" not in of_map and "; 5 seeds." in of_map
+    assert "| all | 400 | 0.100 | 0.150 |" in of_8m and of_8m.count("**Open.**") == 1 and "; 2 seeds." in of_8m
 
 
 def test_an_arm_with_runs_of_two_settings_is_named(site):

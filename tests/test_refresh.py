@@ -19,8 +19,10 @@ from run_equality import leaves
 import omagd
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.learners import PREDICTORS
+from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.graph_reconstructers import REGISTRY
 from omagd.run.checkpoint.whole_state import whole_state
+from omagd.run.cli import beliefs
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.run.training import refresh
@@ -156,6 +158,50 @@ def test_the_newest_episodes_are_measured_and_not_learned_from(
     assert used == [*wanted, ("evaluate", measured)]
 
 
+def test_whole_rounds_of_all_slots_are_measured(tmp_path: Path) -> None:
+    made, _ = refresh_of("tracker", toy_episodes(14, seed=4), tmp_path)
+    made.session.env.n_slots = 3
+    made.run(generator(0, "refresh"), "test")
+    used: list[list[int]] = []
+    monkey: Any = made
+    monkey._batch = lambda indices: used.append(sorted(indices)) or Refresh._batch(made, indices)
+    made.run(generator(0, "refresh"), "test")
+    assert used[0] == list(range(8, 14)), "four episodes take two rounds of three slots"
+    assert all(each == list(range(8)) for each in used[1:])
+
+
+def test_each_refresh_begins_with_the_whole_learning_rate_and_says_what_it_has_gained(tmp_path: Path) -> None:
+    made, _ = refresh_of("tracker", toy_episodes(9, seed=4, apart=True), tmp_path)
+    newest, rates, update = made._batch(range(5, 9)), [], made.learner.update
+
+    def noting(batch: Any) -> Any:
+        stats = update(batch)
+        rates.append(made.learner.optimizer.param_groups[0]["lr"])
+        return stats
+
+    made.learner.update = noting
+    for _ in range(2):
+        total, count = made.learner.evaluate(newest)["error_all"]
+        logged = made.run(generator(0, "refresh"), "test")
+        assert logged["refresh/error_all_before"] == pytest.approx(float(total / count))
+        assert logged["refresh/error_all"] != logged["refresh/error_all_before"]
+    assert rates == pytest.approx([0.05, 0.05 * 0.75, 0.05 * 0.25] * 2)  # half a cosine over the updates of one refresh
+
+
+def test_a_resumed_run_refreshes_when_it_would_have(tmp_path: Path) -> None:
+    made, _ = refresh_of("tracker", toy_episodes(3, seed=4), tmp_path)
+    assert made.due(60)  # the next one is due when 50 more steps have been made
+    for _ in range(4):  # of the ten in a row that end a run
+        made._health.note({SKIPPED: (torch.ones(()), torch.ones(()))})
+    state = copy.deepcopy(made.state_dict())
+    other, _ = refresh_of("tracker", toy_episodes(3, seed=4), tmp_path)
+    other.load_state_dict(state)
+    assert dict(leaves(other.state_dict())) == dict(leaves(made.state_dict()))
+    assert other._health.record() == {SKIPPED: 4.0}
+    assert [each.due(t) for each in (made, other) for t in (90,)] == [False, False]
+    assert [each.due(t) for each in (made, other) for t in (120,)] == [True, True]
+
+
 def test_files_of_a_step_and_checkpoints_continue_weights_and_optimizer(tmp_path: Path) -> None:
     made, reconstructor = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
     other, theirs = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
@@ -228,6 +274,10 @@ def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
         str(folder.path), "graph_pretrain_policy_path", stages[-1].session.info, torch.device("cpu")
     )
     assert dict(leaves(dict(team.reconstructor.predictor.state_dict()))) == values[-1]
+    contents = [torch.load(path / "stage2_model.th", weights_only=True)["baselines"] for path in (files[0], files[-1])]
+    assert dict(leaves(contents[0])) == dict(leaves(contents[1])), "beside which later evaluations judge"
+    tested: Any = beliefs._graph_mac(SimpleNamespace(info=stages[-1].session.info), str(folder.path))  # type: ignore[arg-type]
+    assert dict(leaves(dict(tested.reconstructor.predictor.state_dict()))) == values[-1]
     without = own.model_copy(update={"checkpoint_path": str(folder.checkpoints), "reconstructor_refresh": 0})
     with pytest.raises(UserError, match="a state with reconstructor_refresh=60, not 0"):
         whole_state(without, id)

@@ -180,6 +180,19 @@ def test_thresholds_keep_to_the_shares_of_missed_dead_and_of_living_taken_for_de
     assert threshold[1, 1] != threshold[2, 1]
 
 
+def test_the_spread_is_a_standard_deviation_of_at_least_the_floor() -> None:
+    stage, batch = learner(), pack_episodes(toy_episodes(8, seed=3, apart=True))
+    torch.nn.init.normal_(stage.predictor.spread.weight, generator=torch.Generator().manual_seed(0))
+    sample = stage.sample(batch)
+    real = feature_mask(LAYOUT)[torch.nonzero(sample.memory.missing)[:, 2]]
+    variance = stage.predictor(sample.memory, sample.packing).variance.detach()
+    spread = stage.beliefs(batch)[1].spread
+    torch.testing.assert_close(spread.square(), torch.where(real, variance, 0.0))
+    assert float(spread[real].std()) > 0.1
+    torch.nn.init.constant_(stage.predictor.spread.bias, -1000.0)
+    torch.testing.assert_close(stage.beliefs(batch)[1].spread, torch.where(real, spread.new_tensor(FLOOR), 0.0))
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_gains_are_those_with_the_smallest_error_of_the_living(parts: int) -> None:
     stage, batch = learner(), pack_episodes(toy_episodes(20, seed=9, apart=True))
@@ -207,6 +220,25 @@ def test_gains_are_those_with_the_smallest_error_of_the_living(parts: int) -> No
         assert loss(*found) == pytest.approx(min(loss(f, g) for f in steps for g in steps), rel=1e-6, abs=1e-9)
         chosen.add(found)
     assert len(chosen) > 5
+
+
+def test_each_type_and_class_of_age_has_its_own_gains() -> None:
+    stage, batch = learner(), pack_episodes(toy_episodes(20, seed=9, apart=True))
+    tracker, sample = stage.predictor, stage.sample(batch)
+    tracker.gain.copy_(torch.rand(tracker.gain.shape, generator=torch.Generator().manual_seed(0)))
+    tracker.threshold.fill_(2.0)
+    tracker.bounds[0], tracker.bounds[1] = -1e6, 1e6
+    base, regressed, learned = (part.detach() for part in tracker(sample.memory, sample.packing)[:3])
+    missing, belief = stage.beliefs(batch)
+    real, classes = feature_mask(LAYOUT), set()
+    ages = sample.memory.age[missing].tolist()
+    for m, (node, age) in enumerate(zip(torch.nonzero(missing)[:, 2].tolist(), ages, strict=True)):
+        kind, of = LAYOUT.node_types[node], 0 if age < 0 else sum(age >= first for first in (1, 2, 4, 8, 16))
+        f, g = tracker.gain[:, kind, of]
+        wanted = torch.where(real[node], base[m] + f * regressed[m] + g * learned[m], 0.0)
+        torch.testing.assert_close(belief.features[m], wanted.float())
+        classes.add((kind, of))
+    assert len(classes) > 6
 
 
 def test_features_stay_within_those_of_living_units_in_training() -> None:
