@@ -105,14 +105,17 @@ def test_training_begins_with_regression_on_what_the_agent_knows() -> None:
     enemies = full[:, :, 1 + LAYOUT.n_allies :].flatten(0, 2)
     assert torch.allclose(tracker.mean[-1].float(), enemies[enemies.any(-1)].mean(0), atol=0.1)
 
+    padded = [batch.packing.pad(batch["actions"].long()).sum(-1) for batch in batches]
+    chosen_by = [(actions * torch.arange(1, 1 + actions.shape[1])).sum(1) % 5 == 4 for actions in padded]
+
     def cases(unit: int, judges: bool, *ages: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what agents know, with a 1, and what is left of the living unit's features, of some classes of age."""
         x, y = [torch.zeros(0, size)], [torch.zeros(0, D)]
-        for sample in every:
+        for number, sample in enumerate(every):
             memory, at = sample.memory, torch.nonzero(sample.memory.missing)
             _, base, known = tracker.encode(memory, torch.zeros((*memory.age.shape, 2), dtype=torch.float64))
             for m, (row, agent, node) in enumerate(at.tolist()):
-                judge = int(sample.packing.episode[row]) % 5 == 4
+                judge = bool(chosen_by[number][sample.packing.episode[row]])
                 if node == unit and not sample.dead[m] and int(sample.ages[m]) in ages and judge == judges:
                     x.append(torch.cat([known[row, agent], known.new_ones(1)])[None])
                     y.append((sample.target[m] - base[row, agent, node - 1])[None] / tracker.scale[node])

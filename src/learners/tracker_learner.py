@@ -49,7 +49,7 @@ MARGIN = 1.0  # standard errors by which a pair must be better than the first
 LEAST_LR, LEAST_SCALE = 0.02, 1e-3
 COMMON = (100.0, 30.0, 10.0, 300.0, 1000.0)  # penalties of the common maps of the regression
 DEVIATION = (1e12, 10000.0, 3000.0, 1000.0, 300.0, 100.0, 30.0, 10.0)  # of deviations from them; the first: none
-JUDGED = 5  # every fifth training episode chooses the penalties
+JUDGED = 5  # about every fifth training episode chooses the penalties
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class TrackerLearner(GraphLearner):
         For each unit: what is left of a living unit's features after its base, in standard deviations, on everything
         that the agent knows. There is a map for units never seen, and one for units seen before with a deviation for
         each class of age. Each has a penalty of its own for allies and for enemies, that with the smallest error on
-        every `JUDGED`th episode when fitted on the others: classes with few cases keep to the common map.
+        about every `JUDGED`th episode when fitted on the others: classes with few cases keep to the common map.
 
         batches: yields this rank's training episodes, each time that it is called.
         """
@@ -257,7 +257,7 @@ class TrackerLearner(GraphLearner):
             known = F.pad(known, (0, 1), value=1.0).double()
             row, agent, node = torch.nonzero(memory.missing).unbind(1)
             left = ((sample.target - base[row, agent, node - 1]) / tracker.scale[node]).double()
-            judges = batch.packing.episode.to(batch.device)[row] % JUDGED == JUDGED - 1
+            judges = _judges(batch)[row]
             group = (judges.long() * self.layout.n_nodes + node) * (len(AGES) + 1) + sample.ages
             counts = ~sample.dead & torch.isin(node, units)
             for one in torch.unique(group[counts]).tolist():
@@ -339,6 +339,14 @@ def _threshold(bins: Tensor) -> Tensor:
     threshold = (2 * LARGEST * ends.double() / BINS - LARGEST).sigmoid()
     threshold[:, 0] = threshold[:, 0].clamp(min=0.5)
     return threshold
+
+
+def _judges(batch: PackedBatch) -> Tensor:
+    """Return which rows [S] are of episodes that choose the penalties: by their actions, the same on any rank."""
+    episode, step = batch.packing.episode.to(batch.device), batch.packing.step.to(batch.device)
+    digest = torch.zeros(batch.packing.n_episodes, dtype=torch.int64, device=batch.device)
+    digest.index_add_(0, episode, batch["actions"].long().sum(-1) * (step + 1))
+    return (digest % JUDGED == JUDGED - 1)[episode]
 
 
 def _ridge(gram: Tensor, size: int) -> Tensor:
