@@ -28,6 +28,7 @@ from torch import Tensor
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import last_actions
+from omagd.learners.belief_cases import bounded
 from omagd.learners.graph_metrics import feature_error, mean_of
 from omagd.learners.pretraining import GraphLearner
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
@@ -249,22 +250,25 @@ class TrackerLearner(GraphLearner):
         """Return the sums [2, U, 6, size, size + D] of the regressions for units [U], and those of what judges them."""
         tracker, dim, size = self.predictor, self.layout.node_dim, self.predictor.n_known + 1
         gram = torch.zeros(2, len(units), len(AGES) + 1, size, size + dim, dtype=torch.float64, device=units.device)
-        for batch in batches:
-            sample = self.sample(batch)
-            memory, kind = sample.memory, tracker.scale.dtype
-            still = torch.zeros((*memory.age.shape, 2), dtype=kind, device=batch.device)
-            _, base, known = tracker.encode(memory, still)
-            known = F.pad(known, (0, 1), value=1.0).double()
-            row, agent, node = torch.nonzero(memory.missing).unbind(1)
-            left = ((sample.target - base[row, agent, node - 1]) / tracker.scale[node]).double()
-            judges = batch.packing.episode.to(batch.device)[row] % JUDGED == JUDGED - 1
-            group = (judges.long() * self.layout.n_nodes + node) * (len(AGES) + 1) + sample.ages
-            counts = ~sample.dead & torch.isin(node, units)
-            for one in torch.unique(group[counts]).tolist():
-                chosen = (group == one) & counts
-                x, (which, age) = known[row[chosen], agent[chosen]], divmod(one, len(AGES) + 1)
-                judge, at = divmod(which, self.layout.n_nodes)
-                gram[judge, units.tolist().index(at), age] += x.t() @ torch.cat([x, left[chosen]], dim=1)
+        for whole in batches:
+            judging = set(whole.sample_index[JUDGED - 1 :: JUDGED])  # however the batch is divided
+            for batch in bounded([whole]):
+                sample = self.sample(batch)
+                memory, kind = sample.memory, tracker.scale.dtype
+                still = torch.zeros((*memory.age.shape, 2), dtype=kind, device=batch.device)
+                _, base, known = tracker.encode(memory, still)
+                known = F.pad(known, (0, 1), value=1.0).double()
+                row, agent, node = torch.nonzero(memory.missing).unbind(1)
+                left = ((sample.target - base[row, agent, node - 1]) / tracker.scale[node]).double()
+                judges = torch.tensor([index in judging for index in batch.sample_index], device=batch.device)
+                of_judges = judges[batch.packing.episode.to(batch.device)[row]].long()
+                group = (of_judges * self.layout.n_nodes + node) * (len(AGES) + 1) + sample.ages
+                counts = ~sample.dead & torch.isin(node, units)
+                for one in torch.unique(group[counts]).tolist():
+                    chosen = (group == one) & counts
+                    x, (which, age) = known[row[chosen], agent[chosen]], divmod(one, len(AGES) + 1)
+                    judge, at = divmod(which, self.layout.n_nodes)
+                    gram[judge, units.tolist().index(at), age] += x.t() @ torch.cat([x, left[chosen]], dim=1)
         return self.dist.sum(gram)
 
     def _set_scale(self, batches: Iterable[PackedBatch]) -> None:
