@@ -15,7 +15,7 @@ from ddp_harness import run_phases
 from graph_toys import INFO, LAYOUT, graph_learner, toy_episodes
 
 from omagd.config.env_info import ALLY, ENEMY
-from omagd.learners import belief_baselines
+from omagd.learners import belief_baselines, belief_cases
 from omagd.learners.belief_baselines import BASELINES, LEAST, PENALTIES, Baselines, fit_baselines
 from omagd.learners.belief_cases import cases_of
 from omagd.learners.belief_metrics import belief_values, judge
@@ -400,6 +400,21 @@ def test_calibration_is_the_distance_of_stated_from_true_shares(data) -> None:
     np.testing.assert_allclose(table["reliability"], wanted)
     assert table["dead_ece"] == pytest.approx(sum(share * abs(said - true) for share, said, true in wanted))
     assert not {"coverage", "nll"} & table["rows"][0].keys()
+
+
+def test_a_batch_that_is_judged_in_parts_gives_the_same_table(data, monkeypatch) -> None:
+    learner, whole = graph_learner("stage2", kind="tracker"), []
+    beliefs = learner.beliefs
+    learner.beliefs = lambda batch: whole.append(batch.packing.n_episodes) or beliefs(batch)
+    tables = []
+    for at_once in (belief_cases.NUMBERS_AT_ONCE, data.batch["obs"].numel() // 3):
+        monkeypatch.setattr(belief_cases, "NUMBERS_AT_ONCE", at_once)
+        tables.append(judge(learner, [data.batch], data.baselines, Dist()))
+    assert whole[0] == sum(whole[1:]) and len(whole) > 3
+    one, parts = ([(row["row"], row.get("count")) for row in table["rows"]] for table in tables)
+    assert one == parts and tables[0]["dead_ece"] == pytest.approx(tables[1]["dead_ece"], rel=1e-5)
+    for mine, theirs in zip(*(table["rows"] for table in tables), strict=True):
+        assert mine.get("mse", {}) == pytest.approx(theirs.get("mse", {}), rel=1e-5)
 
 
 def test_logged_values_are_those_of_the_table(data) -> None:

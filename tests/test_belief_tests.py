@@ -369,10 +369,18 @@ def test_the_gate_reads_a_finished_study(tmp_path, capsys):
     even = study(tmp_path / "even", {"baseline": 0.3, "full_obs": 0.301})
     assert main(["beliefs", "gate", str(even), "--least=0"]) == 0
     assert capsys.readouterr().out.splitlines()[2].endswith("no")
+    longer = study(tmp_path / "longer", {"baseline": 0.3, "full_obs": 0.5})
+    for run in (longer / "runs").glob("full_obs*"):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"stage": "stage3", "t_env": 60_000, "test_battle_won_mean": 0.9}) + "\n")
+    assert main(["beliefs", "gate", str(longer)]) == 0
+    assert "open: `baseline`, seed 1, has its last test after 30,100 steps" in capsys.readouterr().out
     for words, problem in (
         ([str(wide), "--upper=all"], "--upper=all: is no arm of this study. Arms: baseline, full_obs"),
         ([str(study(tmp_path / "going", {"baseline": 0.1, "full_obs": 0.2}, finished=False))], "has not ended"),
         ([], "name one finished study"), ([str(wide), "--least=x"], "--least=x: must be a number"),
+        ([str(wide), "--least=nan"], "--least=nan: must be a number from 0 to 1"),
+        ([str(wide), "--least=15"], "--least=15: must be a number from 0 to 1"),
     ):  # fmt: skip
         assert main(["beliefs", "gate", *words]) == 2
         error = capsys.readouterr().err

@@ -12,7 +12,7 @@ from graph_toys import INFO, LAYOUT, graph_learner, toy_config, toy_episodes
 from q_toys import equal, state_of
 
 from omagd.config.loading import resolve
-from omagd.learners import PREDICTORS, tracker_learner
+from omagd.learners import PREDICTORS, belief_cases, tracker_learner
 from omagd.modules.graph_reconstructers import REGISTRY, compiled_tracking
 from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import check, describe
@@ -96,7 +96,11 @@ def test_loss_is_the_weighted_likelihood_of_the_living_and_of_being_alive() -> N
     assert (variance >= FLOOR**2).all()
 
 
-def test_training_begins_with_regression_on_what_the_agent_knows() -> None:
+@pytest.mark.parametrize("at_once", [None, 2000])
+def test_training_begins_with_regression_on_what_the_agent_knows(at_once: int | None, monkeypatch: Any) -> None:
+    if at_once is not None:  # batches in many parts, as on maps with many units
+        monkeypatch.setattr(belief_cases, "NUMBERS_AT_ONCE", at_once)
+        assert len(list(belief_cases.bounded([pack_episodes(toy_episodes(30, seed=5, apart=True))]))) > 5
     stage = graph_learner("stage2", kind="tracker", graph_frames_at_once=1000)
     batches = [pack_episodes(toy_episodes(30, seed=seed, apart=True)) for seed in (5, 6)]
     stage.begin(lambda: batches)

@@ -10,6 +10,7 @@ between the markers of the two pages and draws PNGs; no run's folder is needed. 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -86,7 +87,8 @@ class Data:
     def entered(self) -> dict[str, bool]:
         """Return for each map whose gate is over whether it enters the main study."""
         rows = self.gate()["rows"]
-        return {row[0]: row[-1] == "yes" for row in rows if row[-1] != "open" and row[0] not in CONTROLS}
+        over = [row for row in rows if not row[-1].startswith("open") and row[0] not in CONTROLS]
+        return {row[0]: row[-1] == "yes" for row in over}
 
     def gate(self) -> dict[str, Any]:
         """Return the table of the gate; maps with fewer seeds than asked are open."""
@@ -156,14 +158,15 @@ def cheap_tests(data: Data) -> str:
 
 def verdict_lines(data: Data, short: bool = False) -> str:
     """Return a line for each map, and one on class b as a whole. short: with one number each."""
-    found = data.verdicts()
+    found, entered = data.verdicts(), data.entered()
     asked = [each for each in found if each.kind == "b"]
-    good, waiting = (sum(each.state == state for each in asked) for state in ("holds", "open"))
+    good = sum(each.state == "holds" and entered.get(each.place, False) for each in asked)  # through the gate
+    waiting = sum(each.state != "does not hold" for each in asked) - good
     enough = good >= MAPS_ASKED
     state = "holds" if enough else "open" if good + waiting >= MAPS_ASKED else "does not hold"
     total = (f"**Class b as a whole: {state}.** Of {len(asked)} maps it holds on {good}, {waiting} are open"
              f" (asked: at least {MAPS_ASKED}).")  # fmt: skip
-    if out := [place for place, enters in data.entered().items() if not enters]:
+    if out := [place for place, enters in entered.items() if not enters]:
         total += f" Not through the gate: {', '.join(out)}."
     return "\n".join(f"- {line}" for line in (*(each.short if short else each.text for each in found), total))
 
@@ -250,22 +253,30 @@ def _mean_row(rows: Sequence[Mapping[str, Any]]) -> dict[Any, float]:
 
 
 def _predictor_verdict(rows: Mapping[str, Mapping[Any, float]], seeds: int) -> str:
-    """Return whether the predictor is what was asked, with the worst number of all rows."""
-    simple = max(row["mse", "predictor"] / min(row["mse", key] for key in SIMPLE_GUESSES) for row in rows.values())
-    ridge = max(row["mse", "predictor"] / row["mse", "ridge"] for row in rows.values())
-    every, before = rows["enemy"], rows.get("enemy_before", {})
-    dead, health = every.get("recall_dead", 1.0), (every["health_r2", "predictor"], every["health_r2", "ridge"])
+    """Return whether the predictor is what was asked, with the worst number of all rows; open where one is unknown."""
+
+    def number(name: str, key: Any) -> float:
+        return rows.get(name, {}).get(key, math.nan)
+
+    simple, ridge = (
+        float(np.max([number(name, ("mse", "predictor")) / np.min([number(name, ("mse", key)) for key in keys])
+                      for name in rows]))
+        for keys in (SIMPLE_GUESSES, ("ridge",))
+    )  # fmt: skip
+    taken, dead = number("enemy_before", "taken_for_dead"), number("enemy", "recall_dead")
+    health = [number("enemy", ("health_r2", key)) for key in ("predictor", "ridge")]
     asked = [
-        (simple <= 0.9, f"error at most {simple:.2f} of the best simple guess (asked: 0.9)"),
-        (ridge <= 1, f"{ridge:.2f} of ridge regression (asked: 1)"),
-        (before.get("taken_for_dead", 0.0) <= 0.05,
-         f"{before.get('taken_for_dead', 0.0):.3f} of those seen before taken for dead (asked: 0.05)"),
-        (dead >= 0.95, f"{dead:.3f} of the dead recognised (asked: 0.95)"),
-        (health[0] >= health[1], f"R² of health {health[0]:.2f}, of ridge regression {health[1]:.2f}"),
+        (simple, simple <= 0.9, f"error at most {simple:.2f} of the best simple guess (asked: 0.9)"),
+        (ridge, ridge <= 1, f"{ridge:.2f} of ridge regression (asked: 1)"),
+        (taken, taken <= 0.05, f"{taken:.3f} of those seen before taken for dead (asked: 0.05)"),
+        (dead, dead >= 0.95, f"{dead:.3f} of the dead recognised (asked: 0.95)"),
+        (sum(health), health[0] >= health[1], f"R² of health {health[0]:.2f}, of ridge regression {health[1]:.2f}"),
     ]  # fmt: skip
-    asked.sort(key=lambda part: part[0])
-    state = "open" if seeds < PREDICTOR_SEEDS else "holds" if all(good for good, _ in asked) else "does not hold"
-    words = "; ".join(words for _, words in asked)
+    states = ["open" if math.isnan(value) else "holds" if good else "does not hold" for value, good, _ in asked]
+    order = ("does not hold", "open", "holds")  # the worst comes first
+    found = sorted(zip(map(order.index, states), (words for *_, words in asked), strict=True), key=lambda each: each[0])
+    state = "open" if seeds < PREDICTOR_SEEDS else order[found[0][0]]
+    words = "; ".join(words.replace("nan", "unknown") for _, words in found)
     return f"**{state.capitalize()}.** {words[0].upper()}{words[1:]}; {seeds} seed{'s' * (seeds != 1)}."
 
 

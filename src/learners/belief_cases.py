@@ -5,7 +5,7 @@ Shapes: S packed rows, n agents, N nodes, D features, M missing nodes in the ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,15 @@ from omagd.utils.packing import PackedBatch
 
 Batches = Callable[[], Iterable[PackedBatch]]
 """Gives the episodes of a purpose, in batches that fit in memory; may be called several times."""
+
+NUMBERS_AT_ONCE = 1 << 22
+"""Entries of observations that are looked at together: what is computed of them takes up to a hundred times as much."""
+
+
+def bounded(batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+    """Yield batches, those of many units in parts of whole episodes, so that memory does not grow with the map."""
+    for batch in batches:
+        yield from batch.split(max(1, -(-batch["obs"].numel() // NUMBERS_AT_ONCE)))
 
 
 @dataclass(frozen=True)

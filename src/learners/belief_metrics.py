@@ -17,7 +17,7 @@ from torch import Tensor
 
 from omagd.config.env_info import ALLY, ENEMY, EntityLayout
 from omagd.learners.belief_baselines import BASELINES, SIMPLE, Baselines
-from omagd.learners.belief_cases import Cases, cases_of
+from omagd.learners.belief_cases import Cases, bounded, cases_of
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
@@ -200,7 +200,7 @@ class BeliefSums:
 def judge(believer: Believer, batches: Iterable[PackedBatch], baselines: Baselines, dist: Dist) -> dict[str, Any]:
     """Return the table of a predictor and of the baselines on this rank's `batches` and those of the others."""
     sums = BeliefSums(believer.layout, dist.device)
-    for batch in batches:
+    for batch in bounded(batches):
         cases = cases_of(batch, believer.layout)
         missing, belief = believer.beliefs(batch)
         if not torch.equal(missing, cases.missing):

@@ -28,6 +28,7 @@ from torch import Tensor
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import last_actions
+from omagd.learners.belief_cases import bounded
 from omagd.learners.graph_metrics import feature_error, mean_of
 from omagd.learners.pretraining import GraphLearner
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
@@ -249,7 +250,7 @@ class TrackerLearner(GraphLearner):
         """Return the sums [2, U, 6, size, size + D] of the regressions for units [U], and those of what judges them."""
         tracker, dim, size = self.predictor, self.layout.node_dim, self.predictor.n_known + 1
         gram = torch.zeros(2, len(units), len(AGES) + 1, size, size + dim, dtype=torch.float64, device=units.device)
-        for batch in batches:
+        for batch in bounded(batches):
             sample = self.sample(batch)
             memory, kind = sample.memory, tracker.scale.dtype
             still = torch.zeros((*memory.age.shape, 2), dtype=kind, device=batch.device)

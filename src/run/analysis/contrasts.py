@@ -13,7 +13,7 @@ import numpy as np
 
 from omagd.run.analysis.curves import places, without_repeats
 from omagd.run.analysis.groups import Group, groups
-from omagd.run.analysis.runs import Run
+from omagd.run.analysis.runs import Run, natural
 from omagd.run.analysis.statistics import (
     FEW,
     FEW_SEEDS,
@@ -25,10 +25,17 @@ from omagd.run.analysis.statistics import (
     interval,
     iqm,
 )
+from omagd.run.reporting.card import Card, differences
 from omagd.utils.errors import UserError, nearest
+from omagd.utils.storage import is_number
 
 LOWER, UPPER, RIVALS = "baseline", "full_obs", ("last_seen", "map_constant", "baseline")
 METRIC = "test_battle_won_mean"
+MAY_DIFFER = "observations"
+"""Entry of the cards in which arms differ by design."""
+
+LEAST_STEPS = 0.9
+"""Share of the longest run's steps at which every other run has its last test: rounds end a little after `t_max`."""
 
 Table = dict[str, Any]
 """`title`, `head`, `rows` and `note`, all text."""
@@ -76,8 +83,8 @@ def _contrast(found: Sequence[Group], place: str, rivals: Sequence[str]) -> Tabl
 def gate_table(runs: Sequence[Run], lower: str, upper: str, least: float) -> Table:
     """Return for each environment the difference between two arms' last tests, and whether it enters the main study.
 
-    It enters where the mean difference is at least `least` and its interval lies above 0. Errors: UserError for names
-    of no arm, or runs that have not ended.
+    It enters where the mean difference is at least `least` and its interval lies above 0; that is open where the runs
+    are not alike. Errors: UserError for names of no arm, or runs that have not ended.
     """
     found, _ = without_repeats(groups([run for run in runs if run.kind == "training"]))
     by_label = {group.label: group for group in found}
@@ -94,14 +101,48 @@ def gate_table(runs: Sequence[Run], lower: str, upper: str, least: float) -> Tab
             rows.append([place, str(len(low)), "-", "-", "-", "no: an arm has no test here"])
             continue
         gap, ends = difference([high], [low])
-        enters = gap >= least and ends is not None and float(ends[0]) > 0
+        enters = "yes" if gap >= least and ends is not None and float(ends[0]) > 0 else "no"
+        if text := unlike(found, place, (lower, upper)):
+            enters = f"open: {text}"
         seeds = f"{len(low)}, {len(high)}"
-        rows.append(
-            [place, seeds, f"{low.mean():.3f}", f"{high.mean():.3f}", text_of(gap, ends), "yes" if enters else "no"]
-        )
+        rows.append([place, seeds, f"{low.mean():.3f}", f"{high.mean():.3f}", text_of(gap, ends), enters])
     head = ["environment", "seeds", lower, upper, "difference", "enters"]
     note = f"Enters: difference of the last tests at least {least:g}, its 95 % interval above 0."
     return {"title": "Which maps enter the main study", "head": head, "rows": rows, "note": note}
+
+
+def unlike(found: Sequence[Group], place: str, labels: Sequence[str]) -> str:
+    """Return in what the runs of some arms at a place differ that must be alike, as text; "" if they are comparable.
+
+    Each has ended normally, its last test has a win rate and comes after as many steps, and the cards agree in all but
+    what agents read. All arms have the same seeds.
+    """
+    runs = {group.label: group.at(place) for group in found if group.label in labels}
+    every = [(label, run) for label, each in runs.items() for run in each if run.kind == "training"]
+    longest = max((run.tests[-1]["t_env"] for _, run in every if run.tests), default=0)
+    for label, run in every:
+        who = f"`{label}`, seed {run.seed}"
+        if run.summary.get("exit_state", "completed") != "completed":
+            return f"{who}, has not completed but {run.state}"
+        if not run.tests or not is_number(run.tests[-1].get(METRIC)):
+            return f"the last test of {who}, has no win rate"
+        if (last := run.tests[-1]["t_env"]) < LEAST_STEPS * longest:
+            return f"{who}, has its last test after {last:,} steps, others after {longest:,}"
+        if text := differences(_alike(run), _alike(every[0][1])):
+            return f"{who}, against `{every[0][0]}`, seed {every[0][1].seed}: {text}"
+    seeds = {label: {run.seed for run in each} for label, each in runs.items()}
+    for label, other in ((a, b) for a in seeds for b in seeds):
+        if only := seeds[label] - seeds[other]:
+            return f"`{label}` has seeds that `{other}` lacks: {', '.join(sorted(map(str, only), key=natural))}"
+    return ""
+
+
+def _alike(run: Run) -> Card | None:
+    """Return the card without what may differ."""
+    if not run.card:
+        return None
+    kept = {name: value for name, value in run.card["compared"].items() if name != MAY_DIFFER}
+    return {**run.card, "compared": kept}
 
 
 def final_tests(found: Sequence[Group], place: str) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from omagd.run.analysis.contrasts import LOWER, METRIC, UPPER, final_tests, mean_heights, text_of
+from omagd.run.analysis.contrasts import LOWER, METRIC, UPPER, final_tests, mean_heights, text_of, unlike
 from omagd.run.analysis.groups import Group
 from omagd.run.analysis.statistics import FEW_SEEDS, Interval, difference, gap_share, iqm
 
@@ -37,7 +37,8 @@ class Verdict:
     """What was found on a map.
 
     Attributes:
-        state: `holds`, `does not hold`, or `open` where arms or seeds are missing. why: with numbers.
+        state: `holds`, `does not hold`, or `open` where arms or seeds are missing, or runs are not alike. why: with
+            numbers.
     """
 
     place: str
@@ -65,8 +66,10 @@ def verdict(found: Sequence[Group], place: str, kind: Kind) -> Verdict:
     needed = (METHOD, LOWER, *((UPPER, *SIMPLE) if kind == "b" else ()))
     if missing := [label for label in needed if label not in last]:
         return Verdict(place, kind, "open", f"Not run yet: {', '.join(f'`{label}`' for label in missing)}.")
+    if text := unlike(found, place, needed):
+        return Verdict(place, kind, "open", f"Runs are not alike: {text}.")
     holds, parts = {"a": _fast, "b": _closes, "c": _not_below}[kind](found, place, last)
-    seeds = min(len(last[label]) for label in needed)
+    seeds = len({run.seed for group in found if group.label == METHOD for run in group.at(place)} - {None})
     why = f"{'; '.join(parts)}; {seeds} seed{'s' * (seeds != 1)}."
     if seeds < FEW_SEEDS:
         return Verdict(place, kind, "open", f"At least {FEW_SEEDS} seeds are needed, so far: {why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -270,7 +271,9 @@ def _gate(options: argparse.Namespace, words: Sequence[str]) -> int:
     try:
         least = float(options.least)
     except ValueError:
-        raise UserError(f"--least={options.least}: must be a number, such as 0.15") from None
+        least = math.nan
+    if not 0 <= least <= 1:
+        raise UserError(f"--least={options.least}: must be a number from 0 to 1, such as 0.15")
     from omagd.run.analysis.contrasts import gate_table
     from omagd.run.analysis.runs import load
 
