@@ -22,7 +22,8 @@ from runs import play, summary
 
 GUESSES = {
     "predictor": "reconstruction", "ridge": "ridge", "map_constant": "map constant",
-    "last_seen_or_mean": "last seen, else mean", "last_seen": "last seen", "slot_mean": "slot mean", "zeros": "zeros",
+    "last_seen_or_mean": "last seen, else mean", "last_seen": "last seen", "slot_mean": "mean of the node",
+    "zeros": "zeros",
 }  # fmt: skip
 AGES = {"never": "never", "age1": "1", "age2_3": "2-3", "age4_7": "4-7", "age8_15": "8-15", "age16": "16+"}
 DRAWN = {"predictor": ("#0f8b8d", "o"), "ridge": ("#e4572e", "s"), "last_seen": ("#4f5d95", "^")}

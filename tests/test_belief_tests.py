@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -360,7 +361,7 @@ def test_the_gate_reads_a_finished_study(tmp_path, capsys):
     assert main(["beliefs", "gate", str(wide)]) == 0
     out = capsys.readouterr().out
     row = next(line for line in out.splitlines() if line.startswith("skirmish 3m"))
-    assert "0.20 [0.1" in row and row.endswith("yes")
+    assert re.search(r" 0\.200 \[0\.1\d\d, 0\.2\d\d\] ", row) and row.endswith("yes"), "as many places as the rates"
     assert main(["beliefs", "gate", str(wide), "--least=0.25"]) == 0
     assert capsys.readouterr().out.splitlines()[2].endswith("no")
     wild = study(tmp_path / "wild", {"baseline": 0.2, "full_obs": 0.4}, seeds=1)
@@ -399,6 +400,11 @@ def test_the_page_of_a_study_compares_its_arms_with_the_named_ones(tmp_path):
     height = np.trapezoid(heights, steps) / 30_000 * 0.43
     assert float(rows["omagd"]["mean height of the curve"]) == pytest.approx(height, abs=5e-4)
     assert contrasts(groups(load([study(tmp_path / "other", {"a": 0.1, "b": 0.2})]))) == []
+    assert "without brackets" not in table["note"]
+    close = study(tmp_path / "close", {"baseline": 0.2, "omagd": 0.4, "full_obs": 0.21})
+    (table,) = contrasts(groups(load([close])))
+    (row,) = (row for row in table["rows"] if row[0] == "omagd")
+    assert "[" not in row[table["head"].index("share of the gap")] and "share without brackets" in table["note"]
     assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
     assert "P(better than last_seen)" in (tmp_path / "page.html").read_text()
 
@@ -465,7 +471,12 @@ def test_tests_of_beliefs_from_the_command_line(seeing_run, small_run, tmp_path,
     assert (line["test"], line["map"], line["episodes"]) == ("swap", "3m", 8)
     assert main(["beliefs", "census", str(seeing_run), *few]) == 0
     assert main(["beliefs", "plug-in", *few, f"--into={seeing_run}", "with", "env_args.map_name=3m", "seed=3"]) == 0
-    assert "win rate" in capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
+    texts = [line for line in printed if "seed 3" in line or "squared error" in line]
+    assert texts and max(map(len, texts)) <= 120, "notes are wrapped"
+    ends = [line.split() for line in printed if line.startswith(("observation ", "everything "))]
+    assert all("[" not in word for line in ends for word in line[4:]), "the ends of the difference have no interval"
+    assert any(line.startswith("everything") for line in printed)
     assert main(["report", str(seeing_run)]) == 0
     page = (seeing_run / "report.html").read_text()
     assert "Swap test" in page and "Census" in page and "Plug-in test" in page
@@ -474,8 +485,8 @@ def test_tests_of_beliefs_from_the_command_line(seeing_run, small_run, tmp_path,
     capsys.readouterr()
     for words, problem in (
         (["census", "--episodes=7"], "--episodes=7: must be a number from 8"),
-        (["guess"], "beliefs guess: name a test"), (["swap"], "use_full_obs=True"),
-        (["swap", str(small_run), *few], "was trained on observations"),
+        (["guess"], "beliefs guess: name a test"), ([], "error: beliefs: name a test"), (["swap"], "use_full_obs=True"),
+        (["swap", str(small_run), *few], "do not see everything"),
         (["swap", str(seeing_run), *few, f"--reconstruction={seeing_run}"], "has no stages 1 and 2"),
         (["census", *few, "--into=nowhere"], "--into=nowhere: no such folder"),
         (["census", *few, "--env-config=matrix_game"], "env=matrix_game has no list of units"),

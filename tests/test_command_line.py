@@ -156,7 +156,7 @@ def test_dry_run_prints_what_config_takes_again_and_writes_nothing(capsys, empty
 def test_list_names_everything(capsys):
     assert main(["--list"]) == 0
     names = {"omagd_small", "smax", "nq_graph_learner_ddp", "gnn_graph_mac", "vdn", "27m_vs_30m", "parallel"}
-    names |= {"3m_mixed_sight6", "3m_hidden"}
+    names |= {"3m_mixed_sight6", "3m_hidden", "smacv2_5_units"}
     assert names <= set(capsys.readouterr().out.split())
 
 

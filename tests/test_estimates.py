@@ -186,9 +186,9 @@ def test_a_run_takes_its_fixed_time_once_its_steps_and_its_tests():
 def test_stages_of_the_graph_take_their_fixed_time_once_and_the_rest_per_epoch():
     phases = {"prepare": 3.0, "collect": 20.0, "replay": 2.0, "finish": 1.0, "update": 10.0, "test": 2.0, "wall": 38.0}
     ended = {name: {"phases": phases, "clock": {"epoch": 4}} for name in ("stage1", "stage2", "stage3")}
-    for epochs in (10, 200):
-        config = resolve("omagd_small", updates={"graph_pretrain_epochs": epochs})
+    for epochs, tests in ((6, 1), (10, 2), (200, 25)):
+        config = resolve("omagd_small", updates={"graph_pretrain_epochs": epochs, "graph_pretrain_eval_interval": 8})
         found = estimate._stages([], ended, config)
-        assert found == dict.fromkeys(("stage1", "stage2"), pytest.approx(26.0 + 3.0 * epochs))
+        assert found == dict.fromkeys(("stage1", "stage2"), pytest.approx(26.0 + 2.5 * epochs + 2.0 * tests))
         alone = {"stage2": {"phases": phases, "clock": {"epoch": 1}}}
         assert estimate._stages([], alone, config) == {"stage2": 38.0}, "it ended before the probe did"

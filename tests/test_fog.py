@@ -238,6 +238,7 @@ def test_a_map_may_say_its_fog():
         ({"map_name": "3m_sight99"}, "env_args.sight_range=99.0: must be at most 45"),
         ({"map_name": "3m", "start": "mirrored"}, "env_args.start=mirrored: must be one of formation, mixed, hidden"),
         ({"map_name": "3n_mixed"}, "env_args.map_name=3n"),
+        ({"map_name": "3n_mixed_sight6"}, "each also with a start and a sight, as in 3m_mixed_sight6"),
         ({"map_name": ["3m_sight6", "5m"]}, "cannot be in one set: sight is"),
     ],
 )  # fmt: skip

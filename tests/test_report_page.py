@@ -439,6 +439,18 @@ def test_the_best_arm_of_each_map_is_bold_and_a_win_rate_has_the_axis_of_a_share
     assert axes.count('class="end" x="41" y="14.0">1</text>') == 3, "1 is the upper end on both maps and over them"
 
 
+def test_a_phase_has_the_same_colour_in_all_bars(tmp_path):
+    for lr, phases in ((0.001, {"update": 75.0, "collect": 25.0}), (0.005, {"update": 25.0, "collect": 75.0})):
+        folder = make_run(tmp_path / str(lr), (0.0, 0.9), lr=lr, seed=1)
+        stages = json.loads((folder / "summary.json").read_text())["stages"]
+        stages["stage3"]["phases"] = {"wall": 100.0, **phases}
+        add(folder, "summary.json", {"stages": stages})
+    report(tmp_path)
+    found = re.findall(r'<i class="(f\d)"></i>(\w+) <b>', (tmp_path / "report.html").read_text())
+    assert sorted(name for _, name in found) == ["collect", "collect", "update", "update"]
+    assert len(set(found)) == 2 and len({colour for colour, _ in found}) == 2
+
+
 def test_bars_and_bands_of_a_study_lie_at_their_values(tmp_path):
     make_study(tmp_path, rates=(0.001, 0.005), seeds=(1, 2))
     page = report(tmp_path)

@@ -1218,9 +1218,11 @@ def test_arms_with_other_conditions_are_named_in_one_line_per_environment(tmp_pa
     state = StudyState(tmp_path)
     for arm, steps in (("a", 100), ("b", 200), ("c", 100)):
         (record,) = state.add([Job(arm, arm, "skirmish", "3m", 1, ("with", f"x={arm}"))])
-        record.card = {"id": arm, "compared": {"t_max": steps, "env": "skirmish"}}
+        reads = "everything" if arm == "c" else "own"
+        record.card = {"id": arm, "compared": {"t_max": steps, "env": "skirmish", "observations": reads}}
     assert not_comparable(state.records.values()) == [
-        "skirmish 3m: these arms cannot be compared with a: b: t_max 200, not 100"
+        "skirmish 3m: these arms cannot be compared with a: b: t_max 200, not 100; c: observations everything, not own"
+        " (fair if you compare what agents read)"
     ]
 
 

@@ -17,11 +17,11 @@ from omagd.utils.errors import UserError
 NAME = re.compile(rf"(?P<map>.+?)(?:_(?P<start>{MIXED}|{HIDDEN}))?(?:_sight(?P<sight>\d+(?:\.\d+)?))?")
 
 PRESETS = {
-    "class a: constants of the map, which any policy learns": ("8m", "3m", "5m_vs_6m"),
-    "class b: specific to the battle, inferable from what is seen": (
+    "class a, constants of the map, which any policy learns": ("8m", "3m", "5m_vs_6m"),
+    "class b, specific to the battle, inferable from what is seen": (
         "3m_mixed_sight6", "5m_mixed_sight6", "2s3z_mixed_sight6", "3s_vs_5z", "3s_vs_5z_sight5",
     ),
-    "class c: specific to the battle, hardly inferable": ("3m_hidden", "5m_vs_6m_hidden"),
+    "class c, specific to the battle, hardly inferable": ("3m_hidden", "5m_vs_6m_hidden"),
 }  # fmt: skip
 """Maps by the class of what agents do not see (docs/beliefs.md); docs/skirmish.md has figures."""
 

@@ -29,7 +29,8 @@ def skirmish_map(name: str) -> MapSpec:
     found = MAPS.get(name) or generated_map(name)
     if found is None:
         known = unknown_name("env_args.map_name", name, [*NAMED, *MAPS]).message
-        raise UserError(f"{known}; or armies, such as 4m, 9m_vs_10m, 2s4z")
+        raise UserError(f"{known}; or armies, such as 4m, 9m_vs_10m, 2s4z; each also with a start and a sight, as in"
+                        " 3m_mixed_sight6 or 8m_hidden")  # fmt: skip
     return found
 
 

@@ -34,7 +34,7 @@ NAMES = {
     "observation": "observation", "last_seen": "last seen", "map_constant": "map constant",
     "reconstruction": "reconstruction", "full": "everything",
 }  # fmt: skip
-INFERABLE = {"inferable": "of all", "inferable_before": "before an agent has seen any enemy"}
+INFERABLE = {"inferable": "over all steps", "inferable_before": "before an agent has seen any enemy"}
 LOWER, UPPER = "observation", "full"
 
 Table = dict[str, Any]
@@ -100,8 +100,8 @@ def _census(record: Mapping[str, Any]) -> Table:
         for kind, entry in record["units"].items()
     )
     shares = [f"{record[key]:.2f} {words}" for key, words in INFERABLE.items() if record[key] is not None]
-    share = f" Ridge regression explains of what the map constant misses: {', '.join(shares)}." if shares else ""
-    note = f"Class {record['class']} ({record['class_means']}).{share} {units}. {_battles(record)}"
+    share = f" Of the map constant's squared error ridge regression explains {', '.join(shares)}." if shares else ""
+    note = f"Class {record['class']} ({record['class_means']}).{share} {units}. Played: {_battles(record)}."
     head = ["living units, last seen", "share unseen", *(f"{name}, cells" for name in GUESSES.values())]
     return {"title": _title(record), "head": head, "rows": rows, "note": readable(note)}
 
@@ -109,8 +109,9 @@ def _census(record: Mapping[str, Any]) -> Table:
 def _played(record: Mapping[str, Any]) -> Table:
     rows = []
     for name, entry in record["beliefs"].items():
+        between = None if name in (LOWER, UPPER) else entry["share_interval"]
         rows.append([NAMES.get(name, readable(name)), _with_ends(entry["win_rate"], entry["interval"]),
-                     _with_ends(entry["share"], entry["share_interval"])])  # fmt: skip
+                     _with_ends(entry["share"], between)])  # fmt: skip
     note = f"{_battles(record)}, the same for every belief."
     if record.get("reconstruction"):
         note += f" Reconstruction: {record['reconstruction']}."

@@ -76,6 +76,9 @@ def _contrast(found: Sequence[Group], place: str, rivals: Sequence[str]) -> Tabl
             *(["core-hours"] if measured else [])]  # fmt: skip
     note = (f"Gap: from {LOWER} to {UPPER}, interquartile means, all three resampled together. Brackets: 95 % bootstrap"
             " intervals over seeds.")  # fmt: skip
+    first = head.index("share of the gap")
+    if any(cell != "-" and "[" not in cell for row in rows for cell in row[first : first + 2]):
+        note += " A share without brackets has no interval: some resamples have no gap, or there is one seed."
     few = any(len(values) < FEW_SEEDS for values in last.values())
     return {"title": place, "head": head, "rows": rows, "note": f"{note} Note: {FEW}." if few else note}
 
@@ -105,7 +108,7 @@ def gate_table(runs: Sequence[Run], lower: str, upper: str, least: float) -> Tab
         if text := unlike(found, place, (lower, upper)):
             enters = f"open: {text}"
         seeds = f"{len(low)}, {len(high)}"
-        rows.append([place, seeds, f"{low.mean():.3f}", f"{high.mean():.3f}", text_of(gap, ends), enters])
+        rows.append([place, seeds, f"{low.mean():.3f}", f"{high.mean():.3f}", text_of(gap, ends, 3), enters])
     head = ["environment", "seeds", lower, upper, "difference", "enters"]
     note = f"Enters: difference of the last tests at least {least:g}, its 95 % interval above 0."
     return {"title": "Which maps enter the main study", "head": head, "rows": rows, "note": note}
@@ -175,10 +178,11 @@ def _area(run: Run) -> float | None:
     return area(steps, values) if len(values) else None
 
 
-def text_of(value: float, ends: Interval | None) -> str:
+def text_of(value: float, ends: Interval | None, digits: int = 2) -> str:
     """Return a value with its interval, `-` where there is none."""
     if math.isnan(value):
         return "-"
     known = ends is not None and all(np.isfinite(end).all() for end in ends)
-    value, low, high = (round(float(each), 2) + 0.0 for each in (value, *((ends or ()) if known else (0, 0))))  # no -0
-    return f"{value:.2f}" + (f" [{low:.2f}, {high:.2f}]" if known else "")
+    all_three = (value, *((ends or ()) if known else (0, 0)))
+    value, low, high = (round(float(each), digits) + 0.0 for each in all_three)  # no -0
+    return f"{value:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if known else "")

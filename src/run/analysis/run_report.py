@@ -33,7 +33,8 @@ COUNTS = {
 
 GUESSES = {
     "predictor": "reconstruction", "ridge": "ridge regression", "map_constant": "map constant",
-    "last_seen_or_mean": "last seen, else mean", "last_seen": "last seen", "slot_mean": "slot mean", "zeros": "zeros",
+    "last_seen_or_mean": "last seen, else mean", "last_seen": "last seen", "slot_mean": "mean of the node",
+    "zeros": "zeros",
 }  # fmt: skip
 """Predictor and baselines of a table of beliefs."""
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ SLOTS = 128
 """Most battles at a time."""
 
 MOST_EPISODES = 100_000
+NOTE_WIDTH = 120
+"""Columns of the text below a table."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +53,8 @@ def main(options: argparse.Namespace) -> int:
     """Run a test, keep its result and print its tables. Errors: UserError."""
     test, *rest = options.words or [""]
     if test not in TESTS:
-        raise UserError(f"beliefs {test}: name a test, one of {', '.join(TESTS)}. See omagd beliefs --help")
+        asked = f"beliefs {test}".strip()
+        raise UserError(f"{asked}: name a test, one of {', '.join(TESTS)}. See omagd beliefs --help")
     if test == "gate":
         return _gate(options, rest)
     run = rest.pop(0) if rest and "=" not in rest[0] and rest[0] != "with" else ""
@@ -172,7 +176,7 @@ def _players(config: Config, test: str, run: str, episodes: int) -> Iterator[Pla
         if test != "census" and not info.has_win:
             raise UserError(f"beliefs {test}: compares win rates, but env={info.name} has none")
         if test == "swap" and not config.use_full_obs:
-            raise UserError(f"beliefs swap: {run} was trained on observations. Give a run with use_full_obs=True")
+            raise UserError(f"beliefs swap: agents of {run} do not see everything. Give a run with use_full_obs=True")
         policy, name = _policy(config, env, run)
         yield Players(env, config, info, policy, name, episodes, bar.update)
 
@@ -285,4 +289,5 @@ def _as_text(table: dict[str, Any]) -> str:
     from omagd.run.reporting.report import aligned
 
     lines = aligned([table["head"], *table["rows"]])
-    return "\n".join([table["title"], *lines, table["note"]])
+    note = textwrap.fill(table["note"], NOTE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([table["title"], *lines, note])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from typing import get_args
 
 import yaml
 
@@ -20,12 +21,15 @@ def listing() -> str:
     """Return all names that the command line accepts, one paragraph per kind."""
     from omagd.envs.battle.fog import PRESETS
     from omagd.envs.battle.maps import MAPS
+    from omagd.envs.smax import MapName as SMAX_MAPS
     from omagd.envs.task_sets.sets import NAMED as SETS
 
     lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
     lines += [_paragraph(key, registry_of(package).names()) for key, package in NAMED.items()]
     lines.append(_paragraph("env_args.map_name (skirmish)", [*SETS, *MAPS]))
-    lines += [_paragraph(f"what is unseen, {words}", list(names)) for words, names in PRESETS.items()]
+    lines += [_paragraph(f"env_args.map_name (skirmish) whose unseen units are of {words}", list(names))
+              for words, names in PRESETS.items()]  # fmt: skip
+    lines.append(_paragraph("env_args.map_name (smax)", list(get_args(SMAX_MAPS))))
     return "\n".join(lines) + "\n"
 
 

@@ -69,6 +69,11 @@ IRRELEVANT = frozenset(
 """Environment arguments that do not affect results, or have their own entry in the card."""
 
 GAME_VERSIONS = {75689: "4.10", 69232: "4.6.2"}
+READS = "observations"
+"""Entry of a card: what agents read."""
+IF_MEANT = "fair if you compare what agents read"
+"""Said where nothing else differs."""
+
 NO_CARD = "no card"
 
 
@@ -155,7 +160,8 @@ def differences(card: Card | None, first: Card | None) -> str:
     if kind != first_kind:  # only a training has some entries, such as its updates
         words = [f"{kind}, not {first_kind}"]
         names = [name for name in names if name.startswith("env_args.") or name in ours and name in theirs]
-    return "; ".join([*words, *(f"{name} {_shown(ours, name)}, not {_shown(theirs, name)}" for name in names)])
+    words += [f"{name} {_shown(ours, name)}, not {_shown(theirs, name)}" for name in names]
+    return "; ".join([*words, IF_MEANT] if names == [READS] else words)
 
 
 def marks(cards: Sequence[Card | None], labels: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -266,7 +272,7 @@ def _observations(config: Config) -> dict[str, Any]:
     if config.fill_unseen != "none":
         own = f"{own} (fill_unseen={config.fill_unseen})"
     shared = "what any living ally sees (use_team_obs)" if config.use_team_obs else own
-    return {"observations": "everything (use_full_obs)" if config.use_full_obs else shared}
+    return {READS: "everything (use_full_obs)" if config.use_full_obs else shared}
 
 
 def _evaluation(config: Config, environments: int, trained: Card | None) -> dict[str, Any]:

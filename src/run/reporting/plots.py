@@ -52,7 +52,7 @@ ERRORS = (
     ("eval/error_ridge", "ridge regression"),
     ("eval/error_map_constant", "map constant"),
     ("eval/error_last_seen_or_mean", "last seen, else mean"),
-    ("eval/error_slot_mean", "slot mean"),
+    ("eval/error_slot_mean", "mean of the node"),
     ("eval/error_last_seen", "last seen"),
 )
 SEEN_BEFORE = (

@@ -202,10 +202,13 @@ def _stages(rows: Iterable[dict[str, Any]], ended: Any, config: Config) -> Stage
     found: Stages = {}
     for name, about in ended.items() if isinstance(ended, dict) else ():
         if name in {"stage1", "stage2"} and "phases" in about:
+            epochs, interval = about["clock"]["epoch"], config.graph_pretrain_eval_interval
             once = sum(about["phases"].get(part, 0.0) for part in ONCE)
-            per_epoch = (about["phases"]["wall"] - once) / max(1, about["clock"]["epoch"])
-            found[name] = once + per_epoch * config.graph_pretrain_epochs
-            if about["clock"]["epoch"] < PROBE_EPOCHS:  # it ended by itself
+            testing = about["phases"].get("test", 0.0)
+            per_epoch = (about["phases"]["wall"] - once - testing) / max(1, epochs)
+            tested = testing / max(1, -(-epochs // interval)) * -(-config.graph_pretrain_epochs // interval)
+            found[name] = once + per_epoch * config.graph_pretrain_epochs + tested
+            if epochs < PROBE_EPOCHS:  # it ended by itself
                 found[name] = about["phases"]["wall"]
     steps = once = testing = other = before = 0.0
     tests = 0

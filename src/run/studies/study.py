@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from omagd.run.reporting.card import IF_MEANT, READS
 from omagd.run.studies import EXECUTORS, engine, results
 from omagd.run.studies.executors import Executor, Job, Place
 from omagd.run.studies.processes import bound, children_seconds
@@ -140,7 +141,7 @@ def not_comparable(records: Iterable[Record]) -> list[str]:
         keys = [key for key in {**theirs, **mine} if mine.get(key) != theirs.get(key)]
         if keys:
             text = ", ".join(f"{key} {mine.get(key, 'none')}, not {theirs.get(key, 'none')}" for key in keys)
-            found.setdefault(place, {})[record.job.arm] = text
+            found.setdefault(place, {})[record.job.arm] = f"{text} ({IF_MEANT})" if keys == [READS] else text
     lines = []
     for place, arms in found.items():
         shown = "; ".join(f"{arm}: {text}" for arm, text in list(arms.items())[:PAIRS_SHOWN])

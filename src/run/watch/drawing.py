@@ -43,13 +43,16 @@ COLOURS, KEPT_COLOURS = 64, (PAGE, FIELD, FOG, LINE, WALL, TEXT, MUTED, *TEAMS, 
 
 
 def extent(episode: Episode) -> tuple[float, float, float, float]:
-    """Return the part of the map that the pictures show: all places of units with a margin, in cells."""
+    """Return the part of the map that the pictures show: all places of units and of guesses with a margin."""
     scene = episode.scene
     if scene.bounds is None:
         return -1.0, -0.4, float(episode.n_agents), 0.4
     if scene.torus:
         return scene.bounds
-    places = np.array([(x, y) for m in episode.moments for x, y, on in zip(m.x, m.y, m.alive, strict=True) if on])
+    lived = [(x, y) for m in episode.moments for x, y, on in zip(m.x, m.y, m.alive, strict=True) if on]
+    guesses = [(x, y) for m in episode.moments for agent in m.beliefs for _, x, y, _ in agent
+               if not isinstance(x, str) and not isinstance(y, str)]  # fmt: skip
+    places = np.array([*lived, *guesses])
     low, high = places.min(0), places.max(0)
     lack = np.maximum(0, 14 - (high - low)) / 2 + 2
     low = np.maximum(low - lack, np.array(scene.bounds[:2]) - 1.5)

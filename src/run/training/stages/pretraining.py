@@ -151,7 +151,8 @@ class PretrainStage(Stage):
         if not self._rehearsed:
             self._rehearse()
         if self.clock.epoch == 0:
-            self.learner.begin(partial(in_batches, self._episodes, self.session.dist.device))
+            with self.session.profiler.phases("prepare"):  # once, not per epoch
+                self.learner.begin(partial(in_batches, self._episodes, self.session.dist.device))
         size = min(self.session.config.graph_pretrain_batch_size, len(self._episodes))
         with self.session.profiler.phases("sample"):
             batch = self._episodes.sample(size, self.rng(f"{self.name} sampling")).to(self.session.dist.device)
