@@ -78,7 +78,7 @@ NOT_RUN: dict[str, str] = {
 
 def commands() -> list[str]:
     """Return the commands of the page after `python`, one for each script and set of options."""
-    lines = re.findall(r"^(?:\w+=\S+ )*python (benchmarks/.+)$", PAGE, re.MULTILINE)
+    lines = re.findall(r"^(?:\w+=\S+ )*python (benchmarks/.+)$", PAGE.replace("\\\n", " "), re.MULTILINE)
     words = {line: shlex.split(line, comments=True) for line in reversed(lines)}
     forms = {(parts[0], *sorted(w for w in parts if w.startswith("--"))): line for line, parts in words.items()}
     return sorted(forms.values(), key=lines.index)

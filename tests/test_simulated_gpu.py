@@ -103,7 +103,8 @@ class Made:
         if config.use_graph_reconstruction:
             pretrained.tokenizer = new_tokenizer(config, env.info, device).eval()
             pretrained.predictor = new_predictor(config, env.info, device).eval()
-            pretrained.predictor.bind(pretrained.tokenizer.table())
+            if config.mask_predictor_config.kind == "masked":  # the others read no tokens
+                pretrained.predictor.bind(pretrained.tokenizer.table())
         self.mac = build_mac(config, env.info, device, pretrained)
         self.learner = learners.REGISTRY.get(config.learner)(self.mac, config, env.info, Dist(device=device))
         self.learner.warm_up()

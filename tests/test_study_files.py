@@ -12,7 +12,7 @@ from omagd.run.studies.spec import config_of, load
 
 FILES = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "studies").glob("*.yaml"))
 READS = {"name", "use_full_obs", "use_team_obs", "fill_unseen", "use_graph_reconstruction", "agent", "learner"}
-OF_STAGES_1_AND_2 = ("graph_", "tokenizer_config", "mask_predictor_config")
+OF_PREDICTORS = ("graph_", "reconstructor_refresh", "tokenizer_config", "mask_predictor_config")
 
 
 def by_environment(file):
@@ -28,7 +28,7 @@ def test_arms_differ_only_in_what_agents_read(file):
         first = arms["baseline"].model_dump()
         for config in arms.values():
             values = config.model_dump()
-            differing = {key for key in values if values[key] != first[key] and not key.startswith(OF_STAGES_1_AND_2)}
+            differing = {key for key in values if values[key] != first[key] and not key.startswith(OF_PREDICTORS)}
             assert differing <= READS, differing
             assert config.t_max % config.test_interval == 0  # else the last test is not that of the trained team
         assert {arms["baseline"].use_full_obs, arms["full_obs"].use_full_obs} == {False, True}
