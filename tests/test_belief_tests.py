@@ -447,7 +447,7 @@ def test_means_of_the_gate_and_of_heights_count_every_seed(tmp_path):
     write_json(tmp_path / "study.json", {"jobs": jobs})
     runs = load([tmp_path])
     (row,) = gate_table(runs, "baseline", "full_obs", 0.25)["rows"]  # at least so much: as much is enough
-    assert row[2:4] == ["0.250", "0.500"] and row[4].startswith("0.25 [") and row[5] == "yes"
+    assert row[2:4] == ["0.250", "0.500"] and row[4].startswith("0.250 [") and row[5] == "yes"
     table = contrasts(groups(runs))[0]
     column = table["head"].index("mean height of the curve")
     assert [row[column] for row in table["rows"] if row[0] == "full_obs"] == ["0.500"]

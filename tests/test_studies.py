@@ -1247,7 +1247,8 @@ def test_the_time_of_a_run_follows_from_the_shares_and_seconds_of_a_probe():
     phases = {"wall": 10.0, "prepare": 1.0, "collect": 4.0, "replay": 0.5, "finish": 0.5, "update": 3.0, "test": 1.0}
     ended = {"stage1": {"phases": phases, "clock": {"epoch": 2}}, "stage3": {"clock": {"epoch": 1}}}
     found = estimate._stages(rows, ended, config)
-    assert found["stage1"] == pytest.approx(6.0 + 50 * 4.0 / 2)
+    assert config.graph_pretrain_eval_interval == 20  # of 50 epochs: three evaluations of 1 s
+    assert found["stage1"] == pytest.approx(6.0 + 50 * 3.0 / 2 + 3 * 1.0)
     # 2 s of preparation; (1 + 2 + 2) s for 40 steps; (1 + 3) s for two tests, and ten tests in all
     assert found["stage3"] == pytest.approx(2.0 + 1000 * 5.0 / 40 + 10 * 4.0 / 2)
     assert list(found) == ["stage1", "stage3"] and estimate._stages([], None, config) == {}
