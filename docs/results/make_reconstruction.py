@@ -163,9 +163,12 @@ def verdict_lines(data: Data, short: bool = False) -> str:
     good = sum(each.state == "holds" and entered.get(each.place, False) for each in asked)  # through the gate
     waiting = sum(each.state != "does not hold" for each in asked) - good
     enough = good >= MAPS_ASKED
-    state = "holds" if enough else "open" if good + waiting >= MAPS_ASKED else "does not hold"
-    total = (f"**Class b as a whole: {state}.** Of {len(asked)} maps it holds on {good}, {waiting} are open"
-             f" (asked: at least {MAPS_ASKED}).")  # fmt: skip
+    spare = 0 if sum(entered.values()) >= MAPS_ASKED else len(RESERVE.keys() - entered.keys())  # the gate goes on
+    state = "holds" if enough else "open" if good + waiting + spare >= MAPS_ASKED else "does not hold"
+    total = (f"**Class b as a whole: {state}.** Of {len(asked)} map{'s' * (len(asked) != 1)} it holds on {good},"
+             f" {waiting} {'is' if waiting == 1 else 'are'} open (asked: at least {MAPS_ASKED}).")  # fmt: skip
+    if len(entered) >= len(MAPS.keys() - CONTROLS) and spare:
+        total += f" Maps of the reserve that are not tried yet: {spare}."
     if out := [place for place, enters in entered.items() if not enters]:
         total += f" Not through the gate: {', '.join(out)}."
     return "\n".join(f"- {line}" for line in (*(each.short if short else each.text for each in found), total))
