@@ -406,7 +406,7 @@ def test_parts_of_a_batch_add_up_and_nothing_missing_changes_nothing() -> None:
     whole, parts = learner(), learner()
     object.__setattr__(parts.config, "graph_frames_at_once", 1)
     batch = pack_episodes(toy_episodes(9, seed=5, apart=True))
-    assert len(parts._parts(batch)) > 2 and len(whole._parts(batch)) == 1
+    assert len(parts.parts(batch)) > 2 and len(whole.parts(batch)) == 1
     for stage in (whole, parts):
         stage.update(batch)
     for a, b in zip(state_of(whole).values(), state_of(parts).values(), strict=True):

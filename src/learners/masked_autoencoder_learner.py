@@ -103,7 +103,7 @@ class MaskedAutoencoderLearner(GraphLearner):
     def update(self, batch: PackedBatch) -> Stats:
         """Take an optimizer step on this rank's batch."""
         self._loss.train()
-        parts = [self.sample(part) for part in self._parts(batch)]
+        parts = [self.sample(part) for part in self.parts(batch)]
         count = torch.tensor(float(sum(len(part.rows) for part in parts)), dtype=torch.float64)
         result = self._step(count.to(self.dist.device), *((part,) for part in parts))
         self.updates += 1
@@ -114,7 +114,7 @@ class MaskedAutoencoderLearner(GraphLearner):
         """Return the loss, and the error of what living agents infer that living teammates observe now."""
         self._loss.eval()
         stats: Stats = {}
-        for part in self._parts(batch):
+        for part in self.parts(batch):
             stats = merge(stats, {**self._loss(self.sample(part))[1], **self._errors(part)})
         return stats
 
@@ -146,8 +146,3 @@ class MaskedAutoencoderLearner(GraphLearner):
             "error_allies_mean": net.mean - truth,
         }  # fmt: skip
         return {name: mean_of(error.square().mean(-1), counted) for name, error in errors.items()}
-
-    def _parts(self, batch: PackedBatch) -> list[PackedBatch]:
-        """Return the batch in parts of whole episodes."""
-        frames = len(batch["obs"]) * self.info.n_agents
-        return batch.split(max(1, -(-frames // self.config.graph_frames_at_once)))

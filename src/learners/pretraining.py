@@ -32,6 +32,7 @@ class GraphLearner(ABC):
 
     loss_name = "graph_loss"
     in_parts = False  # whether `evaluate` may be called on parts of the held-out episodes, whose sums add up
+    frames_each = 1  # of agents, for each of `graph_frames_at_once`
 
     def __init__(
         self, name: str, module: nn.Module, loss: LossModule, config: Config, info: EnvInfo, dist: Dist
@@ -47,6 +48,11 @@ class GraphLearner(ABC):
     @abstractmethod
     def sample(self, batch: PackedBatch) -> Any:
         """Return what the loss reads of a batch."""
+
+    def parts(self, batch: PackedBatch) -> list[PackedBatch]:
+        """Return the batch in parts of whole episodes, as even as the limit on frames at once asks for."""
+        frames = len(batch["obs"]) * self.info.n_agents
+        return batch.split(max(1, -(-frames // (self.frames_each * self.config.graph_frames_at_once))))
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run discarded forward and backward passes on `batch` (None: an empty one); return their number."""

@@ -128,6 +128,7 @@ class TrackerLearner(GraphLearner):
     """
 
     in_parts = True
+    frames_each = FRAMES
     best_metric = "error_all"  # feature error of all unseen nodes, the dead included, as the agent receives it
 
     def __init__(self, predictor: Tracker, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist) -> None:
@@ -137,7 +138,7 @@ class TrackerLearner(GraphLearner):
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take an optimizer step on this rank's batch."""
-        parts = [self.sample(part) for part in self._parts(batch)]
+        parts = [self.sample(part) for part in self.parts(batch)]
         counts = torch.stack([torch.bincount(part.ages[~part.dead], minlength=len(AGES) + 1) for part in parts])
         counts = self.dist.sum(counts.sum(0).double())
         parts = [self._weighted(part, self.predictor.class_count + counts) for part in parts]
@@ -156,7 +157,7 @@ class TrackerLearner(GraphLearner):
         """Return sums and counts over the unseen nodes of living observers on held-out episodes."""
         self._loss.eval()
         stats: Stats = {}
-        for part in self._parts(batch):
+        for part in self.parts(batch):
             sample = self._weighted(self.sample(part), self.predictor.class_count)
             if len(sample.target):
                 stats = merge(stats, {**self._loss(sample)[1], **self._errors(sample)})
@@ -184,7 +185,7 @@ class TrackerLearner(GraphLearner):
         shape = 2, len(PAIRS), *tracker.gain.shape[1:]  # by how much the error is larger than the first pair's; squares
         sums = torch.zeros(shape, dtype=torch.float64, device=device)
         bins = torch.zeros(kinds, classes, 2, BINS, dtype=torch.float64, device=device)  # type, age, dead
-        for part in (part for batch in batches for part in self._parts(batch)):
+        for part in (part for batch in batches for part in self.parts(batch)):
             sample = self.sample(part)
             out = tracker(sample.memory, sample.packing)
             kind = tracker.types[torch.nonzero(sample.memory.missing)[:, 2]]
@@ -291,11 +292,6 @@ class TrackerLearner(GraphLearner):
         tracker.bounds.copy_(torch.stack([-low, high]))
         tracker.mean.copy_(mean[tracker.types])
         tracker.scale.copy_(torch.where(spread < LEAST_SCALE, 1.0, spread)[tracker.types])
-
-    def _parts(self, batch: PackedBatch) -> list[PackedBatch]:
-        """Return the batch in parts of whole episodes."""
-        frames = len(batch["obs"]) * self.info.n_agents
-        return batch.split(max(1, -(-frames // (FRAMES * self.config.graph_frames_at_once))))
 
     def _weighted(self, sample: Sample, counts: Tensor) -> Sample:
         """Return the sample with weights by class of age; counts: [6], living missing nodes of each class."""
