@@ -41,7 +41,7 @@ class NGraphMAC(BasicMAC):
             raise UserError("use_full_obs=True leaves nothing to reconstruct: set use_graph_reconstruction=False")
         self.reconstructor = reconstructor
         self._active = np.ones(0, bool)
-        self._told = config.belief_inputs and reconstructor is not None
+        self._reads_beliefs = config.belief_inputs and reconstructor is not None
         self._infers = n_inferred(config, info.layout) > 0
         self._draws_units = config.use_graph_reconstruction and config.mask_predictor_config.decode == "sample"
         super().__init__(config, info, device, reconstructor)
@@ -101,16 +101,16 @@ class NGraphMAC(BasicMAC):
         made = self.reconstructor.step(obs, step, self._active, self._last_action)
         features = made.obs.to(self.acting_device, self._hidden.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
-        told = made.fields[belief.FIELD].to(features) if self._told else None
+        beliefs = made.fields[belief.FIELD].to(features) if self._reads_beliefs else None
         inferred = made.fields[INFERRED].to(features) if self._infers else None
-        return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device), told, inferred), extras
+        return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device), beliefs, inferred), extras
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
         """Return the inputs of all rows of a batch, equal to those that were acted on."""
         made = super().inputs(batch)
         if self._infers and self.reconstructor is not None:
             return replace(made, inferred=batch[INFERRED].to(made.features))
-        return replace(made, belief=batch[belief.FIELD].to(made.features)) if self._told else made
+        return replace(made, belief=batch[belief.FIELD].to(made.features)) if self._reads_beliefs else made
 
     def _inputs_from_batch(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         if self.reconstructor is None:

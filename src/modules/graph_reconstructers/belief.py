@@ -1,13 +1,13 @@
 """What a predictor believes about the units that agents do not see, in one form for metrics of all kinds.
 
-Also what agents are told of it (`belief_inputs`), the columns of the stored field `belief`, float16 [n, N, 4]:
+Also what agents read of it (`belief_inputs`), the columns of the stored field `belief`, float16 [n, N, 4]:
 
 - spread: the standard deviation of the position if the unit lives, the root mean square of x and y in sight ranges;
 - age: tanh(steps since the last sight / 8), 0 if never seen;
 - never: 1 if never seen;
 - alive: the probability that the unit lives.
 
-A unit that is seen now, and the agent itself, has (0, 0, 0, 1); a dead observer is told zeros.
+A unit that is seen now, and the agent itself, has (0, 0, 0, 1); a dead observer has zeros.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def nothing(like: Tensor) -> Doubt:
     return Doubt(like.new_zeros(0), like.new_zeros(0))
 
 
-def told(seen: Tensor, missing: Tensor, age: Tensor, doubt: Doubt) -> Tensor:
+def input_columns(seen: Tensor, missing: Tensor, age: Tensor, doubt: Doubt) -> Tensor:
     """Return the field `belief` [..., n, N, 4] at the top of this file.
 
     seen, missing: [..., n, N] bool. age: [..., n, N] int64, steps since the last sight, -1: never; read where missing.

@@ -173,9 +173,9 @@ class InferringReconstructor(Filling):
         self._tokens = torch.where(played[:, None, None, None], after, self._tokens)
         slot, agent = (obs.any(-1) & played[:, None]).nonzero(as_tuple=True)
         made = net.inferred(self._tokens, slot, agent)
-        told = made[torch.arange(len(slot), device=self.device)[:, None], self._others[agent]].flatten(1)
-        stored = torch.zeros((*obs.shape[:2], told.shape[1]), dtype=torch.float16, device=self.device)
-        stored[slot, agent] = told.half()
+        inferred = made[torch.arange(len(slot), device=self.device)[:, None], self._others[agent]].flatten(1)
+        stored = torch.zeros((*obs.shape[:2], inferred.shape[1]), dtype=torch.float16, device=self.device)
+        stored[slot, agent] = inferred.half()
         return Reconstruction({self.field: stored}, obs, self._nothing(obs))
 
     @torch.no_grad()

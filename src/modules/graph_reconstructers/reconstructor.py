@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers import REGISTRY, pretraining
-from omagd.modules.graph_reconstructers.belief import FIELD, nothing, told
+from omagd.modules.graph_reconstructers.belief import FIELD, input_columns, nothing
 from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import SlotHistory
@@ -59,7 +59,7 @@ class Reconstruction:
 
     Attributes:
         fields: what to store with the step, [B, ...] by name: the reconstruction, and `belief` (`belief.py`) if agents
-            are told how sure it is. obs: [B, n, obs_dim] float32, seen features unchanged,
+            read how sure it is. obs: [B, n, obs_dim] float32, seen features unchanged,
             unseen ones predicted. guessed: [B, n, N] bool, unseen nodes (including those predicted dead).
     """
 
@@ -113,7 +113,7 @@ class Reconstructor:
         self._seed = config.seed
         require_one_pretraining(tokenizer, predictor)
         self.seconds, self.calls, self.frames = 0.0, 0, 0
-        self._bf16, self._tells = config.acting_precision == "bf16", config.belief_inputs
+        self._bf16, self._gives_beliefs = config.acting_precision == "bf16", config.belief_inputs
         self.columns = GraphTables(self.layout, self.device)
         self._frozen: tuple[FrozenTokenizer, FrozenPredictor] | None = None
         self._version = -1
@@ -133,7 +133,7 @@ class Reconstructor:
         return "recon" if self.mean else "tokens"
 
     def _frozen_predictor(self) -> FrozenPredictor:
-        return FrozenPredictor(self.predictor, self._bf16, self.layout.position if self._tells else None)
+        return FrozenPredictor(self.predictor, self._bf16, self.layout.position if self._gives_beliefs else None)
 
     def frozen(self) -> tuple[FrozenTokenizer, FrozenPredictor]:
         """Return both modules for acting with their current weights; the same objects until these change."""
@@ -226,7 +226,7 @@ class Reconstructor:
             played = torch.zeros(len(filled), dtype=torch.bool)
             played[slots] = True
             seen = (result[0] != 0).any(-1, keepdim=True) & played[:, None, None] & ~result[1]
-            fields[FIELD] = told(seen, result[1], self._history.ages(torch.from_numpy(now)), doubt)
+            fields[FIELD] = input_columns(seen, result[1], self._history.ages(torch.from_numpy(now)), doubt)
         return Reconstruction(fields, *result)
 
     @torch.no_grad()
@@ -267,8 +267,8 @@ class Reconstructor:
         else:
             obs = obs.clone()
         fields = {self.field: stored}
-        if self._tells:
-            fields[FIELD] = told(seen, missing, history.ages(now), doubt or nothing(obs))
+        if self._gives_beliefs:
+            fields[FIELD] = input_columns(seen, missing, history.ages(now), doubt or nothing(obs))
         history.commit(now)
         return Reconstruction(fields, obs, missing)
 

@@ -33,6 +33,6 @@ class TeamView:
         """Return the completed observations [S, n, obs_dim] of `obs` and `full_obs`, in the same type."""
         seen = self._tables.sight(obs)[0]
         known = seen.flatten(1)[:, self._node].any(-1)
-        told = known[:, self._unit] & seen[..., :1]
+        shared = known[:, self._unit] & seen[..., :1]
         of_features = self._tables.of_nodes
-        return torch.where(of_features(seen), obs, torch.where(of_features(told), full, 0))
+        return torch.where(of_features(seen), obs, torch.where(of_features(shared), full, 0))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.belief import FIELD, Belief, Doubt, told
+from omagd.modules.graph_reconstructers.belief import FIELD, Belief, Doubt, input_columns
 from omagd.modules.graph_reconstructers.filling import Filling
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.modules.graph_reconstructers.sampling import EpisodeNoise, places
@@ -50,7 +50,7 @@ class TrackingReconstructor(Filling):
         assert info.layout is not None
         super().__init__(info.layout, predictor.scale.device)
         self.predictor, self.n_agents = predictor.eval().requires_grad_(False), info.n_agents
-        self._tells, self._seed = config.belief_inputs, config.seed
+        self._gives_beliefs, self._seed = config.belief_inputs, config.seed
         self._draws = config.mask_predictor_config.decode == "sample"
         self._judge = undecided(predictor) if self._draws else predictor
         self._weights = [*predictor.parameters(), *predictor.buffers()]
@@ -133,9 +133,9 @@ class TrackingReconstructor(Filling):
         stored, guessed, belief = self._compiled[1](*given, self._state, self._noise)
         result = torch.from_numpy(filled), torch.from_numpy(guessed)
         fields = {self.field: torch.from_numpy(stored)}
-        if self._tells:
+        if self._gives_beliefs:
             seen = (result[0] != 0).any(-1, keepdim=True) & played[:, None, None] & ~result[1]
-            fields[FIELD] = told(seen, result[1], self._state["age"], self._doubt(belief))
+            fields[FIELD] = input_columns(seen, result[1], self._state["age"], self._doubt(belief))
         return Reconstruction(fields, *result)
 
     def _doubt(self, belief: Belief) -> Doubt:
@@ -161,8 +161,8 @@ class TrackingReconstructor(Filling):
         guesses = torch.zeros_like(nodes)
         guesses[missing] = belief.features
         made = self.filled(obs, self._columns.obs(guesses).half(), missing)
-        if self._tells:
-            made.fields[FIELD] = told(seen, missing, memory.age, self._doubt(belief))
+        if self._gives_beliefs:
+            made.fields[FIELD] = input_columns(seen, missing, memory.age, self._doubt(belief))
         return made, after
 
     def _remember(
