@@ -201,7 +201,7 @@ def test_predicted_classes_and_maps_are_those_of_the_study_files():
 
     main, reserve, controls = map(classes, written.groups())
     assert {**main, **controls} == script.MAPS and reserve == script.RESERVE and set(controls) == set(script.CONTROLS)
-    for name in ("reconstruction_3_agents", "reconstruction_5_agents", "reconstruction_gate"):
+    for name in ("reconstruction_3_agents", "reconstruction_5_agents", "reconstruction_controls", "reconstruction_gate"):
         given = yaml.safe_load((folder / f"{name}.yaml").read_text())
         places = {f"{each.get('env_config', 'skirmish')} {each['map']}" for each in given["environments"].values()}
         assert places <= script.MAPS.keys() | script.RESERVE.keys()
