@@ -18,7 +18,7 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.synced_optimizer import Stats
-from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
+from omagd.modules.graph_reconstructers.filling import Reconstruction
 from omagd.run.training.stages.health import held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes

@@ -231,9 +231,11 @@ def test_weights_that_are_not_finite_reach_no_agent(tmp_path: Path) -> None:
     assert dict(leaves(before)) == dict(leaves(reconstructor.predictor.state_dict()))
 
 
-@pytest.mark.parametrize(("runner", "kind"), [("parallel", "masked"), ("stream", "tracker")])
+@pytest.mark.parametrize(
+    ("runner", "kind", "truth"), [("parallel", "masked", 0.0), ("stream", "tracker", 0.0), ("parallel", "tracker", 0.5)]
+)
 def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
-    runner: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runner: str, kind: str, truth: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
     stages, ended = [], []
@@ -252,13 +254,20 @@ def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
 
     monkeypatch.setattr(Refresh, "run", watched)
     monkeypatch.setattr(StreamRunner, "drain", lambda *args, **more: (ended.append(1), drain(*args, **more))[1])
-    words = (f"local_results_path={tmp_path}", f"runner={runner}", f"mask_predictor_config.kind={kind}")
+    words = (
+        f"local_results_path={tmp_path}",
+        f"runner={runner}",
+        f"mask_predictor_config.kind={kind}",
+        f"truth_all_until={truth}",
+        f"truth_until={truth}",
+    )
     result = omagd.run(config_from([*STAGES, *words]))
     folder = RunFolder(Path(result["folder"]))
     lines = [json.loads(line) for line in folder.metrics_jsonl.read_text().splitlines()]
     logged = [line for line in lines if "refresh/count" in line]
     assert [line["refresh/count"] for line in logged] == list(range(1, len(stages) + 1)) and len(stages) >= 2
-    assert all(60 <= line["t_env"] < 600 for line in logged), "never at the end"
+    first = max(60, truth * 600)  # while the truth is shown, nobody acts with the predictor
+    assert all(first <= line["t_env"] < 600 for line in logged), "never at the end"
     assert all(line["refresh/error_before"] > 0 and "refresh/error" in line for line in logged)
     assert bool(ended) == (runner == "stream")
     files = [folder.pretrained("stage2", best=True), *(folder.step(t) for t in folder.saved_steps())]

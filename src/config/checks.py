@@ -28,7 +28,7 @@ LONGEST_NAME = 200
 
 def check(config: Config) -> None:
     """Check for contradictions. Errors: UserError with key, value and fix, for the first one."""
-    for rule in (_text, _paths, _stages, _reconstruction, _refresh, _playing, _sizes):
+    for rule in (_text, _paths, _stages, _reconstruction, _refresh, _truth, _playing, _sizes):
         rule(config)
 
 
@@ -164,6 +164,28 @@ def _refresh(config: Config) -> None:
     if config.pretrain_only or config.stage not in {"all", "stage3"}:
         why = "pretrain_only=True" if config.pretrain_only else f"reconstructer_stage={config.stage}"
         raise UserError(f"{given}: happens in stage 3, which this run does not have ({why}). Use 0")
+
+
+def _truth(config: Config) -> None:
+    if config.truth_all_until > config.truth_until:
+        raise UserError(
+            f"truth_all_until={config.truth_all_until}: must be at most truth_until={config.truth_until}, where none is"
+            " shown any more"
+        )
+    if not config.truth_until or config.evaluate or config.evaluation_only:
+        return
+    given = f"truth_until={config.truth_until}"
+    predictor = config.mask_predictor_config
+    if not config.use_graph_reconstruction and config.fill_unseen == "none":
+        raise UserError(
+            f"{given}: shows all units in place of guesses, and nothing is guessed. Use --config=omagd_tracker, a"
+            " fill_unseen, or 0"
+        )
+    if config.use_graph_reconstruction and predictor.kind == "masked" and predictor.decode != "mean":
+        raise UserError(
+            f"{given}: mask_predictor_config.decode={predictor.decode} stores codes, which cannot say what is true. Use"
+            " decode=mean"
+        )
 
 
 def _playing(config: Config) -> None:

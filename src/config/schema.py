@@ -184,8 +184,10 @@ class Config(Frozen):
     use_graph_reconstruction: bool  # run stages 1 and 2; agents of stage 3 act on reconstructions
     use_full_obs: bool  # agents see everything: an upper bound, not a method
     use_team_obs: bool  # agents tell one another: each also reads the units that any living ally sees; communication
-    fill_unseen: Literal["none", "last_seen"]  # without a network: what agents do not see stays as they saw it last
+    fill_unseen: Literal["none", "last_seen", "zeros"]  # without a network: units not seen are as seen last, or zeros
     mark_guesses: bool  # add a flag for reconstructed nodes to the agent's input
+    truth_all_until: Unit  # share of t_max until which all training episodes show all units in place of guesses
+    truth_until: Unit  # share of t_max until which ever fewer of them do
     belief_inputs: bool  # add how sure reconstructions are: spread, age of the last sight, probability of being alive
     reconstructer_stage: Stage | None  # stage to run; None: all
     recontructer_stage: Stage | None  # the published spelling of reconstructer_stage
@@ -251,6 +253,17 @@ class Config(Frozen):
         if not self.use_graph_reconstruction:
             return "stage3"
         return self.reconstructer_stage or self.recontructer_stage or "all"
+
+    @property
+    def records_truth(self) -> bool:
+        """Whether stage 3 records what agents do not see."""
+        later = self.reconstructor_refresh > 0 or self.truth_until > 0
+        return self.use_full_obs or self.use_team_obs or later
+
+    def truth_share(self, t_env: int) -> float:
+        """Return the share of training episodes at a step of stage 3 that show all units in place of guesses."""
+        first, last = self.truth_all_until * self.t_max, self.truth_until * self.t_max
+        return 1.0 if t_env < first else 0.0 if t_env >= last else (last - t_env) / (last - first)
 
     @property
     def dealing(self) -> Literal["round_robin", "sharded", "queue"]:

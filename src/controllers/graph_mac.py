@@ -16,6 +16,7 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers import INFERRED, belief, n_inferred
+from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
 
@@ -43,8 +44,10 @@ class NGraphMAC(BasicMAC):
         self._active = np.ones(0, bool)
         self._reads_beliefs = config.belief_inputs and reconstructor is not None
         self._infers = n_inferred(config, info.layout) > 0
+        self._truth: np.ndarray | None = None  # full_obs of this tick, while any slot shows it
         self._draws_units = config.use_graph_reconstruction and config.mask_predictor_config.decode == "sample"
         super().__init__(config, info, device, reconstructor)
+        self._columns = GraphTables(info.layout, self.acting_device)
 
     @classmethod
     def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
@@ -68,6 +71,7 @@ class NGraphMAC(BasicMAC):
     def begin(self, n_slots: int) -> None:
         """Reset the memory to that of B slots, with the reconstructor's history."""
         super().begin(n_slots)
+        self._shown = np.zeros(n_slots, bool)
         if self.reconstructor is not None:
             self.reconstructor.begin(n_slots)
 
@@ -80,11 +84,12 @@ class NGraphMAC(BasicMAC):
     def snapshot(self) -> dict[str, Any]:
         """Return the memory of all slots, with the reconstructor's history."""
         history = {} if self.reconstructor is None else {"history": self.reconstructor.snapshot()}
-        return {**super().snapshot(), **history}
+        return {**super().snapshot(), **history, "shown": self._shown.copy()}
 
     def load_snapshot(self, snapshot: dict[str, Any]) -> None:
         """Restore a `snapshot` of as many slots."""
         super().load_snapshot(snapshot)
+        self._shown = snapshot["shown"].copy() if "shown" in snapshot else np.zeros(len(self._hidden), bool)
         if self.reconstructor is not None:
             self.reconstructor.load_snapshot(snapshot["history"])
 
@@ -93,12 +98,26 @@ class NGraphMAC(BasicMAC):
         self._active = tick.active
         if self._draws_units and self.reconstructor is not None and explore is not None:
             self.reconstructor.renew(tick.active & (tick.step == 0), explore.rng)
+        self._truth = self._shown_truth(tick, explore)
         return super().act(tick, explore)
+
+    def _shown_truth(self, tick: Tick, explore: Exploration | None) -> np.ndarray | None:
+        """Draw which of the episodes that begin show all units; return `full_obs` where any slot does, else None."""
+        begun = tick.active & (tick.step == 0)
+        self._shown[begun] = False
+        if explore is not None and explore.truth > 0 and begun.any():
+            self._shown[begun] = explore.rng.random(int(begun.sum())) < explore.truth
+        return tick.observation.full_obs if self._shown.any() else None
 
     def _build_inputs(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         if self.reconstructor is None:
             return super()._build_inputs(obs, step)
-        made = self.reconstructor.step(obs, step, self._active, self._last_action)
+        if self._truth is None:
+            made = self.reconstructor.step(obs, step, self._active, self._last_action)
+        else:  # what is shown needs no guess, and what an agent remembers of it is never asked for
+            made = self.reconstructor.step(obs, step, self._active & ~self._shown, self._last_action)
+            shown = torch.from_numpy(self._shown & self._active)
+            made = made.with_truth(torch.from_numpy(self._truth), shown, self._columns)
         features = made.obs.to(self.acting_device, self._hidden.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
         beliefs = made.fields[belief.FIELD].to(features) if self._reads_beliefs else None

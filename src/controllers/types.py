@@ -53,13 +53,14 @@ class Decision:
 
 @dataclass
 class Exploration:
-    """How to explore: share of random actions and random generator.
+    """How to explore: share of random actions, random generator, share of episodes that show all units (`truth_until`).
 
     For learners with on-policy data `epsilon` is 0: the policy itself is stochastic.
     """
 
     epsilon: float
     rng: np.random.Generator
+    truth: float = 0.0
 
 
 class Policy(Protocol):

@@ -133,7 +133,7 @@ def replay_bytes(config: Config, info: EnvInfo) -> int:
 
 def replay_spec(config: Config, info: EnvInfo) -> Spec:
     """Return the fields of the episodes that stage 3 stores."""
-    fields = row_fields(info, config.use_full_obs or config.use_team_obs or config.reconstructor_refresh > 0)
+    fields = row_fields(info, config.records_truth)
     return {**fields, **controllers.REGISTRY.get(config.mac).extra_fields(config, info)}
 
 

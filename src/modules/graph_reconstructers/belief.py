@@ -51,6 +51,13 @@ def nothing(like: Tensor) -> Doubt:
     return Doubt(like.new_zeros(0), like.new_zeros(0))
 
 
+def known(alive: Tensor) -> Tensor:
+    """Return the field `belief` [..., n, N, 4] of units that are seen, or known to be dead: alive [..., n, N] bool."""
+    out = torch.zeros((*alive.shape, WIDTH), dtype=torch.float16, device=alive.device)
+    out[..., ALIVE] = alive.half()
+    return out
+
+
 def input_columns(seen: Tensor, missing: Tensor, age: Tensor, doubt: Doubt) -> Tensor:
     """Return the field `belief` [..., n, N, 4] at the top of this file.
 

@@ -1,18 +1,63 @@
-"""What reconstructors share that store features of units, not tokens: the frame of a step, and reading it again."""
+"""What reconstructors return, and what those share that store features of units, not tokens: the frame of a step."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from omagd.config.env_info import EntityLayout
+from omagd.modules.graph_reconstructers.belief import FIELD, known
 from omagd.modules.graph_reconstructers.graphs import GraphTables
-from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """One tick of all slots.
+
+    Attributes:
+        fields: what to store with the step, [B, ...] by name: the reconstruction, and `belief` (`belief.py`) if agents
+            read how sure it is. obs: [B, n, obs_dim] float32, seen features unchanged,
+            unseen ones predicted. guessed: [B, n, N] bool, unseen nodes (including those predicted dead).
+    """
+
+    fields: dict[str, Tensor]
+    obs: Tensor
+    guessed: Tensor
+
+    def among(self, obs: Tensor, slots: Tensor) -> Reconstruction:
+        """Return the result for all of `obs` [B, n, obs_dim], of which this is that of the slot numbers `slots` [P].
+
+        Nothing is guessed in the others: their stored numbers are 0, and ids -1.
+        """
+
+        def spread(part: Tensor) -> Tensor:
+            blank = -1 if part.dtype == torch.int16 else 0
+            return part.new_full((len(obs), *part.shape[1:]), blank).index_copy_(0, slots, part)
+
+        fields = {name: spread(value) for name, value in self.fields.items()}
+        return Reconstruction(fields, obs.index_copy(0, slots, self.obs), spread(self.guessed))
+
+    def with_truth(self, full_obs: Tensor, shown: Tensor, columns: GraphTables) -> Reconstruction:
+        """Return the result with what is true in the slots `shown` [B] bool, where nothing is guessed yet.
+
+        full_obs: [B, n, obs_dim] float32. It is rounded as guesses are, so that learning reads the same bits.
+        """
+        shown, truth = shown.to(self.obs.device)[:, None, None], full_obs.to(self.obs.device)
+        seen, missing = columns.sight(self.obs)
+        living, missing = seen[..., :1], missing & shown
+        features, rounded = columns.of_nodes(missing), truth.half()
+        fields = {**self.fields, "recon": torch.where(features, rounded, self.fields["recon"])}
+        if FIELD in fields:
+            alive = columns.sight(truth)[0] & living
+            fields[FIELD] = torch.where(shown[..., None], known(alive), fields[FIELD])
+        filled = torch.where(features, rounded.to(self.obs.dtype), self.obs)
+        return Reconstruction(fields, filled, self.guessed | missing)
 
 
 class Filling(ABC):

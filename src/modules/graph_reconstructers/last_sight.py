@@ -1,4 +1,4 @@
-"""Reconstruction without a network: a unit that an agent does not see stays as it saw it last (`fill_unseen`)."""
+"""Reconstruction without a network (`fill_unseen`): a unit that is not seen stays as it was seen last, or is zeros."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
-from omagd.modules.graph_reconstructers.filling import Filling
-from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
+from omagd.modules.graph_reconstructers.filling import Filling, Reconstruction
 
 
 class LastSight(Filling):
@@ -52,3 +51,36 @@ class LastSight(Filling):
     def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
         """Continue from a `snapshot` of as many slots."""
         self._last = snapshot["last"].to(self.device).clone()
+
+
+class Zeros(Filling):
+    """Fills in zeros, what an observation shows of such units: nothing. With `truth_until` a baseline of its own.
+
+    Args:
+        info: of an environment with a layout. device: where agents act.
+    """
+
+    def __init__(self, info: EnvInfo, device: torch.device) -> None:
+        assert info.layout is not None
+        super().__init__(info.layout, device)
+
+    def begin(self, n_slots: int) -> None:
+        """Do nothing: there is no memory."""
+
+    def reset(self, which: np.ndarray) -> None:
+        """Do nothing: there is no memory."""
+
+    def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
+        missing = self._columns.sight(obs)[1] & played[:, None, None]
+        return self.filled(obs, torch.zeros_like(obs, dtype=torch.float16), missing)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+    def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
+        """Do nothing: there is no memory."""
+
+
+FILLS: dict[str, type[LastSight | Zeros]] = {"last_seen": LastSight, "zeros": Zeros}
+"""By `fill_unseen`."""

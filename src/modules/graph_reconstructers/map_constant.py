@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.filling import Filling
-from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
+from omagd.modules.graph_reconstructers.filling import Filling, Reconstruction
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config, MaskPredictorConfig
 from omagd.modules.graph_reconstructers import INFERRED
-from omagd.modules.graph_reconstructers.filling import Filling
+from omagd.modules.graph_reconstructers.filling import Filling, Reconstruction
 from omagd.modules.graph_reconstructers.predictor import sinusoidal
-from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.kernels.linear import FastLinear
 from omagd.modules.kernels.transformer import attend, dropout

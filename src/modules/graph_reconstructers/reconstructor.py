@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +23,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers import REGISTRY, pretraining
 from omagd.modules.graph_reconstructers.belief import FIELD, input_columns, nothing
+from omagd.modules.graph_reconstructers.filling import Reconstruction
 from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import SlotHistory
@@ -51,34 +51,6 @@ KINDS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 }
 EARLIER = {"mask_predictor_config.kind": "masked"}
 """Values of keys that files of earlier versions do not have."""
-
-
-@dataclass(frozen=True)
-class Reconstruction:
-    """One tick of all slots.
-
-    Attributes:
-        fields: what to store with the step, [B, ...] by name: the reconstruction, and `belief` (`belief.py`) if agents
-            read how sure it is. obs: [B, n, obs_dim] float32, seen features unchanged,
-            unseen ones predicted. guessed: [B, n, N] bool, unseen nodes (including those predicted dead).
-    """
-
-    fields: dict[str, Tensor]
-    obs: Tensor
-    guessed: Tensor
-
-    def among(self, obs: Tensor, slots: Tensor) -> Reconstruction:
-        """Return the result for all of `obs` [B, n, obs_dim], of which this is that of the slot numbers `slots` [P].
-
-        Nothing is guessed in the others: their stored numbers are 0, and ids -1.
-        """
-
-        def spread(part: Tensor) -> Tensor:
-            blank = -1 if part.dtype == torch.int16 else 0
-            return part.new_full((len(obs), *part.shape[1:]), blank).index_copy_(0, slots, part)
-
-        fields = {name: spread(value) for name, value in self.fields.items()}
-        return Reconstruction(fields, obs.index_copy(0, slots, self.obs), spread(self.guessed))
 
 
 class Reconstructor:

@@ -19,8 +19,7 @@ from torch import Tensor
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.belief import FIELD, Belief, Doubt, input_columns
-from omagd.modules.graph_reconstructers.filling import Filling
-from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
+from omagd.modules.graph_reconstructers.filling import Filling, Reconstruction
 from omagd.modules.graph_reconstructers.sampling import EpisodeNoise, places
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.graph_reconstructers.tracker import Memory, Tracker

@@ -30,7 +30,7 @@ from omagd.modules import agents, mixers
 from omagd.modules import graph_reconstructers as reconstructers
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.entity_agents import EntityAgent
-from omagd.modules.graph_reconstructers.last_sight import LastSight
+from omagd.modules.graph_reconstructers.last_sight import FILLS
 from omagd.modules.graph_reconstructers.reconstructor import check, require_one_pretraining
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.checkpointer import Checkpointer
@@ -311,8 +311,8 @@ def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None
 def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules | None) -> MAC:
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
     reconstructor: Any = None
-    if config.fill_unseen == "last_seen" and info.layout is not None:
-        reconstructor = LastSight(info, torch.device("cpu") if config.cpu_inference else device)
+    if config.fill_unseen != "none" and info.layout is not None:
+        reconstructor = FILLS[config.fill_unseen](info, torch.device("cpu") if config.cpu_inference else device)
     if config.use_graph_reconstruction and pretrained is not None:
         assert pretrained.predictor is not None
         frozen: tuple[Any, ...] = pretrained.tokenizer, pretrained.predictor

@@ -41,6 +41,9 @@ from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch
 
+MEASURED = 128
+"""Most episodes, over all ranks, on which a refresh is measured: the battles of a team are long, and refreshes many."""
+
 LOGGED = (
     "graph_loss", "error_all", "recall_alive", "recall_absent", "error", "ratio_simple", "ratio_ridge",
     "error_allies", "error_allies_mean",
@@ -106,7 +109,7 @@ class Refresh:
         """
         config, replay = self.session.config, self._replay
         # Whole rounds of all slots, as in stage 2: the last episodes of a round are its longest.
-        newest = self.session.rounds(config.graph_pretrain_eval_episodes) * self.session.env.n_slots
+        newest = self.session.rounds(min(MEASURED, config.graph_pretrain_eval_episodes)) * self.session.env.n_slots
         learned_from = len(replay) - min(newest, len(replay) // 2)
         measured_on = self._batch(range(learned_from, len(replay)) if learned_from < len(replay) else [0])
         before, trained = self._measured(measured_on), Metrics()

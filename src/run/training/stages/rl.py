@@ -206,16 +206,15 @@ class RLStage(Stage):
         """Play one iteration of the runner and store it."""
         if self.maps is not None:
             self.maps.begin()
-        runner = self.session.runners["train"]
-        truth = self.mac.wants_full_obs or self.refresh is not None
-        rollout = runner.collect(self.mac, explore=explore, full_obs=truth)
+        truth = self.mac.wants_full_obs or self.session.config.records_truth
+        rollout = self.session.runners["train"].collect(self.mac, explore=explore, full_obs=truth)
         if self.maps is not None:
             self.maps.played(rollout.log)
         self._store(rollout)
 
     def _exploration(self) -> Exploration:
         epsilon = self.schedule.value(self.clock.t_env) if self.data.explores else 0.0
-        return Exploration(epsilon, self.rng("explore"))
+        return Exploration(epsilon, self.rng("explore"), self.session.config.truth_share(self.clock.t_env))
 
     def _store(self, rollout: Rollout) -> None:
         """Store the episodes of a rollout and add its metrics."""
@@ -291,7 +290,8 @@ class RLStage(Stage):
             self._count()
 
     def _is_due(self, refresh: Refresh) -> bool:
-        return self._ready and not self.done() and refresh.due(self.clock.t_env)
+        acts = self.session.config.truth_share(self.clock.t_env) < 1  # else no agent acts with the predictor
+        return self._ready and not self.done() and acts and refresh.due(self.clock.t_env)
 
     def refresh_predictor(self) -> None:
         """Train the predictor on the team's episodes; those in flight are finished with the weights of before."""
