@@ -19,7 +19,7 @@ from many_runs import make_run
 from omagd.run.analysis.contrasts import final_tests, mean_heights
 from omagd.run.analysis.groups import Group
 from omagd.run.analysis.runs import Run, load
-from omagd.run.analysis.verdicts import verdict
+from omagd.run.analysis.verdicts import SIMPLE, verdict
 from omagd.run.studies.executors import Job
 from omagd.run.studies.results import append, line_of
 from omagd.run.watch.recording import Recording
@@ -55,7 +55,8 @@ def arms(seeds: int = 6, early: float = 0.0, **middles: float) -> list[Group]:
     ]
 
 
-GOOD = {"baseline": 0.2, "last_seen": 0.22, "map_constant": 0.24, "omagd": 0.5, "full_obs": 0.7}
+GOOD = {"baseline": 0.2, "last_seen": 0.22, "map_constant": 0.24, "baseline_truth": 0.21, "map_constant_truth": 0.23,
+        "omagd": 0.5, "full_obs": 0.7}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,7 @@ GOOD = {"baseline": 0.2, "last_seen": 0.22, "map_constant": 0.24, "omagd": 0.5, 
         ({"omagd": 0.44}, 6, "does not hold", "closes 0.48"),
         ({"last_seen": 0.495}, 6, "does not hold", "`omagd` - `last_seen` = 0.01 [-0.02"),
         ({"map_constant": 0.51}, 6, "does not hold", "`omagd` - `map_constant` = -0.01"),
+        ({"map_constant_truth": 0.51}, 6, "does not hold", "`omagd` - `map_constant_truth` = -0.01"),
         ({"map_constant": None, "full_obs": None}, 6, "open", "Not run yet: `full_obs`, `map_constant`."),
         ({"full_obs": 0.19}, 6, "does not hold", "There is no gap: `full_obs` - `baseline` = -0.01"),
     ],
@@ -93,11 +95,11 @@ def test_a_verdict_has_the_numbers_of_an_independent_bootstrap():
         ((iqm(scores["omagd"]) - low) / (high - low),
          (drawn["omagd"] - drawn["baseline"]) / (drawn["full_obs"] - drawn["baseline"])),
         *((iqm(scores["omagd"]) - iqm(scores[other]), drawn["omagd"] - drawn[other])
-          for other in ("last_seen", "map_constant")),
+          for other in SIMPLE),
     ]  # fmt: skip
     why = verdict(groups, MAP, "b").why
     found = [list(map(float, each)) for each in re.findall(r"(-?\d\.\d\d) \[(-?\d\.\d\d), (-?\d\.\d\d)\]", why)]
-    assert len(found) == 3
+    assert len(found) == 1 + len(SIMPLE)
     for (value, *ends), (true, samples) in zip(found, expected, strict=True):
         assert value == pytest.approx(true, abs=0.0051)
         assert ends == pytest.approx(np.percentile(samples, [2.5, 97.5]), abs=0.02)
@@ -201,7 +203,12 @@ def test_predicted_classes_and_maps_are_those_of_the_study_files():
 
     main, reserve, controls = map(classes, written.groups())
     assert {**main, **controls} == script.MAPS and reserve == script.RESERVE and set(controls) == set(script.CONTROLS)
-    for name in ("reconstruction_3_agents", "reconstruction_5_agents", "reconstruction_controls", "reconstruction_gate"):
+    for name in (
+        "reconstruction_3_agents",
+        "reconstruction_5_agents",
+        "reconstruction_controls",
+        "reconstruction_gate",
+    ):
         given = yaml.safe_load((folder / f"{name}.yaml").read_text())
         places = {f"{each.get('env_config', 'skirmish')} {each['map']}" for each in given["environments"].values()}
         assert places <= script.MAPS.keys() | script.RESERVE.keys()
@@ -325,7 +332,7 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     assert "| all | 900 | 0.100 | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
     assert "| reconstruction | 0.250 [0.200, 0.300] | 0.500 [0.400, 0.600] |" in page
     assert "**Holds.** Error at most 0.33 of the best simple guess" in page
-    assert f"43 runs, 4.3 core-hours.\n- Commits: `{'ab' * 6}` (43 runs)." in page
+    assert f"53 runs, 5.3 core-hours.\n- Commits: `{'ab' * 6}` (53 runs)." in page
     assert (
         "class b: holds.** `omagd` closes 0.60 [" in readme
         and "- `last_seen` =" not in readme

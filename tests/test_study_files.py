@@ -11,7 +11,17 @@ from omagd.envs.factory import described_env, make_env
 from omagd.run.studies.spec import config_of, load
 
 FILES = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "studies").glob("*.yaml"))
-READS = {"name", "use_full_obs", "use_team_obs", "fill_unseen", "use_graph_reconstruction", "agent", "learner"}
+READS = {
+    "name",
+    "truth_all_until",
+    "truth_until",
+    "use_full_obs",
+    "use_team_obs",
+    "fill_unseen",
+    "use_graph_reconstruction",
+    "agent",
+    "learner",
+}
 OF_PREDICTORS = ("graph_", "reconstructor_refresh", "tokenizer_config", "mask_predictor_config")
 
 

@@ -38,7 +38,10 @@ DATA = PAGE.with_suffix("")
 LEFT_OUT = ("reconstruction_gate", "reconstruction_short")
 BATTLE, BELIEFS_PICTURE = "battle.json.gz", "beliefs.png"
 
-ARMS = ("ff", "baseline", "last_seen", "map_constant", "team_obs", "omagd", "full_obs", "ma2e")
+ARMS = (
+    "ff", "baseline", "last_seen", "map_constant", "team_obs", "omagd", "full_obs", "ma2e", "baseline_truth",
+    "map_constant_truth",
+)  # fmt: skip
 """Order of the arms, which gives their colours."""
 
 MAPS: dict[str, Kind] = {

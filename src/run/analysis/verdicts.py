@@ -23,7 +23,7 @@ from omagd.run.analysis.contrasts import LOWER, METRIC, UPPER, final_tests, mean
 from omagd.run.analysis.groups import Group
 from omagd.run.analysis.statistics import FEW_SEEDS, Interval, difference, gap_share, iqm
 
-METHOD, SIMPLE = "omagd", ("last_seen", "map_constant")
+METHOD, SIMPLE = "omagd", ("last_seen", "map_constant", "baseline_truth", "map_constant_truth")
 LEAST = 0.5
 REACHED = 0.9
 """Share of the baseline's last test that a learner has to reach: its steps are given beside the verdict of class a."""
