@@ -294,8 +294,6 @@ def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
 
 NO_REFRESH = {
     "use_graph_reconstruction=False": "has no predictor",
-    "pretrain_only=True": r"happens in stage 3, which this run does not have \(pretrain_only=True\)",
-    "reconstructer_stage=stage1": r"this run does not have \(reconstructer_stage=stage1\)",
     "mask_predictor_config.kind=map_constant": "kind=map_constant is not trained by updates",
     "runner=resident": "does not work with runner=resident",
     "runner=ticks": "does not work with runner=ticks",

@@ -18,6 +18,7 @@ from omagd.envs.factory import make_env
 from omagd.modules.graph_reconstructers.belief import ALIVE
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.last_sight import LastSight
+from omagd.run.checkpoint.whole_state import whole_state
 from omagd.run.cli.preflight import preflight
 from omagd.run.training.build import PretrainedModules, build_mac, new_predictor, new_tokenizer
 from omagd.runners import REGISTRY as RUNNERS
@@ -31,6 +32,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeros": ("fog_baseline", {"fill_unseen": "zeros"}),
     "last seen": ("fog_last_seen", {}),
     "masked": ("omagd_small", {"belief_inputs": True}),
+    "map constant": ("fog_map_constant", {}),
+    "drawn": ("omagd_tracker", {"mask_predictor_config.decode": "sample"}),
     "tracker": ("omagd_tracker", {"belief_inputs": True}),
     "graphs": ("omagd_small", {"mac": "gnn_graph_mac", "agent": "gnn_rnn", "gnn_hidden_dim": 8}),
 }
@@ -162,7 +165,7 @@ def test_training_shows_all_units_in_all_episodes_then_in_ever_fewer(tmp_path: P
     assert [share for _, share in shares] == pytest.approx(wanted)
     assert shares[0] == (0, 1.0) and shares[-1][1] == 0.0 and any(0 < share < 1 for _, share in shares)
     card = json.loads((Path(summary["folder"]) / "card.json").read_text())
-    assert "truth_until" in json.dumps(card)
+    assert card["told"]["settings"]["truth_until"] == 0.6
 
 
 @pytest.mark.parametrize(("preset", "changes", "message"), [
@@ -177,3 +180,24 @@ def test_training_shows_all_units_in_all_episodes_then_in_ever_fewer(tmp_path: P
 def test_what_does_not_go_with_it_is_rejected(preset: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         preflight(resolve(preset, "skirmish", {"truth_until": 0.5, **changes}))
+
+
+@pytest.mark.parametrize(
+    "words", [{"pretrain_only": True}, {"reconstructer_stage": "stage2"}, {"truth_until": 0.0}], ids=str
+)
+def test_a_preset_that_shows_the_truth_also_trains_its_predictor_alone(words: dict[str, Any]) -> None:
+    config = resolve("omagd_tracker", "skirmish", {"env_args.map_name": MAP, **words})
+    assert preflight(config) is not None or config.truth_share(0.0) in (0.0, 1.0)
+    assert config.truth_until or config.truth_share(0.0) == 0.0
+
+
+@pytest.mark.processes
+def test_a_state_whose_replay_holds_no_truth_cannot_go_on_with_it(tmp_path: Path) -> None:
+    values = {**SMALL, "run": "default", "t_max": 60, "batch_size_run": 2, "batch_size": 2, "test_nepisode": 2,
+              "test_interval": 10**6, "env_args.map_name": MAP, "local_results_path": str(tmp_path)}  # fmt: skip
+    first = omagd.run(resolve("fog_last_seen", "skirmish", {**values, "truth_until": 0.9}))
+    lines = [json.loads(line) for line in (Path(first["folder"]) / "metrics.jsonl").read_text().splitlines()]
+    assert any(0 < line["truth"] <= 1 for line in lines if "truth" in line)
+    given = {**values, "t_max": 200, "checkpoint_path": f"{first['folder']}/checkpoints"}
+    with pytest.raises(UserError, match="a state with truth_until=0.9, not 0.0"):
+        whole_state(resolve("fog_last_seen", "skirmish", given), id)

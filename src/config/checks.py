@@ -155,25 +155,25 @@ def _predictor(predictor: MaskPredictorConfig) -> None:
         )
 
 
+def _trains_agents(config: Config) -> bool:
+    """Return whether the run has a stage 3 that trains; presets set keys of it that other runs do not read."""
+    return not (config.evaluate or config.evaluation_only or config.pretrain_only) and config.stage in {"all", "stage3"}
+
+
 def _refresh(config: Config) -> None:
-    if not config.reconstructor_refresh or config.evaluate or config.evaluation_only:
-        return
-    given = f"reconstructor_refresh={config.reconstructor_refresh}"
-    if not config.use_graph_reconstruction:
+    if config.reconstructor_refresh and _trains_agents(config) and not config.use_graph_reconstruction:
+        given = f"reconstructor_refresh={config.reconstructor_refresh}"
         raise UserError(f"{given}: use_graph_reconstruction=False has no predictor. Use --config=omagd_small, or 0")
-    if config.pretrain_only or config.stage not in {"all", "stage3"}:
-        why = "pretrain_only=True" if config.pretrain_only else f"reconstructer_stage={config.stage}"
-        raise UserError(f"{given}: happens in stage 3, which this run does not have ({why}). Use 0")
 
 
 def _truth(config: Config) -> None:
+    if not config.truth_until or not _trains_agents(config):
+        return
     if config.truth_all_until > config.truth_until:
         raise UserError(
             f"truth_all_until={config.truth_all_until}: must be at most truth_until={config.truth_until}, where none is"
-            " shown any more"
+            " shown any more. Give a larger truth_until, or truth_all_until=0"
         )
-    if not config.truth_until or config.evaluate or config.evaluation_only:
-        return
     given = f"truth_until={config.truth_until}"
     predictor = config.mask_predictor_config
     if not config.use_graph_reconstruction and config.fill_unseen == "none":

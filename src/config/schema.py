@@ -186,8 +186,8 @@ class Config(Frozen):
     use_team_obs: bool  # agents tell one another: each also reads the units that any living ally sees; communication
     fill_unseen: Literal["none", "last_seen", "zeros"]  # without a network: units not seen are as seen last, or zeros
     mark_guesses: bool  # add a flag for reconstructed nodes to the agent's input
-    truth_all_until: Unit  # share of t_max until which all training episodes show all units in place of guesses
-    truth_until: Unit  # share of t_max until which ever fewer of them do
+    truth_all_until: Unit  # share of the steps until which all training episodes show all units in place of guesses
+    truth_until: Unit  # share of the steps until which ever fewer of them do; 0: never any
     belief_inputs: bool  # add how sure reconstructions are: spread, age of the last sight, probability of being alive
     reconstructer_stage: Stage | None  # stage to run; None: all
     recontructer_stage: Stage | None  # the published spelling of reconstructer_stage
@@ -260,10 +260,10 @@ class Config(Frozen):
         later = self.reconstructor_refresh > 0 or self.truth_until > 0
         return self.use_full_obs or self.use_team_obs or later
 
-    def truth_share(self, t_env: int) -> float:
-        """Return the share of training episodes at a step of stage 3 that show all units in place of guesses."""
-        first, last = self.truth_all_until * self.t_max, self.truth_until * self.t_max
-        return 1.0 if t_env < first else 0.0 if t_env >= last else (last - t_env) / (last - first)
+    def truth_share(self, progress: float) -> float:
+        """Return the share of training episodes that show all units, after the share `progress` of stage 3's steps."""
+        first, last = self.truth_all_until, self.truth_until
+        return 0.0 if progress >= last else 1.0 if progress < first else (last - progress) / (last - first)
 
     @property
     def dealing(self) -> Literal["round_robin", "sharded", "queue"]:

@@ -92,6 +92,7 @@ def _unlike(config: Config, found: Checkpoint) -> str:
         "group_size": 1,
         "n_starts": None,
         "reconstructor_refresh": 0,
+        "truth_until": 0.0,
         **read_entry(RunFolder(found.path.parents[1]).config_json),
     }
     if found.manifest["stage"] != "stage3" or "learner" not in theirs:
@@ -102,6 +103,7 @@ def _unlike(config: Config, found: Checkpoint) -> str:
         "group_size": theirs["group_size"] != config.group_size,
         "n_starts": (theirs["n_starts"] is None) != (config.n_starts is None),
         "reconstructor_refresh": bool(theirs["reconstructor_refresh"]) != bool(config.reconstructor_refresh),
+        "truth_until": bool(theirs["truth_until"]) != bool(config.truth_until),  # replays hold full_obs, or not
     }
     return next((f"{key}={theirs[key]}, not {getattr(config, key)}" for key, other in differs.items() if other), "")
 

@@ -42,7 +42,7 @@ from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch
 
 MEASURED = 128
-"""Most episodes, over all ranks, on which a refresh is measured: the battles of a team are long, and refreshes many."""
+"""Episodes over all ranks, rounded up to rounds of all slots, on which a refresh is measured at most: to be quick."""
 
 LOGGED = (
     "graph_loss", "error_all", "recall_alive", "recall_absent", "error", "ratio_simple", "ratio_ridge",

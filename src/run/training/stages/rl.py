@@ -74,8 +74,7 @@ class RLStage(Stage):
         self._video: Recording | None = None  # of a test, to be shown with its log
         self._collected = [0, 0]  # steps and episodes of this rank since the last count
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
-        self._ready = False
-        self._deal = ""
+        self._ready, self._deal = False, ""
         self._bar: Progress | None = None
         self._stopwatch = Stopwatch()
         self._since = (time.monotonic(), 0)
@@ -93,8 +92,8 @@ class RLStage(Stage):
             Task("log", self._something_to_log, self.write_log),
             Task("save", lambda: save.due(self.clock.t_env) or self.done(), self.save),
         ]
-        for name, attribute in {"last_test": "last_test", "best": "best", "ready": "_ready"}.items():
-            self.register(name, Attribute(self, attribute))
+        for name in ("last_test", "best", "_ready"):
+            self.register(name.strip("_"), Attribute(self, name))
         self.register("opponents", self.opponents)  # after the clock, from which its level follows
         self.register("seconds", self._stopwatch)
         if (refresh := self.refresh) is not None:
@@ -184,8 +183,7 @@ class RLStage(Stage):
 
     def collect(self) -> None:
         """Play one iteration of the runner, or as many as an on-policy batch needs, and store the episodes."""
-        explore = self._exploration()
-        self._tested_now = self._best_now = False
+        explore, self._tested_now, self._best_now = self._exploration(), False, False
         if self.groups is not None:
             self.groups.data.begin()
         if self.maps is not None:
@@ -199,22 +197,24 @@ class RLStage(Stage):
         if self.groups is not None:
             self.played.add(self.groups.data.stats())
         self.session.say_first_episodes()
-        epsilon = {"epsilon": (explore.epsilon, 1.0)} if self.data.explores else {}
-        self.played.add({**epsilon, **self.opponents.stats()})
+        said = {"epsilon": self.data.explores, "truth": self.session.config.truth_until > 0}
+        shown = {key: (getattr(explore, key), 1.0) for key, known in said.items() if known}
+        self.played.add(shown | self.opponents.stats())
 
     def _play(self, explore: Exploration) -> None:
         """Play one iteration of the runner and store it."""
         if self.maps is not None:
             self.maps.begin()
-        truth = self.mac.wants_full_obs or self.session.config.records_truth
-        rollout = self.session.runners["train"].collect(self.mac, explore=explore, full_obs=truth)
+        runner, truth = self.session.runners["train"], self.mac.wants_full_obs or self.session.config.records_truth
+        rollout = runner.collect(self.mac, explore=explore, full_obs=truth)
         if self.maps is not None:
             self.maps.played(rollout.log)
         self._store(rollout)
 
     def _exploration(self) -> Exploration:
         epsilon = self.schedule.value(self.clock.t_env) if self.data.explores else 0.0
-        return Exploration(epsilon, self.rng("explore"), self.session.config.truth_share(self.clock.t_env))
+        truth = self.session.config.truth_share(self.clock.t_env / self._end())
+        return Exploration(epsilon, self.rng("explore"), truth)
 
     def _store(self, rollout: Rollout) -> None:
         """Store the episodes of a rollout and add its metrics."""
@@ -290,8 +290,7 @@ class RLStage(Stage):
             self._count()
 
     def _is_due(self, refresh: Refresh) -> bool:
-        acts = self.session.config.truth_share(self.clock.t_env) < 1  # else no agent acts with the predictor
-        return self._ready and not self.done() and acts and refresh.due(self.clock.t_env)
+        return self._ready and not self.done() and self._exploration().truth < 1 and refresh.due(self.clock.t_env)
 
     def refresh_predictor(self) -> None:
         """Train the predictor on the team's episodes; those in flight are finished with the weights of before."""
