@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graph_toys import INFO, LAYOUT, believing, toy_config, toy_episodes
+from graph_toys import INFO, LAYOUT, believing, noting, toy_config, toy_episodes
 
 from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration
@@ -137,15 +137,7 @@ def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
         for value in modules.predictor.parameters():
             torch.nn.init.normal_(value, std=0.2, generator=torch.Generator().manual_seed(len(value)))
     mac: Any = build_mac(config, env.info, CPU, modules)
-    told: set[bytes] = set()
-    build = mac._build_inputs
-
-    def noted(obs: Any, step: Any) -> Any:
-        inputs, extras = build(obs, step)
-        told.update(marks_of(inputs))
-        return inputs, extras
-
-    mac._build_inputs = noted
+    told = noting(mac, marks_of)
     plays, episodes = RUNNERS.get(runner)(env, config, env.info, EpisodeSeeds(1, "train")), []
     while len(episodes) < 3:
         explore = Exploration(1.0, np.random.default_rng(0))

@@ -342,8 +342,8 @@ def test_kernels_compute_what_torch_computes(decode: str, monkeypatch: Any) -> N
         shown = obs_to_nodes(wanted.obs, LAYOUT)[wanted.guessed]
         taken, dead = ~shown.any(-1), dead + int((~shown.any(-1)).sum())
         assert torch.equal(~obs_to_nodes(ours.obs, LAYOUT)[ours.guessed].any(-1), taken)
-        seen = torch.where(both[0]._columns.of_nodes(ours.guessed), 0.0, ours.obs)
-        assert torch.equal(seen, torch.where(both[0]._columns.of_nodes(ours.guessed), 0.0, obs))
+        seen = torch.where(both[0].columns.of_nodes(ours.guessed), 0.0, ours.obs)
+        assert torch.equal(seen, torch.where(both[0].columns.of_nodes(ours.guessed), 0.0, obs))
         for name, value in wanted.fields.items():
             assert ours.fields[name].dtype == value.dtype
             torch.testing.assert_close(ours.fields[name].float(), value.float(), rtol=2e-3, atol=2e-4)

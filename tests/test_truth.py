@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from graph_toys import noting
 from q_toys import SMALL
 
 import omagd
@@ -63,15 +64,7 @@ def rows_of(inputs: Any) -> set[bytes]:
 def played(way: str, runner: str, truth: float) -> tuple[Any, Any, set[bytes]]:
     """Return a controller, a batch of episodes that it has played, and what its agents acted on, row by row."""
     mac, config, env = controller(way, runner)
-    acted: set[bytes] = set()
-    build = mac._build_inputs
-
-    def noted(obs: Any, step: Any) -> Any:
-        inputs, extras = build(obs, step)
-        acted.update(rows_of(inputs))
-        return inputs, extras
-
-    mac._build_inputs = noted
+    acted = noting(mac, rows_of)
     plays, episodes = RUNNERS.get(runner)(env, config, env.info, EpisodeSeeds(1, "train")), []
     explore = Exploration(1.0, np.random.default_rng(3), truth)
     while len(episodes) < 12:

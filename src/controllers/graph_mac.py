@@ -16,7 +16,6 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers import INFERRED, belief, n_inferred
-from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
 
@@ -47,7 +46,6 @@ class NGraphMAC(BasicMAC):
         self._truth: np.ndarray | None = None  # full_obs of this tick, while any slot shows it
         self._draws_units = config.use_graph_reconstruction and config.mask_predictor_config.decode == "sample"
         super().__init__(config, info, device, reconstructor)
-        self._columns = GraphTables(info.layout, self.acting_device)
 
     @classmethod
     def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
@@ -117,7 +115,7 @@ class NGraphMAC(BasicMAC):
         else:  # what is shown needs no guess, and what an agent remembers of it is never asked for
             made = self.reconstructor.step(obs, step, self._active & ~self._shown, self._last_action)
             shown = torch.from_numpy(self._shown & self._active)
-            made = made.with_truth(torch.from_numpy(self._truth), shown, self._columns)
+            made = made.with_truth(torch.from_numpy(self._truth), shown, self.reconstructor.columns)
         features = made.obs.to(self.acting_device, self._hidden.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
         beliefs = made.fields[belief.FIELD].to(features) if self._reads_beliefs else None

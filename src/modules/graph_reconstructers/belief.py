@@ -64,9 +64,8 @@ def input_columns(seen: Tensor, missing: Tensor, age: Tensor, doubt: Doubt) -> T
     seen, missing: [..., n, N] bool. age: [..., n, N] int64, steps since the last sight, -1: never; read where missing.
     doubt: of the missing nodes in their order.
     """
-    out = torch.zeros((*seen.shape, WIDTH), dtype=doubt.spread.dtype, device=seen.device)
-    out[..., ALIVE] = seen.to(out.dtype)
+    out = known(seen)
     past = age[missing]
     columns = [doubt.spread, (past.clamp(min=0) / AGE_SCALE).tanh(), past < 0, 1 - doubt.p_dead]
     out[missing] = torch.stack([column.to(out.dtype) for column in columns], dim=-1)
-    return out.half()
+    return out

@@ -67,7 +67,8 @@ class Filling(ABC):
         layout: of the observations. device: where agents act.
 
     Attributes:
-        seconds, calls, frames: time spent in `step`, its calls, and agents' views with a missing node.
+        columns: where units are in observations. seconds, calls, frames: time spent in `step`, its calls, and agents'
+            views with a missing node.
     """
 
     field = "recon"
@@ -75,7 +76,7 @@ class Filling(ABC):
     def __init__(self, layout: EntityLayout, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self.seconds, self.calls, self.frames = 0.0, 0, 0
-        self._columns = GraphTables(layout, device)
+        self.columns = GraphTables(layout, device)
 
     @torch.inference_mode()
     def step(
@@ -109,7 +110,7 @@ class Filling(ABC):
 
     def filled(self, obs: Tensor, stored: Tensor, missing: Tensor) -> Reconstruction:
         """Return obs [B, n, obs_dim] with the features `stored`, float16, of the nodes `missing` [B, n, N]."""
-        hidden = self._columns.of_nodes(missing)
+        hidden = self.columns.of_nodes(missing)
         return Reconstruction({self.field: stored}, torch.where(hidden, stored.to(obs.dtype), obs), missing)
 
     @torch.no_grad()
@@ -119,6 +120,6 @@ class Filling(ABC):
         data: `obs` and the field that `step` asked to store.
         """
         obs = data["obs"]
-        columns = self._columns if obs.device == self.device else GraphTables(self.layout, obs.device)
+        columns = self.columns if obs.device == self.device else GraphTables(self.layout, obs.device)
         missing = columns.sight(obs)[1]
         return torch.where(columns.of_nodes(missing), data[self.field].to(obs.dtype), obs), missing

@@ -37,11 +37,11 @@ class LastSight(Filling):
         self._last[torch.as_tensor(which, device=self.device)] = 0
 
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
-        seen, missing = self._columns.sight(obs)
+        seen, missing = self.columns.sight(obs)
         active = played[:, None, None]
         seen, missing = seen & active, missing & active
-        self._last = torch.where(self._columns.of_nodes(seen), obs, self._last)
-        stored = torch.where(self._columns.of_nodes(missing), self._last, 0).half()
+        self._last = torch.where(self.columns.of_nodes(seen), obs, self._last)
+        stored = torch.where(self.columns.of_nodes(missing), self._last, 0).half()
         return self.filled(obs, stored, missing)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class Zeros(Filling):
         """Do nothing: there is no memory."""
 
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
-        missing = self._columns.sight(obs)[1] & played[:, None, None]
+        missing = self.columns.sight(obs)[1] & played[:, None, None]
         return self.filled(obs, torch.zeros_like(obs, dtype=torch.float16), missing)
 
     def snapshot(self) -> dict[str, Tensor]:

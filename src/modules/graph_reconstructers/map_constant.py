@@ -64,15 +64,15 @@ class MapConstantReconstructor(Filling):
 
     def begin(self, n_slots: int) -> None:
         """Use the current table: of each step the observations [n, obs_dim] in which every other unit is filled in."""
-        self._filled = self._columns.obs(self.predictor.table.permute(2, 0, 1, 3)).half()
+        self._filled = self.columns.obs(self.predictor.table.permute(2, 0, 1, 3)).half()
 
     def reset(self, which: np.ndarray) -> None:
         """Nothing to forget."""
 
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
-        missing = self._columns.sight(obs)[1] & played[:, None, None]
+        missing = self.columns.sight(obs)[1] & played[:, None, None]
         filled = self._filled[now.clamp(max=len(self._filled) - 1)]
-        return self.filled(obs, torch.where(self._columns.of_nodes(missing), filled, 0.0), missing)
+        return self.filled(obs, torch.where(self.columns.of_nodes(missing), filled, 0.0), missing)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return nothing: slots have no state."""

@@ -145,8 +145,8 @@ class TrackingReconstructor(Filling):
         self, obs: Tensor, now: Tensor, actions: Tensor, state: dict[str, Tensor], slots: Tensor | None
     ) -> tuple[Reconstruction, dict[str, Tensor]]:
         """Return the reconstruction of obs [P, n, obs_dim] at steps `now` [P] of slots [P], and the state after it."""
-        tracker, (seen, missing) = self.predictor, self._columns.sight(obs)
-        nodes = self._columns.nodes(obs)
+        tracker, (seen, missing) = self.predictor, self.columns.sight(obs)
+        nodes = self.columns.nodes(obs)
         memory, drift = self._remember(nodes, now, actions, seen, missing, state)
         x, base, known = tracker.encode(memory, drift)
         hidden = tracker.gru.step(x.flatten(0, 1), state["hidden"].flatten(0, 1)).view(x.shape)
@@ -159,7 +159,7 @@ class TrackingReconstructor(Filling):
             belief = self._noise.drawn(belief, places(missing, slots), tracker.bounds)
         guesses = torch.zeros_like(nodes)
         guesses[missing] = belief.features
-        made = self.filled(obs, self._columns.obs(guesses).half(), missing)
+        made = self.filled(obs, self.columns.obs(guesses).half(), missing)
         if self._gives_beliefs:
             made.fields[FIELD] = input_columns(seen, missing, memory.age, self._doubt(belief))
         return made, after

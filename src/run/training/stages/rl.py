@@ -92,8 +92,8 @@ class RLStage(Stage):
             Task("log", self._something_to_log, self.write_log),
             Task("save", lambda: save.due(self.clock.t_env) or self.done(), self.save),
         ]
-        for name in ("last_test", "best", "_ready"):
-            self.register(name.strip("_"), Attribute(self, name))
+        for name, attribute in {"last_test": "last_test", "best": "best", "ready": "_ready"}.items():
+            self.register(name, Attribute(self, attribute))
         self.register("opponents", self.opponents)  # after the clock, from which its level follows
         self.register("seconds", self._stopwatch)
         if (refresh := self.refresh) is not None:
@@ -183,7 +183,8 @@ class RLStage(Stage):
 
     def collect(self) -> None:
         """Play one iteration of the runner, or as many as an on-policy batch needs, and store the episodes."""
-        explore, self._tested_now, self._best_now = self._exploration(), False, False
+        explore = self._exploration()
+        self._tested_now = self._best_now = False
         if self.groups is not None:
             self.groups.data.begin()
         if self.maps is not None:
@@ -205,8 +206,8 @@ class RLStage(Stage):
         """Play one iteration of the runner and store it."""
         if self.maps is not None:
             self.maps.begin()
-        runner, truth = self.session.runners["train"], self.mac.wants_full_obs or self.session.config.records_truth
-        rollout = runner.collect(self.mac, explore=explore, full_obs=truth)
+        truth = self.mac.wants_full_obs or self.session.config.records_truth
+        rollout = self.session.runners["train"].collect(self.mac, explore=explore, full_obs=truth)
         if self.maps is not None:
             self.maps.played(rollout.log)
         self._store(rollout)
