@@ -19,7 +19,7 @@ from many_runs import make_run
 from omagd.run.analysis.contrasts import final_tests, mean_heights
 from omagd.run.analysis.groups import Group
 from omagd.run.analysis.runs import Run, load
-from omagd.run.analysis.verdicts import SIMPLE, verdict
+from omagd.run.analysis.verdicts import SIMPLE, needed_arms, verdict
 from omagd.run.studies.executors import Job
 from omagd.run.studies.results import append, line_of
 from omagd.run.watch.recording import Recording
@@ -63,7 +63,7 @@ GOOD = {"baseline": 0.2, "last_seen": 0.22, "map_constant": 0.24, "baseline_trut
     ("changed", "seeds", "state", "said"),
     [
         ({}, 6, "holds", "`omagd` closes 0.60 ["),
-        ({}, 4, "open", "At least 5 seeds are needed, so far: `omagd` closes 0.60"),
+        ({}, 4, "open", "Seeds so far, of 5: `omagd` 4, `baseline` 4, `full_obs` 4, `last_seen` 4"),
         ({"omagd": 0.44}, 6, "does not hold", "closes 0.48"),
         ({"last_seen": 0.495}, 6, "does not hold", "`omagd` - `last_seen` = 0.01 [-0.02"),
         ({"map_constant": 0.51}, 6, "does not hold", "`omagd` - `map_constant` = -0.01"),
@@ -177,7 +177,21 @@ def test_runs_that_are_not_alike_decide_nothing(kind, label, values, said):
 
 def test_one_seed_many_times_is_one_seed():
     repeated = [Group(arm, {}, tuple(run(arm, 1, won) for _ in range(6))) for arm, won in GOOD.items()]
-    assert verdict(repeated, MAP, "b").why.endswith("; 1 seed.") and verdict(repeated, MAP, "b").state == "open"
+    found = verdict(repeated, MAP, "b")
+    assert found.state == "open" and found.why.startswith("Seeds so far, of 5: `omagd` 1, `baseline` 1,")
+
+
+def test_no_verdict_looks_at_numbers_before_each_arm_has_its_seeds():
+    given = arms(**{**GOOD, "omagd": 0.9})
+    assert verdict(given, MAP, "b", 6).state == "holds"
+    found = verdict(given, MAP, "b", 7)
+    assert found.state == "open" and "`omagd` 6, `baseline` 6" in found.why and "closes" not in found.why
+    few = [replace(group, runs=group.runs[:2]) if group.label == "last_seen" else group for group in given]
+    few = [group for group in few if group.label != "full_obs"]
+    assert verdict(few, MAP, "b", 6).why == "Not run yet: `full_obs`; seeds so far, of 6: `last_seen` 2."
+    played_again = replace(given[0].runs[5], summary={"kind": "evaluation"})
+    again = [replace(given[0], runs=(*given[0].runs[:5], played_again)), *given[1:]]
+    assert verdict(again, MAP, "b", 6).why == "Seeds so far, of 6: `baseline` 5."
 
 
 # --- the page
@@ -207,12 +221,16 @@ def test_predicted_classes_and_maps_are_those_of_the_study_files():
         "reconstruction_3_agents",
         "reconstruction_5_agents",
         "reconstruction_controls",
+        "reconstruction_control_8m",
         "reconstruction_gate",
     ):
         given = yaml.safe_load((folder / f"{name}.yaml").read_text())
         places = {f"{each.get('env_config', 'skirmish')} {each['map']}" for each in given["environments"].values()}
         assert places <= script.MAPS.keys() | script.RESERVE.keys()
         assert set(given["arms"]) <= set(script.ARMS) and given["results_file"] == f"{name}.jsonl"
+        if name != "reconstruction_gate":
+            assert {script.seeds_of(place) for place in places} == {given["seeds"]}
+            assert {arm for place in places for arm in needed_arms(script.MAPS.get(place, "b"))} <= set(given["arms"])
 
 
 @pytest.fixture
@@ -243,7 +261,7 @@ def site(tmp_path, monkeypatch):
 
     add("reconstruction_gate", MAP, {"baseline": 0.2, "full_obs": 0.6}, 3)
     add("reconstruction_gate", "skirmish 5m_mixed_sight6", {"baseline": 0.2, "full_obs": 0.3}, 3)
-    add("reconstruction_3_agents", MAP, GOOD, 5)
+    add("reconstruction_3_agents", MAP, GOOD, 10)
     add("reconstruction_5_agents", "skirmish 8m", {"baseline": 0.5, "omagd": 0.6, "full_obs": 0.6}, 2)
     census = {"test": "census", "env": "skirmish", "map": "3m_mixed_sight6", "class": "b", "policy": "scripts"}
     played = {"win_rate": 0.25, "interval": [0.2, 0.3], "share": 0.5, "share_interval": [0.4, 0.6]}
@@ -324,15 +342,16 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     assert "**skirmish 3m_mixed_sight6, class b: holds.**" in page and "asked: at least 2" in page
     assert f"| {MAP} | b | b | 63 % | yes |" in page and "| skirmish 5m_mixed_sight6 | b | - | - | no |" in page
     assert "5m_mixed_sight6, class b" not in page  # it has not entered
-    assert "**skirmish 8m, class a: open.** At least 5 seeds are needed" in page
+    assert "**skirmish 8m, class a: open.** Seeds so far, of 5: `omagd` 2, `baseline` 2." in page
+    assert "### skirmish 8m" not in page  # no number before all are there
     assert "**Class b as a whole: open.** Of 3 maps it holds on 1, 2 are open" in page
     assert "(asked: at least 2). Not through the gate: skirmish 5m_mixed_sight6." in page
     rows = {line.split(" | ")[0].strip("| "): line for line in page.split(f"### {MAP}")[1].split("###")[0].splitlines()}
-    assert "| 5 | 0.52 [" in rows["omagd"] and rows["omagd"].endswith("| 0.50 |")  # hours
+    assert "| 10 | 0.55 [" in rows["omagd"] and rows["omagd"].endswith("| 1.00 |")  # hours
     assert "| all | 900 | 0.100 | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
     assert "| reconstruction | 0.250 [0.200, 0.300] | 0.500 [0.400, 0.600] |" in page
     assert "**Holds.** Error at most 0.33 of the best simple guess" in page
-    assert f"53 runs, 5.3 core-hours.\n- Commits: `{'ab' * 6}` (53 runs)." in page
+    assert f"88 runs, 8.8 core-hours.\n- Commits: `{'ab' * 6}` (88 runs)." in page
     assert (
         "class b: holds.** `omagd` closes 0.60 [" in readme
         and "- `last_seen` =" not in readme
@@ -400,10 +419,31 @@ def test_class_b_is_open_while_enough_maps_can_still_hold(site, monkeypatch):
 def test_the_predictor_of_each_map_is_judged_by_its_own_runs(site):
     path = site / "reconstruction_5_agents.jsonl"
     path.write_text(path.read_text().replace('"count":900', '"count":400').replace('"ridge":0.2', '"ridge":0.15'))
+    assert "### skirmish 8m" not in page_now()
+    for line in map(json.loads, path.read_text().splitlines()):
+        for seed in (line["seed"] + 2, line["seed"] + 4):
+            append(path, {**line, "seed": seed} | {key: f"{line[key]} {seed}" for key in ("job", "identity")})
     page = page_now().split("<!-- begin predictor")[1].split("<!-- end predictor")[0]
     of_map, of_8m = page.split("### skirmish 8m")
-    assert "| all | 900 | 0.100 | 0.200 |" in of_map and "3 seeds" not in of_map and "; 5 seeds." in of_map
-    assert "| all | 400 | 0.100 | 0.150 |" in of_8m and of_8m.count("**Open.**") == 1 and "; 2 seeds." in of_8m
+    assert "| all | 900 | 0.100 | 0.200 |" in of_map and "; 10 seeds." in of_map
+    assert "| all | 400 | 0.100 | 0.150 |" in of_8m and of_8m.count("**Holds.**") == 1 and "; 6 seeds." in of_8m
+
+
+def test_arms_show_numbers_once_they_have_their_seeds(site):
+    """Nobody should read a picture of one seed; the lines are kept meanwhile."""
+    path = site / "reconstruction_3_agents.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    extra = [line.replace('"arm":"full_obs"', '"arm":"team_obs"').replace("full_obs3m", "team_obs3m")
+             for line in lines if '"arm":"full_obs"' in line]  # fmt: skip
+    path.write_text("".join([*lines, *extra[:9]]))
+    page = page_now()
+    assert "| team_obs |" not in page and "| full_obs | 10 |" in page and "97 runs" in page
+    path.write_text("".join([*lines, *extra]))
+    assert "| team_obs | 10 |" in page_now()
+    path.write_text("".join(line for line in lines if '"arm":"last_seen"' not in line or '"seed":0' in line))
+    page = page_now()
+    assert f"**{MAP}, class b: open.** Seeds so far, of 10: `last_seen` 1." in page and "| baseline | 10 |" not in page
+    assert "final.png" not in page and "class a: open" in page
 
 
 def test_a_map_counts_for_class_b_once_it_is_through_the_gate(site):

@@ -27,7 +27,7 @@ from omagd.run.analysis.figures import Axes, render
 from omagd.run.analysis.groups import Group
 from omagd.run.analysis.plot import caption
 from omagd.run.analysis.runs import Run, load
-from omagd.run.analysis.verdicts import METHOD, Kind, Verdict, verdict
+from omagd.run.analysis.verdicts import METHOD, Kind, Verdict, needed_arms, unfinished, verdict
 from omagd.run.watch.moments import write_png
 from omagd.run.watch.recording import Recording
 from omagd.utils.writing import replace_file
@@ -56,6 +56,10 @@ RESERVE: dict[str, Kind] = {
 }  # fmt: skip
 CONTROLS = ("skirmish 8m", "skirmish 3m_hidden")
 LEAST_GAP, MAPS_ASKED, LEAST_CASES, PREDICTOR_SEEDS, GATE_SEEDS = 0.15, 2, 200, 3, 3
+SEEDS, SEEDS_OF_THREE = 5, 10
+OF_THREE = ("skirmish 3m_mixed_sight6", "skirmish 3s_vs_5z_sight5", "skirmish 3m_hidden")
+"""Maps of three agents, whose arms need `SEEDS_OF_THREE` seeds; those of others need `SEEDS`."""
+
 GUESSES = {"predictor": "reconstruction", "ridge": "ridge regression", "last_seen": "last seen",
            "last_seen_or_mean": "last seen, else mean", "map_constant": "map constant"}  # fmt: skip
 SIMPLE_GUESSES = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
@@ -68,7 +72,8 @@ class Data:
     """What the folder holds.
 
     Attributes:
-        gate, study: the arms of the gate and of the main study. runs: those of both. beliefs: records of tests.
+        gate_runs, study_runs: of the gate and of the main study; runs: both. study: the arms of the main study on maps
+            where each arm that a verdict needs has its seeds; arms with fewer are left out. beliefs: records of tests.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,16 +81,21 @@ class Data:
         files = sorted(folder.glob("reconstruction_*.jsonl"))
         gate = [path for path in files if path.stem == LEFT_OUT[0]]
         main = [path for path in files if path.stem not in LEFT_OUT]
-        self.gate_runs, study_runs = (
+        self.gate_runs, self.study_runs = (
             sorted(load(paths, "make_reconstruction"), key=_rank) if paths else [] for paths in (gate, main)
         )
-        self.runs = [*self.gate_runs, *study_runs]
-        self.study = by_arm(study_runs)
+        self.runs = [*self.gate_runs, *self.study_runs]
         self.beliefs = belief_tests.records(folder)
         played = {run.place for run in self.runs}
         if unknown := played - MAPS.keys() - RESERVE.keys():
             raise ValueError(f"{', '.join(sorted(unknown))}: no class was predicted; write it into MAPS")
         self.places = {**MAPS, **{place: kind for place, kind in RESERVE.items() if place in played}}
+        self.begun = by_arm(self.study_runs)
+        self.study = by_arm([run for run in self.study_runs if self.is_finished(run.place, run.arm)])
+
+    def is_finished(self, place: str, arm: str) -> bool:
+        """Return whether an arm of a map has its seeds, and those that its verdict needs have theirs."""
+        return not unfinished(self.begun, place, (arm, *needed_arms(self.places[place])), seeds_of(place))
 
     def entered(self) -> dict[str, bool]:
         """Return for each map whose gate is over whether it enters the main study."""
@@ -105,10 +115,11 @@ class Data:
     def verdicts(self) -> list[Verdict]:
         """Return a verdict for each map that has entered or is a control, and for each that has no gate yet."""
         entered = self.entered()
-        return [verdict(self.study, place, kind) for place, kind in self.places.items() if entered.get(place, True)]
+        asked = [(place, kind) for place, kind in self.places.items() if entered.get(place, True)]
+        return [verdict(self.begun, place, kind, seeds_of(place)) for place, kind in asked]
 
     def studied(self) -> list[str]:
-        """Return the maps of the main study, in order."""
+        """Return the maps that are finished, in order."""
         played = {run.place for group in self.study for run in group.runs}
         return [place for place in self.places if place in played]
 
@@ -117,6 +128,11 @@ def _rank(run: Run) -> tuple[int, str, int, str]:
     """Return a key that sorts runs alike in whatever order their lines are: bootstraps depend on the order of seeds."""
     known = [*MAPS, *RESERVE, run.place]
     return known.index(run.place), run.place, run.seed or 0, run.arm
+
+
+def seeds_of(place: str) -> int:
+    """Return how many seeds each arm of a map needs."""
+    return SEEDS_OF_THREE if place in OF_THREE else SEEDS
 
 
 def by_arm(runs: Sequence[Run]) -> list[Group]:
@@ -301,7 +317,7 @@ def cost(data: Data) -> str:
 def mixed(data: Data) -> list[str]:
     """Return the arms, each with its map, whose runs in the main study differ in more than the seed."""
     cards: dict[tuple[str, str], set[tuple[Any, Any]]] = {}
-    for run in data.runs[len(data.gate_runs) :]:
+    for run in data.study_runs:
         cards.setdefault((run.arm, run.place), set()).add((run.card.get("id"), run.card.get("method")))
     return [f"`{arm}` on {place}" for (arm, place), found in cards.items() if len(found) > 1]
 

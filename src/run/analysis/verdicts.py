@@ -57,23 +57,48 @@ class Verdict:
         return self.text.split(";")[0].removesuffix(".") + "."
 
 
-def verdict(found: Sequence[Group], place: str, kind: Kind) -> Verdict:
+def needed_arms(kind: Kind) -> tuple[str, ...]:
+    """Return the arms that a verdict on a map of a class compares."""
+    return (METHOD, LOWER, *((UPPER, *SIMPLE) if kind == "b" else ()))
+
+
+def unfinished(found: Sequence[Group], place: str, labels: Sequence[str], seeds: int) -> str:
+    """Return which of some arms have fewer seeds than `seeds` at a place, and how many; empty: none has.
+
+    found: groups whose labels are the arms.
+    """
+    reached = {label: len(_seeds(found, place, label)) for label in labels}
+    none = [label for label, count in reached.items() if not count]
+    few = {label: count for label, count in reached.items() if 0 < count < seeds}
+    parts = [f"not run yet: {', '.join(f'`{label}`' for label in none)}"] if none else []
+    if few:
+        begun = ", ".join(f"`{label}` {count}" for label, count in few.items())
+        parts.append(f"seeds so far, of {seeds}: {begun}")
+    return "; ".join(parts)
+
+
+def verdict(found: Sequence[Group], place: str, kind: Kind, seeds: int = FEW_SEEDS) -> Verdict:
     """Return what the runs of a study say about `METHOD` at a place, of a class that was written down before.
 
-    found: groups whose labels are the arms; each seed once.
+    Until each arm that is needed has its seeds, no number is computed: a verdict is not chosen by when one looks.
+
+    found: groups whose labels are the arms; each seed once. seeds: that each arm needs.
     """
-    last = final_tests(found, place)
-    needed = (METHOD, LOWER, *((UPPER, *SIMPLE) if kind == "b" else ()))
-    if missing := [label for label in needed if label not in last]:
-        return Verdict(place, kind, "open", f"Not run yet: {', '.join(f'`{label}`' for label in missing)}.")
+    needed = needed_arms(kind)
+    if text := unfinished(found, place, needed, seeds):
+        return Verdict(place, kind, "open", f"{text[0].upper()}{text[1:]}.")
     if text := unlike(found, place, needed):
         return Verdict(place, kind, "open", f"Runs are not alike: {text}.")
+    last = final_tests(found, place)
     holds, parts = {"a": _fast, "b": _closes, "c": _not_below}[kind](found, place, last)
-    seeds = len({run.seed for group in found if group.label == METHOD for run in group.at(place)} - {None})
-    why = f"{'; '.join(parts)}; {seeds} seed{'s' * (seeds != 1)}."
-    if seeds < FEW_SEEDS:
-        return Verdict(place, kind, "open", f"At least {FEW_SEEDS} seeds are needed, so far: {why}")
+    why = f"{'; '.join(parts)}; {len(_seeds(found, place, METHOD))} seeds."
     return Verdict(place, kind, "holds" if holds else "does not hold", why[0].upper() + why[1:])
+
+
+def _seeds(found: Sequence[Group], place: str, label: str) -> set[int]:
+    """Return the seeds of the runs of an arm at a place; evaluations and runs without a seed do not count."""
+    runs = [run for group in found if group.label == label for run in group.at(place)]
+    return {run.seed for run in runs if run.seed is not None and run.kind == "training"}
 
 
 def _closes(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[str]]:
