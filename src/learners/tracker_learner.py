@@ -90,15 +90,19 @@ def memory_of(batch: PackedBatch, nodes: Tensor, seen: Tensor, missing: Tensor) 
 
 
 class TrackerLoss(LossModule):
-    """The loss at the top of this file, not yet divided by the sum of weights."""
+    """The loss at the top of this file, not yet divided by the sum of weights.
 
-    def __init__(self, tracker: Tracker) -> None:
+    Args:
+        tracker: trained. bf16: whether training multiplies in bf16; evaluation never does.
+    """
+
+    def __init__(self, tracker: Tracker, bf16: bool = False) -> None:
         super().__init__()
-        self.tracker = tracker
+        self.tracker, self.bf16 = tracker, bf16
 
     def forward(self, sample: Sample) -> tuple[Tensor, Stats]:
         """Return the sum of weight × loss, and stats. Without a missing node it is 0 with gradients of 0."""
-        out = self.tracker(sample.memory, sample.packing)
+        out = self.tracker(sample.memory, sample.packing, self.bf16 and self.training)
         where = torch.nonzero(sample.memory.missing)[:, 2]
         kind = out.base.dtype
         real = self.tracker.real.to(kind)[where - 1]
@@ -132,7 +136,8 @@ class TrackerLearner(GraphLearner):
     best_metric = "error_all"  # feature error of all unseen nodes, the dead included, as the agent receives it
 
     def __init__(self, predictor: Tracker, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist) -> None:
-        super().__init__("predictor", predictor, TrackerLoss(predictor), config, info, dist)
+        loss = TrackerLoss(predictor, config.precision == "bf16")
+        super().__init__("predictor", predictor, loss, config, info, dist)
         self.predictor = predictor
         self._lr = [group["lr"] for group in self.optimizer.param_groups]
 

@@ -146,11 +146,14 @@ class Tracker(nn.Module):
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
 
-    def forward(self, memory: Memory, packing: Packing) -> Output:
-        """Return the beliefs about the missing nodes of whole packed episodes."""
+    def forward(self, memory: Memory, packing: Packing, bf16: bool = False) -> Output:
+        """Return the beliefs about the missing nodes of whole packed episodes.
+
+        bf16: whether the recurrence multiplies in bf16 on a CPU; all else gains little by it and stays in float32.
+        """
         drift = self._drift(memory, packing)
         x, base, known = self.encode(memory, drift)
-        hidden = self.gru(x.flatten(1, 2), packing).view(x.shape)
+        hidden = self.gru(x.flatten(1, 2), packing, bf16=bf16).view(x.shape)
         return self.decode(hidden, x, base, known, memory)
 
     def moves(self, memory: Memory) -> Tensor:

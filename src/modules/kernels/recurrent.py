@@ -61,16 +61,18 @@ class PackedGRU(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -1 / math.sqrt(hidden_dim), 1 / math.sqrt(hidden_dim))
 
-    def forward(self, x: Tensor, packing: Packing, start: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, packing: Packing, start: Tensor | None = None, bf16: bool | None = None) -> Tensor:
         """Return the hidden state after each row, [S, n, H], from x [S, n, input_dim], which may be in bf16.
 
-        start: [B, n, H] hidden state before the first rows; None: zeros, the start of an episode.
+        start: [B, n, H] hidden state before the first rows; None: zeros, the start of an episode. bf16: of this call;
+            None: as the module has it.
         """
         n = x.shape[1]
         rows = [k * n for k in packing.batch_sizes]
         flat = x.reshape(-1, x.shape[-1])
         before = None if start is None else start.reshape(rows[0], -1)
-        out = self._library_unroll(flat, before, rows) if x.is_cuda else self._unroll(flat, before, rows)
+        bf16 = self.bf16 if bf16 is None else bf16
+        out = self._library_unroll(flat, before, rows) if x.is_cuda else self._unroll(flat, before, rows, bf16)
         return out.view(-1, n, self.hidden_dim)
 
     def step(self, x: Tensor, hidden: Tensor) -> Tensor:
@@ -79,8 +81,8 @@ class PackedGRU(nn.Module):
         flat = torch.gru_cell(*rows, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
         return flat.view(hidden.shape)
 
-    def _unroll(self, x: Tensor, before: Tensor | None, rows: list[int]) -> Tensor:
-        bf16 = self.bf16 and self.weight_hh.dtype == torch.float32
+    def _unroll(self, x: Tensor, before: Tensor | None, rows: list[int], bf16: bool) -> Tensor:
+        bf16 = bf16 and self.weight_hh.dtype == torch.float32
         weights = (self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
         kernels = kernels_for(self.weight_hh, len(x) * self.hidden_dim)
         whole_tiles = self.hidden_dim % ROUNDING == 0 and self.weight_ih.shape[1] % ROUNDING == 0
