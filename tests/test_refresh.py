@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.run.training import refresh
 from omagd.run.training.build import of_checkpoint
-from omagd.run.training.evaluate import trained_team
+from omagd.run.training.evaluate import evaluation_config, trained_team
 from omagd.run.training.refresh import Refresh
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules
@@ -287,6 +288,9 @@ def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
     assert dict(leaves(contents[0])) == dict(leaves(contents[1])), "beside which later evaluations judge"
     tested: Any = beliefs._graph_mac(SimpleNamespace(info=stages[-1].session.info), str(folder.path))  # type: ignore[arg-type]
     assert dict(leaves(dict(tested.reconstructor.predictor.state_dict()))) == values[-1]
+    resident = evaluation_config(str(folder.path), {"runner": "resident"})
+    with pytest.raises(UserError, match=f"kind=masked, not kind={kind}") if kind != "masked" else nullcontext():
+        assert preflight(resident).stages == ("evaluate",)
     without = own.model_copy(update={"checkpoint_path": str(folder.checkpoints), "reconstructor_refresh": 0})
     with pytest.raises(UserError, match="a state with reconstructor_refresh=60, not 0"):
         whole_state(without, id)

@@ -183,6 +183,7 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
         load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
         if config.evaluate:
             load_pretrained(of_checkpoint(config, folder), info, cpu)
+            registry_of("omagd.runners").get(config.runner).check(config)
             return ("evaluate",)
     stages = tuple(stage_names(config, load_pretrained(config, info, cpu)))
     policy, episodes = config.graph_pretrain_policy, config.pretrain_buffer_path
