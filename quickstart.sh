@@ -10,8 +10,6 @@ RESULTS_PATH=${RESULTS_PATH:-results}
 CONFIG=omagd_small ENV_CONFIG=skirmish
 read_arguments "$@"
 setup_venv ""
-started=$(mktemp)
-trap 'rm -f "$started"' EXIT
 gpus=$(count_gpus "$venv_python")
 share=()
 if [ "$gpus" -eq 1 ]; then share=(dist_backend=gloo); fi
@@ -24,10 +22,3 @@ if [ "$gpus" -eq 1 ]; then share=(dist_backend=gloo); fi
     local_results_path="$RESULTS_PATH" \
     ${share[@]+"${share[@]}"} \
     ${updates[@]+"${updates[@]}"}
-
-[ -d "$RESULTS_PATH" ] || exit 0
-find "$RESULTS_PATH" -name summary.json -newer "$started" | while IFS= read -r summary; do
-    run=$(dirname -- "$summary")
-    printf '\nresult:  %s\n' "$summary"
-    find "$run/plots" -name '*.png' -exec printf 'picture: %s\n' {} \; 2>/dev/null | sort
-done
