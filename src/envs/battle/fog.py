@@ -1,7 +1,7 @@
 """What a battle hides from the agents: how far they see, and where the enemy may be.
 
 A map's name can say both: `3m_mixed_sight6` is `map_name=3m start=mixed sight_range=6`. Results carry that name, so
-that battles of different kinds are told apart wherever maps are.
+runs on different kinds of battles are never compared by mistake.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random numbers by which agents draw units from their beliefs (`decode: sample`).
 
 The numbers of a unit and an agent stay the same through an episode: what is drawn is a hypothesis that persists while
-the belief does, and moves with it. Numbers drawn anew at each step would average out in a recurrent agent, to what
+the belief does, and moves with it. New numbers at each step would average out in a recurrent agent, to what
 `decode: mean` shows, and would be noise for its values.
 Every number is a function of the episode's key, the agent, the node and its own number. Keys of training episodes come
 from the generator of exploration, which differs between ranks and is part of checkpoints. In tests and evaluations,

@@ -1,6 +1,6 @@
 """How arms of a study compare with named ones: interquartile means, chance of being better, share of a gap, area.
 
-Arms are found by their names: `LOWER` sees least, `UPPER` everything, and the others are compared with `RIVALS`.
+Arms are found by their names: `LOWER` sees least, `UPPER` everything, and the others are compared with `REFERENCES`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from omagd.run.reporting.card import Card, differences
 from omagd.utils.errors import UserError, nearest
 from omagd.utils.storage import is_number
 
-LOWER, UPPER, RIVALS = "baseline", "full_obs", ("last_seen", "map_constant", "baseline")
+LOWER, UPPER, REFERENCES = "baseline", "full_obs", ("last_seen", "map_constant", "baseline")
 METRIC = "test_battle_won_mean"
 MAY_DIFFER = "observations"
 """Entry of the cards in which arms differ by design."""
@@ -49,11 +49,11 @@ def contrasts(found: Sequence[Group]) -> list[Table]:
     labels = {group.label for group in found}
     if not {LOWER, UPPER} <= labels:
         return []
-    rivals = [label for label in RIVALS if label in labels]
-    return [table for place in places(found) if (table := _contrast(found, place, rivals)) is not None]
+    references = [label for label in REFERENCES if label in labels]
+    return [table for place in places(found) if (table := _contrast(found, place, references)) is not None]
 
 
-def _contrast(found: Sequence[Group], place: str, rivals: Sequence[str]) -> Table | None:
+def _contrast(found: Sequence[Group], place: str, references: Sequence[str]) -> Table | None:
     last, mean_height = final_tests(found, place), mean_heights(found, place)
     if not {LOWER, UPPER} <= last.keys():
         return None
@@ -64,15 +64,15 @@ def _contrast(found: Sequence[Group], place: str, rivals: Sequence[str]) -> Tabl
         ends = interval(iqm, [values])
         height = float(np.mean(mean_height[label]))
         row = [label, str(len(values)), text_of(float(iqm([values])), ends), f"{height:.3f}"]
-        row += ["-" if rival == label or rival not in last else text_of(*improvement([values], [last[rival]]))
-                for rival in rivals]  # fmt: skip
+        row += ["-" if other == label or other not in last else text_of(*improvement([values], [last[other]]))
+                for other in references]  # fmt: skip
         for of in (last, mean_height):
             inner = label not in (LOWER, UPPER) and iqm([of[UPPER]]) > iqm([of[LOWER]])  # else there is no gap
             row.append(text_of(*gap_share([values if of is last else of[label]], [of[LOWER]], [of[UPPER]], iqm))
                        if inner else "-")  # fmt: skip
         rows.append([*row, *([f"{hours[label]:.2f}" if hours[label] else "-"] if measured else [])])
     head = ["arm", "seeds", "win rate at the end, IQM", "mean height of the curve",
-            *(f"P(better than {rival})" for rival in rivals), "share of the gap", "the same of the curve",
+            *(f"P(better than {reference})" for reference in references), "share of the gap", "the same of the curve",
             *(["core-hours"] if measured else [])]  # fmt: skip
     note = (f"Gap: from {LOWER} to {UPPER}, interquartile means, all three resampled together. Brackets: 95 % bootstrap"
             " intervals over seeds.")  # fmt: skip

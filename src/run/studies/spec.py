@@ -43,7 +43,7 @@ LONGEST_WORD = 100_000
 
 PAGES = {"study": "docs/studies.md", "sweep": "docs/sweeps.md"}
 OWN_KEYS = {"study": {"arms", "runs", "environments", "results_file"}, "sweep": {"space", "trials", "metric"}}
-"""Keys by which one kind of file is told from the other."""
+"""Keys that show which kind of file it is."""
 
 
 def _whole_numbers(seeds: Any) -> Any:
