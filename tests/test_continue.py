@@ -34,7 +34,7 @@ from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.loop import fit
-from omagd.run.training.stages import rl
+from omagd.run.training.stages import testing
 from omagd.utils.clock import Counters
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
@@ -310,12 +310,12 @@ def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
     assert stage.dues["test"].due(1), "the first iteration is tested"
     won = iter((0.5, 0.9, 0.2))
     tested = lambda *_, **__: {"test_battle_won_mean": next(won), "test_return_mean": 3.0}  # noqa: E731
-    monkeypatch.setattr(rl, "greedy_episodes", tested)
+    monkeypatch.setattr(testing, "greedy_episodes", tested)
     urgent = []
     for _ in range(3):
         stage.test()
         urgent.append(stage.urgent())
     assert urgent == [True, True, False]
     assert stage.score() == 0.2, "of the weights as they are"
-    assert stage.best["best_test_battle_won_mean"] == 0.9
+    assert stage.tests.best["best_test_battle_won_mean"] == 0.9
     stage.session.close()

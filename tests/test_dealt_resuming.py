@@ -21,7 +21,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.reporting import plots
 from omagd.run.training.experiment import run_experiment
-from omagd.run.training.stages import rl
+from omagd.run.training.stages import testing
 from omagd.utils.dist_utils import Dist
 from omagd.utils.run_folder import RunFolder
 
@@ -69,7 +69,9 @@ def run_until(config: Config, dist: Dist, folder: Path, iteration: int | None) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "curves", lambda *_: None)
-        patch.setattr(rl, "greedy_episodes", lambda *_, **__: {"test_return_mean": 0.0})  # as long as all training here
+        patch.setattr(
+            testing, "greedy_episodes", lambda *_, **__: {"test_return_mean": 0.0}
+        )  # as long as all training here
         patch.setattr(Checkpointer, "boundary", boundary)
         if iteration is None:
             run_experiment(config, dist, str(folder), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.protocol import Learner, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
-from omagd.run.training.battles import greedy_episodes, means
+from omagd.run.training.battles import means
 from omagd.run.training.beliefs import evaluate_beliefs
 from omagd.run.training.build import build_learner, require_same_weights
 from omagd.run.training.groups import Groups
@@ -27,18 +26,13 @@ from omagd.run.training.opponents import Opponents
 from omagd.run.training.refresh import Refresh
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
+from omagd.run.training.stages.testing import Tests
 from omagd.run.training.tasks import TrainingTasks, training_tasks
-from omagd.run.watch.drawing import write_gif
-from omagd.run.watch.recorder import Recorder
-from omagd.run.watch.recording import SUFFIX, Recording
 from omagd.runners.rollout import Rollout
 from omagd.utils.clock import Every, Stopwatch
 from omagd.utils.dist_utils import Pending
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import Progress, duration
-from omagd.utils.writing import STORAGE
-
-BEST_OF = ("test_battle_won_mean", "test_return_mean")
 
 
 class RLStage(Stage):
@@ -68,10 +62,7 @@ class RLStage(Stage):
         self.refresh = Refresh(session, pretrained, self.mac, self.data.buffer) if wanted else None
         self.played, self.learned = Metrics(), Metrics()
         self.metrics.update(played=self.played, learned=self.learned)
-        self.last_test: tuple[int, dict[str, float]] = (-1, {})
-        self.best: dict[str, float] = {}
-        self._tested_now = self._best_now = False  # in this iteration
-        self._video: Recording | None = None  # of a test, to be shown with its log
+        self.tests = Tests(session, self.mac)
         self._collected = [0, 0]  # steps and episodes of this rank since the last count
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
         self._ready, self._deal = False, ""
@@ -92,8 +83,9 @@ class RLStage(Stage):
             Task("log", self._something_to_log, self.write_log),
             Task("save", lambda: save.due(self.clock.t_env) or self.done(), self.save),
         ]
-        for name, attribute in {"last_test": "last_test", "best": "best", "ready": "_ready"}.items():
-            self.register(name, Attribute(self, attribute))
+        self.register("last_test", Attribute(self.tests, "last"))
+        self.register("best", Attribute(self.tests, "best"))
+        self.register("ready", Attribute(self, "_ready"))
         self.register("opponents", self.opponents)  # after the clock, from which its level follows
         self.register("seconds", self._stopwatch)
         if (refresh := self.refresh) is not None:
@@ -158,15 +150,15 @@ class RLStage(Stage):
 
     def urgent(self) -> bool:
         """Whether a test of this iteration was the best one so far."""
-        return self._best_now
+        return self.tests.improved
 
     def standing(self) -> dict[str, float]:
         """Return the results of the last test and the best of all tests."""
-        return {**self.last_test[1], **self.best}
+        return self.tests.results()
 
     def score(self) -> float | None:
         """Return the last test's win rate, or its return."""
-        return next((self.last_test[1][name] for name in BEST_OF if name in self.last_test[1]), None)
+        return self.tests.score()
 
     def done(self) -> bool:
         """Whether `t_max` environment steps or `max_episodes` episodes have been played, over all ranks."""
@@ -184,7 +176,7 @@ class RLStage(Stage):
     def collect(self) -> None:
         """Play one iteration of the runner, or as many as an on-policy batch needs, and store the episodes."""
         explore = self._exploration()
-        self._tested_now = self._best_now = False
+        self.tests.begin()
         if self.groups is not None:
             self.groups.data.begin()
         if self.maps is not None:
@@ -302,20 +294,7 @@ class RLStage(Stage):
     def test(self) -> None:
         """Play this rank's share of the test episodes greedily."""
         self._drain()
-        session = self.session
-        recorder = None
-        if session.config.log_video and session.dist.is_main:
-            recorder = Recorder(self.mac, session.env, session.info, f"{session.config.name}, {self.when}", most=1)
-        values = greedy_episodes(session, self.mac, session.config.test_nepisode, recorder=recorder)
-        before = next((self.best.get(f"best_{name}", -math.inf) for name in BEST_OF if name in values), math.inf)
-        self.last_test = (self.clock.t_env, values)
-        self._tested_now = True
-        self._best_now = (self.score() or -math.inf) > before
-        for name in BEST_OF:
-            if name in values:
-                self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
-        wanted = recorder is not None and recorder.episodes and (self._best_now or self.done())
-        self._video = Recording(episodes=recorder.episodes) if recorder is not None and wanted else None
+        self.tests.play(self.clock.t_env, self.when, ends=self.done())
 
     def write_log(self) -> None:
         """Log the metrics that are due as one record. Errors: UserError where training has diverged."""
@@ -335,11 +314,10 @@ class RLStage(Stage):
             values.update(self.maps.record())
         if self.groups is not None:
             values.update(self.groups.record())
-        if self._tested_now:
-            values.update(self.last_test[1])
+        if self.tests.played:
+            values.update(self.tests.last[1])
         self.log(values)
-        if self._video is not None:
-            self._show(self._video)
+        self.tests.show(self.clock.t_env)
         speed = values["steps_per_second"]
         if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed is not typical
             left = (self._end() - self.clock.t_env) / speed
@@ -348,13 +326,6 @@ class RLStage(Stage):
             )
         self.health.require_finite(values, self.when)
         self.health.require_progress(self.when)
-
-    def _show(self, video: Recording) -> None:
-        """Write the recorded battles of a test and send their video to the log sinks."""
-        self._video, path = None, self.session.folder.replays / f"test_{self.clock.t_env}"
-        with STORAGE.attempt("replays"):
-            video.write(path.with_name(path.name + SUFFIX))
-            self.session.logger.picture("test_battle", write_gif(video, path.with_name(path.name + ".gif"), agent=0))
 
     def save(self) -> None:
         """Write weights and learner state. Errors: UserError for values that are not finite."""
@@ -397,4 +368,4 @@ class RLStage(Stage):
         self._parts_due = {name for name, due in self._log_due.items() if due.due(self.clock.t_env)}
         if self.done():
             self._parts_due = set(self._log_due)
-        return bool(self._parts_due) or self._tested_now
+        return bool(self._parts_due) or self.tests.played
