@@ -280,7 +280,7 @@ def _dress(axis: Any, title: str, x_label: str, y_label: str, legend: bool, belo
     axis.set_ylabel(y_label, fontsize=9, color=FAINT)
     axis.grid(color=GRID, lw=0.8)
     axis.set_axisbelow(True)
-    axis.tick_params(labelsize=8.5, colors=FAINT, length=0)
+    axis.tick_params(which="both", labelsize=8.5, colors=FAINT, length=0)
     axis.spines[:].set_color("#c5ced8")
     axis.spines[["top", "right"]].set_visible(False)
     if legend:
