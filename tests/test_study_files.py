@@ -41,7 +41,7 @@ def test_arms_differ_only_in_what_agents_read(file):
             differing = {key for key in values if values[key] != first[key] and not key.startswith(OF_PREDICTORS)}
             assert differing <= READS, differing
             assert config.t_max % config.test_interval == 0  # else the last test is not that of the trained team
-        assert {arms["baseline"].use_full_obs, arms["full_obs"].use_full_obs} == {False, True}
+        assert {arm: config.use_full_obs for arm, config in arms.items()} == {arm: arm == "full_obs" for arm in arms}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -76,4 +76,4 @@ def test_numbers_of_the_study():
             assert all(config.t_max >= 1_000_000 and config.test_nepisode == 1024 for config in configs)
         steps = {(job.env, job.map, config.t_max) for job, config in zip(jobs, configs, strict=True)}
         assert len(steps) == len(maps)  # all arms of a map learn as long
-    assert sizes == {"3_agents": 10, "5_agents": 5, "controls": 10, "gate": 3, "short": 2}
+    assert sizes == {"3_agents": 10, "5_agents": 5, "controls": 10, "control_8m": 5, "gate": 3, "short": 2}
