@@ -157,7 +157,7 @@ def test_each_slot_plays_its_map_as_the_plain_environment_does(case):
 
 def battles(env: BatchedEnv, steps: int, seed: int) -> list[np.ndarray]:
     """Return what is observed in some steps of actions that follow from `seed`."""
-    rng, found, active = np.random.default_rng(seed), [], np.ones(SLOTS, bool)
+    rng, found, active = np.random.default_rng(seed), [], np.ones(env.n_slots, bool)
     for _ in range(steps):
         seen = env.observe(full=True)
         found += [values.copy() for values in vars(seen).values()]
@@ -171,15 +171,16 @@ def test_a_snapshot_continues_in_a_new_environment_and_in_a_used_one(case):
     name, args, processes = case
     if name == "smax":
         pytest.skip("the same parts, and more compilation")
-    envs = [make_env(name, args, SLOTS, processes) for _ in range(3)]
-    n, everyone = len(envs[0].info.tasks), np.ones(SLOTS, bool)
-    for env, tasks in ((envs[0], np.full(SLOTS, n - 1)), (envs[2], np.full(SLOTS, 0))):
-        env.reset(everyone, np.arange(SLOTS))
+    slots = 2 if processes else SLOTS  # each slot starts a process for each map that it plays
+    envs = [make_env(name, args, slots, processes) for _ in range(3)]
+    n, everyone = len(envs[0].info.tasks), np.ones(slots, bool)
+    for env, tasks in ((envs[0], np.full(slots, n - 1)), (envs[2], np.full(slots, 0))):
+        env.reset(everyone, np.arange(slots))
         env.set_tasks(everyone, tasks)  # makes further environments, not the same ones
-        env.reset(everyone, np.arange(SLOTS))
-    envs[0].set_tasks(np.arange(SLOTS) == 1, np.zeros(SLOTS, int))
-    envs[0].reset(np.arange(SLOTS) == 1, np.full(SLOTS, 77))
-    envs[0].set_tasks(everyone, np.ones(SLOTS, int))  # of the next episodes
+        env.reset(everyone, np.arange(slots))
+    envs[0].set_tasks(np.arange(slots) == 1, np.zeros(slots, int))
+    envs[0].reset(np.arange(slots) == 1, np.full(slots, 77))
+    envs[0].set_tasks(everyone, np.ones(slots, int))  # of the next episodes
     for env in (envs[0], envs[2]):
         battles(env, 2, seed=1)
     torch.save(pack(envs[0].snapshot()), file := io.BytesIO())
@@ -189,7 +190,7 @@ def test_a_snapshot_continues_in_a_new_environment_and_in_a_used_one(case):
         other.restore(unpack(torch.load(file, weights_only=True)))
         np.testing.assert_equal(battles(other, 3, seed=2), expected)
         for env in (other, envs[0]):
-            env.reset(everyone, np.arange(SLOTS))
+            env.reset(everyone, np.arange(slots))
         assert (other.task == 1).all()
         envs[0].observe()
         np.testing.assert_equal(other.observe().obs, envs[0].observe().obs)
