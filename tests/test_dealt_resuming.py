@@ -69,9 +69,8 @@ def run_until(config: Config, dist: Dist, folder: Path, iteration: int | None) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "curves", lambda *_: None)
-        patch.setattr(
-            testing, "greedy_episodes", lambda *_, **__: {"test_return_mean": 0.0}
-        )  # as long as all training here
+        # Tests would take as long as all training here.
+        patch.setattr(testing, "greedy_episodes", lambda *_, **__: {"test_return_mean": 0.0})
         patch.setattr(Checkpointer, "boundary", boundary)
         if iteration is None:
             run_experiment(config, dist, str(folder), None)

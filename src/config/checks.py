@@ -161,10 +161,12 @@ def _trains_agents(config: Config) -> bool:
 
 
 def _refresh(config: Config) -> None:
-    if config.reconstructor_refresh and _trains_agents(config) and not config.use_graph_reconstruction:
+    if not config.reconstructor_refresh or not _trains_agents(config):
+        return
+    if not config.use_graph_reconstruction:
         given = f"reconstructor_refresh={config.reconstructor_refresh}"
         raise UserError(f"{given}: use_graph_reconstruction=False has no predictor. Use --config=omagd_small, or 0")
-    if config.reconstructor_refresh and _trains_agents(config) and config.truth_all_until >= 1:
+    if config.truth_all_until >= 1:
         raise UserError(
             f"truth_all_until={config.truth_all_until}: no training episode shows what the predictor believes, so"
             " reconstructor_refresh never refreshes it. Give less than 1, or reconstructor_refresh=0"
