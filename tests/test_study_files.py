@@ -76,4 +76,4 @@ def test_numbers_of_the_study():
             assert all(config.t_max >= 1_000_000 and config.test_nepisode == 1024 for config in configs)
         steps = {(job.env, job.map, config.t_max) for job, config in zip(jobs, configs, strict=True)}
         assert len(steps) == len(maps)  # all arms of a map learn as long
-    assert sizes == {"3_agents": 10, "5_agents": 5, "controls": 10, "control_8m": 5, "gate": 3, "short": 2}
+    assert sizes == {"3_agents": 10, "5_agents": 10, "controls": 10, "control_8m": 5, "gate": 3, "short": 2}

@@ -56,9 +56,14 @@ RESERVE: dict[str, Kind] = {
 }  # fmt: skip
 CONTROLS = ("skirmish 8m", "skirmish 3m_hidden")
 LEAST_GAP, MAPS_ASKED, LEAST_CASES, PREDICTOR_SEEDS, GATE_SEEDS = 0.15, 2, 200, 3, 3
-SEEDS, SEEDS_OF_THREE = 5, 10
-OF_THREE = ("skirmish 3m_mixed_sight6", "skirmish 3s_vs_5z_sight5", "skirmish 3m_hidden")
-"""Maps of three agents, whose arms need `SEEDS_OF_THREE` seeds; those of others need `SEEDS`."""
+SEEDS = (5,)
+"""How many seeds each arm needs. Two numbers: first a verdict with so many, later one with more; both are shown."""
+
+SEEDS_OF = {
+    "skirmish 3m_mixed_sight6": (10,), "skirmish 3s_vs_5z_sight5": (10,), "skirmish 3m_hidden": (10,),
+    "skirmish 2s3z_mixed_sight6": (5, 10), "skirmish 2s3z_mixed_sight4": (5, 10),
+}  # fmt: skip
+"""The same for maps of three agents, and for maps whose number was raised after five seeds had not decided."""
 
 GUESSES = {"predictor": "reconstruction", "ridge": "ridge regression", "last_seen": "last seen",
            "last_seen_or_mean": "last seen, else mean", "map_constant": "map constant"}  # fmt: skip
@@ -72,8 +77,9 @@ class Data:
     """What the folder holds.
 
     Attributes:
-        gate_runs, study_runs: of the gate and of the main study; runs: both. study: the arms of the main study on maps
-            where each arm that a verdict needs has its seeds; arms with fewer are left out. beliefs: records of tests.
+        gate_runs, study_runs: of the gate and of the main study; runs: both. shown: seeds of each arm that the page
+            shows of a map, once each arm that its verdict needs has them. study: the arms of the main study with the
+            first seeds of those maps; arms with fewer are left out. beliefs: records of tests.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,11 +97,14 @@ class Data:
             raise ValueError(f"{', '.join(sorted(unknown))}: no class was predicted; write it into MAPS")
         self.places = {**MAPS, **{place: kind for place, kind in RESERVE.items() if place in played}}
         self.begun = by_arm(self.study_runs)
-        self.study = by_arm([run for run in self.study_runs if self.is_finished(run.place, run.arm)])
+        self.shown = {place: count for place, kind in self.places.items() for count in seeds_of(place)
+                      if not unfinished(self.begun, place, needed_arms(kind), count)}  # fmt: skip
+        self.study = by_arm([run for place, count in self.shown.items() for group in self.first(place, count)
+                             if len(group.runs) == count for run in group.runs])  # fmt: skip
 
-    def is_finished(self, place: str, arm: str) -> bool:
-        """Return whether an arm of a map has its seeds, and those that its verdict needs have theirs."""
-        return not unfinished(self.begun, place, (arm, *needed_arms(self.places[place])), seeds_of(place))
+    def first(self, place: str, count: int) -> list[Group]:
+        """Return the first seeds of each arm on a map."""
+        return [replace(group, runs=tuple(group.at(place)[:count])) for group in self.begun]  # runs are sorted by seed
 
     def entered(self) -> dict[str, bool]:
         """Return for each map whose gate is over whether it enters the main study."""
@@ -116,7 +125,23 @@ class Data:
         """Return a verdict for each map that has entered or is a control, and for each that has no gate yet."""
         entered = self.entered()
         asked = [(place, kind) for place, kind in self.places.items() if entered.get(place, True)]
-        return [verdict(self.begun, place, kind, seeds_of(place)) for place, kind in asked]
+        return [self.verdict(place, kind) for place, kind in asked]
+
+    def waits(self, place: str) -> bool:
+        """Return whether more seeds of a map are planned than are shown."""
+        return self.shown.get(place) != seeds_of(place)[-1]
+
+    def verdict(self, place: str, kind: Kind) -> Verdict:
+        """Return the verdict with as many seeds as are shown; it says what fewer said, and how many more are planned."""
+        planned = seeds_of(place)
+        found = [verdict(self.first(place, count), place, kind, count)
+                 for count in planned if count <= self.shown.get(place, planned[0])]  # fmt: skip
+        *earlier, last = found
+        words = [f" With the first {count} seeds: {each.state}. {each.why}"
+                 for each, count in zip(earlier, planned, strict=False)]  # fmt: skip
+        if more := planned[len(found) :]:
+            words.append(f" {more[-1]} seeds of each arm are planned.")
+        return replace(last, why="".join([last.why, *words]))
 
     def studied(self) -> list[str]:
         """Return the maps that are finished, in order."""
@@ -130,9 +155,9 @@ def _rank(run: Run) -> tuple[int, str, int, str]:
     return known.index(run.place), run.place, run.seed or 0, run.arm
 
 
-def seeds_of(place: str) -> int:
-    """Return how many seeds each arm of a map needs."""
-    return SEEDS_OF_THREE if place in OF_THREE else SEEDS
+def seeds_of(place: str) -> tuple[int, ...]:
+    """Return how many seeds each arm of a map needs for its first verdict, and for later ones."""
+    return SEEDS_OF.get(place, SEEDS)
 
 
 def by_arm(runs: Sequence[Run]) -> list[Group]:
@@ -180,12 +205,12 @@ def verdict_lines(data: Data, short: bool = False) -> str:
     found, entered = data.verdicts(), data.entered()
     asked = [each for each in found if each.kind == "b"]
     good = sum(each.state == "holds" and entered.get(each.place, False) for each in asked)  # through the gate
-    waiting = sum(each.state != "does not hold" for each in asked) - good
+    waiting = sum(each.state != "does not hold" or data.waits(each.place) for each in asked) - good
     enough = good >= MAPS_ASKED
     spare = 0 if sum(entered.values()) >= MAPS_ASKED else len(RESERVE.keys() - entered.keys())  # the gate goes on
     state = "holds" if enough else "open" if good + waiting + spare >= MAPS_ASKED else "does not hold"
     total = (f"**Class b as a whole: {state}.** Of {len(asked)} map{'s' * (len(asked) != 1)} it holds on {good},"
-             f" {waiting} {'is' if waiting == 1 else 'are'} open (asked: at least {MAPS_ASKED}).")  # fmt: skip
+             f" {waiting} {'is' if waiting == 1 else 'are'} undecided (asked: at least {MAPS_ASKED}).")  # fmt: skip
     if len(entered) >= len(MAPS.keys() - CONTROLS) and spare:
         total += f" Maps of the reserve that are not tried yet: {spare}."
     if out := [place for place, enters in entered.items() if not enters]:

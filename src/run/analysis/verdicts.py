@@ -54,8 +54,8 @@ class Verdict:
 
     @property
     def short(self) -> str:
-        """`text` with the first of its numbers alone."""
-        return self.text.split(";")[0].removesuffix(".") + "."
+        """`text` with the first of its numbers alone; what an open one waits for stays whole."""
+        return self.text if self.state == "open" else self.text.split(";")[0].removesuffix(".") + "."
 
 
 def needed_arms(kind: Kind) -> tuple[str, ...]:
