@@ -311,12 +311,13 @@ def _predictor_verdict(rows: Mapping[str, Mapping[Any, float]], seeds: int) -> s
         for keys in (SIMPLE_GUESSES, ("ridge",))
     )  # fmt: skip
     taken, dead = number("enemy_before", "taken_for_dead"), number("enemy", "recall_dead")
+    dead_before = number("enemy_before", "recall_dead")
     health = [number("enemy", ("health_r2", key)) for key in ("predictor", "ridge")]
     asked = [
         (simple, simple <= 0.9, f"error at most {simple:.2f} of the best simple guess (asked: 0.9)"),
         (ridge, ridge <= 1, f"{ridge:.2f} of ridge regression (asked: 1)"),
         (taken, taken <= 0.05, f"{taken:.3f} of those seen before taken for dead (asked: 0.05)"),
-        (dead, dead >= 0.95, f"{dead:.3f} of the dead recognised (asked: 0.95)"),
+        (dead, dead >= 0.95, f"{dead:.3f} of the dead recognised (asked: 0.95; of those seen before {dead_before:.3f})"),
         (sum(health), health[0] >= health[1], f"R² of health {health[0]:.2f}, of ridge regression {health[1]:.2f}"),
     ]  # fmt: skip
     states = ["open" if math.isnan(value) else "holds" if good else "does not hold" for value, good, _ in asked]
