@@ -85,6 +85,13 @@ def test_the_tracking_arm_differs_from_omagd_small_in_its_predictor_and_how_it_a
     assert training and all(key.startswith("graph_pretrain_") for key in differing - training)
 
 
+def test_the_arm_ridge_differs_from_the_tracking_arm_in_its_network_and_in_nothing_else():
+    made, wanted = (resolve(name).model_dump() for name in ("fog_ridge", "omagd_tracker"))
+    differing = {key for key in made if made[key] != wanted[key]}
+    network = {"graph_pretrain_epochs", "graph_lr", "reconstructor_refresh_updates", "mask_predictor_config"}
+    assert differing == {"name", *network} and made["mask_predictor_config"]["kind"] == "tracker"
+
+
 PUBLISHED_VALUES = {
     "batch_size": 128, "buffer_size": 5000, "lr": 1e-3, "graph_lr": 5e-4, "td_lambda": 0.6, "gamma": 0.99,
     "target_update_interval": 200, "graph_pretrain_epochs": 200, "graph_pretrain_episodes": 5000, "ddp_port": 12355,

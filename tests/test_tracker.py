@@ -229,6 +229,23 @@ def test_gains_are_those_with_the_smallest_error_of_the_living(parts: int) -> No
     assert len(chosen) > 5
 
 
+def test_guesses_of_the_arm_ridge_are_those_of_regression_alone() -> None:
+    """Whatever weights its network begins with; and it takes nobody for dead."""
+    preset = resolve("fog_ridge")
+    stage = learner(graph_lr=preset.graph_lr, graph_pretrain_epochs=preset.graph_pretrain_epochs)
+    batch = pack_episodes(toy_episodes(20, seed=9, apart=True))
+    stage.calibrate([batch])
+    sample, gain = stage.sample(batch), stage.predictor.gain.double()
+    missing, belief = stage.beliefs(batch)
+    base, regressed, learned = stage.predictor(sample.memory, sample.packing)[:3]
+    assert 0 < learned.abs().max() < 1e-7 < regressed.abs().max()  # updates come through, and change nothing
+    node = torch.nonzero(missing)[:, 2]
+    factor = gain[0, stage.predictor.types[node], sample.ages]
+    bounded = (base + factor * regressed).clamp(*stage.predictor.bounds[:, node])
+    torch.testing.assert_close(belief.features.double(), bounded * stage.predictor.real[node - 1], rtol=0, atol=1e-6)
+    assert sample.dead.any() and not belief.taken_for_dead.any()
+
+
 def test_each_type_and_class_of_age_has_its_own_gains() -> None:
     stage, batch = learner(), pack_episodes(toy_episodes(20, seed=9, apart=True))
     tracker, sample = stage.predictor, stage.sample(batch)

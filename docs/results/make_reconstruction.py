@@ -40,7 +40,7 @@ BATTLE, BELIEFS_PICTURE = "battle.json.gz", "beliefs.png"
 
 ARMS = (
     "ff", "baseline", "last_seen", "map_constant", "team_obs", "omagd", "full_obs", "ma2e", "baseline_truth",
-    "map_constant_truth",
+    "map_constant_truth", "ridge",
 )  # fmt: skip
 """Order of the arms, which gives their colours."""
 
