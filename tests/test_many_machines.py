@@ -120,7 +120,7 @@ def test_two_hosts_train_like_two_ranks_of_one_host_although_the_network_fails_f
     there.mkdir(), here.mkdir()
     alone = Started([str(ROOT / "launch.sh"), "--debug", "--gpus", "2", *RUN], here)
     words = ("--gpus", "1", "--nodes", "2", "--master-addr", f"{NETWORK}.1", "--master-port", "29613", *RUN)
-    words += ("--max-restarts", "2", "dist_timeout_minutes=0.05", "checkpoint_interval=0", "distributed_debug=True")
+    words += ("--max-restarts", "4", "dist_timeout_minutes=0.05", "checkpoint_interval=0", "distributed_debug=True")
     started = [
         Started(["ip", "netns", "exec", name, str(ROOT / "launch.sh"), "--node-rank", str(rank), *words], there)
         for rank, name in enumerate(hosts.names)

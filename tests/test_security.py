@@ -148,7 +148,9 @@ def test_secrets_reach_no_file_and_no_command_line(tmp_path):
     work.mkdir()
     words = "--config=qmix --env-config=skirmish with run=ddp world_size=2 use_wandb=True use_tensorboard=True"
     command = [PYTHON, MAIN, *words.split(), *BUDGETS, "checkpoint_interval=0", "env_processes=True"]
-    started = Started(command, work, **{**SECRETS, "NETRC": str(netrc), "HOME": str(tmp_path)})
+    compiled = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # another HOME has no kernels yet
+    places = {"NETRC": str(netrc), "HOME": str(tmp_path), "XDG_CACHE_HOME": compiled}
+    started = Started(command, work, **{**SECRETS, **places})
     seen: set[bytes] = set()
     until = time.monotonic() + 120
     while started.process.poll() is None and time.monotonic() < until:
