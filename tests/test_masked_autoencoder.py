@@ -116,12 +116,15 @@ def test_windows_continue_from_a_snapshot_and_new_weights_count_from_the_next_be
         made.begin(4)
     for t in range(3):
         whole.step(obs[t], np.full(4, t))
-    cut.load_snapshot(whole.snapshot())
+    kept = whole.snapshot()
+    cut.load_snapshot(kept)
+    before = kept["tokens"].clone()
     for made in (whole, cut):
         made.reset(np.array([False, True, False, False]))
     for t in range(3, 6):
         results = [made.step(obs[t], np.full(4, t)).fields["inferred"] for made in (whole, cut)]
         assert torch.equal(*results)
+    assert torch.equal(kept["tokens"], before), "which may be written to a file later"
 
 
 def test_slots_that_wait_keep_their_windows():
@@ -185,6 +188,68 @@ def test_the_loss_is_the_mean_error_of_all_tokens_of_a_window():
     assert float(stats["graph_loss"][1]) == len(expected)
 
 
+def as_torch(layer: Any, kind: Any) -> Any:
+    """Return torch's own transformer layer of the class `kind` with the weights of `layer`."""
+    d, wide = layer.norms[0].normalized_shape[0], layer.widen.out_features
+    made = kind(d, layer.n_heads, wide, dropout=0.0, batch_first=True)
+    parts = [made.self_attn, made.multihead_attn] if kind is torch.nn.TransformerDecoderLayer else [made.self_attn]
+    with torch.no_grad():
+        for part, query, key_value, out in zip(parts, layer.queries, layer.keys_values, layer.merges, strict=True):
+            part.in_proj_weight.copy_(torch.cat([query.weight, key_value.weight]))
+            part.in_proj_bias.copy_(torch.cat([query.bias, key_value.bias]))
+            part.out_proj.load_state_dict(out.state_dict())
+        made.linear1.load_state_dict(layer.widen.state_dict())
+        made.linear2.load_state_dict(layer.narrow.state_dict())
+        for number, norm in enumerate(layer.norms, start=1):
+            getattr(made, f"norm{number}").load_state_dict(norm.state_dict())
+    return made
+
+
+@pytest.mark.parametrize("n_layers", [1, 3])
+def test_the_network_is_a_transformer_whose_decoder_reads_the_encoder(n_layers: int):
+    net = learner(n_layers=n_layers).predictor
+    with torch.no_grad():
+        for weight in net.parameters():  # also of norms and biases, which begin alike
+            weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(weight)))
+        tokens = noise(5, K, N, net.token.out_features)
+        memory = out = (tokens + net.places).flatten(1, 2)
+        for layer in net.encoder:
+            memory = as_torch(layer, torch.nn.TransformerEncoderLayer)(memory)
+        for layer in net.decoder:
+            out = as_torch(layer, torch.nn.TransformerDecoderLayer)(out, memory)
+        wanted = net.head(out)
+        assert len(net.encoder) == n_layers and len(net.decoder) == max(1, n_layers - 1)
+        torch.testing.assert_close(net(tokens, K * N), wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(net(tokens, 2), wanted[:, -2:], atol=1e-4, rtol=1e-4)
+
+
+def test_only_updates_drop_anything_out():
+    batch, found = batch_of(3), []
+    for p in (0.0, 0.5):
+        stage = learner(dropout=p)
+        stage.warm_up(batch)  # leaves it in training mode
+        found.append({name: total / count for name, (total, count) in stage.evaluate(batch).items()})
+        assert found[-1] == found[0]
+        torch.manual_seed(1)
+        total, count = stage.update(batch)["graph_loss"]
+        assert (total / count == found[0]["graph_loss"]) == (p == 0)
+        (episode,) = toy_episodes(1, seed=5, longest=12)
+        played_twice = [played(acting(stage), episode["obs"], episode["actions"]) for _ in range(2)]
+        assert torch.equal(*played_twice) and not stage.predictor.training
+
+
+@pytest.mark.parametrize("at_once", [1, 1000])
+def test_an_update_follows_the_gradient_of_the_mean_over_windows(at_once: int):
+    stage, batch = learner(dtype=torch.float64, graph_frames_at_once=at_once), batch_of(3)
+    assert (len(stage.parts(batch)) > 1) == (at_once == 1)
+    sample = stage.sample(batch)
+    loss = stage._loss(sample)[0] / len(sample.rows)
+    gradients = torch.autograd.grad(loss, list(stage.predictor.parameters()))
+    wanted = torch.cat([each.flatten() for each in gradients]).norm()
+    assert float(stage.update(batch)["grad_norm"][0]) == pytest.approx(float(wanted), rel=1e-9)
+    assert stage.updates == 1, "by which other agents have their turn"
+
+
 def echoes(n: int, seed: int) -> list[Episode]:
     """Return episodes in which agent i observes what agent 0 has observed i steps earlier."""
     rng, out = np.random.default_rng(seed), []
@@ -219,6 +284,7 @@ def test_it_learns_what_allies_observe_from_an_agents_own_history():
 def test_the_error_is_that_of_living_allies_as_living_agents_infer_them():
     stage, training = learner(), batch_of(20, 21)
     stage.begin(lambda: [training])
+    stage.predictor.head.weight.data *= 5  # so that what is before an episode would count
     episodes, errors = toy_episodes(5, seed=9, apart=True), {"error_allies": [], "error_allies_mean": []}
     for agent in range(N):
         obs = training["obs"][training.valid_mask][:, agent]
