@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ddp_harness import run_ranks
 from graph_toys import INFO, LAYOUT, graph_learner, toy_config, toy_episodes
 from q_toys import equal, state_of
 
 from omagd.config.loading import resolve
 from omagd.learners import PREDICTORS, belief_cases, tracker_learner
+from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.graph_reconstructers import REGISTRY, compiled_tracking
 from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import check, describe
 from omagd.modules.graph_reconstructers.tracker import FLOOR
 from omagd.modules.graph_reconstructers.tracking import TrackingReconstructor
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 
@@ -94,6 +97,126 @@ def test_loss_is_the_weighted_likelihood_of_the_living_and_of_being_alive() -> N
     assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
     assert float(stats["graph_loss"][1]) == pytest.approx(weights, rel=1e-6)
     assert (variance >= FLOOR**2).all()
+
+
+def test_the_mean_follows_the_weighted_likelihood_and_the_variance_the_likelihood_itself() -> None:
+    """Gradients by hand; the equation at the top of tracker_learner.py says what has none."""
+    stage, batch = learner(), pack_episodes(toy_episodes(8, seed=3, apart=True))
+    sample = stage._weighted(stage.sample(batch), torch.tensor([50.0, 9, 7, 5, 2, 1], dtype=torch.float64))
+    out, weights = stage.predictor(sample.memory, sample.packing), list(stage.predictor.parameters())
+    mean = out.base + out.regressed + out.learned
+    real = feature_mask(LAYOUT)[torch.nonzero(sample.memory.missing)[:, 2]].double()
+    share = (sample.weight * ~sample.dead)[:, None] * real / real.sum(-1, keepdim=True)
+    off, v = (mean - sample.target).detach(), out.variance.detach()
+    of_mean, of_variance = share * 2 * off / v.sqrt(), share * v.sqrt() * (1 / v - (off / v).square())
+    of_dead = sample.weight * (out.dead.detach().sigmoid() - sample.dead.double())
+    parts = (mean, out.variance, out.dead), weights, (of_mean, of_variance, of_dead)
+    wanted = torch.autograd.grad(*parts, retain_graph=True)
+    for found, value in zip(torch.autograd.grad(stage._loss(sample)[0], weights), wanted, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+    of_spread = torch.autograd.grad(out.variance.sum(), weights, materialize_grads=True)
+    names = [name for name, _ in stage.predictor.named_parameters()]
+    changed = {name for name, value in zip(names, of_spread, strict=True) if value.any()}
+    assert changed == {"spread.weight", "spread.bias"}, "it reads the state of the network without changing it"
+
+
+def test_updates_weigh_classes_of_age_by_their_shares_so_far() -> None:
+    stage, so_far = graph_learner("stage2", kind="tracker", graph_frames_at_once=1000), torch.zeros(6).double()
+    for seed in range(3):
+        batch = pack_episodes(toy_episodes(6, seed=seed, apart=True))
+        sample = stage.sample(batch)
+        for age in sample.memory.age[sample.memory.missing][sample.target.any(-1)].tolist():
+            so_far[0 if age < 0 else sum(age >= first for first in (1, 2, 4, 8, 16))] += 1
+        weighted = stage._weighted(sample, so_far)
+        loss = stage._loss(weighted)[0] / weighted.weight.double().sum()
+        gradients = torch.autograd.grad(loss, list(stage.predictor.parameters()))
+        wanted = torch.cat([each.flatten() for each in gradients]).norm()
+        assert float(stage.update(batch)["grad_norm"][0]) == pytest.approx(float(wanted), rel=1e-6)
+        assert torch.equal(stage.predictor.class_count, so_far) and stage.updates == seed + 1
+    stage.predictor.node.weight.data.fill_(torch.nan)
+    assert stage.update(batch)[SKIPPED][0] and torch.equal(stage.predictor.class_count, so_far)
+    heaviest = stage._weighted(sample, torch.tensor([1e9, 1, 1, 1, 1, 1]).double()).weight.max()
+    assert float(heaviest) == pytest.approx(0.002**-0.5, rel=1e-3), "as if their share was not below 0.002"
+
+
+def test_the_learning_rate_falls_along_half_a_cosine_and_stays_at_a_fiftieth() -> None:
+    stage = graph_learner("stage2", kind="tracker", graph_pretrain_epochs=4, graph_lr=0.01)
+    batch, found = pack_episodes(toy_episodes(2, apart=True)), []
+    for _ in range(8):  # more than the epochs, as a refresh goes on
+        stage.update(batch)
+        found.append(stage.optimizer.param_groups[0]["lr"])
+    assert found == pytest.approx([0.01, 0.005 + 0.005 * 0.5**0.5, 0.005, 0.005 - 0.005 * 0.5**0.5, *[0.0002] * 4])
+
+
+def test_what_is_measured_are_errors_of_beliefs_and_who_is_taken_for_dead() -> None:
+    stage, batch = learner(), pack_episodes(toy_episodes(9, seed=21, apart=True))
+    stage.predictor.threshold.copy_(stage.beliefs(batch)[1].p_dead.quantile(0.3))
+    missing, belief = stage.beliefs(batch)
+    truth, errors = obs_to_nodes(batch["full_obs"], LAYOUT)[missing].double(), []
+    for guess, y, node in zip(belief.features.double(), truth, torch.nonzero(missing)[:, 2].tolist(), strict=True):
+        errors.append(float((guess - y)[feature_mask(LAYOUT)[node]].square().mean()))
+    dead, taken, each = (~truth.any(-1)).numpy(), belief.taken_for_dead.numpy(), np.array(errors)
+    wanted = {
+        "error_all": each.mean(), "error_alive": each[~dead].mean(), "absent_share": dead.mean(),
+        "recall_absent": taken[dead].mean(), "recall_alive": (~taken[~dead]).mean(),
+    }  # fmt: skip
+    found = {name: float(total / count) for name, (total, count) in stage.evaluate(batch).items()}
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-5) and len(set(wanted.values())) == 5
+
+
+def unlike(episodes: Any) -> Any:
+    """Return episodes in which allies and enemies have other means and scales; one feature of enemies is constant."""
+    types = torch.tensor(LAYOUT.node_types)
+    out = []
+    for episode in episodes:
+        shown = {name: obs_to_nodes(episode[name], LAYOUT) for name in ("obs", "full_obs")}
+        for name, nodes in shown.items():
+            made = 10.0 * types[:, None] + (1.0 + types[:, None]) * torch.arange(1, 1 + D) * nodes
+            made[:, :, 1 + LAYOUT.n_allies :, 0] = 0.25
+            shown[name] = torch.where(nodes != 0, made, 0.0)
+        out.append({**episode, **{name: nodes_to_obs(nodes, LAYOUT) for name, nodes in shown.items()}})
+    return out
+
+
+def test_features_are_standardised_by_the_living_units_of_a_type() -> None:
+    stage = graph_learner("stage2", kind="tracker", graph_frames_at_once=1000)
+    parts = [unlike(toy_episodes(12, seed=seed, apart=True)) for seed in (5, 6)]
+    values: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+    for episode in (episode for part in parts for episode in part):
+        full = obs_to_nodes(episode["full_obs"], LAYOUT).double()
+        for step, agent in np.ndindex(len(full) - 1, INFO.n_agents):
+            for node in range(N if episode["obs"][step, agent].any() else 0):
+                if full[step, agent, node].any():
+                    values[LAYOUT.node_types[node]].append(full[step, agent, node].numpy())
+        episode["full_obs"][~episode["obs"].any(-1)] = 77.0  # what an environment may show to the dead
+    stage.begin(lambda: [pack_episodes(part) for part in parts])
+    for node, kind in enumerate(LAYOUT.node_types):
+        found, spread = np.array(values[kind]), np.std(values[kind], axis=0)
+        np.testing.assert_allclose(stage.predictor.mean[node], found.mean(0), atol=1e-6)
+        np.testing.assert_allclose(stage.predictor.scale[node], np.where(spread < 1e-3, 1.0, spread), rtol=1e-6)
+        np.testing.assert_allclose(stage.predictor.bounds[:, node], [found.min(0), found.max(0)], rtol=1e-6)
+
+
+def test_the_network_and_the_regression_count_in_standard_deviations_of_the_unit() -> None:
+    stage, batch = learner(), pack_episodes(toy_episodes(4, seed=3, apart=True))
+    tracker, sample, source = stage.predictor, stage.sample(batch), torch.Generator().manual_seed(0)
+    tracker.scale.copy_(torch.rand(tracker.scale.shape, generator=source) + 0.5)
+    tracker.straight_weight.zero_()
+    tracker.straight_bias.copy_(torch.randn(tracker.straight_bias.shape, generator=source))
+    torch.nn.init.zeros_(tracker.head.weight)
+    torch.nn.init.normal_(tracker.head.bias, generator=source)
+    out, bias = tracker(sample.memory, sample.packing), tracker.straight_bias.view(6, N - 1, D)
+    for m, (node, age) in enumerate(zip(torch.nonzero(sample.memory.missing)[:, 2].tolist(), sample.ages, strict=True)):
+        torch.testing.assert_close(out.learned[m], tracker.scale[node] * tracker.head.bias)
+        torch.testing.assert_close(out.regressed[m], tracker.scale[node] * bias[age, node - 1])
+
+
+def test_the_step_is_known_between_corners_that_double() -> None:
+    tracker = learner().predictor
+    tracker.limit = 90
+    steps = np.arange(100)
+    wanted = [np.interp(np.log2(np.minimum(steps, 90) + 1), np.arange(8), row) for row in np.eye(8)]
+    np.testing.assert_allclose(tracker._hats(torch.from_numpy(steps), torch.float64).T, wanted, atol=1e-12)
 
 
 @pytest.mark.parametrize("at_once", [None, 2000])
@@ -280,6 +403,27 @@ def test_features_stay_within_those_of_living_units_in_training() -> None:
     assert torch.equal(belief.features[alive].max(0).values, tracker.bounds[1, -1].float())
 
 
+def of_ranks(rank: int, dist: Dist, seeds: list[tuple[int, ...]]) -> Any:
+    """Return the tracker's state after all that ranks fit and choose together."""
+    stage = graph_learner("stage2", torch.float64, dist, kind="tracker", graph_frames_at_once=1000)
+    batches = [pack_episodes(toy_episodes(12, seed=seed, apart=True)) for seed in seeds[rank]]
+    stage.begin(lambda: batches)
+    for part, scale in ((stage.predictor.dead, 3.0), (stage.predictor.head, 0.3)):  # which begin with zeros
+        torch.nn.init.normal_(part.weight, std=scale, generator=torch.Generator().manual_seed(0))
+    stage.update(pack_episodes([e for seed in seeds[rank] for e in toy_episodes(12, seed=seed, apart=True)]))
+    stage.calibrate(batches)
+    return stage.predictor.state_dict()
+
+
+@pytest.mark.processes
+def test_ranks_fit_and_choose_as_one_process_with_the_episodes_of_all() -> None:
+    ranks, alone = run_ranks(of_ranks, [(5,), (6, 7)]), of_ranks(0, Dist(), [(5, 6, 7)])
+    for state in ranks:
+        for name, value in alone.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-7, msg=name)
+    assert len(alone["threshold"].unique()) > 3 and len(alone["gain"].unique()) > 2
+
+
 def play(reconstructor: Any, episodes: Any) -> list[list[torch.Tensor]]:
     """Act through episodes in two slots, one of which rests now and then; return (obs, guessed, field) of each."""
     slots = [[(i, t) for i in range(s, len(episodes), 2) for t in range(len(episodes[i]["obs"]))] for s in (0, 1)]
@@ -413,10 +557,14 @@ def test_a_snapshot_continues_in_the_middle_of_an_episode_bit_for_bit() -> None:
     other.begin(1)
     for step, (obs, action) in enumerate(zip_longest(episode["obs"].repeat(3, 1, 1), episode["actions"].repeat(3, 1))):
         if step == 3:
-            other.load_snapshot(whole.snapshot())
+            kept = whole.snapshot()
+            other.load_snapshot(kept)
+            before = {name: value.clone() for name, value in kept.items()}
         wanted = whole.step(obs[None], np.array([step]), None, action[None])
         assert step < 3 or torch.equal(other.step(obs[None], np.array([step]), None, action[None]).obs, wanted.obs)
     assert not wanted.obs.requires_grad and not any(p.requires_grad for p in stage.predictor.parameters())
+    whole.reset(np.array([True]))
+    assert equal(kept, before), "which may be written to a file later"
 
 
 def test_parts_of_a_batch_add_up_and_nothing_missing_changes_nothing() -> None:
