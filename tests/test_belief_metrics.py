@@ -21,6 +21,7 @@ from omagd.learners.belief_cases import cases_of
 from omagd.learners.belief_metrics import belief_values, judge
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
+from omagd.run.training import beliefs
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
 
@@ -167,6 +168,20 @@ def test_features_that_are_constant_in_training_are_left_out(data) -> None:
     varies = data.baselines.varies.numpy()
     np.testing.assert_array_equal(varies[1:], varying(data.training)[1:])
     assert not varies[3:, 1].any() and not varies[4, 2] and varies[3, 2] and varies[5, 2]
+
+
+def test_what_was_there_is_what_living_agents_could_know_of(data) -> None:
+    """Not what an environment may show to the dead, and not what comes after the last step."""
+    shown = [{**each, "full_obs": each["full_obs"].clone()} for each in data.training]
+    for episode in shown:
+        episode["full_obs"][~episode["obs"].any(-1)] = 77.0
+        episode["full_obs"][-1] = -77.0
+    made, known = fitted(shown, data.validation), values_of(data.training)
+    for name, value in data.baselines.state_dict().items():
+        assert torch.equal(getattr(made, name), value), name
+    for node in range(1, N):
+        wanted = [extreme(known[node], axis=0) for extreme in (np.min, np.max)]
+        np.testing.assert_array_equal(made.bounds[:, node].numpy(), wanted)
 
 
 def test_simple_baselines_are_means_and_last_sights(data) -> None:
@@ -373,12 +388,15 @@ def test_units_of_which_no_feature_counts_count_in_positions_alone(data) -> None
     varies[4] = False
     table = judge(guesser, [data.batch], replace(data.baselines, varies=varies), Dist())
     (belief,), (entry, *_) = guesser.said, table["rows"]
-    errors, distances, inside, likelihood = [], [], [], []
+    errors, distances, inside, likelihood, health, off_health, taken = [], [], [], [], [], [], []
     for i, case in enumerate(data.judged):
         if not case.truth.any():
             continue
         off, counted = belief.features[i].double().numpy() - case.truth, varies[case.node].numpy()
         distances.append(81 * (off[2] ** 2 + off[3] ** 2))
+        health.append(case.truth[LAYOUT.health])
+        off_health.append(off[LAYOUT.health])
+        taken.append(float(belief.p_dead[i] > 0.3))
         if counted.any():
             spread = np.maximum(belief.spread[i].double().numpy(), 0.01)[counted]
             errors.append((off[counted] ** 2).mean())
@@ -387,6 +405,11 @@ def test_units_of_which_no_feature_counts_count_in_positions_alone(data) -> None
     assert entry["count"] == len(distances) > len(errors) > 0
     assert entry["mse"]["predictor"] == pytest.approx(np.mean(errors), rel=1e-6)
     assert entry["position_rms"]["predictor"] == pytest.approx(math.sqrt(np.mean(distances)), rel=1e-6)
+    assert entry["position_mean"]["predictor"] == pytest.approx(np.mean(np.sqrt(distances)), rel=1e-6)
+    assert entry["health_r2"]["predictor"] == pytest.approx(
+        1 - np.mean(np.square(off_health)) / np.var(health), rel=1e-6
+    )
+    assert entry["taken_for_dead"] == pytest.approx(np.mean(taken))
     assert (entry["coverage"], entry["nll"]) == pytest.approx((np.mean(inside), np.mean(likelihood)), rel=1e-6)
 
 
@@ -417,6 +440,16 @@ def test_a_batch_that_is_judged_in_parts_gives_the_same_table(data, monkeypatch)
         assert mine.get("mse", {}) == pytest.approx(theirs.get("mse", {}), rel=1e-5)
 
 
+def test_who_is_surely_dead_or_surely_alive_is_in_the_last_or_the_first_bin(data) -> None:
+    cases = cases_of(data.batch, LAYOUT)
+    p = (torch.arange(len(cases)) % 3 == 0).float()
+    sure = Belief(cases.truth, p, p > 0.5, None)
+    learner = SimpleNamespace(layout=LAYOUT, beliefs=lambda batch: (cases.missing, sure))
+    found, dead = judge(learner, [data.batch], data.baselines, Dist())["reliability"], ~cases.living
+    wanted = [[float((p == q).float().mean()), q, float(dead[p == q].float().mean())] for q in (0.0, 1.0)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
 def test_logged_values_are_those_of_the_table(data) -> None:
     table = judge(Guesser(), [data.batch], data.baselines, Dist())
     rows, values = {entry["row"]: entry for entry in table["rows"]}, belief_values(table)
@@ -428,6 +461,14 @@ def test_logged_values_are_those_of_the_table(data) -> None:
     simple = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
     assert values["ratio_simple"] == values["error"] / min(rows[""]["mse"][name] for name in simple)
     assert values["ratio_ridge"] == values["error"] / rows[""]["mse"]["ridge"]
+    others = (*(f"_{name}" for name in BASELINES), "_type", "_age8_15")  # at an age of 8 and more all are dead
+    own = {name for name in values if not any(part in name for part in others)}
+    ages, steps = ("", "_never", "_before"), ("_age1", "_age2_3", "_age4_7")
+    wanted = {f"error{kind}{age}" for kind in ("", "_ally", "_enemy") for age in (*ages, *steps)}
+    wanted |= {f"{of}{age}" for of in ("position", "health_r2") for age in ages}
+    wanted |= {f"{of}{age}" for of in ("taken_for_dead", "recall_dead") for age in (*ages, *steps)}
+    assert own - {"error_simple", "ratio_simple", "ratio_ridge", "coverage", "nll", "dead_ece"} == wanted
+    assert values["recall_dead_never"] == rows["never"]["recall_dead"]
 
 
 def test_where_everything_is_seen_there_is_nothing_to_measure() -> None:
@@ -477,7 +518,22 @@ def on_a_rank(rank: int, dist: Dist, episodes: list[list[Episode]]) -> Any:
         patch.setattr(belief_baselines, "FIT_OPERATIONS", 5e6)
         some = fitted(training, validation, dist).ridge
     batches = [pack_episodes(test)] if test else []
-    return {**baselines.state_dict(), "some": some}, judge(graph_learner("stage2"), batches, baselines, dist)
+    table = judge(graph_learner("stage2"), batches, baselines, dist)
+    return {**baselines.state_dict(), "some": some}, table, of_a_team(validation, baselines, dist)
+
+
+def of_a_team(played: list[Episode], baselines: Baselines, dist: Dist) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return what is measured of the beliefs of a trained team that has played these episodes on this rank."""
+    stage = graph_learner("stage2", torch.float32)
+    runner = SimpleNamespace(run=lambda mac, **how: SimpleNamespace(episodes=played))
+    session = SimpleNamespace(config=stage.config, info=INFO, dist=dist, rounds=int, runners={"beliefs": runner})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(beliefs, "saved_baselines", lambda session: baselines)
+        patch.setattr(beliefs, "picture", lambda *rest: "drawn")
+        trained = SimpleNamespace(predictor=stage.predictor, tokenizer=stage.tokenizer)
+        values, drawn, table = beliefs.evaluate_beliefs(session, trained, None)  # type: ignore[arg-type]
+    assert drawn == ({"picture": "drawn"} if dist.is_main else {})
+    return values, table
 
 
 @pytest.mark.processes
@@ -485,7 +541,10 @@ def test_two_ranks_fit_and_judge_as_one_process(data) -> None:
     episodes = [data.training, data.validation, data.test[:1]]  # the second rank has no test episode
     (alone,), ranks = run_phases(on_a_rank, [(1, episodes), (2, episodes)])
     assert not torch.allclose(alone[0]["some"], alone[0]["ridge"], atol=0.01)
-    for state, table in ranks:
+    assert alone[2][1]["episodes"] == len(data.validation)
+    for state, table, (values, of_team) in ranks:
+        assert of_team["episodes"] == len(data.validation)
+        assert values == pytest.approx(alone[2][0], rel=1e-5, abs=1e-6) and values.keys() >= {"error", "error_all"}
         for name, value in alone[0].items():
             torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-7)
         assert table == ranks[0][1]

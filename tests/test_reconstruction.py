@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from graph_toys import INFO, LAYOUT, toy_config, toy_episodes, toy_modules
+from graph_toys import INFO, LAYOUT, believing, toy_config, toy_episodes, toy_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +32,7 @@ from omagd.modules.graph_reconstructers.graphs import (
 from omagd.modules.graph_reconstructers.history import Frames
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, describe
+from omagd.modules.graph_reconstructers.tracking import TrackingReconstructor
 from omagd.run.training import beliefs
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -404,6 +405,31 @@ def test_a_picture_of_a_set_of_maps_names_all_units_whatever_map_a_slot_is_on(tm
     for view in ("seen", "reconstructed", "truth"):
         assert [unit["id"] for unit in shown[view]] == [agent, *others, "e0", "e1", "e2"]
     assert shown["info"]["teams"] == {"ally": "agents", "enemy": "enemies"}
+
+
+def test_a_picture_shows_a_moment_at_which_something_is_hidden() -> None:
+    """Agent 1 sees two units and not the third, then all three."""
+    full = torch.zeros(2, INFO.n_agents, LAYOUT.n_nodes, LAYOUT.node_dim)
+    full[:, 1, :4] = 1.0
+    obs = full.clone()
+    obs[0, 1, 3] = 0.0
+    views = (nodes_to_obs(value, LAYOUT)[None] for value in (obs, full))
+    assert beliefs._best_view(*views, LAYOUT) == (0, 0, 1)
+
+
+def test_a_picture_is_made_of_the_actions_before_each_step(tmp_path, monkeypatch) -> None:
+    stage, _ = believing(kind="tracker")
+    episodes, told, step = toy_episodes(3, seed=31), [], TrackingReconstructor.step
+
+    def noted(self, obs, now, active, actions):
+        told.append(actions[0])
+        return step(self, obs, now, active, actions)
+
+    monkeypatch.setattr(TrackingReconstructor, "step", noted)
+    shown = moment_of(monkeypatch, tmp_path, (None, stage.predictor, stage.config), pack_episodes(episodes))
+    assert len(told) == shown["info"]["step"] + 1 > 2 and (told[0] == -1).all()
+    played = [episode["actions"][: len(told) - 1] for episode in episodes]
+    assert any(torch.equal(torch.stack(told[1:]), actions) for actions in played)
 
 
 def test_the_picture_of_beliefs_is_the_moment_with_most_to_guess(tmp_path, monkeypatch) -> None:
