@@ -255,7 +255,9 @@ def site(tmp_path, monkeypatch):
                 rates = [middle / 2, middle + 0.01 * seed]
                 where = {"arm": arm, "env": env, "map": map_name, "seed": seed, "job": f"{arm}{map_name}{seed}"}
                 tests = {"t_env": [5000, 10_000], "wall_seconds": [1, 2], "test_battle_won_mean": rates}
-                stages = {"stage2": {"beliefs": {"rows": ROWS}}} if arm == "omagd" else {}
+                team = [{**ROWS[0], "mse": {**ERRORS, "predictor": 0.15}}]
+                stages = {"stage2": {"beliefs": {"rows": ROWS}}, "stage3": {"beliefs": {"rows": team}}}
+                stages = stages if arm == "omagd" else {}
                 own = {"summary": {"stages": stages}, "identity": f"{name}{where}", "cpu_seconds": 360.0}
                 append(script.DATA / f"{name}.jsonl", {**line, **where, **own, "tests": tests})
 
@@ -349,6 +351,7 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     rows = {line.split(" | ")[0].strip("| "): line for line in page.split(f"### {MAP}")[1].split("###")[0].splitlines()}
     assert "| 10 | 0.55 [" in rows["omagd"] and rows["omagd"].endswith("| 1.00 |")  # hours
     assert "| all | 900 | 0.100 | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
+    assert "| all, battles of the trained team | 900 | 0.150 | 0.200 | 0.300 | 0.400 | 0.500 |" in page
     assert "| reconstruction | 0.250 [0.200, 0.300] | 0.500 [0.400, 0.600] |" in page
     assert "**Holds.** Error at most 0.33 of the best simple guess" in page
     assert f"88 runs, 8.8 core-hours.\n- Commits: `{'ab' * 6}` (88 runs)." in page

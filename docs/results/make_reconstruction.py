@@ -70,6 +70,7 @@ GUESSES = {"predictor": "reconstruction", "ridge": "ridge regression", "last_see
 SIMPLE_GUESSES = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
 ROWS = {"enemy": "all", "enemy_never": "never seen", "enemy_before": "seen before", "enemy_age1": "1 step ago",
         "enemy_age2_3": "2-3", "enemy_age4_7": "4-7", "enemy_age8_15": "8-15", "enemy_age16": "16 and more"}  # fmt: skip
+TEAM = "all, battles of the trained team"
 NOT_YET = "*Not run yet.*"
 
 
@@ -274,18 +275,20 @@ def predictor_part(data: Data) -> str:
     made = []
     for place in data.studied():
         runs = [run for group in data.study if group.label == METHOD for run in group.at(place)]
-        found = [table for run in runs if (table := _beliefs(run))]
+        found, of_team = ([table for run in runs if (table := _beliefs(run, stage))] for stage in ("stage2", "stage3"))
         means = {name: mean for name in ROWS if (mean := _mean_row([table.get(name, {}) for table in found]))}
         if means:
-            rows = [[ROWS[name], f"{mean['count']:,.0f}", *(f"{mean['mse', key]:.3f}" for key in GUESSES)]
-                    for name, mean in means.items()]  # fmt: skip
+            shown = {**{ROWS[name]: mean for name, mean in means.items()},
+                     TEAM: _mean_row([table.get("enemy", {}) for table in of_team])}  # fmt: skip
+            rows = [[name, f"{mean['count']:,.0f}", *(f"{mean['mse', key]:.3f}" for key in GUESSES)]
+                    for name, mean in shown.items() if mean]  # fmt: skip
             table = markdown(["living enemies, last seen", "cases", *GUESSES.values()], rows)
             made.append(f"### {place}\n\n{table}\n\n{_predictor_verdict(means, len(found))}")
     return "\n\n".join(made) or NOT_YET
 
 
-def _beliefs(run: Run) -> Mapping[str, Mapping[str, Any]]:
-    found = run.summary.get("stages", {}).get("stage2", {}).get("beliefs", {})
+def _beliefs(run: Run, stage: str) -> Mapping[str, Mapping[str, Any]]:
+    found = run.summary.get("stages", {}).get(stage, {}).get("beliefs", {})
     return {row["row"]: row for row in found.get("rows", [])} if isinstance(found, dict) else {}
 
 
