@@ -37,14 +37,13 @@ ROWS_AT_ONCE = 1024  # rows that pass through the cell together, so that its gat
 class Held(NamedTuple):
     """The state of all slots, as `TrackingReconstructor` keeps it.
 
-    last: [B, n, N, D]. age: [B, n, N] int64. own: [B, n, D]. drift: [B, n, N, 2]. begun: [B] bool.
+    last: [B, n, N, D]. age: [B, n, N] int64. own: [B, n, D]. drift: [B, n, N, 2].
     """
 
     last: Array
     age: Array
     own: Array
     drift: Array
-    begun: Array
 
 
 class Tables(NamedTuple):
@@ -105,15 +104,14 @@ def remember(graph: Graph, features: Array, missing: Array, last: Array, ages: A
 
 
 @function
-def move(t: Tables, action: int, begun: bool, now: Array, own: Array) -> tuple[np.float32, np.float32]:
+def move(t: Tables, action: int, now: Array, own: Array) -> tuple[np.float32, np.float32]:
     """Return the agent's own move, as `Tracker.moves`; own becomes `now` [D]."""
     to_x, to_y = ZERO, ZERO
     if action >= 0:
         to_x, to_y = t.of_action[action, 0], t.of_action[action, 1]
     for d in range(len(now)):
-        if begun:
-            to_x += t.of_change[d, 0] * (now[d] - own[d])
-            to_y += t.of_change[d, 1] * (now[d] - own[d])
+        to_x += t.of_change[d, 0] * (now[d] - own[d])
+        to_y += t.of_change[d, 1] * (now[d] - own[d])
         own[d] = now[d]
     return to_x, to_y
 
@@ -167,7 +165,7 @@ def look(
             if not sees(graph, obs[b, a], missing):
                 continue
             remember(graph, obs[b, a], missing, last, ages)
-            to_x, to_y = move(t, action[b, a], held.begun[b], last[0], held.own[b, a])
+            to_x, to_y = move(t, action[b, a], last[0], held.own[b, a])
             for i in range(n_nodes):
                 age, drift, z = ages[i], drifts[i], known[i * per_node : (i + 1) * per_node]
                 drift[0] = drift[0] + to_x if age > 0 else ZERO
@@ -186,7 +184,6 @@ def look(
                 known[acted + len(t.of_action) + n + c] = now[c]
             found.rows[frames] = b * n + a
             frames += 1
-        held.begun[b] = True
     return frames
 
 
@@ -388,7 +385,7 @@ def _call_all() -> None:
     numbers, one, flags = np.zeros(0, np.int64), np.zeros((1, 1), np.int64), np.zeros((1, 1), bool)
     line, block = np.zeros((1, 1), np.float32), np.zeros((1, 1, 1), np.float32)
     graph = Graph(one, numbers, numbers)
-    held = Held(block[None], one[None], block, block[None], flags[0])
+    held = Held(block[None], one[None], block, block[None])
     found = Found(numbers, one, flags, line, block, line)
     look(graph, Tables(line, line, line, line, line, line, numbers), block, numbers, numbers, one, held, found)
     enter(line, line, block, line, numbers, numbers)

@@ -60,7 +60,8 @@ class Memory:
     Attributes:
         last: [R, n, N, D], features when last seen, now included; zeros: never. age: [R, n, N] int64, steps since
             then; 0: seen now, -1: never. action: [R, n] int64, own last action, -1 at the start. change: [R, n, D] of
-            the own features since the step before, zeros at the start. step: [R] int64. missing: [R, n, N] bool.
+            the own features since the step before; at the start nothing counts it. step: [R] int64.
+            missing: [R, n, N] bool.
     """
 
     last: Tensor

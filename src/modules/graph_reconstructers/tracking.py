@@ -28,7 +28,7 @@ from omagd.utils.compiling import compiled_or_reference
 if TYPE_CHECKING:
     from omagd.modules.graph_reconstructers.compiled_tracking import CompiledTracking
 
-STATE = ("last", "age", "own", "drift", "hidden", "begun")
+STATE = ("last", "age", "own", "drift", "hidden")
 
 
 class TrackingReconstructor(Filling):
@@ -71,7 +71,6 @@ class TrackingReconstructor(Filling):
             "own": torch.zeros((*shape[:2], self.layout.node_dim), device=self.device),
             "drift": torch.zeros((*shape, 2), dtype=kind, device=self.device),
             "hidden": torch.zeros(others, dtype=kind, device=self.device),
-            "begun": torch.zeros(n_slots, dtype=torch.bool, device=self.device),
         }  # fmt: skip
         self._noise = EpisodeNoise(self._seed, shape, self.device) if self._draws else None
 
@@ -150,10 +149,7 @@ class TrackingReconstructor(Filling):
         memory, drift = self._remember(nodes, now, actions, seen, missing, state)
         x, base, known = tracker.encode(memory, drift)
         hidden = tracker.gru.step(x.flatten(0, 1), state["hidden"].flatten(0, 1)).view(x.shape)
-        after = {
-            "last": memory.last, "age": memory.age, "own": nodes[:, :, 0], "drift": drift, "hidden": hidden,
-            "begun": torch.ones_like(state["begun"]),
-        }  # fmt: skip
+        after = {"last": memory.last, "age": memory.age, "own": nodes[:, :, 0], "drift": drift, "hidden": hidden}
         belief = self._judge.belief(tracker.decode(hidden, x, base, known, memory), memory)
         if self._noise is not None:
             belief = self._noise.drawn(belief, places(missing, slots), tracker.bounds)
@@ -171,8 +167,8 @@ class TrackingReconstructor(Filling):
         never = state["age"] < 0
         age = torch.where(seen, 0, torch.where(never, -1, state["age"] + 1))
         last = torch.where(seen[..., None], nodes, state["last"])
-        change = torch.where(state["begun"][:, None, None], nodes[:, :, 0] - state["own"], 0.0)
-        memory = Memory(last, age, actions, change, now, missing)
+        # At the start of an episode this is no change, but nothing has been seen before, so no drift counts it.
+        memory = Memory(last, age, actions, nodes[:, :, 0] - state["own"], now, missing)
         drift = torch.where((age > 0)[..., None], state["drift"] + self.predictor.moves(memory)[:, :, None], 0.0)
         return memory, drift
 
