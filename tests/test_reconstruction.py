@@ -419,17 +419,17 @@ def test_a_picture_shows_a_moment_at_which_something_is_hidden() -> None:
 
 def test_a_picture_is_made_of_the_actions_before_each_step(tmp_path, monkeypatch) -> None:
     stage, _ = believing(kind="tracker")
-    episodes, told, step = toy_episodes(3, seed=31), [], TrackingReconstructor.step
+    episodes, taken, step = toy_episodes(3, seed=31), [], TrackingReconstructor.step
 
     def noted(self, obs, now, active, actions):
-        told.append(actions[0])
+        taken.append(actions[0])
         return step(self, obs, now, active, actions)
 
     monkeypatch.setattr(TrackingReconstructor, "step", noted)
     shown = moment_of(monkeypatch, tmp_path, (None, stage.predictor, stage.config), pack_episodes(episodes))
-    assert len(told) == shown["info"]["step"] + 1 > 2 and (told[0] == -1).all()
-    played = [episode["actions"][: len(told) - 1] for episode in episodes]
-    assert any(torch.equal(torch.stack(told[1:]), actions) for actions in played)
+    assert len(taken) == shown["info"]["step"] + 1 > 2 and (taken[0] == -1).all()
+    played = [episode["actions"][: len(taken) - 1] for episode in episodes]
+    assert any(torch.equal(torch.stack(taken[1:]), actions) for actions in played)
 
 
 def test_the_picture_of_beliefs_is_the_moment_with_most_to_guess(tmp_path, monkeypatch) -> None:

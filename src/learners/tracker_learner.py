@@ -84,9 +84,8 @@ def memory_of(batch: PackedBatch, nodes: Tensor, seen: Tensor, missing: Tensor) 
     last = torch.where(never[..., None], 0.0, nodes[rows, agents, units])
     age = torch.where(never, -1, step[:, None, None] - last_step)
     own = nodes[:, :, 0]
-    before = starts[(step - 1).clamp(min=0)] + packing.episode.to(nodes.device)
-    change = torch.where((step > 0)[:, None, None], own - own[before], 0.0)
-    return Memory(last, age, last_actions(batch["actions"], packing), change, step, missing)
+    before = starts[(step - 1).clamp(min=0)] + packing.episode.to(nodes.device)  # at the start the row itself
+    return Memory(last, age, last_actions(batch["actions"], packing), own - own[before], step, missing)
 
 
 class TrackerLoss(LossModule):
