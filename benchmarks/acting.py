@@ -38,7 +38,8 @@ from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
-from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
+from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.graph_reconstructers.tracker import Tracker
 from omagd.modules.graph_reconstructers.tracking import TrackingReconstructor
@@ -83,7 +84,7 @@ class Driven:
         return Decision(actions, extras)
 
 
-class EveryAgent(Reconstructor):
+class EveryAgent(TokenReconstructor):
     """The baseline: every agent's frame at every step, dead or alive, missing something or not."""
 
     @torch.no_grad()
@@ -94,7 +95,7 @@ class EveryAgent(Reconstructor):
         active: np.ndarray | torch.Tensor | None = None,
         last_action: np.ndarray | torch.Tensor | None = None,
     ) -> Reconstruction:
-        """Reconstruct one tick, as `Reconstructor.step`; guesses for dead observers are made and thrown away."""
+        """Reconstruct one tick, as `TokenReconstructor.step`; guesses for dead observers are made and thrown away."""
         obs, now = torch.as_tensor(obs), torch.as_tensor(step)
         nodes = obs_to_nodes(obs, self.layout)
         hidden, living = unseen(nodes), (obs != 0).any(-1, keepdim=True)
@@ -166,7 +167,7 @@ def compare(arguments: argparse.Namespace) -> None:
             config = configured(arguments, slots, **sizes.model_dump())
             info = make_env(config.env, dict(config.env_args), 1, processes=False).info
             parts = modules(config, info)
-            ours, every = Reconstructor(*parts, config, info), EveryAgent(*parts, config, info)
+            ours, every = TokenReconstructor(*parts, config, info), EveryAgent(*parts, config, info)
             tracked = configured(arguments, slots, **{**sizes.model_dump(), "kind": "tracker"})
             tracker = TrackingReconstructor(None, Tracker(tracked.mask_predictor_config, info), tracked, info)
             made = {"plain": None, "ours": ours, "tracker": tracker, "every agent": every}
@@ -236,7 +237,7 @@ def table(arguments: argparse.Namespace) -> None:
         line += f" | {values['top1']:.4f} | {spent:.0f} |"
         for slots in arguments.slots:
             config = configured(arguments, slots, **sizes)
-            ours = Reconstructor(tokenizer, predictor, config, info)
+            ours = TokenReconstructor(tokenizer, predictor, config, info)
             speeds = rollouts(config, {"plain": None, "ours": ours}, arguments.rounds)
             per_step = statistics.median(
                 1e3 / a - 1e3 / b for a, b in zip(speeds["ours"], speeds["plain"], strict=True)

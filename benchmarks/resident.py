@@ -42,7 +42,7 @@ from omagd.envs.battle.maps import get_map
 from omagd.envs.factory import make_env
 from omagd.learners.nq_learner import NQLearner
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.runners.resident_loop import Captured, choose
 from omagd.runners.starts import EpisodeSeeds
@@ -98,7 +98,7 @@ def battles_alone(name: str, slots: int, device: torch.device) -> Callable[[], i
     return play
 
 
-def untrained(config: Config, info: EnvInfo, device: torch.device) -> Reconstructor | None:
+def untrained(config: Config, info: EnvInfo, device: torch.device) -> TokenReconstructor | None:
     """Return a reconstructor with random weights where the configuration has one: its work has fixed shapes."""
     if not config.use_graph_reconstruction:
         return None
@@ -107,7 +107,7 @@ def untrained(config: Config, info: EnvInfo, device: torch.device) -> Reconstruc
     codes = config.tokenizer_config.n_codes
     predictor = MaskPredictor(config.mask_predictor_config, codes, info.layout, info.episode_limit)
     predictor.bind(tokenizer.table())
-    return Reconstructor(tokenizer.to(device), predictor.to(device), config, info)
+    return TokenReconstructor(tokenizer.to(device), predictor.to(device), config, info)
 
 
 class Training:

@@ -35,7 +35,7 @@ from omagd.controllers import REGISTRY as MACS
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.training.device import keep_freed_memory
 from omagd.utils.dist_utils import Dist
@@ -80,7 +80,7 @@ def ours(row: str, options: argparse.Namespace, episodes: Episodes) -> Callable[
     sizes = config.mask_predictor_config, config.tokenizer_config.n_codes, LAYOUT, INFO.episode_limit
     predictor = MaskPredictor(*sizes).to(device)
     PredictorLearner(predictor, tokenizer, config, INFO, dist)
-    reconstructor = Reconstructor(tokenizer, predictor, config, INFO)
+    reconstructor = TokenReconstructor(tokenizer, predictor, config, INFO)
     mac = MACS.get(config.mac)(config, INFO, device, reconstructor)
     learner = LEARNERS.get(config.learner)(mac, config, INFO, dist)
     learner.warm_up()

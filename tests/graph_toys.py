@@ -115,8 +115,8 @@ def noting(mac: Any, rows_of: Callable[[Any], set[bytes]]) -> set[bytes]:
     acted: set[bytes] = set()
     build = mac._build_inputs
 
-    def noted(obs: Any, step: Any) -> Any:
-        inputs, extras = build(obs, step)
+    def noted(tick: Any) -> Any:
+        inputs, extras = build(tick)
         acted.update(rows_of(inputs))
         return inputs, extras
 

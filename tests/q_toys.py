@@ -18,7 +18,7 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.synced_optimizer import Stats
-from omagd.modules.graph_reconstructers.filling import Reconstruction
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.run.training.stages.health import held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
@@ -63,8 +63,11 @@ def random_episode(seed: int, length: int, truncated: bool = False, info: EnvInf
     return {name: torch.from_numpy(value) for name, value in arrays.items()}
 
 
-class HalvingReconstructor:
+class HalvingReconstructor(Reconstructor):
     """Replaces the real one: halves what is seen; negative numbers among the first N features mark guessed nodes."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT, torch.device("cpu"))
 
     def begin(self, n_slots: int) -> None:
         """Forget all resets."""
@@ -74,9 +77,8 @@ class HalvingReconstructor:
         """Record which slots were reset."""
         self.resets.append(which.tolist())
 
-    def step(self, obs: np.ndarray, step: np.ndarray, active=None, last_action=None) -> Reconstruction:
-        """Return half of what is seen."""
-        fields = {"recon": (torch.as_tensor(obs) * 0.5).half()}
+    def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
+        fields = {"recon": (obs * 0.5).half()}
         return Reconstruction(fields, *self.restore(fields))
 
     def restore(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.runners.rollout import Rollout
 from omagd.runners.starts import EpisodeSeeds
@@ -51,7 +51,7 @@ def game(
     return kind(env, config, env.info, stream or EpisodeSeeds(1, "train")), mac
 
 
-def reconstructor_of(config: Config, info: EnvInfo, device: torch.device) -> Reconstructor:
+def reconstructor_of(config: Config, info: EnvInfo, device: torch.device) -> TokenReconstructor:
     """Return modules with random weights that guess far from zero."""
     assert info.layout is not None
     tokenizer = Tokenizer(config.tokenizer_config, info.layout)
@@ -60,7 +60,7 @@ def reconstructor_of(config: Config, info: EnvInfo, device: torch.device) -> Rec
     with torch.no_grad():
         predictor.head.weight.mul_(40)
     predictor.bind(tokenizer.table())
-    return Reconstructor(tokenizer.to(device), predictor.to(device), config, info)
+    return TokenReconstructor(tokenizer.to(device), predictor.to(device), config, info)
 
 
 def played(plays: Any, mac: Any, *, explore: Exploration | None, **options: Any) -> Rollout:

@@ -36,6 +36,17 @@ def sources(codes: Iterable[CodeType]) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in files if path.is_relative_to(ROOT / "src")]
 
 
+def test_the_map_names_every_module():
+    """Of the packages that it lists, without the second names of learners for several ranks."""
+    words, missing = set(re.findall(r"\w+", PAGE.split("```")[1])), []
+    for package in ("run", "learners", "runners", "controllers", "components"):
+        for path in sorted((ROOT / "src" / package).rglob("*.py")):
+            inside = {"doctor", "compiled"} & {path.parent.name}  # a package that is named as a whole
+            if not inside and path.stem != "__init__" and path.stem.removesuffix("_ddp") not in words:
+                missing.append(path.relative_to(ROOT).as_posix())
+    assert missing == []
+
+
 @pytest.fixture
 def executed(tmp_path) -> dict[str, list[str] | set[str]]:
     """Run a small training; return the files of an update and of checkpoints, and the call chain to the loop."""

@@ -12,8 +12,9 @@ import torch
 from graph_toys import INFO, LAYOUT, believing, noting, toy_config, toy_episodes
 
 from omagd.config.loading import resolve
-from omagd.controllers.types import Exploration
+from omagd.controllers.types import Exploration, Tick
 from omagd.envs.factory import make_env
+from omagd.envs.protocol import Observation
 from omagd.modules.agents.agent import AgentInputs, Marks
 from omagd.modules.graph_reconstructers import check_beliefs
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
@@ -189,11 +190,12 @@ def test_memories_of_a_predictor_are_part_of_a_controllers_snapshot() -> None:
     other, rows = copy.deepcopy(mac), next(episode["obs"] for episode in episodes if len(episode["obs"]) > 12)
     for one in (mac, other):
         one.begin(1)
-        one._active = np.ones(1, bool)
     for t, obs in enumerate(rows[:12]):
         if t == 6:
             other.load_snapshot(mac.snapshot())
-        made = [one._build_inputs(obs[None].numpy(), np.array([t]))[0] for one in ((mac, other) if t >= 6 else (mac,))]
+        seen = Observation(obs[None].numpy(), np.zeros((1, 1)), np.ones((1, mac.info.n_agents, 1), bool))
+        tick = Tick(seen, np.array([t]), np.ones(1, bool))
+        made = [one._build_inputs(tick)[0] for one in ((mac, other) if t >= 6 else (mac,))]
         assert torch.equal(made[0].features, made[-1].features) and torch.equal(made[0].belief, made[-1].belief)
 
 

@@ -23,6 +23,7 @@ from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
 from omagd.run.training import beliefs
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode, pack_episodes
 
 torch.set_num_threads(1)
@@ -501,13 +502,14 @@ def test_a_predictors_beliefs_are_its_guesses_with_their_spread() -> None:
 
 def test_saved_baselines_predict_the_same_and_others_are_rejected(data) -> None:
     state = data.baselines.state_dict()
-    again = Baselines.restored(state, INFO, torch.device("cpu"))
+    again = Baselines.restored(state, INFO, torch.device("cpu"), "x")
     cases = cases_of(data.batch, LAYOUT)
     made = again.predictions(cases)
     assert all(torch.equal(value, made[name]) for name, value in data.baselines.predictions(cases).items())
-    for name, wrong in (("slot_mean", torch.zeros(2, 3)), ("ridge", torch.full_like(state["ridge"], math.nan))):
-        with pytest.raises(ValueError, match=name):
-            Baselines.restored({**state, name: wrong}, INFO, torch.device("cpu"))
+    others = (("slot_mean", torch.zeros(2, 3)), ("ridge", torch.full_like(state["ridge"], math.nan)), ("bounds", None))
+    for name, wrong in others:
+        with pytest.raises(UserError, match=rf"key=x: its baselines do not fit \({name} is .*; train stage 2 again"):
+            Baselines.restored({**state, name: wrong}, INFO, torch.device("cpu"), "key=x")
 
 
 def on_a_rank(rank: int, dist: Dist, episodes: list[list[Episode]]) -> Any:

@@ -17,11 +17,13 @@ from omagd.learners.tracker_learner import TrackerLearner
 from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
 from omagd.run.cli.main import config_from
+from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting import plots
 from omagd.run.training.beliefs import _errors
 from omagd.run.training.stages import prediction
 from omagd.run.training.stages.prediction import TEST, Stage2
+from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import read_json
 
@@ -163,6 +165,15 @@ def test_the_predictors_file_has_the_baselines_for_later_runs(whole, tmp_path):
     values = summary["stages"]["stage2"]["values"]
     assert "error" not in values and values["error_all"] == stages["stage2"]["values"]["error_all"]
     assert RunFolder(summary["folder"]).log(0).read_text().count(f"{bare} has no baselines") == 1
+    for harm in ("missing", "infinite"):  # noticed before a run, not after its last stage
+        baselines = dict(content["baselines"])
+        if harm == "missing":
+            baselines.pop("bounds")
+        else:
+            baselines["bounds"] = baselines["bounds"] / 0
+        torch.save({**content, "baselines": baselines}, bare)
+        with pytest.raises(UserError, match=r"stage2_model.th: its baselines do not fit \(bounds is missing"):
+            preflight(config(tmp_path / harm, *given))
 
 
 def test_the_numbers_below_a_picture_are_those_of_living_units():

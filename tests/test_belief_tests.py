@@ -26,6 +26,7 @@ from omagd.run.analysis.contrasts import contrasts, gate_table
 from omagd.run.analysis.groups import groups
 from omagd.run.analysis.runs import load
 from omagd.run.analysis.statistics import area, difference, paired_share, proportion
+from omagd.run.analysis.study_report import _belief_tests
 from omagd.run.checkpoint.weights import AGENT_FILE
 from omagd.run.cli import beliefs
 from omagd.run.cli.main import main
@@ -296,6 +297,14 @@ def test_tables_of_records_show_shares_of_the_living_and_the_last_test_of_each_r
         ("census", None, 1), ("plug-in", "one", 7), ("plug-in", "two", 1)
     ]  # fmt: skip
     table = tables(found)[0]
+    empty = {**census, "units": {"enemy": {**entry, "living": 0}}}
+    odd = {**plug_in, "beliefs": {"full": {"win_rate": 0.5, "interval": [], "share": None}}}
+    assert tables([empty, odd, *found]) == tables(found), "what cannot be shown is left out"
+    (tmp_path / FILE).write_text(json.dumps({**census, "test": []}) + "\n" + json.dumps(empty) + "\n")
+    assert records(tmp_path) == [empty]
+    warnings = []
+    assert _belief_tests([], [tmp_path], warnings) == []
+    assert warnings == [f"{tmp_path / FILE}: 1 of 1 tests cannot be shown"]
     assert [row[:2] for row in table["rows"]] == [["enemy, all", "0.250"], ["enemy, seen before", "0.100"]]
     assert "enemy: 25 % unseen, of these 40 % seen before" in table["note"]
 
@@ -377,6 +386,7 @@ def test_the_gate_reads_a_finished_study(tmp_path, capsys):
     assert main(["beliefs", "gate", str(longer)]) == 0
     assert "open: `baseline`, seed 1, has its last test after 30,100 steps" in capsys.readouterr().out
     for words, problem in (
+        ([str(wide), "--lower=full_obs"], "--lower=full_obs: --upper is the same arm. Give two arms"),
         ([str(wide), "--upper=all"], "--upper=all: is no arm of this study. Arms: baseline, full_obs"),
         ([str(study(tmp_path / "going", {"baseline": 0.1, "full_obs": 0.2}, finished=False))], "has not ended"),
         ([], "name one finished study"), ([str(wide), "--least=x"], "--least=x: must be a number"),
@@ -481,8 +491,17 @@ def test_tests_of_beliefs_from_the_command_line(seeing_run, small_run, tmp_path,
     page = (seeing_run / "report.html").read_text()
     assert "Swap test" in page and "Census" in page and "Plug-in test" in page
     assert main(["beliefs", "census", *few, "env_args.map_name=3m"]) == 0
-    assert (tmp_path / "results" / "beliefs" / "beliefs.jsonl").is_file()
+    file = tmp_path / "results" / "beliefs" / "beliefs.jsonl"
+    assert file.is_file()
     capsys.readouterr()
+    file.unlink()
+    file.mkdir()
+    assert main(["beliefs", "census", *few]) == 2
+    shown = capsys.readouterr()
+    assert "Census" in shown.out and "cannot be written" in shown.err, "what was measured is shown all the same"
+    inferring = tmp_path / "inferring"
+    inferring.mkdir()
+    (inferring / "config.json").write_text(json.dumps(resolve("fog_ma2e", "skirmish", {}).model_dump(mode="json")))
     for words, problem in (
         (["census", "--episodes=7"], "--episodes=7: must be a number from 8"),
         (["guess"], "beliefs guess: name a test"), ([], "error: beliefs: name a test"), (["swap"], "use_full_obs=True"),
@@ -490,7 +509,10 @@ def test_tests_of_beliefs_from_the_command_line(seeing_run, small_run, tmp_path,
         (["swap", str(seeing_run), *few, f"--reconstruction={seeing_run}"], "has no stages 1 and 2"),
         (["census", *few, "--into=nowhere"], "--into=nowhere: no such folder"),
         (["census", *few, "--env-config=matrix_game"], "env=matrix_game has no list of units"),
-        (["census", *few, f"--reconstruction={small_run}"], "a census measures no reconstruction"),
+        (["census", *few, f"--reconstruction={small_run}"], "census does not read it. Use it with plug-in, swap"),
+        (["plug-in", *few, "--least=0.2"], "--least=0.2: beliefs plug-in does not read it. Use it with gate"),
+        (["gate", str(small_run), "--into=x"], "--into=x: beliefs gate does not read it. Use it with census, plug-in"),
+        (["plug-in", *few, f"--reconstruction={inferring}"], "kind=ma2e fills in no units"),
         (["swap", str(seeing_run), "--config=qmix"], "--config=qmix: the run has its own configuration"),
         (["census", *few, "env_args.map_name=[3m,5m]"], "give one map"),
     ):  # fmt: skip

@@ -109,7 +109,7 @@ def acted(epsilon, calls=400, **updates):
     tick = Tick(seen, np.zeros(5, np.int64), np.ones(5, bool))
     explore = None if epsilon is None else Exploration(epsilon, np.random.default_rng(1))
     made = [mac.act(tick, explore) for _ in range(calls)]
-    policy = mac.agent(mac._build_inputs(obs, tick.step)[0]).softmax(-1)[0].detach().numpy()
+    policy = mac.agent(mac._build_inputs(tick)[0]).softmax(-1)[0].detach().numpy()
     return np.stack([d.actions for d in made]), np.stack([d.extras["action_probs"] for d in made]), policy
 
 

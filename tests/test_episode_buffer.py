@@ -149,6 +149,12 @@ def test_rows_are_packed_step_by_step_longest_episodes_first(rows):
     laid = [(t, e) for e in range(len(rows)) for t in range(packing.lengths[e])]
     assert [laid[i] for i in place.tolist()] == wanted
     assert packing.closing.tolist() == [t == packing.lengths[e] - 1 for t, e in wanted]
+    row = {place: number for number, place in enumerate(wanted)}
+    assert packing.starts.tolist() == [row[t, 0] for t in range(max(rows))]
+    assert packing.row(packing.step, packing.episode).tolist() == list(range(len(wanted)))
+    assert packing.row(packing.step - 3, packing.episode).tolist() == [row[max(t - 3, 0), e] for t, e in wanted]
+    assert packing.previous_row.tolist() == [row[max(t - 1, 0), e] for t, e in wanted]
+    assert packing.next_row.tolist() == [row[min(t + 1, packing.lengths[e] - 1), e] for t, e in wanted]
 
 
 @pytest.mark.parametrize("lengths", [(), (2, 3), (3, 0), (1, -1)])

@@ -95,9 +95,9 @@ def test_learners_read_the_bits_that_agents_acted_on(runner, monkeypatch):
     acted: set[bytes] = set()
     build = mac._build_inputs
 
-    def noted(obs, step):
-        acted.update(row.tobytes() for row in obs)
-        return build(obs, step)
+    def noted(tick):
+        acted.update(row.tobytes() for row in mac.read(tick.observation))
+        return build(tick)
 
     monkeypatch.setattr(mac, "_build_inputs", noted)
     plays = RUNNERS.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from command_harness import ROOT
 
-from omagd.modules.graph_reconstructers.reconstructor import describe
+from omagd.modules.graph_reconstructers.pretrained import describe
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import describe_env

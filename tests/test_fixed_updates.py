@@ -19,7 +19,6 @@ from torch import Tensor
 from omagd.components.data import ReplayData
 from omagd.components.resident_buffer import ROUNDING, FixedDraw, ResidentBuffer
 from omagd.components.td_lambda import td_lambda_targets
-from omagd.controllers.basic_mac import last_actions
 from omagd.learners.fixed_updates import WARM_UP, uses_graph_updates
 from omagd.learners.nq_graph_learner import NQGraphLearner
 from omagd.learners.nq_learner import NQLearner
@@ -27,7 +26,7 @@ from omagd.run.topology import Plan
 from omagd.run.training.device import check_machine
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import FixedPacking, Packing
+from omagd.utils.packing import FixedPacking, Packing, last_actions
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.factory import make_env, validate_env_args
-from omagd.modules.graph_reconstructers.reconstructor import check, describe
+from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.utils.errors import UserError
 

@@ -318,9 +318,10 @@ def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
         file.write('{"card": {"id": "x", "compared": {}, "told": 3}, "summary": {}, "tests": {"t_env": 3}}\n{}\n')
         line = {"card": {"id": "x", "compared": {}, "told": {"settings": 5}}, "summary": {}}
         file.write(json.dumps({**line, "job": "huge", "tests": {"t_env": [1, HUGE], "test_a": [HUGE, 1]}}) + "\n")
+        file.write('{"card": {"id": "x", "comp')  # of a process that was killed while it wrote
     again = load([tmp_path / "results.jsonl"])
     assert len(again) == 14 and again[-1].test_curve("test_a")[0].size == 0
-    assert "1 of 15 lines hold no result" in caplog.text
+    assert "2 of 16 lines hold no result" in caplog.text
 
 
 def test_lines_of_results_keep_budgets_and_the_last_of_two_counts(tmp_path):

@@ -18,7 +18,7 @@ from omagd.learners.belief_baselines import fit_baselines
 from omagd.learners.belief_cases import cases_of
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.modules.graph_reconstructers.map_constant import MapConstantReconstructor
-from omagd.modules.graph_reconstructers.reconstructor import check, describe
+from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.run.training.evaluate import evaluation_config
@@ -157,6 +157,7 @@ def test_one_command_trains_stages_two_and_three_and_its_files_serve_again(tmp_p
     ({"mask_predictor_config.decode": "argmax"}, "kind=map_constant predicts features, not codes. Use decode=mean"),
     ({"runner": "resident"}, "runner=resident: reconstructs with .*kind=masked, not kind=map_constant. Use runner=par"),
     ({"reconstructer_stage": "stage3"}, "reconstructer_stage=stage3: needs pretrained_mask_predictor_path"),
+    ({"reconstructer_stage": "stage1"}, "stage1: mask_predictor_config.kind=map_constant reads no tokens.* Use stage2"),
     ({"evaluation_only": True}, "evaluation_only=True: evaluates pre-trained graph modules"),
     ({"mask_predictor_config.kind": "masked", "pretrained_mask_predictor_path": "x"}, "x: needs the tokenizer that it"),
     ({"mask_predictor_config.kind": "masked", "reconstructer_stage": "stage2"}, "=stage2: needs pretrained_tokenizer"),

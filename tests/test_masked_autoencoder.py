@@ -18,7 +18,7 @@ from omagd.controllers.types import Exploration
 from omagd.envs.factory import make_env
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers.masked_autoencoder import InferringReconstructor
-from omagd.modules.graph_reconstructers.reconstructor import check, describe
+from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.run.analysis.groups import load
 from omagd.run.analysis.run_report import reconstruction
 from omagd.run.cli.main import config_from
@@ -335,8 +335,8 @@ def test_learners_read_what_agents_have_acted_on(runner: str, agent: str):
     told: set[bytes] = set()
     build = mac._build_inputs
 
-    def noted(obs: Any, step: Any) -> Any:
-        inputs, extras = build(obs, step)
+    def noted(tick: Any) -> Any:
+        inputs, extras = build(tick)
         told.update(row.numpy().tobytes() for row in inputs.inferred)
         return inputs, extras
 
@@ -363,6 +363,11 @@ def test_files_of_other_sizes_do_not_fit():
     check(describe(config, INFO, predictor=True), config, INFO, key, "x")
     with pytest.raises(UserError, match=r"trained with mask_predictor_config.stacked_steps=3, not 4; set"):
         check(describe(config, INFO, predictor=True), learner(stacked_steps=4).config, INFO, key, "x")
+
+
+def test_the_smallest_width_has_places_for_agents_alone():
+    made = learner(d_model=1, n_heads=1).predictor
+    assert made.places.shape[-1] == 1 and made.places.isfinite().all()
 
 
 def small(path: Path, *more: str) -> Any:

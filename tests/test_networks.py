@@ -12,7 +12,8 @@ from q_toys import INFO, SMALL, gradients_of, make_learner, random_episode, toy_
 from torch import Tensor
 from torch.nn import functional as F
 
-from omagd.controllers.basic_mac import last_actions
+from omagd.controllers.types import Tick
+from omagd.envs.protocol import Observation
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.agent import AgentInputs, InputLinear
 from omagd.modules.agents.gnn_rnn_agent import FullGraphConv
@@ -23,7 +24,7 @@ from omagd.modules.kernels.linear import ROWS_AT_ONCE, fast_linear, lookup_relu,
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.modules.kernels.transformer import attend, cross_entropy, dropout, gelu_dropout
 from omagd.modules.mixers import REGISTRY as MIXERS
-from omagd.utils.packing import Packing, pack_episodes
+from omagd.utils.packing import Packing, last_actions, pack_episodes
 
 torch.set_num_threads(1)
 SHAPES = [((7, 5), 3), ((300, 55), 64), ((2, 150, 64), 12), ((5, 0, 4), 3), ((0, 4), 6), ((257, 1), 1)]
@@ -162,7 +163,8 @@ def test_acting_follows_every_update(agent):
     mac, batch = learner.mac, pack_episodes([random_episode(i, 4) for i in range(3)])
     for _ in range(3):
         mac.begin(3)
-        inputs, _ = mac._build_inputs(batch["obs"][:3].numpy(), np.zeros(3))
+        seen = Observation(batch["obs"][:3].numpy(), batch["state"][:3].numpy(), np.ones((3, 3, 9), bool))
+        inputs, _ = mac._build_inputs(Tick(seen, np.zeros(3), np.ones(3, bool)))
         with torch.inference_mode():
             acted = torch.from_numpy(mac._values(inputs, None))
         learned, _ = mac.agent.step(inputs, mac.agent.init_hidden(3))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from graph_toys import INFO, LAYOUT, believing, toy_config, toy_episodes, toy_modules
+from graph_toys import INFO, LAYOUT, believing, noting, toy_config, toy_episodes, toy_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +19,7 @@ from omagd.controllers.types import Tick
 from omagd.envs.frames import Frame, Scene
 from omagd.envs.protocol import Observation
 from omagd.learners.predictor_learner import PredictorLearner
-from omagd.modules.graph_reconstructers import compiled, frozen
+from omagd.modules.graph_reconstructers import REGISTRY, compiled, frozen
 from omagd.modules.graph_reconstructers.frozen import FrozenLinear, FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.graphs import (
     GraphTables,
@@ -31,7 +31,9 @@ from omagd.modules.graph_reconstructers.graphs import (
 )
 from omagd.modules.graph_reconstructers.history import Frames
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor, check, describe
+from omagd.modules.graph_reconstructers.pretrained import check, describe
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tracking import TrackingReconstructor
 from omagd.run.training import beliefs
 from omagd.utils.dist_utils import Dist
@@ -105,7 +107,7 @@ def trained(**changes):
     return tokenizer, predictor, config, INFO
 
 
-def play(reconstructor: Reconstructor, episodes):
+def play(reconstructor: TokenReconstructor, episodes):
     """Act through episodes in two slots, one after another; return (obs, guessed, field) of each."""
     slots = [[(i, t) for i in range(s, len(episodes), 2) for t in range(len(episodes[i]["obs"]))] for s in (0, 1)]
     out: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in episodes]
@@ -123,7 +125,7 @@ def play(reconstructor: Reconstructor, episodes):
 @pytest.mark.parametrize("decode", [*DECODES, "sample"])
 @pytest.mark.parametrize("use_gru", [False, True])
 def test_learning_reads_the_bits_that_acting_saw(decode: str, use_gru: bool) -> None:
-    reconstructor, episodes = Reconstructor(*trained(decode=decode, use_gru=use_gru)), toy_episodes(6, seed=20)
+    reconstructor, episodes = TokenReconstructor(*trained(decode=decode, use_gru=use_gru)), toy_episodes(6, seed=20)
     names = ("acted", "marks", reconstructor.field)
     played = [dict(zip(names, one, strict=True)) for one in play(reconstructor, episodes)]
     batch = pack_episodes([{**one, **extra} for one, extra in zip(episodes, played, strict=True)])
@@ -137,7 +139,7 @@ def test_learning_reads_the_bits_that_acting_saw(decode: str, use_gru: bool) -> 
 def test_acting_predicts_what_training_predicts(decode: str) -> None:
     parts = tokenizer, predictor, config, _ = trained(decode=decode)
     episodes = toy_episodes(6, seed=21)
-    played = play(Reconstructor(*parts), episodes)
+    played = play(TokenReconstructor(*parts), episodes)
     batch = pack_episodes([{**e, "acted": obs} for e, (obs, *_) in zip(episodes, played, strict=True)])
     stage = PredictorLearner(predictor, tokenizer, config, INFO, Dist())
     sample = stage.sample(batch, stage.graphs(batch))
@@ -149,7 +151,7 @@ def test_acting_predicts_what_training_predicts(decode: str) -> None:
 
 
 def test_what_is_seen_and_dead_observers_pass_unchanged_and_no_other_episode_matters() -> None:
-    reconstructor, episodes = Reconstructor(*trained()), toy_episodes(6, seed=22)
+    reconstructor, episodes = TokenReconstructor(*trained()), toy_episodes(6, seed=22)
     for episode, (obs, guessed, _) in zip(episodes, play(reconstructor, episodes), strict=True):
         living = episode["obs"].any(-1)
         assert torch.equal(obs[~living], episode["obs"][~living])
@@ -162,7 +164,7 @@ def test_what_is_seen_and_dead_observers_pass_unchanged_and_no_other_episode_mat
 def test_a_snapshot_continues_in_the_middle_of_an_episode_without_dropout_or_gradients() -> None:
     parts = trained(dropout=0.5, tokenizer_config__dropout=0.5)
     obs = toy_episodes(1, seed=24, longest=12)[0]["obs"][:, None]
-    whole, other = Reconstructor(*parts), Reconstructor(*parts)
+    whole, other = TokenReconstructor(*parts), TokenReconstructor(*parts)
     whole.begin(1)
     other.begin(1)
     for step, seen in enumerate(torch.cat([obs, obs, obs])):
@@ -174,7 +176,7 @@ def test_a_snapshot_continues_in_the_middle_of_an_episode_without_dropout_or_gra
     assert not any(p.requires_grad for module in parts[:2] for p in module.parameters())
 
 
-class ByTorch(Reconstructor):
+class ByTorch(TokenReconstructor):
     """The reference, without kernels."""
 
     has_kernels = False
@@ -191,7 +193,7 @@ class ByTorch(Reconstructor):
 )
 def test_kernels_compute_the_bits_of_the_torch_path(changes: dict[str, object]) -> None:
     parts, slots, rng = trained(**changes), 9, np.random.default_rng(0)
-    both = [Reconstructor(*parts), ByTorch(*parts)]
+    both = [TokenReconstructor(*parts), ByTorch(*parts)]
     assert both[0].has_kernels
     episodes = [episode["obs"] for episode in toy_episodes(60, seed=3, longest=25) if len(episode["obs"]) > 3]
     current, step, begun = np.arange(slots), np.zeros(slots, np.int64), slots
@@ -240,7 +242,7 @@ def test_halves_are_rounded_as_numpy_rounds_them() -> None:
 def test_modules_of_another_tokenizer_environment_or_size_are_rejected() -> None:
     config = toy_config()
     with pytest.raises(UserError, match="another tokenizer"):
-        Reconstructor(toy_modules(config, seed=5)[0], toy_modules(config)[1], config, INFO)
+        TokenReconstructor(toy_modules(config, seed=5)[0], toy_modules(config)[1], config, INFO)
     tokenizer, predictor = "pretrained_tokenizer_path", "pretrained_mask_predictor_path"
     meta, of_predictor = (describe(config, INFO, predictor=kind) for kind in (False, True))
     check(meta, toy_config(tokenizer_config__dropout=0.3), INFO, tokenizer, "a/tokenizer.th")
@@ -343,13 +345,13 @@ def test_a_packed_product_is_the_plain_one(gelu: bool) -> None:
 
 def test_changed_weights_are_read_when_rollouts_begin() -> None:
     tokenizer, predictor, *rest = trained()
-    reconstructor, episode = Reconstructor(tokenizer, predictor, *rest), toy_episodes(2, seed=4)[:1]
+    reconstructor, episode = TokenReconstructor(tokenizer, predictor, *rest), toy_episodes(2, seed=4)[:1]
     before = play(reconstructor, episode)[0][0]
     with torch.no_grad():
         predictor.head.bias.copy_(torch.linspace(-3, 3, len(predictor.head.bias)).flip(0))
     after = play(reconstructor, episode)[0][0]
     assert not torch.equal(before, after)
-    assert torch.equal(after, play(Reconstructor(tokenizer, predictor, *rest), episode)[0][0])
+    assert torch.equal(after, play(TokenReconstructor(tokenizer, predictor, *rest), episode)[0][0])
 
 
 @pytest.mark.parametrize(("decode", "field"), [("mean", "recon"), ("argmax", "tokens")])
@@ -359,7 +361,7 @@ def test_a_controller_acts_for_some_slots_as_for_all(decode: str, field: str) ->
     macs = []
     for _ in range(2):
         torch.manual_seed(1)
-        reconstructor = Reconstructor(*toy_modules(config), config, INFO)
+        reconstructor = TokenReconstructor(*toy_modules(config), config, INFO)
         macs.append(NGraphMAC(config, INFO, torch.device("cpu"), reconstructor))
         macs[-1].begin(4)
     together, turns = macs
@@ -375,6 +377,58 @@ def test_a_controller_acts_for_some_slots_as_for_all(decode: str, field: str) ->
         assert torch.allclose(turns.snapshot()["hidden"], together.snapshot()["hidden"], atol=1e-6)
         assert turns.snapshot()["history"]["past"].equal(together.snapshot()["history"]["past"])
     assert turns.reconstructor.frames == together.reconstructor.frames > 0
+
+
+@pytest.mark.parametrize("believes", [False, True])
+@pytest.mark.parametrize("changes", [
+    {"decode": "mean"}, {"decode": "argmax"}, {"decode": "sample"}, {"use_gru": True}, {"kind": "tracker"},
+    {"kind": "map_constant"}, {"kind": "ma2e"},
+], ids=str)  # fmt: skip
+def test_kinds_store_the_fields_that_they_declare(changes: dict[str, object], believes: bool) -> None:
+    config = toy_config(**changes, belief_inputs=believes)
+    kind = REGISTRY.get(config.mask_predictor_config.kind)
+    if believes and not kind.has_beliefs:
+        return
+    reconstructor = kind(*toy_modules(config), config, INFO)
+    reconstructor.begin(1)
+    stored = reconstructor.step(toy_episodes(1, seed=20)[0]["obs"][:1], np.zeros(1)).fields
+    found = [(name, (value.dtype, tuple(value.shape[1:]))) for name, value in stored.items()]
+    assert found == list(kind.fields(config, INFO).items()) and found[0][0] == reconstructor.field
+
+
+class Counting(Reconstructor):
+    """Stores how many units each agent misses; this number is their features."""
+
+    field = "count"
+
+    def __init__(self, tokenizer, predictor, config, info):
+        super().__init__(info.layout, torch.device("cpu"))
+
+    @classmethod
+    def fields(cls, config, info):
+        return {"count": (torch.uint8, (info.n_agents,))}
+
+    def _fill(self, obs, now, played, actions):
+        missing = self.columns.sight(obs)[1] & played[:, None, None]
+        return self.made(obs, missing.sum(-1).to(torch.uint8), missing)
+
+    def features_of(self, stored, missing, columns):
+        return columns.of_nodes(missing) * stored.unsqueeze(-1)
+
+
+def test_a_kind_of_another_package_stores_a_field_of_its_own(monkeypatch) -> None:
+    monkeypatch.setitem(REGISTRY._objects, "counting", Counting)
+    config = toy_config(kind="counting")
+    mac = NGraphMAC(config, INFO, torch.device("cpu"), Counting(None, None, config, INFO))
+    acted = noting(mac, lambda inputs: {row.numpy().tobytes() for row in inputs.features})
+    mac.begin(1)
+    episode = toy_episodes(1, seed=20)[0]
+    ticks = [_tick(obs[None].numpy(), t, np.ones(1, bool)) for t, obs in enumerate(episode["obs"])]
+    stored = torch.stack([torch.from_numpy(mac.act(tick, None).extras["count"][0]) for tick in ticks])
+    assert NGraphMAC.extra_fields(config, INFO) == {"count": (stored.dtype, tuple(stored.shape[1:]))}
+    inputs = mac.inputs(pack_episodes([{**episode, "count": stored}]))
+    assert inputs.guessed.any() and {row.numpy().tobytes() for row in inputs.features} <= acted
+    assert torch.equal(inputs.guessed.sum(-1).to(torch.uint8), stored)
 
 
 def _tick(obs: np.ndarray, step: int, active: np.ndarray) -> Tick:
@@ -457,7 +511,7 @@ def test_the_picture_of_beliefs_is_the_moment_with_most_to_guess(tmp_path, monke
                 matching.append((number, full, obs))
     ((number, full, obs),) = matching
     assert [unit["present"] for unit in shown["seen"]] == obs.any(-1).tolist()
-    acted, guessed, _ = play(Reconstructor(*parts), [episodes[number]] * 2)[0]
+    acted, guessed, _ = play(TokenReconstructor(*parts), [episodes[number]] * 2)[0]
     made, marks = obs_to_nodes(acted[step, agent], layout).numpy(), guessed[step, agent].numpy()
     assert [unit["guessed"] for unit in shown["reconstructed"]] == marks.tolist() and marks.any()
     assert not any(unit["guessed"] for view in ("seen", "truth") for unit in shown[view])

@@ -348,13 +348,19 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     assert "### skirmish 8m" not in page  # no number before all are there
     assert "**Class b as a whole: open.** Of 3 maps it holds on 1, 2 are undecided" in page
     assert "(asked: at least 2). Not through the gate: skirmish 5m_mixed_sight6." in page
-    rows = {line.split(" | ")[0].strip("| "): line for line in page.split(f"### {MAP}")[1].split("###")[0].splitlines()}
+    table, by_seed = page.split(f"### {MAP}\n\n")[1].split("\n\n")[:2]
+    rows = {line.split(" | ")[0].strip("| "): line for line in table.splitlines()}
+    assert "| last test, by seed | 0 | 1 | 2 |" in by_seed and "\n| omagd | 0.500 | 0.510 | 0.520 |" in by_seed
     assert "| 10 | 0.55 [" in rows["omagd"] and rows["omagd"].endswith("| 1.00 |")  # hours
     assert "| all | 900 | 0.100 | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
     assert "| all, battles of the trained team | 900 | 0.150 | 0.200 | 0.300 | 0.400 | 0.500 |" in page
     assert "| reconstruction | 0.250 [0.200, 0.300] | 0.500 [0.400, 0.600] |" in page
     assert "**Holds.** Error at most 0.33 of the best simple guess" in page
-    assert f"88 runs, 8.8 core-hours.\n- Commits: `{'ab' * 6}` (88 runs)." in page
+    assert (
+        f"88 runs, 8.8 core-hours.\n- Commit `{'ab' * 6}`, 88 runs. gate, {MAP}: `baseline` 3, `full_obs` 3; gate, "
+        in page
+    )
+    assert f"; {MAP}: `baseline` 10, `baseline_truth` 10, " in page
     assert (
         "class b: holds.** `omagd` closes 0.60 [" in readme
         and "- `last_seen` =" not in readme
@@ -380,6 +386,12 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
 def page_now() -> str:
     """Return the page as the data make it, without drawing pictures."""
     return script.pages(script.Data(script.DATA))[script.PAGE]
+
+
+def test_what_is_resampled_does_not_depend_on_the_order_of_runs(site):
+    runs = script.Data(site).gate_runs
+    ordered, reversed_ = (final_tests(script.by_arm(each), MAP)["baseline"] for each in (runs, runs[::-1]))
+    assert ordered.tolist() == reversed_.tolist() == sorted(ordered)
 
 
 def test_a_gate_that_goes_on_decides_nothing(site):
@@ -457,7 +469,11 @@ def test_a_map_whose_number_of_seeds_was_raised_shows_both_verdicts(site, monkey
     late = [line for line in lines if json.loads(line)["seed"] >= 5]
     path.write_text("".join(line for line in lines if line not in late))
     five = page_now()
-    assert f"**{MAP}, class b: holds.** " in five and "; 5 seeds. 10 seeds of each arm are planned." in five
+    assert f"**{MAP}, class b: holds.** " in five and "; 5 seeds. With 5 of 10 planned seeds." in five
+    (line,) = [
+        each for each in script.pages(script.Data(site))[script.README].splitlines() if f"{MAP}, class b" in each
+    ]
+    assert line.endswith(" With 5 of 10 planned seeds.")
     assert "b as a whole: open.** Of 3 maps it holds on 1, 2 are undecided" in five
     path.write_text("".join(line for line in lines if line not in late[:3]))  # some of the later seeds
     between = page_now()
@@ -467,7 +483,7 @@ def test_a_map_whose_number_of_seeds_was_raised_shows_both_verdicts(site, monkey
                             for line in lines))  # fmt: skip
     page = page_now()
     assert "| baseline | 10 |" in page and f"**{MAP}, class b: does not hold.** " in page
-    first = five.split(f"{MAP}, class b: holds.** ")[1].split(" 10 seeds of each")[0]
+    first = five.split(f"{MAP}, class b: holds.** ")[1].split(" With 5 of 10")[0]
     assert f"; 10 seeds. With the first 5 seeds: holds. {first}" in page
     assert "b as a whole: open.** Of 3 maps it holds on 0, 2 are undecided" in page
 

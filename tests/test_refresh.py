@@ -32,6 +32,7 @@ from omagd.run.training.evaluate import evaluation_config, trained_team
 from omagd.run.training.refresh import Refresh
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules
+from omagd.run.training.stages.rl import RLStage
 from omagd.runners.stream_runner import StreamRunner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -291,9 +292,36 @@ def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
     resident = evaluation_config(str(folder.path), {"runner": "resident"})
     with pytest.raises(UserError, match=f"kind=masked, not kind={kind}") if kind != "masked" else nullcontext():
         assert preflight(resident).stages == ("evaluate",)
+    if kind == "tracker":
+        sizes = {"mask_predictor_config": config.mask_predictor_config.model_copy(update={"d_model": 32})}
+        with pytest.raises(UserError, match=r"checkpoint_path=.*stage2_model.th was trained with .*d_model=16, not 32"):
+            preflight(own.model_copy(update={"checkpoint_path": str(folder.models), "t_max": 10**6, **sizes}))
     without = own.model_copy(update={"checkpoint_path": str(folder.checkpoints), "reconstructor_refresh": 0})
     with pytest.raises(UserError, match="a state with reconstructor_refresh=60, not 0"):
         whole_state(without, id)
+
+
+def test_a_run_that_ends_with_the_episodes_in_flight_is_tested_and_not_refreshed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    drained, refreshed, inner = [], [], RLStage._drain
+
+    def drain(stage: RLStage) -> None:
+        before = stage.clock.t_env
+        inner(stage)
+        drained.append((before, stage.clock.t_env))
+
+    monkeypatch.setattr(RLStage, "_drain", drain)
+    monkeypatch.setattr(Refresh, "run", lambda self, *_: (refreshed.append(drained[-1][1]), {})[1])
+    words = (f"local_results_path={tmp_path}", "runner=stream", "mask_predictor_config.kind=tracker")
+    result = omagd.run(config_from([*STAGES, *words, "test_interval=100000", "reconstructor_refresh=1"]))
+    assert any(before < 600 <= after for before, after in drained), "the episodes in flight must be the last ones"
+    folder = RunFolder(Path(result["folder"]))
+    lines = [json.loads(line) for line in folder.metrics_jsonl.read_text().splitlines()]
+    tested = [line["t_env"] for line in lines if "test_return_mean" in line]
+    assert tested[-1] == max(folder.saved_steps()) >= 600
+    assert all(t < 600 for t in refreshed) and refreshed
 
 
 NO_REFRESH = {

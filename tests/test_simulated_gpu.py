@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import omagd.config
 from omagd import learners, runners
+from omagd.components import td_lambda
 from omagd.components.data import Sampler
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
@@ -26,7 +27,6 @@ from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.learners import nq_learner
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
@@ -256,7 +256,7 @@ def test_in_bf16_the_recurrence_and_the_targets_stay_in_float32(mixer: str, monk
         # Autocast leaves the input of the recurrence in bf16.
         spy(PackedGRU, "forward", slice(0), lambda args: (args[0], args[1].bfloat16(), *args[2:]))
         spy(torch._VF, "gru", slice(None))
-        spy(nq_learner, "td_lambda_targets", slice(0, 3))
+        spy(td_lambda, "td_lambda_targets", slice(0, 3))
         made.learner.update(batch, episodes=0)
     network = [("forward", True, set()), ("gru", False, {torch.float32})]
     assert seen == [*network, *network, ("td_lambda_targets", False, {torch.float32})]

@@ -13,11 +13,11 @@ from graph_toys import INFO, LAYOUT, graph_learner, toy_config, toy_episodes
 from q_toys import equal, state_of
 
 from omagd.config.loading import resolve
-from omagd.learners import PREDICTORS, belief_cases, tracker_learner
+from omagd.learners import PREDICTORS, belief_cases, tracker_fitting
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.graph_reconstructers import REGISTRY, compiled_tracking
 from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
-from omagd.modules.graph_reconstructers.reconstructor import check, describe
+from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.modules.graph_reconstructers.tracker import FLOOR
 from omagd.modules.graph_reconstructers.tracking import TrackingReconstructor
 from omagd.utils.dist_utils import Dist
@@ -269,10 +269,10 @@ def test_training_begins_with_regression_on_what_the_agent_knows(at_once: int | 
     groups: list[tuple[int, ...]] = [(0,), (1, 2, 3, 4, 5), (1,), (2,), (3,), (4,), (5,)]
     data = {ages: {u: (*cases(u, False, *ages), *cases(u, True, *ages)) for u in enemies_at} for ages in groups}
     none = {unit: torch.zeros(size, D, dtype=torch.float64) for unit in enemies_at}
-    never, seen = (fitted(ages, tracker_learner.COMMON, none, none) for ages in groups[:2])
+    never, seen = (fitted(ages, tracker_fitting.COMMON, none, none) for ages in groups[:2])
     wanted, chosen = [never[1]], {never[2], seen[2]}
     for ages in groups[2:]:
-        of_age = fitted(ages, tracker_learner.DEVIATION, *seen[:2])
+        of_age = fitted(ages, tracker_fitting.DEVIATION, *seen[:2])
         wanted.append(of_age[1])
         chosen.add(of_age[2])
     ours = tracker.straight_weight.view(6, N - 1, D, -1)
@@ -289,8 +289,8 @@ def test_thresholds_keep_to_the_shares_of_missed_dead_and_of_living_taken_for_de
     before = stage.sample(batch).memory.age[stage.beliefs(batch)[0]] > 0
     types = stage.predictor.types[torch.nonzero(stage.beliefs(batch)[0])[:, 2]]
     for missed, taken in ((0.035, (0.001, 0.9)), (0.5, (0.3, 0.9)), (0.035, (0.3, 0.2))):
-        monkeypatch.setattr(tracker_learner, "MISSED", missed)
-        monkeypatch.setattr(tracker_learner, "TAKEN", taken)
+        monkeypatch.setattr(tracker_fitting, "MISSED", missed)
+        monkeypatch.setattr(tracker_fitting, "TAKEN", taken)
         stage.calibrate([batch])
         belief, threshold = stage.beliefs(batch)[1], stage.predictor.threshold
         assert torch.equal(belief.taken_for_dead, belief.p_dead > threshold[types, before.long()])

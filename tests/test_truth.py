@@ -195,3 +195,8 @@ def test_a_state_whose_replay_holds_no_truth_cannot_go_on_with_it(tmp_path: Path
     given = {**values, "t_max": 200, "checkpoint_path": f"{first['folder']}/checkpoints"}
     with pytest.raises(UserError, match="a state with truth_until=0.9, not 0.0"):
         whole_state(resolve("fog_last_seen", "skirmish", given), id)
+    same = resolve("fog_last_seen", "skirmish", {**given, "truth_until": 0.9})
+    assert whole_state(same.model_copy(update={"fill_unseen": "zeros"}), id) is not None
+    for key, value in {"fill_unseen": "none", "use_full_obs": True, "use_team_obs": True}.items():
+        with pytest.raises(UserError, match=f"a state with {key}={getattr(same, key)}, not {value}"):
+            whole_state(same.model_copy(update={key: value}), id)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from omagd.run.analysis import belief_tests
-from omagd.run.analysis.contrasts import LOWER, METRIC, UPPER, contrasts, cpu_hours, gate_table
+from omagd.run.analysis.contrasts import LOWER, METRIC, UPPER, contrasts, cpu_hours, final_tests, gate_table
 from omagd.run.analysis.curves import curve_panels, final_panels, without_repeats
 from omagd.run.analysis.figures import Axes, render
 from omagd.run.analysis.groups import Group
@@ -30,12 +30,13 @@ from omagd.run.analysis.runs import Run, load
 from omagd.run.analysis.verdicts import METHOD, Kind, Verdict, needed_arms, unfinished, verdict
 from omagd.run.watch.moments import write_png
 from omagd.run.watch.recording import Recording
+from omagd.utils.errors import UserError
 from omagd.utils.writing import replace_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, README = ROOT / "docs" / "results" / "reconstruction.md", ROOT / "README.md"
 DATA = PAGE.with_suffix("")
-LEFT_OUT = ("reconstruction_gate", "reconstruction_short")
+GATE, SHORT = "reconstruction_gate", "reconstruction_short"
 BATTLE, BELIEFS_PICTURE = "battle.json.gz", "beliefs.png"
 
 ARMS = (
@@ -86,8 +87,8 @@ class Data:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         files = sorted(folder.glob("reconstruction_*.jsonl"))
-        gate = [path for path in files if path.stem == LEFT_OUT[0]]
-        main = [path for path in files if path.stem not in LEFT_OUT]
+        gate = [path for path in files if path.stem == GATE]
+        main = [path for path in files if path.stem not in (GATE, SHORT)]
         self.gate_runs, self.study_runs = (
             sorted(load(paths, "make_reconstruction"), key=_rank) if paths else [] for paths in (gate, main)
         )
@@ -140,9 +141,12 @@ class Data:
         *earlier, last = found
         words = [f" With the first {count} seeds: {each.state}. {each.why}"
                  for each, count in zip(earlier, planned, strict=False)]  # fmt: skip
-        if more := planned[len(found) :]:
-            words.append(f" {more[-1]} seeds of each arm are planned.")
-        return replace(last, why="".join([last.why, *words]))
+        return replace(last, why="".join([last.why, *words, self.seeds_to_come(place)]))
+
+    def seeds_to_come(self, place: str) -> str:
+        """Return a sentence on a map that shows a verdict with fewer seeds than are planned; else nothing."""
+        shown, planned = self.shown.get(place), seeds_of(place)[-1]
+        return "" if shown in (None, planned) else f" With {shown} of {planned} planned seeds."
 
     def studied(self) -> list[str]:
         """Return the maps that are finished, in order."""
@@ -216,7 +220,8 @@ def verdict_lines(data: Data, short: bool = False) -> str:
         total += f" Maps of the reserve that are not tried yet: {spare}."
     if out := [place for place, enters in entered.items() if not enters]:
         total += f" Not through the gate: {', '.join(out)}."
-    return "\n".join(f"- {line}" for line in (*(each.short if short else each.text for each in found), total))
+    lines = [each.text if not short else each.short + data.seeds_to_come(each.place) for each in found]
+    return "\n".join(f"- {line}" for line in (*lines, total))
 
 
 def figures(data: Data) -> dict[str, bytes]:
@@ -253,9 +258,17 @@ def final_part(data: Data, page: Path) -> str:
 def tables(data: Data) -> str:
     """Return a table for each map of the main study."""
     found = {table["title"]: table for table in contrasts(data.study)}
-    parts = [f"### {place}\n\n{markdown(found[place]['head'], found[place]['rows'])}"
+    parts = [f"### {place}\n\n{markdown(found[place]['head'], found[place]['rows'])}\n\n{each_seed(data, place)}"
              for place in data.studied() if place in found]  # fmt: skip
     return "\n\n".join([*parts, found[data.studied()[0]]["note"]]) if parts else NOT_YET
+
+
+def each_seed(data: Data, place: str) -> str:
+    """Return the win rate of the last test of each run on a map."""
+    runs = {group.label: group.at(place) for group in data.study if group.at(place)}
+    seeds = [str(run.seed) for run in next(iter(runs.values()))]
+    rows = [[arm, *(f"{rate:.3f}" for rate in rates)] for arm, rates in final_tests(data.study, place).items()]
+    return markdown(["last test, by seed", *seeds], rows)
 
 
 def curves_part(data: Data) -> str:
@@ -332,13 +345,21 @@ def _predictor_verdict(rows: Mapping[str, Mapping[Any, float]], seeds: int) -> s
 
 
 def cost(data: Data) -> str:
-    """Return how many runs there are, what they took, and of which code they are."""
+    """Return how many runs there are, what they took, and which code each arm ran with."""
     if not data.runs:
         return NOT_YET
     hours, unknown = cpu_hours(data.runs), sum(run.cpu_seconds is None for run in data.runs)
-    commits = Counter(run.commit[:12] + "-dirty" * run.commit.endswith("-dirty") or "unknown" for run in data.runs)
-    lines = [f"{len(data.runs)} runs, {hours:.1f} core-hours" + f" ({unknown} runs without a figure)" * bool(unknown),
-             "Commits: " + ", ".join(f"`{name}` ({number} runs)" for name, number in sorted(commits.items()))]  # fmt: skip
+    lines = [f"{len(data.runs)} runs, {hours:.1f} core-hours" + f" ({unknown} runs without a figure)" * bool(unknown)]
+    commits: dict[str, dict[tuple[str, str], int]] = {}
+    for part, runs in (("gate, ", data.gate_runs), ("", data.study_runs)):
+        for run in runs:
+            name = run.commit[:12] + "-dirty" * run.commit.endswith("-dirty") or "unknown"
+            counts = commits.setdefault(name, {})
+            counts[part + run.place, run.arm] = counts.get((part + run.place, run.arm), 0) + 1
+    for name, counts in commits.items():
+        places = [f"{place}: " + ", ".join(f"`{arm}` {n}" for (at, arm), n in counts.items() if at == place)
+                  for place in dict.fromkeys(place for place, _ in counts)]  # fmt: skip
+        lines.append(f"Commit `{name}`, {sum(counts.values())} runs. {'; '.join(places)}")
     lines += [f"**Runs of different settings are one arm**: {each}" for each in mixed(data)]
     return "\n".join(f"- {line}." for line in lines)
 
@@ -398,4 +419,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        sys.exit(2)

@@ -55,8 +55,7 @@ class Chunks:
 def pack_chunks(batch_packing: Packing, chunks: Sequence[Chunk]) -> Chunks:
     """Return chunks in a packing of their own. batch_packing: of the batch that they are cut from."""
     packing, order, gather = time_order([chunk.end - chunk.first for chunk in chunks])
-    # In a packed batch, row t of an episode is at the start of block t plus the episode's place.
-    starts = np.concatenate([[0], np.cumsum(batch_packing.batch_sizes)])
+    starts = batch_packing.starts.numpy()
     ordered = [chunks[i] for i in order]
     rows = np.concatenate([starts[chunk.first : chunk.end] + chunk.episode for chunk in ordered])
     before = [starts[chunk.first - 1] + chunk.episode if chunk.first else -1 for chunk in ordered]

@@ -118,17 +118,17 @@ class OnPolicyData:
         self.buffer.add(episodes)
 
     def expect(self, episodes: int, batch_size: int) -> None:
-        """Collect `episodes` for the batch of this iteration instead of `batch_size`."""
+        """Let the batch of this iteration have `episodes`, whatever `batch_size` is."""
         self.quota = episodes
 
     @property
     def wants_more(self) -> bool:
-        """Whether fewer than `batch_size` episodes have been collected."""
+        """Whether fewer episodes have been collected than the `quota` of this iteration."""
         return len(self.buffer) < self.quota
 
     @property
     def ready(self) -> bool:
-        """Whether at least `batch_size` episodes have been collected."""
+        """Whether the `quota` has been collected."""
         return not self.wants_more
 
     def batches(self) -> Iterator[PackedBatch]:

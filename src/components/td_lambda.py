@@ -5,7 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from omagd.utils.packing import FixedPacking, Packing
+from omagd.utils.packing import FixedPacking, PackedBatch, Packing
+
+
+def rewards_of_agents(batch: PackedBatch) -> Tensor:
+    """Return the agents' own rewards [S, n] where the environment gives them, else the team's, [S, 1]."""
+    return batch["agent_reward"] if "agent_reward" in batch else batch["reward"].unsqueeze(-1)
+
+
+def batch_targets(values: Tensor, batch: PackedBatch, gamma: float, td_lambda: float) -> Tensor:
+    """Return the lambda-returns of every row of a batch: of the team, or of each agent from `rewards_of_agents`.
+
+    values: [S], the team's, or [S, n], one per agent. Returns their shape and type.
+    """
+    reward, terminated = batch["reward"], batch["terminated"].to(values.dtype)
+    if values.dim() > 1:
+        reward, terminated = rewards_of_agents(batch), terminated.unsqueeze(-1)
+    return td_lambda_targets(reward.to(values.dtype), terminated, values, batch.packing, gamma, td_lambda)
 
 
 def td_lambda_targets(
@@ -22,23 +38,18 @@ def td_lambda_targets(
     """
     keep = gamma * (1.0 - terminated)
     closing = packing.closing.to(values.device).view(-1, *[1] * (values.dim() - 1))
+    fixed = isinstance(packing, FixedPacking)
+    later = values.roll(-packing.n_episodes, 0) if fixed else values[packing.next_row.to(values.device)]  # v(t+1)
+    targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * later)
+    weight = td_lambda * keep  # of G(t+1) in G(t)
     if isinstance(packing, FixedPacking):
-        later = values.roll(-packing.n_episodes, 0)
-        targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * later)
-        weight = (td_lambda * keep).masked_fill(closing, 0).expand_as(targets)
+        weight = weight.masked_fill(closing, 0).expand_as(targets)
         return torch.where(closing, 0, _by_shifting(targets, weight, packing))
-    # Index of v(t+1) for the row of v(t): rows are packed by time, so it stands one block later. Closing rows have no
-    # next row; their index is clamped and their value replaced.
-    following = (torch.arange(len(packing.step)) + torch.tensor(packing.batch_sizes)[packing.step]).clamp_(
-        max=len(values) - 1
-    )
-    targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * values[following.to(values.device)])
-    weight = td_lambda * keep.expand_as(targets)  # of G(t+1) in G(t)
     sums = _step_by_step if values.device.type == "cpu" else by_doubling
-    return sums(targets, weight, following, packing).masked_fill_(closing, 0)
+    return sums(targets, weight.expand_as(targets), packing).masked_fill_(closing, 0)
 
 
-def _step_by_step(targets: Tensor, weight: Tensor, following: Tensor, packing: Packing) -> Tensor:
+def _step_by_step(targets: Tensor, weight: Tensor, packing: Packing) -> Tensor:
     """Return G(t) = targets(t) + weight(t) G(t+1), from the last step back; `targets` is overwritten."""
     steps = list(zip(targets.split(packing.batch_sizes), weight.split(packing.batch_sizes), strict=True))
     later = steps.pop()[0]
@@ -48,15 +59,15 @@ def _step_by_step(targets: Tensor, weight: Tensor, following: Tensor, packing: P
     return targets
 
 
-def by_doubling(targets: Tensor, weight: Tensor, following: Tensor, packing: Packing) -> Tensor:
+def by_doubling(targets: Tensor, weight: Tensor, packing: Packing) -> Tensor:
     """Return the same in about log2(T) rounds of a few operations, for devices on which T dependent ones take long.
 
     Each round doubles the number of steps that a row has summed up: with p(t) the row of the next step,
     G(t) = a(t) + w(t) G(p(t)) = a(t) + w(t) a(p(t)) + w(t) w(p(t)) G(p(p(t))) (Hillis and Steele 1986).
 
-    targets, weight: [S, ...]. following: [S], p on the CPU, anything in closing rows.
+    targets, weight: [S, ...].
     """
-    after = torch.where(packing.closing, torch.arange(len(following)), following).to(targets.device)
+    after = packing.next_row.to(targets.device)
     closing = packing.closing.to(targets.device).view(-1, *[1] * (targets.dim() - 1))
     weight = weight.masked_fill(closing, 0)
     for _ in range((packing.n_steps - 1).bit_length()):

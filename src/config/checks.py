@@ -166,7 +166,7 @@ def _refresh(config: Config) -> None:
     if not config.use_graph_reconstruction:
         given = f"reconstructor_refresh={config.reconstructor_refresh}"
         raise UserError(f"{given}: use_graph_reconstruction=False has no predictor. Use --config=omagd_small, or 0")
-    if config.truth_all_until >= 1:
+    if config.truth_until and config.truth_all_until >= 1:
         raise UserError(
             f"truth_all_until={config.truth_all_until}: no training episode shows what the predictor believes, so"
             " reconstructor_refresh never refreshes it. Give less than 1, or reconstructor_refresh=0"

@@ -64,7 +64,7 @@ class MaskPredictorConfig(Frozen):
     """Stage 2, the predictor of unseen units."""
 
     kind: str  # masked: transformer over tokens | tracker: state per unit | map_constant: means | ma2e: of allies
-    d_model: Width  # width of the transformer
+    d_model: Width  # width of the transformer, of the tracker's state
     n_layers: Layers  # layers of the transformer
     n_heads: Width  # attention heads; divides d_model
     feedforward_dim: Width  # hidden width of the feed-forward layers
@@ -186,8 +186,8 @@ class Config(Frozen):
     use_team_obs: bool  # agents tell one another: each also reads the units that any living ally sees; communication
     fill_unseen: Literal["none", "last_seen", "zeros"]  # without a network: units not seen are as seen last, or zeros
     mark_guesses: bool  # add a flag for reconstructed nodes to the agent's input
-    truth_all_until: Unit  # share of the steps until which all training episodes show all units in place of guesses
-    truth_until: Unit  # share of the steps until which ever fewer of them do; 0: never any
+    truth_all_until: Unit  # all training episodes show all units, not guesses, until this share of the steps
+    truth_until: Unit  # then ever fewer do, none from this share on; 0: never any, whatever `truth_all_until` is
     belief_inputs: bool  # add how sure reconstructions are: spread, age of the last sight, probability of being alive
     reconstructer_stage: Stage | None  # stage to run; None: all
     recontructer_stage: Stage | None  # the published spelling of reconstructer_stage

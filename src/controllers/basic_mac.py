@@ -21,7 +21,7 @@ from omagd.modules.agents.agent import Agent, AgentInputs
 from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.team_view import TeamView
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing
+from omagd.utils.packing import PackedBatch, last_actions
 
 if TYPE_CHECKING:
     from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
@@ -116,7 +116,7 @@ class BasicMAC:
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Choose available actions in the active slots; greedily without `explore`."""
         seen = tick.observation
-        inputs, extras = self._build_inputs(self.read(seen), tick.step)
+        inputs, extras = self._build_inputs(tick)
         part = None if tick.active.all() else tick.active.nonzero()[0]
         with torch.inference_mode():
             q = self._values(inputs, part)
@@ -181,9 +181,10 @@ class BasicMAC:
         features, guessed = self._inputs_from_batch(batch)
         return AgentInputs(features.to(self.dtype), last_actions(batch["actions"], batch.packing), guessed)
 
-    def _build_inputs(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
+    def _build_inputs(self, tick: Tick) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         """Return the inputs of one tick, and the fields of them that are stored with the row."""
-        return AgentInputs(torch.from_numpy(obs).to(self.acting_device, self._hidden.dtype), self._last_action), {}
+        obs = torch.from_numpy(self.read(tick.observation))
+        return AgentInputs(obs.to(self.acting_device, self._hidden.dtype), self._last_action), {}
 
     def _inputs_from_batch(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         """Return features [S, n, obs_dim] of a batch, and [S, n, N] bool which nodes are guesses, None for none."""
@@ -196,20 +197,6 @@ def _twin(agent: Agent) -> Agent:
     """Return a second module with the same weight tensors: one trains in training mode, the other acts in eval mode."""
     shared = {id(tensor): tensor for tensor in (*agent.parameters(), *agent.buffers())}
     return copy.deepcopy(agent, shared)
-
-
-def last_actions(actions: Tensor, packing: Packing) -> Tensor:
-    """Return each row's previous action in its episode, [S, n] int64 from actions [S, n]; -1 in first rows."""
-    if packing.lengths[-1] == packing.n_steps:  # episodes of equal length: one shift
-        none = torch.full_like(actions[: packing.n_episodes], -1, dtype=torch.int64)
-        return torch.cat([none, actions[: -packing.n_episodes].long()])
-    # In a packed batch, row (t - 1, episode) is batch_sizes[t - 1] rows before row (t, episode).
-    blocks = torch.tensor([0, *packing.batch_sizes[:-1]])
-    before = torch.arange(len(packing.step)) - blocks[packing.step]
-    first = packing.batch_sizes[0]
-    result = actions[before.to(actions.device)].long()
-    result[:first] = -1
-    return result
 
 
 class NMAC(BasicMAC):

@@ -15,7 +15,8 @@ from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.modules.agents.agent import AgentInputs
-from omagd.modules.graph_reconstructers import INFERRED, belief, n_inferred
+from omagd.modules.graph_reconstructers import INFERRED, REGISTRY, belief, n_inferred
+from omagd.modules.graph_reconstructers.last_sight import FILLS
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
 
@@ -40,31 +41,20 @@ class NGraphMAC(BasicMAC):
         if reconstructor is not None and config.use_full_obs:
             raise UserError("use_full_obs=True leaves nothing to reconstruct: set use_graph_reconstruction=False")
         self.reconstructor = reconstructor
-        self._active = np.ones(0, bool)
         self._reads_beliefs = config.belief_inputs and reconstructor is not None
         self._infers = n_inferred(config, info.layout) > 0
-        self._truth: np.ndarray | None = None  # full_obs of this tick, while any slot shows it
-        self._draws_units = config.use_graph_reconstruction and config.mask_predictor_config.decode == "sample"
         super().__init__(config, info, device, reconstructor)
 
     @classmethod
     def extra_fields(cls, config: Config, info: EnvInfo) -> Spec:
-        """Return the field of the reconstructions, if there are any, and those of the choice of actions."""
-        more = super().extra_fields(config, info)
-        if info.layout is None:
-            return more
+        """Return the fields of the reconstructions, if there are any, and those of the choice of actions."""
+        kind: type[Reconstructor] | None = None
         if config.fill_unseen != "none":
-            return {"recon": (torch.float16, (info.n_agents, info.obs_dim)), **more}
-        if not config.use_graph_reconstruction:
-            return more
-        if inferred := n_inferred(config, info.layout):
-            return {INFERRED: (torch.float16, (info.n_agents, inferred)), **more}
-        n_nodes = info.layout.n_nodes
-        if config.belief_inputs:
-            more[belief.FIELD] = torch.float16, (info.n_agents, n_nodes, belief.WIDTH)
-        if config.mask_predictor_config.kind != "masked" or config.mask_predictor_config.decode == "mean":
-            return {"recon": (torch.float16, (info.n_agents, info.obs_dim)), **more}
-        return {"tokens": (torch.int16, (info.n_agents, n_nodes)), **more}
+            kind = FILLS[config.fill_unseen]
+        elif config.use_graph_reconstruction:
+            kind = REGISTRY.get(config.mask_predictor_config.kind)
+        more = super().extra_fields(config, info)
+        return more if kind is None or info.layout is None else {**kind.fields(config, info), **more}
 
     def begin(self, n_slots: int) -> None:
         """Reset the memory to that of B slots, with the reconstructor's history."""
@@ -93,29 +83,28 @@ class NGraphMAC(BasicMAC):
 
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Choose actions in the active slots; the other slots' histories do not change."""
-        self._active = tick.active
-        if self._draws_units and self.reconstructor is not None and explore is not None:
+        if self.reconstructor is not None and explore is not None:
             self.reconstructor.renew(tick.active & (tick.step == 0), explore.rng)
-        self._truth = self._shown_truth(tick, explore)
+        self._draw_shown(tick, explore)
         return super().act(tick, explore)
 
-    def _shown_truth(self, tick: Tick, explore: Exploration | None) -> np.ndarray | None:
-        """Draw which of the episodes that begin show all units; return `full_obs` where any slot does, else None."""
+    def _draw_shown(self, tick: Tick, explore: Exploration | None) -> None:
+        """Draw which of the episodes that begin show all units."""
         begun = tick.active & (tick.step == 0)
         self._shown[begun] = False
         if explore is not None and explore.truth > 0 and begun.any():
             self._shown[begun] = explore.rng.random(int(begun.sum())) < explore.truth
-        return tick.observation.full_obs if self._shown.any() else None
 
-    def _build_inputs(self, obs: np.ndarray, step: np.ndarray) -> tuple[AgentInputs, dict[str, np.ndarray]]:
+    def _build_inputs(self, tick: Tick) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         if self.reconstructor is None:
-            return super()._build_inputs(obs, step)
-        if self._truth is None:
-            made = self.reconstructor.step(obs, step, self._active, self._last_action)
+            return super()._build_inputs(tick)
+        obs, truth = self.read(tick.observation), tick.observation.full_obs if self._shown.any() else None
+        if truth is None:
+            made = self.reconstructor.step(obs, tick.step, tick.active, self._last_action)
         else:  # what is shown needs no guess, and what an agent remembers of it is never asked for
-            made = self.reconstructor.step(obs, step, self._active & ~self._shown, self._last_action)
-            shown = torch.from_numpy(self._shown & self._active)
-            made = made.with_truth(torch.from_numpy(self._truth), shown, self.reconstructor.columns)
+            made = self.reconstructor.step(obs, tick.step, tick.active & ~self._shown, self._last_action)
+            shown = torch.from_numpy(self._shown & tick.active)
+            made = made.with_truth(torch.from_numpy(truth), shown, self.reconstructor.columns)
         features = made.obs.to(self.acting_device, self._hidden.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
         beliefs = made.fields[belief.FIELD].to(features) if self._reads_beliefs else None

@@ -96,13 +96,11 @@ class MAC(Policy, Protocol):
     checkpoints `agent` and `info`.
 
     Attributes:
-        agent: the network that is trained; acting uses the same weights. info: facts of the environment. device: where
-            the agent is trained.
+        agent: the network that is trained; acting uses the same weights. info: facts of the environment.
     """
 
     agent: Agent
     info: EnvInfo
-    device: torch.device
 
     def __init__(
         self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Reconstructor | None = None

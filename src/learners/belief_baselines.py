@@ -26,6 +26,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.learners.belief_cases import Batches, Cases, cases_of
 from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
 
 SIMPLE = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
@@ -99,8 +100,8 @@ class Baselines:
         }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Tensor], info: EnvInfo, device: torch.device) -> Baselines:
-        """Return the baselines of a `state_dict`. Errors: KeyError, ValueError for one that does not fit."""
+    def restored(cls, state: Mapping[str, Tensor], info: EnvInfo, device: torch.device, source: str) -> Baselines:
+        """Return the baselines of a `state_dict`. source: of it. Errors: UserError for one that does not fit."""
         assert info.layout is not None
         layout, limit = info.layout, info.episode_limit
         n, dim, p = layout.n_nodes, layout.node_dim, _n_inputs(info)
@@ -109,8 +110,10 @@ class Baselines:
             "map_constant": (info.n_agents, n, limit + 1, dim),
         }  # fmt: skip
         for name, shape in shapes.items():
-            if tuple(state[name].shape) != shape or not state[name].isfinite().all():
-                raise ValueError(f"{name} is not finite or of another shape")
+            value = state.get(name) if isinstance(state, Mapping) else None
+            if not isinstance(value, Tensor) or tuple(value.shape) != shape or not value.isfinite().all():
+                problem = f"{name} is missing, not finite or of another shape"
+                raise UserError(f"{source}: its baselines do not fit ({problem}); train stage 2 again")
         return cls(**{name: state[name].to(device) for name in shapes}, layout=layout, limit=limit)
 
 

@@ -64,11 +64,9 @@ def cases_of(batch: PackedBatch, layout: EntityLayout) -> Cases:
     counts = (alive(obs) & batch.valid_mask[:, None])[..., None]
     hidden = unseen(nodes)
     missing = hidden & counts
-    step, episode = packing.step.to(obs.device), packing.episode.to(obs.device)
+    step = packing.step.to(obs.device)
     last = last_seen_step(~hidden & counts, packing)
-    sizes = torch.tensor(packing.batch_sizes)
-    starts = (sizes.cumsum(0) - sizes).to(obs.device)
-    rows = starts[last.clamp(min=0)] + episode[:, None, None]
+    rows = packing.row(last, packing.episode[:, None, None])
     agents, places = (torch.arange(size, device=obs.device) for size in nodes.shape[1:3])
     sights = torch.where((last < 0)[..., None], 0.0, nodes[rows, agents[:, None], places])
     ages = torch.where(last < 0, 0, step[:, None, None] - last)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from omagd.components.td_lambda import rewards_of_agents
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
@@ -31,8 +32,8 @@ from omagd.modules.agents.ff_agent import DDPGAgent
 from omagd.modules.kernels.linear import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing
-from omagd.utils.seeding import stream_seed, uniform
+from omagd.utils.packing import PackedBatch, Packing, row_draws
+from omagd.utils.seeding import stream_seed
 
 Critic = Callable[[AgentInputs, Tensor], Tensor]
 """Maps the agents' inputs and vectors over their actions [S, n, A] to values [S, n]."""
@@ -202,12 +203,11 @@ class DDPGLearner:
         rows = _step_rows(batch.packing)
         now, later = (p if isinstance(p, slice) else p.to(self.device) for p in rows)
         inputs, dtype = self.mac.inputs(batch), self.mac.dtype
-        reward = batch["agent_reward"] if "agent_reward" in batch else batch["reward"].unsqueeze(-1)
         return Steps(
             before=inputs.rows(now),
             after=inputs.rows(later),
             taken=batch[TAKEN][now].to(dtype),
-            reward=reward[now].to(dtype).expand(-1, self.info.n_agents),
+            reward=rewards_of_agents(batch)[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
             noise=self._noise(batch, rows[0], before) if self.config.gumbel_softmax else None,
         )
@@ -223,14 +223,12 @@ class DDPGLearner:
     def _noise(self, batch: PackedBatch, row: Tensor | slice, before: int) -> Tensor:
         """Return Gumbel noise -log(-log(u)) of the steps in the rows `row`, [S, n, A].
 
-        u depends on seed, update and the step's place in the batch of all ranks, so it does not depend on the number of
-        ranks. before: episodes of lower ranks in this update.
+        u depends on seed, update and the step's place in the batch of all ranks. before: episodes of lower ranks in
+        this update.
         """
-        packing, n, actions = batch.packing, self.info.n_agents, self.info.n_actions
-        place = torch.tensor(batch.sample_index)[packing.episode[row]] + before
-        place = place * (self.info.episode_limit + 1) + packing.step[row]
-        number = place[:, None] * (n * actions) + torch.arange(n * actions)
-        drawn = uniform(number, stream_seed(self.config.seed, "gumbel", self.updates)).clamp(1e-12)
+        n, actions, longest = self.info.n_agents, self.info.n_actions, self.info.episode_limit + 1
+        key, cpu = stream_seed(self.config.seed, "gumbel", self.updates), torch.device("cpu")
+        drawn = row_draws(batch, n * actions, key, longest=longest, before=before, device=cpu)[row].clamp(1e-12)
         return -(-drawn.log()).log().view(-1, n, actions).to(self.device, self.mac.dtype)
 
     @torch.no_grad()
@@ -267,7 +265,7 @@ def _step_rows(packing: Packing) -> tuple[Tensor | slice, Tensor | slice]:
     if sizes[0] == sizes[-1]:
         return slice(0, sum(sizes[1:])), slice(sizes[0], sum(sizes))
     row = torch.nonzero(~packing.closing).flatten()
-    return row, row + torch.tensor(sizes)[packing.step[row]]
+    return row, packing.next_row[row]
 
 
 def _frozen_twin(module: nn.Module) -> nn.Module:

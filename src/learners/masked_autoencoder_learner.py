@@ -18,7 +18,6 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.controllers.basic_mac import last_actions
 from omagd.learners.graph_metrics import mean_of
 from omagd.learners.pretraining import GraphLearner
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
@@ -26,7 +25,7 @@ from omagd.modules.graph_reconstructers.graphs import alive
 from omagd.modules.graph_reconstructers.masked_autoencoder import MaskedAutoencoder
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.dist_utils import Dist
-from omagd.utils.packing import PackedBatch, Packing
+from omagd.utils.packing import PackedBatch, Packing, last_actions
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,8 @@ class Sample:
 
 def windows(packing: Packing, k: int, device: torch.device) -> Tensor:
     """Return the rows [S, k] of the k steps that end at each row, -1 before its episode."""
-    sizes = torch.tensor(packing.batch_sizes)
-    starts = sizes.cumsum(0) - sizes
     step = packing.step[:, None] - torch.arange(k - 1, -1, -1)
-    rows = starts[step.clamp(min=0)] + packing.episode[:, None]
-    return torch.where(step >= 0, rows, -1).to(device)
+    return torch.where(step >= 0, packing.row(step, packing.episode[:, None]), -1).to(device)
 
 
 class AutoencoderLoss(LossModule):

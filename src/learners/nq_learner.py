@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from omagd.components.resident_buffer import FixedDraw
-from omagd.components.td_lambda import td_lambda_targets
+from omagd.components.td_lambda import batch_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
@@ -203,11 +203,7 @@ class NQLearner:
 
     def td_targets(self, values: Tensor, batch: PackedBatch) -> Tensor:
         """Return the TD(lambda) targets of values [S], or [S, n] without a mixer: those of the next state's actions."""
-        reward, terminated = batch["reward"].to(values.dtype), batch["terminated"].to(values.dtype)
-        if values.dim() > 1:  # mixer=none: each agent has a value, and its own reward where the environment gives one
-            terminated = terminated.unsqueeze(-1)
-            reward = batch["agent_reward"].to(values.dtype) if "agent_reward" in batch else reward.unsqueeze(-1)
-        return td_lambda_targets(reward, terminated, values, batch.packing, self.config.gamma, self.config.td_lambda)
+        return batch_targets(values, batch, self.config.gamma, self.config.td_lambda)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""

@@ -9,7 +9,7 @@ A *sample* is one agent at one step at which it has a choice. Dead agents have o
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -145,7 +145,7 @@ class PolicyLoss(LossModule, Generic[Args]):
         }
 
 
-class PolicyLearner(Generic[Args]):
+class PolicyLearner(ABC, Generic[Args]):
     """Trains a controller's agent on the episodes that were just collected.
 
     Args:

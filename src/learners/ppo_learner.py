@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from omagd.components.td_lambda import td_lambda_targets
+from omagd.components.td_lambda import batch_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
@@ -132,12 +132,8 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         with autocast_bf16(state.device, self.config.precision == "bf16"):
             predicted = self.critic(inputs, state).to(weight.dtype)
         mean, deviation = self.value_norm.scale
-        value, reward = (predicted * deviation + mean).to(predicted.dtype), batch["reward"].to(predicted.dtype)
-        terminated = batch["terminated"].to(predicted.dtype)
-        if value.dim() > 1:
-            terminated = terminated.unsqueeze(-1)
-            reward = batch["agent_reward"].to(predicted.dtype) if "agent_reward" in batch else reward.unsqueeze(-1)
-        returns = td_lambda_targets(reward, terminated, value, batch.packing, self.config.gamma, self.args.gae_lambda)
+        value = (predicted * deviation + mean).to(predicted.dtype)
+        returns = batch_targets(value, batch, self.config.gamma, self.args.gae_lambda)
         advantage = self.normalised(_per_agent(returns - value, weight), weight)
         returns = _per_agent(returns, weight)
         self.value_norm.add(self.sums(returns, weight))

@@ -35,8 +35,8 @@ from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.kernels.linear import autocast_bf16
 from omagd.modules.kernels.transformer import cross_entropy
 from omagd.utils.dist_utils import Dist
-from omagd.utils.packing import PackedBatch
-from omagd.utils.seeding import stream_seed, uniform
+from omagd.utils.packing import PackedBatch, row_draws
+from omagd.utils.seeding import stream_seed
 
 ENUMERATED = 4  # up to so many tokens, all assignments are tried
 
@@ -75,11 +75,10 @@ class Graphs:
     """Graphs of all rows.
 
     Attributes:
-        seen_nodes, full_nodes: [S, n, N, D], nodes of `obs` and of `full_obs`. ids: [S, n, N], tokens of `full_nodes`,
-            ABSENT for the dead. seen, missing: [S, n, N] bool.
+        full_nodes: [S, n, N, D], nodes of `full_obs`. ids: [S, n, N], tokens of them, ABSENT for the dead.
+        seen, missing: [S, n, N] bool.
     """
 
-    seen_nodes: Tensor
     full_nodes: Tensor
     ids: Tensor
     seen: Tensor
@@ -191,13 +190,12 @@ class PredictorLearner(GraphLearner):
     @torch.no_grad()
     def graphs(self, batch: PackedBatch) -> Graphs:
         """Return all graphs of a batch. Of dead observers and closing rows no node is seen and none is missing."""
-        nodes, full = obs_to_nodes(batch["obs"], self.layout), obs_to_nodes(batch["full_obs"], self.layout)
+        full, hidden = obs_to_nodes(batch["full_obs"], self.layout), unseen(obs_to_nodes(batch["obs"], self.layout))
         counts = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None]
-        hidden = unseen(nodes)
         present = ~unseen(full) & counts
         ids = torch.full(present.shape, self.predictor.specials.absent, device=full.device)
         ids[present] = self.tokenizer.ids(full[present])
-        return Graphs(nodes, full, ids, ~hidden & counts, hidden & counts)
+        return Graphs(full, ids, ~hidden & counts, hidden & counts)
 
     def sample(self, batch: PackedBatch, graphs: Graphs | None = None, hide: bool = False) -> Sample:
         """Return the frames with a masked node. hide: also mask seen nodes at random (`mask_ratio`), as HIDDEN."""
@@ -225,13 +223,10 @@ class PredictorLearner(GraphLearner):
         ratio = self.predictor.config.mask_ratio
         if not ratio:
             return torch.zeros_like(seen)
-        packing, (n_agents, n_nodes) = batch.packing, seen.shape[1:]
-        before = sum(self.dist.counts(packing.n_episodes)[: self.dist.rank])  # episodes of lower ranks
-        place = torch.tensor(batch.sample_index)[packing.episode] + before
-        row = (place * (self.info.episode_limit + 1) + packing.step).to(seen.device)
-        number = row[:, None] * (n_agents * n_nodes) + torch.arange(n_agents * n_nodes, device=seen.device)
-        key = stream_seed(self.config.seed, "hidden", self.updates)
-        hidden = (uniform(number, key).view(seen.shape) < ratio) & seen
+        before = sum(self.dist.counts(batch.packing.n_episodes)[: self.dist.rank])  # episodes of lower ranks
+        key, longest = stream_seed(self.config.seed, "hidden", self.updates), self.info.episode_limit + 1
+        drawn = row_draws(batch, seen[0].numel(), key, longest=longest, before=before, device=seen.device)
+        hidden = (drawn.view(seen.shape) < ratio) & seen
         hidden[..., 0] = False
         return hidden
 

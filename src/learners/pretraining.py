@@ -32,7 +32,7 @@ class GraphLearner(ABC):
 
     loss_name = "graph_loss"
     in_parts = False  # whether `evaluate` may be called on parts of the held-out episodes, whose sums add up
-    frames_each = 1  # of agents, for each of `graph_frames_at_once`
+    frames_each = 1  # frames that take as much memory as one of `graph_frames_at_once`
 
     def __init__(
         self, name: str, module: nn.Module, loss: LossModule, config: Config, info: EnvInfo, dist: Dist

@@ -25,6 +25,7 @@ from omagd.envs.task_sets.sets import task_set
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.run import run_seeds
 from omagd.run.training import build
+from omagd.run.training.battles import load_mac
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError, unknown_name
@@ -244,8 +245,4 @@ def load_policy(path: str | Path, load_step: int = 0) -> LoadedPolicy:
     config = validate(read_saved(run_folder.config_json, f"path={path}"))
     info = build.read_env_info(run_folder.env_info_json, f"path={path}")
     with _threads(config.torch_threads):
-        device = torch.device("cpu")
-        pretrained = build.load_pretrained(build.of_checkpoint(config, folder), info, device)
-        mac = build.build_mac(config, info, device, pretrained)
-        build.load_agent(mac, folder, "path")
-        return LoadedPolicy(config, info, mac)
+        return LoadedPolicy(config, info, load_mac(config, info, torch.device("cpu"), folder, "path"))

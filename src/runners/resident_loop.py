@@ -17,8 +17,8 @@ from omagd.config.env_info import EnvInfo
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.envs.resident import Outcome, ResidentGame, Seen
 from omagd.modules.agents.agent import AgentInputs
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
+from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.runners.recorder import row_fields
 from omagd.utils.seeding import uniform
 
@@ -65,7 +65,7 @@ class ResidentLoop:
         self.game, self.episodes, slots = game, episodes, game.n_slots
         self._actor, self._dtype, self._see_all = mac.actor, mac.dtype, full_obs or mac.wants_full_obs
         self._reads_full, self._n_rows = mac.wants_full_obs, info.episode_limit + 1
-        reconstructor: Reconstructor | None = getattr(mac, "reconstructor", None)
+        reconstructor: TokenReconstructor | None = getattr(mac, "reconstructor", None)
         self._guesses = None if reconstructor is None else ResidentReconstruction(reconstructor, slots)
         device = game.device
 

@@ -18,7 +18,7 @@ from omagd.envs.factory import validate_env_args
 from omagd.envs.resident import CanBeResident
 from omagd.envs.task_sets.sets import task_set
 from omagd.modules.graph_reconstructers import REGISTRY as PREDICTORS
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.runners.resident_loop import END, LENGTH, RESULTS, RETURN, ResidentLoop
 from omagd.runners.rollout import Rollout
 from omagd.runners.runner import Runner
@@ -84,7 +84,7 @@ class ResidentRunner(Runner):
             "shows agents what they see or everything, so not with use_team_obs=True": config.use_team_obs,
             f"fills in what a predictor says, not with fill_unseen={config.fill_unseen}": config.fill_unseen != "none",
             f"reconstructs with mask_predictor_config.kind=masked, not kind={kind}": (
-                config.use_graph_reconstruction and not issubclass(PREDICTORS.get(kind), Reconstructor)
+                config.use_graph_reconstruction and not issubclass(PREDICTORS.get(kind), TokenReconstructor)
             ),
             "draws no units, so not with mask_predictor_config.decode=sample": (
                 config.use_graph_reconstruction and config.mask_predictor_config.decode == "sample"

@@ -37,12 +37,11 @@ class Every:
 
     Args:
         interval: at least 1, in the unit of the times. first: also due at the first call.
-        start: time of the last event.
     """
 
-    def __init__(self, interval: int, *, first: bool = False, start: int = 0) -> None:
+    def __init__(self, interval: int, *, first: bool = False) -> None:
         self.interval = interval
-        self.last: int | None = None if first else start
+        self.last: int | None = None if first else 0
 
     def due(self, t: int) -> bool:
         """Return True, and remember `t`, if a multiple of `interval` has been passed since the last event."""

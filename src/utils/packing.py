@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omagd.utils.seeding import uniform
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -50,10 +52,15 @@ class Packing:
         return sizes
 
     @cached_property
+    def starts(self) -> Tensor:
+        """First row of each time step, [T] int64 (CPU)."""
+        sizes = torch.tensor(self.batch_sizes)
+        return sizes.cumsum(0) - sizes
+
+    @cached_property
     def _rows(self) -> tuple[Tensor, Tensor]:
-        sizes = np.array(self.batch_sizes)
-        step = np.arange(self.n_steps).repeat(sizes)
-        episode = np.arange(len(step)) - (sizes.cumsum() - sizes).repeat(sizes)
+        step = np.arange(self.n_steps).repeat(self.batch_sizes)
+        episode = np.arange(len(step)) - self.starts.numpy()[step]
         return torch.from_numpy(episode), torch.from_numpy(step)
 
     @property
@@ -70,6 +77,24 @@ class Packing:
     def closing(self) -> Tensor:
         """True for the closing observation of an episode, [S] bool (CPU)."""
         return self.step == torch.tensor(self.lengths)[self.episode] - 1
+
+    @cached_property
+    def next_row(self) -> Tensor:
+        """For each row that of the next step of its episode, for an episode's last row itself, [S] int64 (CPU)."""
+        return self.row(torch.minimum(self.step + 1, torch.tensor(self.lengths)[self.episode] - 1), self.episode)
+
+    @cached_property
+    def previous_row(self) -> Tensor:
+        """For each row that of the step before in its episode, for an episode's first row itself, [S] int64 (CPU)."""
+        return self.row(self.step - 1, self.episode)
+
+    def row(self, step: Tensor, episode: Tensor) -> Tensor:
+        """Return the rows of steps of episodes; those of steps before 0, which stand for none, are first rows.
+
+        step: int64, below the episode's length. episode: int64 that broadcasts to it, on any device. Returns int64 on
+        the device of `step`.
+        """
+        return self.starts.to(step.device)[step.clamp(min=0)] + episode.to(step.device)
 
     def pad(self, packed: Tensor, fill: float = 0) -> Tensor:
         """Return packed rows [S, ...] as [B, T, ...], with `fill` after the end of an episode."""
@@ -224,6 +249,17 @@ def meta_of(episode: Episode) -> EpisodeMeta:
     return meta
 
 
+def last_actions(actions: Tensor, packing: Packing) -> Tensor:
+    """Return each row's previous action in its episode, [S, n] int64 from actions [S, n]; -1 in first rows."""
+    first = packing.n_episodes
+    if packing.lengths[-1] == packing.n_steps:  # episodes of equal length: one shift
+        none = torch.full_like(actions[:first], -1, dtype=torch.int64)
+        return torch.cat([none, actions[:-first].long()])
+    result = actions[packing.previous_row.to(actions.device)].long()
+    result[:first] = -1
+    return result
+
+
 def time_order(rows: Sequence[int]) -> tuple[Packing, tuple[int, ...], Tensor]:
     """Return the packing of episodes with these numbers of `rows`.
 
@@ -245,3 +281,14 @@ def pack_episodes(episodes: Sequence[Episode]) -> PackedBatch:
     laid = {name: torch.cat([episodes[i][name] for i in order]) for name in episodes[0]}
     data = {name: value.index_select(0, gather.to(value.device)) for name, value in laid.items()}
     return PackedBatch(data, packing, order, tuple(meta_of(episodes[i]) for i in order))
+
+
+def row_draws(batch: PackedBatch, count: int, key: int, *, longest: int, before: int, device: torch.device) -> Tensor:
+    """Return `count` draws from [0, 1) for each row of a batch, [S, count] float64, the same for any number of ranks.
+
+    They follow from `key` (of the stream), the row's step, and its episode's place in the sample of all ranks.
+    longest: rows of an episode, at most. before: episodes of lower ranks in the sample. device: where it is computed.
+    """
+    place = torch.tensor(batch.sample_index)[batch.packing.episode] + before
+    row = (place * longest + batch.packing.step).to(device)
+    return uniform(row[:, None] * count + torch.arange(count, device=device), key)

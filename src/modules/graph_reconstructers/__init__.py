@@ -1,16 +1,15 @@
 """Stages 1 and 2: graphs of entities, the tokenizer, predictors of unseen units, and reconstruction by them.
 
-`REGISTRY` has the kinds of predictors (`mask_predictor_config.kind`) by what acts with them. A reconstructor names its
-module (`predictor_type`), the keys that determine its weights (`shape_keys`), the fields of episodes that training
-reads (`training_fields`), the stages that train it (`pretraining`, by default stages 1 and 2), and whether it says how
-sure it is (`has_beliefs`, for `belief_inputs`). One that fills in nothing, but infers what agents read beside their
-observations, stores it in the field `inferred` and says how much it is (`n_inferred`).
-`omagd.learners.PREDICTORS` has the learners of the same names.
+`REGISTRY` has the kinds of predictors (`mask_predictor_config.kind`) by what acts with them: a `Reconstructor`
+(`reconstructor.py`) that is built as `cls(tokenizer, predictor, config, info)`. Its class makes untrained predictors
+(`new_predictor`) and says what it stores (`fields`); the attributes that `Reconstructor` gives defaults say the rest.
+One that fills in nothing, but infers what agents read beside their observations, stores it in the field `inferred` and
+says how much it is (`n_inferred`). `omagd.learners.PREDICTORS` has the learners of the same names.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
@@ -18,11 +17,14 @@ from omagd.modules import agents
 from omagd.utils.errors import UserError
 from omagd.utils.registry import Registry
 
-REGISTRY: Registry[Any] = Registry(
+if TYPE_CHECKING:
+    from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+
+REGISTRY: Registry[type[Reconstructor]] = Registry(
     "mask_predictor_config.kind",
     "omagd.predictors",
     lazy={
-        "masked": "omagd.modules.graph_reconstructers.reconstructor:Reconstructor",
+        "masked": "omagd.modules.graph_reconstructers.token_reconstructor:TokenReconstructor",
         "tracker": "omagd.modules.graph_reconstructers.tracking:TrackingReconstructor",
         "map_constant": "omagd.modules.graph_reconstructers.map_constant:MapConstantReconstructor",
         "ma2e": "omagd.modules.graph_reconstructers.masked_autoencoder:InferringReconstructor",
@@ -35,22 +37,19 @@ INFERRED = "inferred"
 
 def training_fields(config: Config) -> tuple[str, ...]:
     """Return the fields of episodes that stages 1 and 2 keep."""
-    fields: tuple[str, ...] = REGISTRY.get(config.mask_predictor_config.kind).training_fields
-    return fields
+    return REGISTRY.get(config.mask_predictor_config.kind).training_fields
 
 
 def pretraining(config: Config) -> tuple[str, ...]:
     """Return the stages that train the configured kind of predictor: stage 1 only where it reads tokens."""
-    kind = REGISTRY.get(config.mask_predictor_config.kind)
-    return tuple(getattr(kind, "pretraining", ("stage1", "stage2")))
+    return REGISTRY.get(config.mask_predictor_config.kind).pretraining
 
 
 def n_inferred(config: Config, layout: EntityLayout | None) -> int:
     """Return how many inferred numbers each agent reads beside its observation; 0 for kinds that fill in units."""
     if not config.use_graph_reconstruction or layout is None:
         return 0
-    count = getattr(REGISTRY.get(config.mask_predictor_config.kind), "n_inferred", None)
-    return 0 if count is None else int(count(layout))
+    return REGISTRY.get(config.mask_predictor_config.kind).n_inferred(layout)
 
 
 def check_inferences(config: Config, info: EnvInfo) -> None:
@@ -69,11 +68,11 @@ def check_beliefs(config: Config) -> None:
     kind = config.mask_predictor_config.kind
     if not config.use_graph_reconstruction:
         return
-    if config.mask_predictor_config.decode == "sample" and not hasattr(REGISTRY.get(kind), "renew"):
+    if config.mask_predictor_config.decode == "sample" and not REGISTRY.get(kind).draws_units:
         raise UserError(
             f"mask_predictor_config.decode=sample: kind={kind} has no distribution to draw from. Use decode=mean"
         )
-    if config.belief_inputs and not getattr(REGISTRY.get(kind), "has_beliefs", False):
+    if config.belief_inputs and not REGISTRY.get(kind).has_beliefs:
         raise UserError(
             f"belief_inputs=True: mask_predictor_config.kind={kind} does not say how sure it is. Use another kind, or"
             " belief_inputs=False"

@@ -1,6 +1,6 @@
 """A tick of reconstruction while acting as kernels: everything but the products, over the active slots only.
 
-The same bits as the torch path of `Reconstructor`, which is the reference and runs where these kernels do not (GPUs,
+The same bits as the torch path of `TokenReconstructor`, the reference, which runs where these kernels do not (GPUs,
 `decode: argmax`, the GRU, other float types, without Numba): tests/test_reconstruction.py.
 
 Shapes: B slots, P active ones, n agents, N nodes, D features of a node, F frames with a missing node, k stacked frames,
@@ -262,11 +262,11 @@ class CompiledTick:
 
     def __call__(
         self, obs: np.ndarray, step: np.ndarray, slots: np.ndarray, history: SlotHistory
-    ) -> tuple[np.ndarray, np.ndarray, int, Doubt | None]:
+    ) -> tuple[np.ndarray, np.ndarray, Doubt | None]:
         """Fill obs [B, n, obs_dim] float32 in place and advance `history` in the slot numbers `slots` [P] int64.
 
-        step: [B] int64. Returns the stored field [B, n, obs_dim] float16, `guessed` [B, n, N] bool, F, and how sure
-            the guesses are, if that is wanted.
+        step: [B] int64. Returns the stored field [B, n, obs_dim] float16, `guessed` [B, n, N] bool, and how sure the
+            guesses are, if that is wanted.
         """
         memory = Memory(history.past.numpy(), history.last_ids.numpy(), history.last_step.numpy())
         missing = np.zeros(memory.last_ids.shape, bool)
@@ -282,7 +282,7 @@ class CompiledTick:
             fill(self._graph, slots, missing, joined, stored, obs, self._rank)
             doubt = self._predictor.doubt(torch.from_numpy(joined))
         commit(memory, mask, slots, step)
-        return stored.view(np.float16), missing, frames, doubt
+        return stored.view(np.float16), missing, doubt
 
     def _sums(self, memory: Memory, rows: np.ndarray, step: np.ndarray, missing: np.ndarray) -> np.ndarray:
         """Return the sums [M, ...] of the frames of the agents `rows` [F]."""

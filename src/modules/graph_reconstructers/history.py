@@ -76,8 +76,6 @@ class PackedHistory:
         self._ids, self._packing, self._config, self._specials = ids, packing, config, specials
         self._device = ids.device
         self._step, self._episode = packing.step.to(ids.device), packing.episode.to(ids.device)
-        sizes = torch.tensor(packing.batch_sizes)
-        self._starts = (sizes.cumsum(0) - sizes).to(ids.device)
         self._last_step = last_seen_step(self._ids < self._specials.n_codes, packing)
 
     def frames(self, rows: Tensor, agents: Tensor) -> Frames:
@@ -85,7 +83,7 @@ class PackedHistory:
         step, episode = self._step[rows], self._episode[rows]
         back = torch.arange(self._config.stacked_steps - 1, -1, -1, device=self._device) * self._config.stacked_strip
         at = step[:, None] - back
-        past = self._starts[at.clamp(min=0)] + episode[:, None]
+        past = self._packing.row(at, episode[:, None])
         ids = self._ids[past, agents[:, None]]
         ids = torch.where((at < 0)[..., None], self._specials.pad, ids)
         last_rows, never = self.last_rows(rows, agents)
@@ -97,7 +95,7 @@ class PackedHistory:
     def last_rows(self, rows: Tensor, agents: Tensor) -> tuple[Tensor, Tensor]:
         """Return the row [F, N] in which each node was last seen before, and whether it never was, [F, N] bool."""
         last = self._last_step[rows, agents]
-        return self._starts[last.clamp(min=0)] + self._episode[rows][:, None], last < 0
+        return self._packing.row(last, self._episode[rows][:, None]), last < 0
 
 
 class SlotHistory:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
-from omagd.modules.graph_reconstructers.filling import Filling, Reconstruction
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 
 
-class LastSight(Filling):
+class LastSight(Reconstructor):
     """Fills in each unit's features of its last sight in this episode; those of units never seen stay zero.
 
     Features are copied as they were: relative to where the agent was then, also those of a unit that has died since.
@@ -42,7 +42,7 @@ class LastSight(Filling):
         seen, missing = seen & active, missing & active
         self._last = torch.where(self.columns.of_nodes(seen), obs, self._last)
         stored = torch.where(self.columns.of_nodes(missing), self._last, 0).half()
-        return self.filled(obs, stored, missing)
+        return self.made(obs, stored, missing)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the memories of all slots."""
@@ -53,7 +53,7 @@ class LastSight(Filling):
         self._last = snapshot["last"].to(self.device).clone()
 
 
-class Zeros(Filling):
+class Zeros(Reconstructor):
     """Fills in zeros, what an observation shows of such units: nothing. With `truth_until` a baseline of its own.
 
     Args:
@@ -64,22 +64,9 @@ class Zeros(Filling):
         assert info.layout is not None
         super().__init__(info.layout, device)
 
-    def begin(self, n_slots: int) -> None:
-        """Do nothing: there is no memory."""
-
-    def reset(self, which: np.ndarray) -> None:
-        """Do nothing: there is no memory."""
-
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
         missing = self.columns.sight(obs)[1] & played[:, None, None]
-        return self.filled(obs, torch.zeros_like(obs, dtype=torch.float16), missing)
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return nothing."""
-        return {}
-
-    def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
-        """Do nothing: there is no memory."""
+        return self.made(obs, torch.zeros_like(obs, dtype=torch.float16), missing)
 
 
 FILLS: dict[str, type[LastSight | Zeros]] = {"last_seen": LastSight, "zeros": Zeros}

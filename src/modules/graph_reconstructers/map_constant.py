@@ -7,13 +7,12 @@ Shapes: B slots, n agents, N nodes, D features, T longest episode.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.filling import Filling, Reconstruction
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 
 
@@ -37,7 +36,7 @@ class MapConstant(nn.Module):
         return self.table[agent, node, step.clamp(max=self.table.shape[2] - 1)]
 
 
-class MapConstantReconstructor(Filling):
+class MapConstantReconstructor(Reconstructor):
     """Fills in what agents do not see from the table. It remembers nothing, so that slots have no state.
 
     As with other predictors, the result is rounded and stored with the step, and agents act on the stored values.
@@ -46,9 +45,7 @@ class MapConstantReconstructor(Filling):
         tokenizer: not read. predictor: fitted. config: not read. info: of an environment with a layout.
     """
 
-    predictor_type = MapConstant
     shape_keys = ("kind",)
-    training_fields = ("obs", "full_obs")
     pretraining = ("stage2",)
 
     def __init__(self, tokenizer: Tokenizer | None, predictor: MapConstant, config: Config, info: EnvInfo) -> None:
@@ -66,17 +63,7 @@ class MapConstantReconstructor(Filling):
         """Use the current table: of each step the observations [n, obs_dim] in which every other unit is filled in."""
         self._filled = self.columns.obs(self.predictor.table.permute(2, 0, 1, 3)).half()
 
-    def reset(self, which: np.ndarray) -> None:
-        """Nothing to forget."""
-
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
         missing = self.columns.sight(obs)[1] & played[:, None, None]
         filled = self._filled[now.clamp(max=len(self._filled) - 1)]
-        return self.filled(obs, torch.where(self.columns.of_nodes(missing), filled, 0.0), missing)
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return nothing: slots have no state."""
-        return {}
-
-    def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
-        """Nothing to restore."""
+        return self.made(obs, torch.where(self.columns.of_nodes(missing), filled, 0.0), missing)

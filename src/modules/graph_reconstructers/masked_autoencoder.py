@@ -14,6 +14,7 @@ Shapes: R windows, k steps, n agents, d = d_model, B slots, P active ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,11 +23,14 @@ from torch import Tensor, nn
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config, MaskPredictorConfig
 from omagd.modules.graph_reconstructers import INFERRED
-from omagd.modules.graph_reconstructers.filling import Filling, Reconstruction
 from omagd.modules.graph_reconstructers.predictor import sinusoidal
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.kernels.linear import FastLinear
 from omagd.modules.kernels.transformer import attend, dropout
+
+if TYPE_CHECKING:
+    from omagd.components.episode_codec import Spec
 
 AT_ONCE = 64  # windows whose attention matrices stay in the cache
 
@@ -122,7 +126,7 @@ class MaskedAutoencoder(nn.Module):
         return torch.cat(made)
 
 
-class InferringReconstructor(Filling):
+class InferringReconstructor(Reconstructor):
     """Gives agents, beside their unchanged observations, what they infer that the others observe.
 
     Args:
@@ -130,7 +134,6 @@ class InferringReconstructor(Filling):
             and of an environment with a layout.
     """
 
-    predictor_type = MaskedAutoencoder
     shape_keys = ("kind", "d_model", "n_layers", "n_heads", "feedforward_dim", "stacked_steps")
     training_fields = ("obs", "full_obs", "actions")
     pretraining = ("stage2",)
@@ -150,6 +153,12 @@ class InferringReconstructor(Filling):
     def new_predictor(cls, config: Config, info: EnvInfo) -> MaskedAutoencoder:
         """Return an untrained autoencoder."""
         return MaskedAutoencoder(config.mask_predictor_config, info)
+
+    @classmethod
+    def fields(cls, config: Config, info: EnvInfo) -> Spec:
+        """Return the field of what is inferred."""
+        assert info.layout is not None
+        return {INFERRED: (torch.float16, (info.n_agents, cls.n_inferred(info.layout)))}
 
     @staticmethod
     def n_inferred(layout: EntityLayout) -> int:

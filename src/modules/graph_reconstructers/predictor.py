@@ -31,7 +31,7 @@ def sinusoidal(n: int, d: int) -> Tensor:
 
     Columns 2i and 2i + 1 of row t are the sine and the cosine of t / 10000^(2i / d).
     """
-    rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10000.0) / d))
+    rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10000.0) / max(d, 1)))
     angle = torch.arange(n)[:, None] * rate
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :d]
 

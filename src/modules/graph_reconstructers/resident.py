@@ -1,8 +1,8 @@
-"""Stage 3 in a device's memory: a tick of `Reconstructor.step` as work of fixed shapes, in memory that is reused.
+"""Stage 3 in a device's memory: a tick of `TokenReconstructor` as work of fixed shapes, in memory that is reused.
 
 Every node of every agent is encoded and every node but the agent itself is predicted, seen or not, and masks choose
 what is used. So nothing depends on how many nodes are missing, no value is read by the host, and a CUDA graph can hold
-the tick. Guesses are those of `Reconstructor` up to the rounding of sums, whose order depends on sizes.
+the tick. Guesses are those of `TokenReconstructor` up to the rounding of sums, whose order depends on sizes.
 
 Shapes: B slots, n agents, N nodes, F = B·n frames.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from omagd.modules.graph_reconstructers.history import SlotHistory
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 
 FLOATS_AT_ONCE = 1 << 26
 """Floats of the widest layer that a GPU computes together: a part of its memory, and few launches."""
@@ -51,7 +51,7 @@ class ResidentReconstruction:
         stored: [B, ...] the field of the last tick, as of `Reconstruction.fields`.
     """
 
-    def __init__(self, reconstructor: Reconstructor, n_slots: int) -> None:
+    def __init__(self, reconstructor: TokenReconstructor, n_slots: int) -> None:
         self._of, (self._tokenizer, self._predictor) = reconstructor, reconstructor.frozen()
         self.field, device = reconstructor.field, reconstructor.device
         shape = n_slots, reconstructor.n_agents, reconstructor.layout.n_nodes

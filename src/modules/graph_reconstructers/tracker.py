@@ -165,10 +165,8 @@ class Tracker(nn.Module):
     def _drift(self, memory: Memory, packing: Packing) -> Tensor:
         """Return the sum of moves since each node was last seen, [S, n, N, 2]; zeros where it is seen or never was."""
         total = packing.pack(packing.pad(self.moves(memory)).cumsum(1))
-        sizes = torch.tensor(packing.batch_sizes)
-        starts = (sizes.cumsum(0) - sizes).to(total.device)
-        episode = packing.episode.to(total.device)[:, None, None]
-        at = starts[memory.step[:, None, None] - memory.age.clamp(min=0)] + episode  # never seen: now
+        last_step = memory.step[:, None, None] - memory.age.clamp(min=0)  # never seen: now
+        at = packing.row(last_step, packing.episode[:, None, None])
         agents = torch.arange(self.n_agents, device=total.device)[:, None]
         return total[:, :, None] - total[at, agents]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.belief import FIELD, Belief, Doubt, input_columns
-from omagd.modules.graph_reconstructers.filling import Filling, Reconstruction
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.sampling import EpisodeNoise, places
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.graph_reconstructers.tracker import Memory, Tracker
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 STATE = ("last", "age", "own", "drift", "hidden")
 
 
-class TrackingReconstructor(Filling):
+class TrackingReconstructor(Reconstructor):
     """Predicts what agents do not see, from what they have seen and from the beliefs that they carry.
 
     Args:
@@ -39,11 +39,11 @@ class TrackingReconstructor(Filling):
             and of an environment with a layout.
     """
 
-    predictor_type = Tracker
     shape_keys = ("kind", "d_model", "feedforward_dim")
     training_fields = ("obs", "full_obs", "actions")
     pretraining = ("stage2",)
     has_beliefs = True
+    draws_units = True
 
     def __init__(self, tokenizer: Tokenizer | None, predictor: Tracker, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
@@ -77,16 +77,10 @@ class TrackingReconstructor(Filling):
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
         """Clear the memories of the slots `which` [B] bool, where episodes start."""
+        super().reset(which)
         slots = torch.as_tensor(which, device=self.device)
         for name, value in self._state.items():
             value[slots] = -1 if name == "age" else 0
-        if self._noise is not None:
-            self._noise.reset(slots)
-
-    def renew(self, which: np.ndarray, rng: np.random.Generator) -> None:
-        """Draw by `rng` in the episodes that have begun in the slots `which` [B] bool; see `sampling.py`."""
-        if self._noise is not None:
-            self._noise.renew(which, rng)
 
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
         if self.has_kernels and (kernels := compiled_tracking()) is not None:
@@ -155,7 +149,7 @@ class TrackingReconstructor(Filling):
             belief = self._noise.drawn(belief, places(missing, slots), tracker.bounds)
         guesses = torch.zeros_like(nodes)
         guesses[missing] = belief.features
-        made = self.filled(obs, self.columns.obs(guesses).half(), missing)
+        made = self.made(obs, self.columns.obs(guesses).half(), missing)
         if self._gives_beliefs:
             made.fields[FIELD] = input_columns(seen, missing, memory.age, self._doubt(belief))
         return made, after

@@ -65,10 +65,10 @@ def compared(won: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return the tests that a folder holds, of each kind, map and policy the last one."""
+    """Return the tests that a folder holds, of each kind, map and policy the last one. Errors: OSError."""
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in read_records(folder / FILE):
-        if line.get("test") in TITLES:
+        if str(line.get("test")) in TITLES:
             last[tuple(str(line.get(key)) for key in ("test", "env", "map", "policy", "reconstruction"))] = line
     return list(last.values())
 
@@ -79,7 +79,7 @@ def tables(found: Iterable[Mapping[str, Any]]) -> list[Table]:
     for record in found:
         try:
             made.append(_census(record) if record["test"] == "census" else _played(record))
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
             continue
     return made
 

@@ -164,7 +164,9 @@ def cpu_hours(runs: Sequence[Run]) -> float:
 
 
 def _values(runs: Sequence[Run], of: Callable[[Run], float | None]) -> np.ndarray:
-    found = [of(run) for run in runs if run.kind == "training"]
+    """Return a number of each training that has one, by seed: what is resampled must not depend on the files' order."""
+    ordered = sorted(runs, key=lambda run: natural(str(run.seed)))
+    found = [of(run) for run in ordered if run.kind == "training"]
     return np.array([value for value in found if value is not None])
 
 

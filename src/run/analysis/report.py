@@ -88,7 +88,7 @@ def run_facts(run: Run) -> dict[str, Any]:
     def part(name: str, make: Callable[[Run], Any], without: Any) -> Any:
         try:
             return make(run)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as problem:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as problem:
             warnings.append(f"{name}: cannot be shown ({type(problem).__name__})")
             return without
 

@@ -183,10 +183,10 @@ def _add_lines(runs: dict[object, Run], path: Path, place: Path) -> list[str]:
     """
     lines = bad = again = 0
     folders = {run.folder for run in runs.values()}
-    for line in read_records(place):
+    for line in _lines(place):
         lines += 1
-        run = _of_line(place, line)
-        if run is None:
+        run = None if line is None else _of_line(place, line)
+        if line is None or run is None:
             bad += 1
             continue
         key = tuple(str(line.get(name)) for name in ("study", "job", "start_card", "identity"))
@@ -310,16 +310,19 @@ def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
 
     Nothing is read from a pipe or a device.
     """
-    if not os.path.isfile(path):
-        return
+    if os.path.isfile(path):
+        yield from (record for record in _lines(path) if record is not None)
+
+
+def _lines(path: str | Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the object of each line that is not empty; None where it is none."""
     with Path(path).open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for line in filter(str.strip, file):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+                record = None
+            yield record if isinstance(record, dict) else None
 
 
 def natural(text: str) -> list[tuple[float, str]]:

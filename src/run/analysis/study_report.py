@@ -224,7 +224,7 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
     return {
         "kind": "study", "runs": rows, "arms": len(found), "places": curves.places(found), "results": tables,
         "few": FEW if few else "", "contrasts": contrasts(counted),
-        "belief_tests": _belief_tests(runs, folders),
+        "belief_tests": _belief_tests(runs, folders, warnings),
         "charts": sections, "legend": legend, "keys": differing_keys(found),
         "labels": [group.label for group in found], "stage_values": stage_values(counted),
         "times": times(counted), "time_note": time_note(runs),
@@ -234,10 +234,21 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
     }  # fmt: skip
 
 
-def _belief_tests(runs: Sequence[Run], folders: Sequence[Path]) -> list[belief_tests.Table]:
+def _belief_tests(runs: Sequence[Run], folders: Sequence[Path], warnings: list[str]) -> list[belief_tests.Table]:
     """Return the tests of beliefs in the folders that the user named, then those of the runs, each once."""
     around = dict.fromkeys(folder.absolute() for folder in (*folders, *(run.folder for run in runs)))
-    return belief_tests.tables(record for each in around for record in belief_tests.records(each))
+    made = []
+    for folder in around:
+        try:
+            found = belief_tests.records(folder)
+        except OSError as problem:
+            warnings.append(f"{folder / belief_tests.FILE}: cannot be read ({problem.strerror})")
+            continue
+        shown = belief_tests.tables(found)
+        made += shown
+        if lost := len(found) - len(shown):
+            warnings.append(f"{folder / belief_tests.FILE}: {lost} of {len(found)} tests cannot be shown")
+    return made
 
 
 def _count(noun: str, number: int) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omagd.config.schema import Config
 from omagd.run.checkpoint.set_aside import link
@@ -25,6 +25,20 @@ LOOKS = 5
 """How often to retry when a running run has removed the checkpoint that was being read."""
 
 CONTINUED = "continued_from.json"
+
+MUST_AGREE: dict[str, Callable[[Any], Any]] = {
+    "learner": lambda name: str(name).removesuffix("_ddp"),  # two names of one learner
+    "group_size": int, "n_starts": lambda count: count is None, "reconstructor_refresh": bool, "truth_until": bool,
+    "fill_unseen": lambda fill: fill == "none", "use_graph_reconstruction": bool, "use_full_obs": bool,
+    "use_team_obs": bool,
+}  # fmt: skip
+"""What must be equal in two runs, if one goes on with the other's state of stage 3: a function of each key's value."""
+
+EARLIER = {
+    "group_size": 1, "n_starts": None, "reconstructor_refresh": 0, "truth_until": 0.0, "fill_unseen": "none",
+    "use_team_obs": False,
+}  # fmt: skip
+"""Values of keys that runs of earlier versions do not have."""
 
 
 def continue_whole(config: Config, folder: RunFolder) -> None:
@@ -86,26 +100,21 @@ def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
 def _unlike(config: Config, found: Checkpoint) -> str:
     """Return why a run cannot go on with a state of stage 3: the key with both values; empty if it can.
 
-    Learners, starts of episodes and a refreshed predictor have states of their own.
+    Learners, starts of episodes and a refreshed predictor have states of their own, and the episodes of a replay hold
+    what their agents read.
     """
-    theirs = {
-        "group_size": 1,
-        "n_starts": None,
-        "reconstructor_refresh": 0,
-        "truth_until": 0.0,
-        **read_entry(RunFolder(found.path.parents[1]).config_json),
-    }
-    if found.manifest["stage"] != "stage3" or "learner" not in theirs:
+    saved = read_entry(RunFolder(found.path.parents[1]).config_json)
+    if found.manifest["stage"] != "stage3" or "learner" not in saved:
         return ""
-    learners = [str(name).removesuffix("_ddp") for name in (theirs["learner"], config.learner)]  # the same learners
-    differs = {
-        "learner": learners[0] != learners[1],
-        "group_size": theirs["group_size"] != config.group_size,
-        "n_starts": (theirs["n_starts"] is None) != (config.n_starts is None),
-        "reconstructor_refresh": bool(theirs["reconstructor_refresh"]) != bool(config.reconstructor_refresh),
-        "truth_until": bool(theirs["truth_until"]) != bool(config.truth_until),  # replays hold full_obs, or not
-    }
-    return next((f"{key}={theirs[key]}, not {getattr(config, key)}" for key, other in differs.items() if other), "")
+    theirs, ours = {**EARLIER, **saved}, config.model_dump()
+    return next(
+        (
+            f"{key}={theirs[key]}, not {ours[key]}"
+            for key, what in MUST_AGREE.items()
+            if key in theirs and what(theirs[key]) != what(ours[key])
+        ),
+        "",
+    )
 
 
 def _candidates(given: Path) -> list[Path]:

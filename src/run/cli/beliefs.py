@@ -29,6 +29,12 @@ SLOTS = 128
 """Most battles at a time."""
 
 MOST_EPISODES = 100_000
+READ_BY = {
+    **dict.fromkeys(("episodes", "into"), ("census", "plug-in", "swap")), "reconstruction": ("plug-in", "swap"),
+    **dict.fromkeys(("least", "lower", "upper"), ("gate",)),
+}  # fmt: skip
+"""The tests that read an option."""
+
 NOTE_WIDTH = 120
 """Columns of the text below a table."""
 
@@ -41,12 +47,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("words", nargs="*", metavar="WORD", help="the test, a run, and keys such as env_args.map_name=3m seed=2")
     add("--config", help="as for a training, where no run is given (default: omagd_small)")
     add("--env-config", "--env_config", help="the environment, where no run is given (default: skirmish)")
-    add("--episodes", default="512", metavar="N", help="battles that are measured, of each belief (default: 512)")
+    add("--episodes", metavar="N", help="battles that are measured, of each belief (default: 512)")
     add("--reconstruction", metavar="RUN2", help="plug-in, swap: the run whose stages 1 and 2 are tested too")
     add("--into", metavar="FOLDER", help="folder of a run or a study, for whose report the result is kept")
-    add("--least", default="0.15", metavar="X", help="gate: smallest difference that a map needs (default: 0.15)")
-    add("--lower", default="baseline", metavar="ARM", help="gate: the arm that sees least (default: baseline)")
-    add("--upper", default="full_obs", metavar="ARM", help="gate: the arm that sees everything (default: full_obs)")
+    add("--least", metavar="X", help="gate: smallest difference that a map needs (default: 0.15)")
+    add("--lower", metavar="ARM", help="gate: the arm that sees least (default: baseline)")
+    add("--upper", metavar="ARM", help="gate: the arm that sees everything (default: full_obs)")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -55,15 +61,16 @@ def main(options: argparse.Namespace) -> int:
     if test not in TESTS:
         asked = f"beliefs {test}".strip()
         raise UserError(f"{asked}: name a test, one of {', '.join(TESTS)}. See omagd beliefs --help")
+    for flag, readers in READ_BY.items():
+        if (value := getattr(options, flag)) is not None and test not in readers:
+            raise UserError(f"--{flag}={value}: beliefs {test} does not read it. Use it with {', '.join(readers)}")
     if test == "gate":
         return _gate(options, rest)
     run = rest.pop(0) if rest and "=" not in rest[0] and rest[0] != "with" else ""
-    episodes = _number(options.episodes)
+    episodes = _number("512" if options.episodes is None else options.episodes)
     if test == "swap" and not run:
         raise UserError("beliefs swap: name a run that was trained with use_full_obs=True, as in: omagd beliefs swap"
                         " results/<run>")  # fmt: skip
-    if test == "census" and options.reconstruction:
-        raise UserError("--reconstruction: a census measures no reconstruction. Use it with plug-in or swap")
     with stoppable():
         config = _config(options, test, run, rest)
         folder = _folder(options, config, run)
@@ -71,10 +78,10 @@ def main(options: argparse.Namespace) -> int:
             record = {"census": _census, "plug-in": _plug_in, "swap": _swap}[test](players, options.reconstruction)
     record = {"test": test, "env": config.env, "map": players.info.map_name, **record,
               "policy": players.policy_name, "episodes": players.measured, "seed": config.seed}  # fmt: skip
-    path = _keep(folder, record)
     from omagd.run.analysis.belief_tests import tables
 
-    print_out("\n".join(_as_text(table) for table in tables([record])) + f"\n{path}\n")
+    print_out("\n".join(_as_text(table) for table in tables([record])) + "\n")  # even if it cannot be kept
+    print_out(f"{_keep(folder, record)}\n")
     return 0
 
 
@@ -188,17 +195,13 @@ def _policy(config: Config, env: BatchedEnv, run: str) -> tuple[Any, str]:
 
     from omagd.controllers.scripted_mac import ScriptedPolicy
     from omagd.run.checkpoint.weights import find_step_folder
-    from omagd.run.training.battles import policy_name
-    from omagd.run.training.build import build_mac, load_agent, load_pretrained, of_checkpoint
+    from omagd.run.training.battles import load_mac, policy_name
     from omagd.utils.seeding import stream_seed
 
     info = env.info
     if run:
-        folder, device = find_step_folder(config.checkpoint_path, config.load_step), torch.device("cpu")
-        pretrained = load_pretrained(of_checkpoint(config, folder), info, device)
-        mac = build_mac(config, info, device, pretrained)
-        load_agent(mac, folder, "checkpoint_path")
-        return mac, policy_name(config, folder)
+        folder = find_step_folder(config.checkpoint_path, config.load_step)
+        return load_mac(config, info, torch.device("cpu"), folder, "checkpoint_path"), policy_name(config, folder)
     names = tuple(name for name in info.scripted_policies if name != "random") or ("random",)
     rng = np.random.default_rng(stream_seed(config.seed, "beliefs"))
     share = config.graph_pretrain_random_share
@@ -255,6 +258,7 @@ def _graph_mac(players: Players, run: str) -> Any:
     import torch
 
     from omagd.config.loading import read_saved, validate
+    from omagd.modules.graph_reconstructers import n_inferred
     from omagd.run.training.build import build_mac, load_pretrained, of_checkpoint
     from omagd.run.training.evaluate import FIXED, HERE
     from omagd.utils.run_folder import RunFolder
@@ -264,6 +268,8 @@ def _graph_mac(players: Players, run: str) -> Any:
     if not values["use_graph_reconstruction"]:
         raise UserError(f"{source}: this run has no stages 1 and 2. Give one with use_graph_reconstruction=True")
     config = of_checkpoint(validate(values), folder.step(max(folder.saved_steps(), default=0)))
+    if n_inferred(config, players.info.layout):
+        raise UserError(f"{source}: mask_predictor_config.kind={config.mask_predictor_config.kind} fills in no units")
     device = torch.device("cpu")
     return build_mac(config, players.info, device, load_pretrained(config, players.info, device))
 
@@ -272,8 +278,11 @@ def _gate(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Print which maps of a study enter the main study. Errors: UserError."""
     if len(words) != 1:
         raise UserError("beliefs gate: name one finished study, as in: omagd beliefs gate results/gate")
+    lower, upper = options.lower or "baseline", options.upper or "full_obs"
+    if lower == upper:
+        raise UserError(f"--lower={lower}: --upper is the same arm. Give two arms")
     try:
-        least = float(options.least)
+        least = 0.15 if options.least is None else float(options.least)
     except ValueError:
         least = math.nan
     if not 0 <= least <= 1:
@@ -281,7 +290,7 @@ def _gate(options: argparse.Namespace, words: Sequence[str]) -> int:
     from omagd.run.analysis.contrasts import gate_table
     from omagd.run.analysis.runs import load
 
-    print_out(_as_text(gate_table(load(words, "beliefs gate"), options.lower, options.upper, least)) + "\n")
+    print_out(_as_text(gate_table(load(words, "beliefs gate"), lower, upper, least)) + "\n")
     return 0
 
 

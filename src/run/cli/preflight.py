@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import validate
 from omagd.config.schema import Config
@@ -168,7 +169,8 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     """Reject paths without suitable files; return the names of the stages to run."""
     import torch
 
-    from omagd.run.checkpoint.weights import find_step_folder, load_learner
+    from omagd.modules.graph_reconstructers.pretrained import check
+    from omagd.run.checkpoint.weights import PREDICTOR_FILE, find_step_folder, load_file, load_learner
     from omagd.run.checkpoint.whole_state import whole_state
     from omagd.run.training.build import build_plain_mac, load_agent, load_pretrained, of_checkpoint
     from omagd.run.training.evaluate import trained_team
@@ -186,6 +188,7 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
             registry_of("omagd.runners").get(config.runner).check(config)
             return ("evaluate",)
     stages = tuple(stage_names(config, load_pretrained(config, info, cpu)))
+    _require_baselines(config, info)
     policy, episodes = config.graph_pretrain_policy, config.pretrain_buffer_path
     if episodes and not Path(episodes).expanduser().is_dir():
         raise UserError(f"pretrain_buffer_path={episodes}: no such folder. Give the pretrain_buffer/ of another run")
@@ -203,7 +206,25 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
             _require_steps_left(config, whole[1]["shared"]["clock"] if whole[1].get("stage") == "stage3" else {})
         elif config.checkpoint_path:
             _require_steps_left(config, load_learner(learner, folder))
+            if config.reconstructor_refresh and (path := folder / PREDICTOR_FILE).is_file():
+                meta, key = load_file(path, "checkpoint_path").get("meta"), "pretrained_mask_predictor_path"
+                check(meta, config, info, key, str(path), f"checkpoint_path={path}")
     return stages
+
+
+def _require_baselines(config: Config, info: EnvInfo) -> None:
+    """Reject a predictor's file whose baselines stage 3 could not use at its end. Errors: UserError."""
+    import torch
+
+    from omagd.learners.belief_baselines import Baselines
+    from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file
+
+    key, given = "pretrained_mask_predictor_path", config.pretrained_mask_predictor_path
+    if not given or not config.use_graph_reconstruction:
+        return
+    path = pretrained_file(key, given, PREDICTOR_FILE)
+    if (state := load_file(path, key).get("baselines")) is not None:
+        Baselines.restored(state, info, torch.device("cpu"), f"{key}={path}")
 
 
 def _require_same_maps(config: Config, info: EnvInfo, run: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,18 +36,33 @@ def record_battles(config: Config, episodes: int = 1, source: str = "checkpoint_
     env = make_env(config.env, dict(config.env_args), 1, processes=False)
     try:
         info = env.info
-        mac = build_mac(config, info, device, load_pretrained(of_checkpoint(config, folder), info, device))
-        load_agent(mac, folder, "checkpoint_path")
+        mac = load_mac(config, info, device, folder, "checkpoint_path")
         recorder = Recorder(mac, env, info, policy_name(config, folder), most=episodes)
         runner = Runner(env, config, info, episode_starts(config, info, "test", 0))
-        for task in range(max(1, len(info.tasks))):
-            if isinstance(runner.stream, TaskStarts):
-                runner.stream.set_weights(np.arange(len(info.tasks)) == task)
+        for _ in each_map(runner, info):
             played = runner.run(recorder, explore=None, episodes_per_slot=episodes, keep=False)
             recorder.take(played.log)
         return Recording(episodes=recorder.episodes)
     finally:
         env.close()
+
+
+def load_mac(config: Config, info: EnvInfo, device: torch.device, step_folder: Path, key: str) -> MAC:
+    """Return the controller with the weights of a step's folder, and with the modules of stages 1 and 2 beside them.
+
+    key: configuration key that named the folder. Errors: UserError for weights that are missing or do not fit.
+    """
+    mac = build_mac(config, info, device, load_pretrained(of_checkpoint(config, step_folder), info, device))
+    load_agent(mac, step_folder, key)
+    return mac
+
+
+def each_map(runner: Runner, info: EnvInfo) -> Iterator[None]:
+    """Yield once for each map of a set, while the runner's episodes start on that map alone; once for a single map."""
+    for task in range(max(1, len(info.tasks))):
+        if isinstance(runner.stream, TaskStarts):
+            runner.stream.set_weights(np.arange(len(info.tasks)) == task)
+        yield
 
 
 def policy_name(config: Config, step_folder: Path) -> str:
@@ -67,9 +82,7 @@ def greedy_episodes(
     place and keeps the episodes of the first slot.
     """
     runner, info, metrics = session.runners["test"], session.info, Metrics()
-    for task in range(max(1, len(info.tasks))):
-        if isinstance(runner.stream, TaskStarts):
-            runner.stream.set_weights(np.arange(len(info.tasks)) == task)
+    for _ in each_map(runner, info):
         rollout = runner.run(
             recorder or mac,
             explore=None,

@@ -13,7 +13,6 @@ from torch import Tensor
 from omagd import learners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EntityLayout
-from omagd.controllers.basic_mac import last_actions
 from omagd.envs.frames import AGENTS, OPPONENTS, Scene, unit_names
 from omagd.learners.belief_baselines import Baselines
 from omagd.learners.belief_metrics import belief_values, judge
@@ -27,7 +26,7 @@ from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
-from omagd.utils.packing import PackedBatch, pack_episodes
+from omagd.utils.packing import PackedBatch, last_actions, pack_episodes
 
 
 def evaluate_beliefs(
@@ -79,13 +78,10 @@ def saved_baselines(session: Session) -> Baselines | None:
         except UserError as error:
             problem = error.message
     state, problem = session.dist.broadcast((state, problem))
-    if state is not None:
-        try:
-            return Baselines.restored(state, session.info, session.dist.device)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            problem = f"{key}={given or own}: its baselines do not fit ({error}); train stage 2 again"
     if problem:
         raise UserError(problem)
+    if state is not None:
+        return Baselines.restored(state, session.info, session.dist.device, f"{key}={given or own}")
     session.logger.info(f"{given or own} has no baselines: errors on living units and beside baselines are left out")
     return None
 
@@ -94,7 +90,7 @@ def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch,
     """Draw one step of `batch` to `plots/<name>.png`: as seen, as reconstructed and as it truly was."""
     assert pretrained.predictor is not None and session.info.layout is not None
     layout = session.info.layout
-    kind = graph_reconstructers.REGISTRY.get(session.config.mask_predictor_config.kind)
+    kind: Any = graph_reconstructers.REGISTRY.get(session.config.mask_predictor_config.kind)
     reconstructor = kind(pretrained.tokenizer, pretrained.predictor, session.config, session.info)
     obs, full = batch.packing.pad(batch["obs"]), batch.packing.pad(batch["full_obs"])
     episode, step, agent = _best_view(obs, full, layout)

@@ -1,4 +1,4 @@
-"""Build the objects of a run from its configuration; the only place that uses the registries."""
+"""Build the objects of a run from its configuration: environment, runner, controller, learner, pretrained modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from omagd.modules import graph_reconstructers as reconstructers
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.entity_agents import EntityAgent
 from omagd.modules.graph_reconstructers.last_sight import FILLS
-from omagd.modules.graph_reconstructers.reconstructor import check, require_one_pretraining
+from omagd.modules.graph_reconstructers.pretrained import check, require_one_pretraining
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.plan import ResumePlan
@@ -244,7 +245,7 @@ def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokeni
     return Tokenizer(config.tokenizer_config, info.layout).to(device)
 
 
-def new_predictor(config: Config, info: EnvInfo, device: torch.device) -> Any:
+def new_predictor(config: Config, info: EnvInfo, device: torch.device) -> torch.nn.Module:
     """Return an untrained predictor of the configured kind, the same on every rank."""
     seed_everything(config.seed, "predictor")
     return reconstructers.REGISTRY.get(config.mask_predictor_config.kind).new_predictor(config, info).to(device)
@@ -310,7 +311,7 @@ def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None
 
 def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules | None) -> MAC:
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
-    reconstructor: Any = None
+    reconstructor: Reconstructor | None = None
     if config.fill_unseen != "none" and info.layout is not None:
         reconstructor = FILLS[config.fill_unseen](info, torch.device("cpu") if config.cpu_inference else device)
     if config.use_graph_reconstruction and pretrained is not None:
@@ -318,7 +319,7 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
         frozen: tuple[Any, ...] = pretrained.tokenizer, pretrained.predictor
         if config.cpu_inference:
             frozen = tuple(copy.deepcopy(module).cpu() if module is not None else None for module in frozen)
-        kind = reconstructers.REGISTRY.get(config.mask_predictor_config.kind)
+        kind: Any = reconstructers.REGISTRY.get(config.mask_predictor_config.kind)
         reconstructor = kind(*frozen, config, info)
     seed_everything(config.seed, "agent")
     config = complete_args(config, ("agent_args",))

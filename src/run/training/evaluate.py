@@ -16,8 +16,8 @@ from omagd.controllers.types import MAC
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.reporting.card import Card, read_card
-from omagd.run.training.battles import greedy_episodes, policy_name
-from omagd.run.training.build import build_mac, load_agent, load_pretrained, of_checkpoint, require_same_weights
+from omagd.run.training.battles import greedy_episodes, load_mac, policy_name
+from omagd.run.training.build import require_same_weights
 from omagd.run.training.session import Session
 from omagd.run.watch.page import save_recording
 from omagd.run.watch.recorder import Recorder
@@ -71,9 +71,7 @@ def trained_team(path: str, key: str, info: EnvInfo, device: torch.device) -> MA
     """
     folder = find_step_folder(path, key=key)
     config = evaluation_config(path, {}, f"{key}:")
-    mac = build_mac(config, info, device, load_pretrained(of_checkpoint(config, folder), info, device))
-    load_agent(mac, folder, key)
-    return mac
+    return load_mac(config, info, device, folder, key)
 
 
 def trained_card(config: Config) -> Card | None:
@@ -88,9 +86,7 @@ def evaluate(session: Session) -> StageResult:
     config, info, device = session.config, session.info, session.dist.device
     folder = find_step_folder(config.checkpoint_path, config.load_step)
     session.logger.info(f"evaluation of {folder}")
-    pretrained = load_pretrained(of_checkpoint(config, folder), info, device)
-    mac = build_mac(config, info, device, pretrained)
-    load_agent(mac, folder, "checkpoint_path")
+    mac = load_mac(config, info, device, folder, "checkpoint_path")
     require_same_weights(session.dist, mac.agent, "checkpoint_path")
     t_env = int(folder.name) if folder.name.isdecimal() else 0
     records = config.save_replay and session.dist.is_main

@@ -202,6 +202,9 @@ def stage_names(config: Config, pretrained: PretrainedModules) -> list[str]:
     given = {"stage1": pretrained.tokenizer, "stage2": pretrained.predictor}
     if config.evaluation_only:
         return [name for name, module in given.items() if module is not None]
+    if config.stage == "stage1" and config.use_graph_reconstruction and "stage1" not in pretraining(config):
+        kind = f"mask_predictor_config.kind={config.mask_predictor_config.kind}"
+        raise UserError(f"reconstructer_stage=stage1: {kind} reads no tokens, so nothing would use them. Use stage2")
     if config.stage != "all":
         return [config.stage]
     names = [*pretraining(config), *(() if config.pretrain_only else ("stage3",))]

@@ -27,7 +27,7 @@ from omagd.learners.belief_baselines import Baselines
 from omagd.learners.belief_metrics import belief_values, judge
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.protocol import learner_class
-from omagd.modules.graph_reconstructers.reconstructor import check, describe
+from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.run.checkpoint.serialization import first_not_finite
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, keep_file, load_file, load_into, with_own_settings
 from omagd.run.training.beliefs import saved_baselines, says_of_units
@@ -145,11 +145,12 @@ class Refresh:
         Errors: UserError for what does not fit.
         """
         self._every.last = t_env
-        path, key = folder / PREDICTOR_FILE, "pretrained_mask_predictor_path"  # that is what it would be given by
+        path, key = folder / PREDICTOR_FILE, "checkpoint_path"
         if not path.is_file():
             return
         content = load_file(path, key)
-        check(content.get("meta"), self.session.config, self.session.info, key, str(path))
+        predictor = "pretrained_mask_predictor_path"
+        check(content.get("meta"), self.session.config, self.session.info, predictor, str(path), f"{key}={path}")
         load_into(self.predictor, content.get("weights", {}), path, key)
         if "learner" in content:
             self.learner.load_state_dict(with_own_settings(content["learner"], self.learner.state_dict()))

@@ -14,6 +14,7 @@ from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.reporting.battle_plot import NO_UNIT, units_of_nodes
 from omagd.run.watch.recording import FARTHEST, Belief, Episode, Moment, Number, number_of
 
@@ -32,7 +33,7 @@ class Recorder:
     def __init__(self, policy: Policy, env: BatchedEnv, info: EnvInfo, name: str, most: int = 10) -> None:
         self._policy, self._env, self._info, self._name, self._most = policy, env, info, name, most
         self._logits = bool(getattr(policy, "outputs_logits", False))
-        self._reconstructor: Any = getattr(policy, "reconstructor", None)
+        self._reconstructor: Reconstructor | None = getattr(policy, "reconstructor", None)
         self._read: Any = getattr(policy, "read", None)  # of controllers; scripts read `obs`
         self._found: list[tuple[Frame, list[Moment]]] = []
         self._open: list[Moment] = []
@@ -130,14 +131,11 @@ class Recorder:
             return None
         obs = shown.obs if self._read is None else self._read(shown)
         nodes = obs_to_nodes(np.array(obs[0]), layout)
-        stored = None if self._reconstructor is None else decision.extras.get(self._reconstructor.field)
-        if stored is None:
+        fills = self._reconstructor
+        if fills is None or (stored := decision.extras.get(fills.field)) is None:
             return nodes, None, None
-        data = {
-            "obs": torch.from_numpy(np.array(obs[:1])),
-            self._reconstructor.field: torch.from_numpy(np.array(stored[:1])),
-        }
-        made, guessed = self._reconstructor.restore(data)
+        data = {"obs": obs[:1], fills.field: stored[:1]}
+        made, guessed = fills.restore({name: torch.from_numpy(np.array(value)) for name, value in data.items()})
         return nodes, obs_to_nodes(made[0].cpu().numpy(), layout), guessed[0].cpu().numpy()
 
     def _about(self, views: tuple[Any, ...], frame: Frame, n: int) -> tuple[list[str], list[list[Belief]]]:

@@ -20,7 +20,7 @@ from omagd.learners.graph_metrics import summarise
 from omagd.learners.protocol import PretrainingLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers import training_fields
-from omagd.modules.graph_reconstructers.reconstructor import describe
+from omagd.modules.graph_reconstructers.pretrained import describe
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import TOKENIZER_FILE, keep_file
 from omagd.run.training.build import new_tokenizer, pretrain_policy, require_same_weights

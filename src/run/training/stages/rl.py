@@ -17,7 +17,7 @@ from omagd.controllers.types import Exploration, Policy
 from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.protocol import Learner, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
-from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
+from omagd.run.checkpoint.weights import PREDICTOR_FILE, far_step, find_step_folder, load_learner, save_learner
 from omagd.run.training.battles import means
 from omagd.run.training.beliefs import evaluate_beliefs
 from omagd.run.training.build import build_learner, require_same_weights
@@ -66,6 +66,7 @@ class RLStage(Stage):
         self._collected = [0, 0]  # steps and episodes of this rank since the last count
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
         self._ready, self._deal = False, ""
+        self._refreshes = False  # in this iteration, unless it is the last one
         self._bar: Progress | None = None
         self._stopwatch = Stopwatch()
         self._since = (time.monotonic(), 0)
@@ -90,7 +91,9 @@ class RLStage(Stage):
         self.register("seconds", self._stopwatch)
         if (refresh := self.refresh) is not None:
             self.register("refresh", refresh)
-            self.tasks.append(Task("refresh", partial(self._is_due, refresh), self.refresh_predictor))
+            # Episodes in flight end before the tests: they may be the last of the run, which then ends without refresh.
+            self.tasks.insert(0, Task("refresh", partial(self._refresh_begins, refresh), self._drain))
+            self.tasks.append(Task("refresh", lambda: self._refreshes and not self.done(), self.refresh_predictor))
         if self.maps is not None:
             self.register("maps", self.maps)
             self.register("maps of the rank", self.maps.tally.own, "rank")
@@ -127,6 +130,12 @@ class RLStage(Stage):
             self.opponents.apply()
             if self.refresh is not None:
                 self.refresh.load(folder, self.clock.t_env)
+            elif self.pretrained.predictor is not None and not self.session.config.pretrained_mask_predictor_path:
+                if (folder / PREDICTOR_FILE).is_file():
+                    self.session.logger.warning(
+                        f"checkpoint_path={folder}: its agents acted with the refreshed predictor in that folder, and"
+                        f" this run's do not. To change that: pretrained_mask_predictor_path={folder}"
+                    )
 
     def restored(self) -> None:
         """Start to measure speed and to show the progress."""
@@ -282,13 +291,14 @@ class RLStage(Stage):
             self._start_count()
             self._count()
 
-    def _is_due(self, refresh: Refresh) -> bool:
-        return self._ready and not self.done() and self._exploration().truth < 1 and refresh.due(self.clock.t_env)
+    def _refresh_begins(self, refresh: Refresh) -> bool:
+        acting = self._ready and self._exploration().truth < 1  # some agents act with the predictor, and learn
+        self._refreshes = acting and refresh.due(self.clock.t_env)
+        return self._refreshes
 
     def refresh_predictor(self) -> None:
-        """Train the predictor on the team's episodes; those in flight are finished with the weights of before."""
+        """Train the predictor on the team's episodes while none is in flight."""
         assert self.refresh is not None
-        self._drain()
         self.log(self.refresh.run(self.rng("refresh"), self.when))
 
     def test(self) -> None:

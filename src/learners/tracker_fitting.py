@@ -1,0 +1,209 @@
+"""What the tracker of stage 2 fits without gradients: scales of features, its regression, gains and thresholds.
+
+Each function changes the tracker in place and is called by all ranks: they exchange sums, so any number of ranks fits
+the same. Shapes: M missing nodes, U units, D features, 6 classes of age.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from omagd.config.env_info import EntityLayout
+from omagd.learners.belief_cases import bounded
+from omagd.learners.tracker_samples import Sample, sample_of
+from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.tracker import AGES, UNBOUNDED, Output, Tracker
+from omagd.utils.dist_utils import Dist
+from omagd.utils.packing import PackedBatch
+
+CLASSES = len(AGES) + 1
+LEAST_SCALE = 1e-3
+COMMON = (100.0, 30.0, 10.0, 300.0, 1000.0)  # penalties of the shared models of the regression
+DEVIATION = (1e12, 10000.0, 3000.0, 1000.0, 300.0, 100.0, 30.0, 10.0)  # of the offsets of an age; the first: none
+HELD_OUT = 5  # about every fifth training episode chooses the penalties
+MISSED = 0.035  # of the dead seen before that may be missed
+TAKEN = 0.001, 0.03  # of the living that may be taken for dead: never seen, seen before
+BINS, LARGEST = 4800, 12.0  # bins of the logit of being dead, and its largest size, for choosing thresholds
+GAINS = (1.0, 0.75, 0.5, 0.25, 0.0)
+PAIRS = sorted(((f, g) for f in GAINS for g in GAINS), key=(1.0, 0.0).__ne__)  # the regression alone is the first
+MARGIN = 1.0  # standard errors by which a pair must be better than the first
+
+
+@torch.no_grad()
+def fit_scale(tracker: Tracker, batches: Iterable[PackedBatch], layout: EntityLayout, dist: Dist) -> None:
+    """Set mean, standard deviation and bounds of the features of living units by type."""
+    dim = layout.node_dim
+    sums = torch.zeros(3, 2 * dim + 1, dtype=torch.float64, device=dist.device)
+    largest = torch.full((3, 2 * dim), -torch.inf, device=dist.device)  # of the negative values, of the values
+    for batch in batches:
+        full = obs_to_nodes(batch["full_obs"], layout)[batch.valid_mask]
+        present = ~unseen(full) & alive(batch["obs"])[batch.valid_mask][..., None]
+        values = full[present].double()
+        rows = torch.cat([values, values.square(), torch.ones_like(values[:, :1])], dim=1)
+        types = tracker.types.expand(present.shape)[present]
+        sums.index_add_(0, types, rows)
+        both = torch.cat([-values, values], dim=1).to(largest)
+        largest.scatter_reduce_(0, types[:, None].expand_as(both), both, "amax")
+    total, squares, count = dist.sum(sums).split([dim, dim, 1], dim=1)
+    mean = total / count.clamp(min=1)
+    spread = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
+    most = torch.from_numpy(np.stack(dist.gather(largest.cpu().numpy())).max(0)).to(largest)
+    most = torch.where(most.isfinite(), most, UNBOUNDED)  # of a type that was never there
+    low, high = most[tracker.types].split(dim, dim=1)
+    tracker.bounds.copy_(torch.stack([-low, high]))
+    tracker.mean.copy_(mean[tracker.types])
+    tracker.scale.copy_(torch.where(spread < LEAST_SCALE, 1.0, spread)[tracker.types])
+
+
+@torch.no_grad()
+def fit_regression(
+    tracker: Tracker, batches: Callable[[], Iterable[PackedBatch]], layout: EntityLayout, dist: Dist
+) -> None:
+    """Set the linear part to ridge regression, after `fit_scale`.
+
+    For each unit: what is left of a living unit's features after its base, in standard deviations, on everything that
+    the agent knows. There is a model for units never seen, and one for units seen before with an offset for each class
+    of age. Each has a penalty of its own for allies and for enemies, that with the smallest error on about every
+    `HELD_OUT`th episode when fitted on the others: classes with few cases keep to the shared model.
+
+    batches: yields this rank's training episodes, each time that it is called.
+    """
+    types = tracker.types[1:]
+    weights = torch.zeros(len(types), CLASSES, tracker.n_known + 1, layout.node_dim).double()
+    for kind in torch.unique(types):  # one after the other: the sums are large
+        units = (types == kind).nonzero().flatten()
+        weights[units.cpu()] = _ridge(_gram(tracker, batches(), layout, units + 1, dist), weights.shape[2]).cpu()
+    tracker.set_straight(weights)
+
+
+def _gram(tracker: Tracker, batches: Iterable[PackedBatch], layout: EntityLayout, units: Tensor, dist: Dist) -> Tensor:
+    """Return the sums [2, U, 6, size, size + D] of the regressions for units [U], and those of held-out episodes."""
+    size = tracker.n_known + 1
+    gram = torch.zeros(2, len(units), CLASSES, size, size + layout.node_dim, dtype=torch.float64, device=units.device)
+    for batch in bounded(batches):
+        sample = sample_of(batch, layout)
+        memory = sample.memory
+        still = torch.zeros((*memory.age.shape, 2), dtype=tracker.scale.dtype, device=batch.device)
+        _, base, known = tracker.encode(memory, still)
+        known = F.pad(known, (0, 1), value=1.0).double()
+        row, agent, node = torch.nonzero(memory.missing).unbind(1)
+        left = ((sample.target - base[row, agent, node - 1]) / tracker.scale[node]).double()
+        held_out = _held_out(batch)[row].long()
+        for i, unit in enumerate(units.tolist()):
+            of_unit = torch.nonzero(~sample.dead & (node == unit)).flatten()
+            for part, age in ((part, age) for part in (0, 1) for age in range(CLASSES)):
+                chosen = of_unit[(held_out[of_unit] == part) & (sample.ages[of_unit] == age)]
+                if len(chosen):
+                    x = known[row[chosen], agent[chosen]]
+                    gram[part, i, age] += x.t() @ torch.cat([x, left[chosen]], dim=1)
+    return dist.sum(gram)
+
+
+def _held_out(batch: PackedBatch) -> Tensor:
+    """Return which rows [S] are of episodes that choose the penalties: by their actions, the same on any rank."""
+    episode, step = batch.packing.episode.to(batch.device), batch.packing.step.to(batch.device)
+    digest = torch.zeros(batch.packing.n_episodes, dtype=torch.int64, device=batch.device)
+    digest.index_add_(0, episode, batch["actions"].long().sum(-1) * (step + 1))
+    return (digest % HELD_OUT == HELD_OUT - 1)[episode]
+
+
+def _ridge(gram: Tensor, size: int) -> Tensor:
+    """Return the models [U, 6, size, D] of units of one type from the sums [2, U, 6, size, size + D] of `_gram`."""
+    common = torch.stack([gram[:, :, 0], gram[:, :, 1:].sum(2)], dim=2)
+    around = common.new_zeros(*common.shape[1:4], gram.shape[-1] - size)
+    models, tried = _with_best_penalty(common, around, around, COMMON, size)
+    seen, tried = (value[:, 1:].expand(-1, len(AGES), -1, -1) for value in (models, tried))
+    deviating, _ = _with_best_penalty(gram[:, :, 1:], seen, tried, DEVIATION, size)
+    return torch.cat([models[:, :1], deviating], dim=1)
+
+
+def _with_best_penalty(
+    gram: Tensor, around: Tensor, tried: Tensor, penalties: tuple[float, ...], size: int
+) -> tuple[Tensor, Tensor]:
+    """Return models [U, C, size, D] that deviate from `around` under the best penalties, and those of the others alone.
+
+    gram: [2, U, C, size, size + D], the second of held-out episodes. tried: what the models without these deviate from.
+    penalties: the one with the smallest error on held-out episodes, summed over units, is taken for each of C.
+    """
+    eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
+
+    def solved(sums: Tensor, start: Tensor, penalty: Tensor) -> Tensor:
+        inputs = sums[..., :size]
+        return start + torch.linalg.solve(inputs + penalty * eye, sums[..., size:] - inputs @ start)
+
+    inputs, targets = gram[1].split([size, gram.shape[-1] - size], dim=-1)
+    errors = []
+    for penalty in gram.new_tensor(penalties):
+        models = solved(gram[0], tried, penalty)
+        errors.append((models * (inputs @ models - 2 * targets)).sum((0, 2, 3)))
+    best = gram.new_tensor(penalties)[torch.stack(errors).argmin(0)][:, None, None]
+    return solved(gram.sum(0), around, best), solved(gram[0], tried, best)
+
+
+@torch.no_grad()
+def calibrate(tracker: Tracker, samples: Iterable[Sample], dist: Dist) -> None:
+    """Choose the gains and the thresholds of `taken for dead`, for each type, on validation episodes of all ranks.
+
+    The gains minimise the squared error of the living; others than the regression alone must be better by `MARGIN`. The
+    threshold of units seen before is the highest at which at most `MISSED` of the dead are missed. Units never seen are
+    nearly always alive: theirs is 1/2. Both are raised until at most `TAKEN` of the living are taken for dead.
+    """
+    kinds = len(tracker.gain[0])
+    shape = 2, len(PAIRS), *tracker.gain.shape[1:]  # by how much the error is larger than the first pair's; squares
+    sums = torch.zeros(shape, dtype=torch.float64, device=dist.device)
+    bins = torch.zeros(kinds, CLASSES, 2, BINS, dtype=torch.float64, device=dist.device)  # type, age, dead
+    for sample in samples:
+        out = tracker(sample.memory, sample.packing)
+        kind = tracker.types[torch.nonzero(sample.memory.missing)[:, 2]]
+        sums += _errors_of_pairs(tracker, sample, out, kind)
+        place = ((out.dead.double().clamp(-LARGEST, LARGEST) + LARGEST) / (2 * LARGEST) * BINS).long()
+        group = (kind * CLASSES + sample.ages) * 2 + sample.dead.long()
+        bins += torch.bincount(group * BINS + place.clamp(max=BINS - 1), minlength=bins.numel()).view(bins.shape)
+    sums, bins = dist.sum(sums), dist.sum(bins)
+    tracker.gain.copy_(_gain(sums, bins[:, :, 0].sum(-1)))
+    tracker.threshold.copy_(_threshold(torch.stack([bins[:, 0], bins[:, 1:].sum(1)], dim=1)))
+
+
+def _errors_of_pairs(tracker: Tracker, sample: Sample, out: Output, kind: Tensor) -> Tensor:
+    """Return by how much the squared errors of living units, of the types [M], are larger than the first pair's.
+
+    Sums of that and of its square by type, class of age and feature, [2, pairs, 3, 6, D].
+    """
+    living = ~sample.dead
+    node = torch.nonzero(sample.memory.missing)[living, 2]
+    out = Output(*(value[living] for value in out))
+    target, place = sample.target[living], (kind[living], sample.ages[living])
+    sums = torch.zeros(2, len(PAIRS), *tracker.gain.shape[1:], dtype=torch.float64, device=target.device)
+    first: Tensor | None = None
+    for i, pair in enumerate(PAIRS):
+        error = (tracker.mean_of(out, node, out.base.new_tensor(pair)[:, None, None]) - target).square().double()
+        first = error if first is None else first
+        for total, value in zip(sums[:, i], (error - first, (error - first).square()), strict=True):
+            total.index_put_(place, value, accumulate=True)
+    return sums
+
+
+def _gain(sums: Tensor, count: Tensor) -> Tensor:
+    """Return the gains [2, 3, 6, D] from the sums of `_errors_of_pairs` and the number [3, 6] of living units."""
+    mean, square = sums / count[:, :, None].clamp(min=1)
+    error = ((square - mean.square()).clamp(min=0) / count[:, :, None].clamp(min=1)).sqrt()
+    pairs = torch.tensor(PAIRS, device=sums.device)
+    return pairs[(mean + MARGIN * error).argmin(0)].movedim(-1, 0)
+
+
+def _threshold(bins: Tensor) -> Tensor:
+    """Return the thresholds [3, 2] from the numbers of units by type, seen before, dead and bin, [3, 2, 2, BINS]."""
+    below = bins.cumsum(-1)  # the end of each bin
+    total = below[..., -1:]
+    allowed = total[:, :, 0] * (1 - total.new_tensor(TAKEN)[:, None])
+    ends = 1 + (below[:, :, 0] < allowed).sum(-1)  # of the first bin with so few of the living above
+    recalls = (below[:, 1, 1] <= MISSED * total[:, 1, 1]).sum(-1)  # of the last bin with so few of the dead below
+    ends[:, 1] = torch.maximum(ends[:, 1], recalls)
+    threshold = (2 * LARGEST * ends.double() / BINS - LARGEST).sigmoid()
+    threshold[:, 0] = threshold[:, 0].clamp(min=0.5)
+    return threshold

@@ -1,0 +1,235 @@
+"""Stage 3 with `kind: masked`: reconstructs with the frozen tokenizer and predictor, step by step while acting.
+
+At each step: tokens of the seen nodes, MASK for the others, predict, decode, and write the decoded features only where
+nothing was seen.
+
+Shapes: B slots, n agents, R = B·n rows, N nodes, D features, F frames with a missing node, M missing nodes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.modules.graph_reconstructers.belief import FIELD, input_columns, nothing
+from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
+from omagd.modules.graph_reconstructers.graphs import GraphTables
+from omagd.modules.graph_reconstructers.history import SlotHistory
+from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor
+from omagd.modules.graph_reconstructers.pretrained import require_one_pretraining
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
+from omagd.modules.graph_reconstructers.sampling import EpisodeNoise, places
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.utils.compiling import compiled_or_reference
+
+if TYPE_CHECKING:
+    from omagd.components.episode_codec import Spec
+    from omagd.modules.graph_reconstructers.compiled import CompiledTick
+
+
+class TokenReconstructor(Reconstructor):
+    """Predicts what agents do not see, from what they see and have seen.
+
+    Missing nodes of all slots and agents are predicted in one call. The last bits of a prediction depend on what else
+    is predicted in the same step (the order of sums depends on sizes), and on nothing else. Storing the result makes
+    learning independent of that.
+
+    Args:
+        tokenizer, predictor: trained; they are frozen and put into eval mode in place. config: for `decode`,
+            `acting_precision`. info: of an environment with a layout.
+
+    Attributes:
+        field: `recon` under `decode: mean`, else `tokens`.
+
+    Errors: UserError for a predictor that was trained with another tokenizer.
+    """
+
+    shape_keys = (
+        "kind", "d_model", "n_layers", "n_heads", "feedforward_dim", "stacked_steps", "stacked_strip", "use_gru",
+        "last_seen", "code_features",
+    )  # fmt: skip
+    has_beliefs = True
+    draws_units = True
+
+    def __init__(self, tokenizer: Tokenizer, predictor: MaskPredictor, config: Config, info: EnvInfo) -> None:
+        assert info.layout is not None
+        super().__init__(info.layout, predictor.table.device)
+        self.tokenizer = tokenizer.eval().requires_grad_(False)
+        self.predictor = predictor.eval().requires_grad_(False)
+        self.mean, self._draws = (config.mask_predictor_config.decode == decode for decode in ("mean", "sample"))
+        self.field = "recon" if self.mean else "tokens"
+        self.n_agents, self._seed = info.n_agents, config.seed
+        require_one_pretraining(tokenizer, predictor)
+        self._bf16, self._gives_beliefs = config.acting_precision == "bf16", config.belief_inputs
+        self._frozen: tuple[FrozenTokenizer, FrozenPredictor] | None = None
+        self._version = -1
+        self._compiled: CompiledTick | None = None
+        self.begin(0)
+
+    @classmethod
+    def new_predictor(cls, config: Config, info: EnvInfo) -> MaskPredictor:
+        """Return an untrained predictor."""
+        assert info.layout is not None
+        n_codes = config.tokenizer_config.n_codes
+        return MaskPredictor(config.mask_predictor_config, n_codes, info.layout, info.episode_limit)
+
+    @classmethod
+    def fields(cls, config: Config, info: EnvInfo) -> Spec:
+        """Return the stored fields: `recon` float16 [n, obs_dim] under `decode: mean`, else `tokens` int16 [n, N]."""
+        fields = super().fields(config, info)
+        if config.mask_predictor_config.decode == "mean":
+            return fields
+        assert info.layout is not None
+        del fields["recon"]
+        return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes)), **fields}
+
+    def _frozen_predictor(self) -> FrozenPredictor:
+        return FrozenPredictor(self.predictor, self._bf16, self.layout.position if self._gives_beliefs else None)
+
+    def frozen(self) -> tuple[FrozenTokenizer, FrozenPredictor]:
+        """Return both modules for acting with their current weights; the same objects until these change."""
+        modules = self.tokenizer, self.predictor
+        version = sum(value._version for module in modules for value in module.state_dict(keep_vars=True).values())
+        if self._frozen is None or version != self._version:
+            self._frozen = FrozenTokenizer(self.tokenizer), self._frozen_predictor()
+            self._version, self._compiled = version, None
+        return self._frozen
+
+    def begin(self, n_slots: int) -> None:
+        """Start with empty histories in `n_slots` slots, and with the current weights of both modules."""
+        frozen = self.frozen()
+        config, specials = self.predictor.config, self.predictor.specials
+        shape = (n_slots, self.n_agents, self.layout.n_nodes)
+        self._history = SlotHistory(shape, config, specials, self.device)
+        self._noise = EpisodeNoise(self._seed, shape, self.device) if self._draws else None
+        if self._compiled is None or self._compiled.n_slots != n_slots:
+            kind = compiled_tick() if self.has_kernels else None
+            parts = self.layout, self.n_agents, n_slots, *frozen
+            self._compiled = None if kind is None else kind(*parts)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `compiled.py` computes the same."""
+        here = self.device.type == "cpu" and self.predictor.table.dtype == torch.float32
+        return here and self.mean and not self.predictor.config.use_gru
+
+    @torch.inference_mode()
+    def reset(self, which: np.ndarray) -> None:
+        """Clear the histories of the slots `which` [B] bool, where episodes start."""
+        super().reset(which)
+        self._history.reset(torch.as_tensor(which, device=self.device))
+
+    def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
+        if self._compiled is not None:
+            return self._by_kernels(self._compiled, obs, now, played)
+        if played.all():
+            return self._tick(obs, now, self._history)
+        slots = played.nonzero().flatten()
+        part = self._history.take(slots)
+        made = self._tick(obs[slots], now[slots], part, slots).among(obs, slots)
+        self._history.put(slots, part)
+        return made
+
+    def _by_kernels(self, tick: CompiledTick, obs: Tensor, now: Tensor, played: Tensor) -> Reconstruction:
+        """Return the result of `step`, computed by kernels: the same bits."""
+        filled = np.array(obs.numpy(), np.float32, order="C")  # a copy
+        given = now.contiguous().numpy(), played.nonzero().flatten().numpy()
+        stored, guessed, doubt = tick(filled, *given, self._history)
+        result = torch.from_numpy(filled), torch.from_numpy(guessed)
+        fields = {self.field: torch.from_numpy(stored)}
+        if doubt is not None:
+            seen = (result[0] != 0).any(-1, keepdim=True) & played[:, None, None] & ~result[1]
+            fields[FIELD] = input_columns(seen, result[1], self._history.ages(now), doubt)
+        return Reconstruction(fields, *result)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return the histories of all slots."""
+        return {**self._history.snapshot(), **({} if self._noise is None else self._noise.snapshot())}
+
+    @torch.inference_mode()
+    def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
+        """Continue from a `snapshot` of as many slots."""
+        self._history.restore(snapshot)
+        if self._noise is not None:
+            self._noise.restore(snapshot)
+
+    def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory, slots: Tensor | None = None) -> Reconstruction:
+        """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step.
+
+        slots: [B], their numbers; None: all.
+        """
+        seen, missing = self.columns.sight(obs)
+        history.push(self._tokens(obs, seen))
+        stored, doubt = self.blank(tuple(missing.shape)), None
+        rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
+        if len(rows):
+            guess = self._guess(rows, missing, now, history, slots)
+            stored, doubt = self._stored(missing, guess), guess.doubt
+            obs = self.filled(obs, stored, missing, self.columns)
+        else:
+            obs = obs.clone()
+        fields = {self.field: stored}
+        if self._gives_beliefs:
+            fields[FIELD] = input_columns(seen, missing, history.ages(now), doubt or nothing(obs))
+        history.commit(now)
+        return Reconstruction(fields, obs, missing)
+
+    def blank(self, shape: tuple[int, ...]) -> Tensor:
+        """Return the stored field where nothing is guessed; `shape`: (B, n, N)."""
+        if not self.mean:
+            return torch.full(shape, -1, dtype=torch.int16, device=self.device)
+        return torch.zeros((*shape[:-1], self.layout.obs_dim), dtype=torch.float16, device=self.device)
+
+    def _tokens(self, obs: Tensor, seen: Tensor) -> Tensor:
+        """Return the tokens [B, n, N] of the nodes of obs [B, n, obs_dim], MASK where they are not `seen`."""
+        assert self._frozen is not None
+        ids = torch.full(seen.shape, self.predictor.specials.mask, device=self.device)
+        where = seen.flatten().nonzero().flatten()
+        nodes = self.columns.nodes(obs).flatten(0, -2).index_select(0, where)
+        ids.view(-1).index_copy_(0, where, self._frozen[0](nodes))
+        return ids
+
+    def _guess(self, rows: Tensor, missing: Tensor, now: Tensor, history: SlotHistory, slots: Tensor | None) -> Guess:
+        """Predict the missing nodes of the agents `rows` [F] of B·n, at steps `now` [B]."""
+        assert self._frozen is not None
+        which = missing.flatten(0, 1).index_select(0, rows).flatten().nonzero().flatten()
+        gumbel = None
+        if self._noise is not None:
+            size = self.predictor.specials.n_codes + 1
+            gumbel = self._noise.gumbel(places(missing, slots), size).to(self.predictor.table.dtype)
+        return self._frozen[1](history.frames(rows, now), which, gumbel)
+
+    def _stored(self, missing: Tensor, guess: Guess) -> Tensor:
+        """Return the stored field [B, ...]: the guesses of the `missing` [B, n, N] nodes, rounded."""
+        where = missing.flatten().nonzero().flatten()
+        if not self.mean:
+            stored = self.blank(tuple(missing.shape))
+            stored.view(-1).index_copy_(0, where, guess.ids.to(torch.int16))
+            return stored
+        nodes = torch.zeros((missing.numel(), self.layout.node_dim), dtype=torch.float16, device=self.device)
+        return self.columns.obs(nodes.index_copy_(0, where, guess.features.half()).view(*missing.shape, -1))
+
+    def features_of(self, stored: Tensor, missing: Tensor, columns: GraphTables) -> Tensor:
+        """Return the features [..., n, obs_dim] of the `missing` [..., n, N] nodes, decoded from their codes."""
+        if self.mean:
+            return stored
+        table = self.predictor.table_with_absent().to(stored.device)
+        return columns.obs(table[torch.where(missing, stored.long(), self.predictor.specials.absent)])
+
+
+@lru_cache(maxsize=1)
+def compiled_tick() -> type[CompiledTick] | None:
+    """Return the class that computes a tick by kernels, None where Numba is missing."""
+
+    def load() -> type[CompiledTick] | None:
+        from omagd.modules.graph_reconstructers.compiled import CompiledTick
+
+        return CompiledTick
+
+    return compiled_or_reference(load, None)
