@@ -14,4 +14,6 @@ case ${1:-} in
 esac
 setup_venv "dev,smax"
 cd "$root"
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$venv_python" -m pytest -n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder "$@"
+# Without restarts: after a crash xdist deals out finished files again, and a process that is dealt one waits for ever.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$venv_python" -m pytest -n "${TEST_PROCESSES:-3}" \
+    --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"
