@@ -93,13 +93,13 @@ def start(place: Path, asked: argparse.Namespace, words: list[str]) -> subproces
 
 
 def iterations(place: Path) -> int:
-    """Return how many iterations of stage 3 the run has told of."""
+    """Return how many iterations of stage 3 the run has logged."""
     for path in place.glob("results/*/metrics.jsonl"):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 8192))
             lines = file.read().decode(errors="replace").splitlines()[:-1]
-        told = [json.loads(line)["episode"] for line in lines[1:] if '"episode"' in line]
-        return int(told[-1]) // (RANKS * SLOTS) if told else 0
+        logged = [json.loads(line)["episode"] for line in lines[1:] if '"episode"' in line]
+        return int(logged[-1]) // (RANKS * SLOTS) if logged else 0
     return 0
 
 
@@ -155,10 +155,10 @@ def of_a_day(seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as results:
         words = ["t_max=24000", "graph_pretrain_epochs=2", "graph_pretrain_episodes=64", "log_interval=2000"]
         words += ["runner_log_interval=2000", "learner_log_interval=2000", "test_interval=12000"]
-        told = [row for row in records(play("day", results, "omagd_small", "skirmish", words)) if "updates" in row]
-    told = [row for row in told if row["updates"] > 0]
-    passed = told[-1]["wall_seconds"] - told[0]["wall_seconds"]
-    done = (told[-1]["episode"] - told[0]["episode"]) / 16
+        logged = [row for row in records(play("day", results, "omagd_small", "skirmish", words)) if "updates" in row]
+    logged = [row for row in logged if row["updates"] > 0]
+    passed = logged[-1]["wall_seconds"] - logged[0]["wall_seconds"]
+    done = (logged[-1]["episode"] - logged[0]["episode"]) / 16
     return {"seconds of an iteration": round(passed / done, 4), "iterations of 24 hours": round(done / passed * DAY)}
 
 

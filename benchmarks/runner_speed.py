@@ -217,8 +217,8 @@ def measure(map_name: str, battles: int, options: argparse.Namespace) -> list[di
         each = {key: np.array([a["steps"] / a[key] for a in rounds[name]]) for key in ("wall", "cpu", "main")}
         quartiles = {key: np.percentile(values, (25, 50, 75)).round().tolist() for key, values in each.items()}
         rows.append({"map": map_name, "battles": battles, "name": name, "steps_per_second": quartiles})
-        told = ", ".join(f"{key} {show(values)}" for key, values in each.items())
-        print(f"{map_name}, {battles} battles, {name}: {told}", flush=True)
+        shown = ", ".join(f"{key} {show(values)}" for key, values in each.items())
+        print(f"{map_name}, {battles} battles, {name}: {shown}", flush=True)
     return rows
 
 

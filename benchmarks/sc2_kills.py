@@ -3,7 +3,7 @@
     python benchmarks/sc2_kills.py [--kills 200] [--workers 20] [--every 0.6] [--ranks 2] [--slots 2] [key=value ...]
 
 QMIX trains on 3m by `run=ddp` as users type it, while games, and workers among them, are killed by SIGKILL. After the
-last kill the run plays on until it has learned a little more, is told to end, and what is left of it is looked for:
+last kill the run plays on until it has learned a little more, is asked to end, and what is left of it is looked for:
 processes, shared memory, temporary files. Open files and resident memory of the ranks are those of the first and of the
 last tenth of the kills. Needs no StarCraft II. Exit code 1 where something was lost, left behind or not counted.
 """
@@ -144,7 +144,7 @@ def run(place: Path, asked: argparse.Namespace, words: list[str]) -> dict[str, A
         "kills of games": seen.games,
         "kills of workers": seen.workers,
         "seconds of killing": round(seen.seconds, 1),
-        "exit code (143: as told)": code,
+        "exit code (143: as asked)": code,
         "episodes lost, as counted": int(after.get("lost_episodes", 0)),
         "games restarted, as counted": int(after.get("restarts", 0)),
         "workers restarted, as counted": int(after.get("worker_restarts", 0)),
@@ -182,7 +182,7 @@ def main() -> None:
     for name, value in figures.items():
         sys.stdout.write(f"| {name:<{width}} | {value} |\n")
     fine = figures["kills of games"] + figures["kills of workers"] == asked.kills
-    fine &= figures["exit code (143: as told)"] == 143
+    fine &= figures["exit code (143: as asked)"] == 143
     fine &= figures["workers restarted, as counted"] == figures["kills of workers"]
     fine &= not any(value for name, value in figures.items() if "left" in name)
     sys.exit(0 if fine else 1)

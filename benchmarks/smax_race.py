@@ -152,12 +152,12 @@ def be_peer(seed: int, arguments: argparse.Namespace) -> None:
     config |= PEER_SIZES | {"MAP_NAME": arguments.map, "TOTAL_TIMESTEPS": arguments.t_max, "WANDB_MODE": "offline"}
     config |= {"SEED": seed, "NUM_SEEDS": 1, "TEST_INTERVAL": (every + 0.5) / updates}
 
-    def told(metrics: dict[str, object]) -> None:
+    def logged(metrics: dict[str, object]) -> None:
         if int(metrics["update_steps"]) % every == 0:  # type: ignore[call-overload]
             won = float(metrics["test_returned_won_episode"])  # type: ignore[arg-type]
             print(TESTED, int(metrics["env_step"]), won, flush=True)  # type: ignore[call-overload]
 
-    qmix_rnn.wandb.log = told
+    qmix_rnn.wandb.log = logged
     env, _ = qmix_rnn.env_from_config(config)
     train = jax.jit(jax.vmap(qmix_rnn.make_train(config, env)))
     jax.block_until_ready(train(jax.random.split(jax.random.PRNGKey(seed), 1)))

@@ -170,11 +170,11 @@ def main() -> None:
     if points:
         (few, fast), (many, slow) = points
         original = fast + (slow - fast) / (many - few) * (options.batch - few)
-    told: dict[str, Any] = {"original_measured": [(n, round(s, 2)) for n, s in points]}
+    measured: dict[str, Any] = {"original_measured": [(n, round(s, 2)) for n, s in points]}
     for row, seconds in times.items():
         median = statistics.median(seconds)
         line = {"work": f"stage3_update {row}", "device": options.device, "precision": options.precision}
-        result = {"batch": options.batch, "ours": round(median, 4), **told}
+        result = {"batch": options.batch, "ours": round(median, 4), **measured}
         if original is not None and (points or options.batch == 128):
             result |= {"original": round(original, 1), "ratio": round(original / median)}
         sys.stdout.write(json.dumps({**line, **result}) + "\n")

@@ -285,7 +285,7 @@ def test_values_of_other_types_make_a_checkpoint_damaged(torn, tmp_path, capsys)
 
 def test_missing_lines_and_other_versions_are_reported(run):
     card = json_of(run.card_json)
-    card["told"]["versions"]["torch"] = "1.0"
+    card["recorded"]["versions"]["torch"] = "1.0"
     (run.card_json).write_text(json.dumps(card))
     metrics, episodes = run.metrics_jsonl, run.episode_log(0)
     *lines, last = metrics.read_bytes().splitlines(keepends=True)

@@ -69,7 +69,7 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
     assert main([*given, "-F", f"{tmp_path}/sacred", *BUDGETS, f"local_results_path={tmp_path}/runs"]) == 0
     (folder,) = (tmp_path / "runs").glob("*")
     saved, card = (json.loads((folder / name).read_text()) for name in ("config.json", "card.json"))
-    assert saved["mixer_args"] == card["told"]["mixer_args"] == shown["mixer_args"]
+    assert saved["mixer_args"] == card["recorded"]["mixer_args"] == shown["mixer_args"]
     assert omagd.load_policy(folder)
     assert main(["evaluate", str(folder), "test_nepisode=2", "use_cuda=False"]) == 0
     mappo = preflight(config_from(["--config=example_mappo", *words[1:], "learner_args.clip=5e-1"])).config

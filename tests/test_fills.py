@@ -55,7 +55,7 @@ def test_agents_read_every_unit_that_a_living_ally_sees_and_no_other(map_name):
     obs, everything = np.concatenate(own), np.concatenate(full)
     got = TeamView(info.layout, info.n_agents, CPU)(torch.from_numpy(obs), torch.from_numpy(everything)).numpy()
     nodes, truth, read = (obs_to_nodes(x, info.layout) for x in (obs, everything, got))
-    n, told, hidden = info.n_agents, 0, 0
+    n, filled, hidden = info.n_agents, 0, 0
     for row in range(len(obs)):
         units = [[i, *(a for a in range(n) if a != i), *range(n, n + info.layout.n_enemies)] for i in range(n)]
         living = [bool(obs[row, i].any()) for i in range(n)]
@@ -70,9 +70,9 @@ def test_agents_read_every_unit_that_a_living_ally_sees_and_no_other(map_name):
                 seen = nodes[row, i, place].any()
                 expected = nodes[row, i, place] if seen else truth[row, i, place] * (unit in known)
                 assert np.array_equal(read[row, i, place], expected)
-                told += bool(not seen and unit in known and expected.any())
+                filled += bool(not seen and unit in known and expected.any())
                 hidden += bool(not seen and unit not in known and truth[row, i, place].any())
-    assert told > 50
+    assert filled > 50
     assert hidden > 50
     assert not np.array_equal(got, everything)
 

@@ -187,7 +187,7 @@ def test_collecting_ends_at_a_share_of_the_groups_of_all_ranks():
         assert data.wants_more is (share < 0.6)
     for _ in range(3):
         data.begin()
-        assert data.wants_more and data._dist.store.num_keys() <= 2, "an iteration counts anew"
+        assert data.wants_more and data._dist.store.num_keys() <= 2, "an iteration counts from 0"
         data.add(groups_of((1.0, 0.0), (0.0, 1.0)))
 
 

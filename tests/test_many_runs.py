@@ -70,7 +70,7 @@ def test_a_run_whose_files_are_half_readable_is_kept(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "stage3", "t_env": null, "test_battle_won_mean": 1}\n\x00\n[1]\n{"stage": "sta')
     (folder / "summary.json").write_text('{"stages": 3}')
-    (folder / "card.json").write_text('{"id": "x", "compared": {"effective_batch": []}, "told": 3}')
+    (folder / "card.json").write_text('{"id": "x", "compared": {"effective_batch": []}, "recorded": 3}')
     assert [group.label for group in groups(load([folder]))] == ["qmix"]
     (run,) = load([folder])
     assert len(run.test_curve("test_battle_won_mean")[0]) == 4 and run.state == "completed"
@@ -232,7 +232,7 @@ def test_ranks_that_share_the_work_of_one_are_a_repetition_unless_they_scale_the
         keys = {"config": "omagd_small", "seed": ranks, **updates}
         folder = make_run(tmp_path / name, finished=False, **keys)
         card = json.loads((folder / "card.json").read_text())
-        card["told"]["ranks"] = ranks
+        card["recorded"]["ranks"] = ranks
         card["compared"] |= {"effective_batch": 32, "environments": 8}
         (folder / "card.json").write_text(json.dumps(card))
 
@@ -315,8 +315,8 @@ def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
         assert one.finished and other.finished, "a plot of last tests takes it"
     assert [group.label for group in groups(again)] == ["rate 0.0003", "rate 0.001", "rate 0.005"]
     with (tmp_path / "results.jsonl").open("a") as file:
-        file.write('{"card": {"id": "x", "compared": {}, "told": 3}, "summary": {}, "tests": {"t_env": 3}}\n{}\n')
-        line = {"card": {"id": "x", "compared": {}, "told": {"settings": 5}}, "summary": {}}
+        file.write('{"card": {"id": "x", "compared": {}, "recorded": 3}, "summary": {}, "tests": {"t_env": 3}}\n{}\n')
+        line = {"card": {"id": "x", "compared": {}, "recorded": {"settings": 5}}, "summary": {}}
         file.write(json.dumps({**line, "job": "huge", "tests": {"t_env": [1, HUGE], "test_a": [HUGE, 1]}}) + "\n")
         file.write('{"card": {"id": "x", "comp')  # of a process that was killed while it wrote
     again = load([tmp_path / "results.jsonl"])

@@ -273,10 +273,10 @@ def test_it_learns_what_allies_observe_from_an_agents_own_history():
     errors = torch.zeros(2, N)
     for episode in test:
         obs = episode["obs"]
-        told = played(acting(stage), obs, episode["actions"]).float().view(len(obs), N, N - 1, DIM)[K:-1, ..., :2]
+        inferred = played(acting(stage), obs, episode["actions"]).float().view(len(obs), N, N - 1, DIM)[K:-1, ..., :2]
         first, last = (obs[K:-1, [a for a in range(N) if a != i], :2] for i in (0, N - 1))
-        errors[0, 1:] += (told[:, 0] - first).square().mean((0, 2)) / len(test)
-        errors[1, :-1] += (told[:, -1] - last).square().mean((0, 2)) / len(test)
+        errors[0, 1:] += (inferred[:, 0] - first).square().mean((0, 2)) / len(test)
+        errors[1, :-1] += (inferred[:, -1] - last).square().mean((0, 2)) / len(test)
     assert errors[0, 1] < 0.8 and errors[0, 2] < 0.6, "of numbers with variance 1"
     assert errors[1, 0] > 0.8, "what nobody can know"
 
@@ -290,11 +290,11 @@ def test_the_error_is_that_of_living_allies_as_living_agents_infer_them():
         obs = training["obs"][training.valid_mask][:, agent]
         torch.testing.assert_close(stage.predictor.mean[agent], obs[obs.any(-1)].mean(0))
     for episode in episodes:
-        obs, told = episode["obs"], played(acting(stage), episode["obs"], episode["actions"]).float()
+        obs, inferred = episode["obs"], played(acting(stage), episode["obs"], episode["actions"]).float()
         for t, agent in np.ndindex(len(obs) - 1, N):
             for place, other in enumerate([a for a in range(N) if a != agent]):
                 if obs[t, agent].any() and obs[t, other].any():
-                    guess = told[t, agent].view(N - 1, DIM)[place]
+                    guess = inferred[t, agent].view(N - 1, DIM)[place]
                     errors["error_allies"].append(float((guess - obs[t, other]).square().mean()))
                     errors["error_allies_mean"].append(
                         float((stage.predictor.mean[other] - obs[t, other]).square().mean())
@@ -332,12 +332,12 @@ def test_learners_read_what_agents_have_acted_on(runner: str, agent: str):
     })  # fmt: skip
     env = make_env("skirmish", {"map_name": "3m_mixed_sight6"}, 3, processes=False)
     mac = build_mac(config, env.info, CPU, PretrainedModules(None, new_predictor(config, env.info, CPU)))
-    told: set[bytes] = set()
+    inferred: set[bytes] = set()
     build = mac._build_inputs
 
     def noted(tick: Any) -> Any:
         inputs, extras = build(tick)
-        told.update(row.numpy().tobytes() for row in inputs.inferred)
+        inferred.update(row.numpy().tobytes() for row in inputs.inferred)
         return inputs, extras
 
     mac._build_inputs = noted  # type: ignore[method-assign]
@@ -349,7 +349,7 @@ def test_learners_read_what_agents_have_acted_on(runner: str, agent: str):
     assert mac.extra_fields(config, env.info) == {"inferred": (torch.float16, (env.info.n_agents, size))}
     batch = pack_episodes(episodes)
     inputs = mac.inputs(batch)
-    assert {row.numpy().tobytes() for row in inputs.inferred} <= told
+    assert {row.numpy().tobytes() for row in inputs.inferred} <= inferred
     assert torch.equal(inputs.inferred.half(), batch["inferred"]) and torch.equal(inputs.features, batch["obs"])
     values = mac.agent(inputs, batch.packing)
     nothing = AgentInputs(inputs.features, inputs.last_action, inputs.guessed)

@@ -98,9 +98,9 @@ def test_the_title_names_environment_configuration_seed_and_ranks(tmp_path):
     metrics, card = tmp_path / "metrics.jsonl", tmp_path / "card.json"
     assert (_title(metrics, ""), _title(metrics, "skirmish 3m")) == ("Training", "skirmish 3m: training")
     (tmp_path / "env_info.json").write_text(json.dumps({"name": "skirmish", "map_name": "3m"}))
-    card.write_text(json.dumps({"told": {"name": "omagd_small", "seed": 7, "ranks": 2}}))
+    card.write_text(json.dumps({"recorded": {"name": "omagd_small", "seed": 7, "ranks": 2}}))
     assert _title(metrics, "") == "skirmish 3m · omagd_small · seed 7 · 2 ranks: training"
-    for damaged in ("[]", "{", '{"told": 3}'):
+    for damaged in ("[]", "{", '{"recorded": 3}'):
         card.write_text(damaged)
         assert _title(metrics, "") == "skirmish 3m: training"
 

@@ -147,7 +147,7 @@ def changed(found: list[Group], label: str, seed: int, **values) -> list[Group]:
 
 
 def card(**compared) -> dict:
-    return {"id": "x", "compared": {"t_max": 300_000, "observations": "own", **compared}, "told": {}}
+    return {"id": "x", "compared": {"t_max": 300_000, "observations": "own", **compared}, "recorded": {}}
 
 
 @pytest.mark.parametrize("kind", ["a", "b", "c"])

@@ -53,10 +53,15 @@ STAGES = (
 
 
 def refresh_of(
-    kind: str, episodes: list[Episode], folder: Path, dist: Dist | None = None, dtype: torch.dtype = torch.float32
+    kind: str,
+    episodes: list[Episode],
+    folder: Path,
+    dist: Dist | None = None,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
 ) -> tuple[Refresh, Any]:
     """Return a refresh over toy modules and the reconstructor that it serves."""
-    config = toy_config(kind=kind, **UPDATES, graph_pretrain_eval_episodes=4, graph_lr=0.05, mask_ratio=0.0)
+    config = toy_config(kind=kind, **UPDATES, graph_pretrain_eval_episodes=4, graph_lr=0.05, mask_ratio=0.0, **changes)
     tokenizer, predictor = toy_modules(config, dtype)
     reconstructor = REGISTRY.get(kind)(tokenizer, predictor, config, INFO)
     buffer = EpisodeBuffer(len(episodes))
@@ -231,6 +236,14 @@ def test_weights_that_are_not_finite_reach_no_agent(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"reconstructor_refresh in here: .*not finite.*smaller graph_lr"):
         made.run(generator(0, "refresh"), "here")
     assert dict(leaves(before)) == dict(leaves(reconstructor.predictor.state_dict()))
+
+
+def test_an_interval_of_the_whole_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Logger, "warning", lambda _, text: said.append(text))
+    for t_max in (51, 50):
+        refresh_of("tracker", toy_episodes(3), tmp_path, t_max=t_max)
+    assert said == ["reconstructor_refresh=50: t_max=50 ends the run before the first refresh"]
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def test_a_card_says_what_a_result_depends_on():
         "test_episodes": 24,  # whole rounds of all environments
         "observations": "each agent's own",
     }  # fmt: skip
-    assert {"ranks": 2, "seed": 7, "device": "cpu"}.items() <= card["told"].items()
-    assert card["told"]["versions"]["torch"] == torch.__version__
+    assert {"ranks": 2, "seed": 7, "device": "cpu"}.items() <= card["recorded"].items()
+    assert card["recorded"]["versions"]["torch"] == torch.__version__
     same = [{"seed": 9}, {"lr": 0.1}, {"mixer": "vdn"}, {"torch_threads": 2}, {"local_results_path": "else"},
             {"name": "mine"}, {"log_interval": 5}, {"env_args__difficulty": "7"}]  # fmt: skip
     assert {card_of(**change)["id"] for change in same} == {card_of()["id"]}
@@ -307,11 +307,13 @@ def test_what_is_no_card_is_none(tmp_path):
 
 def test_versions_that_changed_between_the_last_two_starts_are_named():
     now = card_of()
-    before = {**now, "told": {**now["told"], "versions": {**now["told"]["versions"], "torch": "1.0"}}}
+    before = {**now, "recorded": {**now["recorded"], "versions": {**now["recorded"]["versions"], "torch": "1.0"}}}
     changed, same = versions_of(before, now), versions_of(now, now)
-    assert same == {"versions": now["told"]["versions"]}
+    assert same == {"versions": now["recorded"]["versions"]}
     assert changed_versions({**now, "resumed": [same, changed]}) == f"torch {torch.__version__} (was 1.0)"
     assert changed_versions({**now, "resumed": [changed, same]}) == changed_versions(now) == ""
+    earlier = {key: value for key, value in before.items() if key != "recorded"} | {"told": before["recorded"]}
+    assert versions_of(earlier, now) == changed, "cards of earlier versions have another name for it"
 
 
 def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):

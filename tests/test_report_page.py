@@ -120,7 +120,7 @@ def test_a_run_has_results_reconstruction_codes_times_ranks_card_and_differences
     assert phases == ["update 75.0 % 8 s", "collect 25.0 % 2 s"], "the longest first"
     assert page.row("0")[1:5] == ["2", "10", "2", "0"] and page.row("1", 5)[1:] == ["2", "14", "3", "1.000"]
     card = json.loads((folder / "card.json").read_text())
-    assert page.row("id")[1] == card["id"] and page.row("torch")[1] == card["told"]["versions"]["torch"]
+    assert page.row("id")[1] == card["id"] and page.row("torch")[1] == card["recorded"]["versions"]["torch"]
     changed = [row for row in page.rows if len(row) == 3 and row[0] in json.loads((folder / "config.json").read_text())]
     assert changed == [["seed", "1", "7"], ["lr", "0.001", "0.002"]] or sorted(changed) == [
         ["lr", "0.001", "0.002"], ["seed", "1", "7"],
@@ -322,7 +322,7 @@ def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
     folder = three_stages(tmp_path / "run")
     (folder / "replays").mkdir()
     (folder / "replays" / "old.json.gz").write_bytes(b"damaged")
-    add(folder, "card.json", {"told": {"versions": 3}})
+    add(folder, "card.json", {"recorded": {"versions": 3}})
     (folder / "set_aside" / "x").mkdir(parents=True)
     (folder / "plots" / "beliefs.png").write_bytes(PIXEL + bytes(1 << 20))
     text = "\n".join(report(folder).lines)

@@ -98,7 +98,7 @@ def test_episodes_of_ranks_that_the_run_no_longer_has_stay(run):
     common = torch.load(run.checkpoint_folders[0] / "common.th", weights_only=True)
     assert common["run"]["earlier_ranks"] == {1: 4}
     card = json_of(run.card_json)
-    card["told"]["ranks"] = 2  # a start with two ranks was killed before its first checkpoint
+    card["recorded"]["ranks"] = 2  # a start with two ranks was killed before its first checkpoint
     run.card_json.write_text(json.dumps(card))
     log.write_text("a\nb\nc\n")
     run.episode_log(2).write_text("d\n")
@@ -206,7 +206,7 @@ def of_two(tmp_path) -> RunFolder:
 def test_what_came_after_the_checkpoint_is_kept_where_ranks_or_versions_change(ranks, of_two):
     add_late_weights(of_two)
     known = {"ranks": 2, "versions": {**versions(), **({"torch": "1.0"} if ranks == 2 else {})}}
-    of_two.card_json.write_text(json.dumps({"id": "x", "compared": {}, "told": known}))
+    of_two.card_json.write_text(json.dumps({"id": "x", "compared": {}, "recorded": known}))
     if ranks == 1:
         cut = cut_back(of_two, Dist(), plan_of(of_two))
     else:

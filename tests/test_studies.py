@@ -258,7 +258,7 @@ def test_damaged_lines_and_values_of_a_run_do_not_keep_its_result(tmp_path):
         '["test_x", {"test_a": 1}]\n{"t_env": 5, "test_x": 0.5}\n' + '{"test_x":' + "[" * 10**5 + "\n"
     )
     folder.summary_json.write_text(f'{{"stages": [5], "win_rate": {huge}, "return": 0.5}}')
-    folder.card_json.write_text('{"told": 5}')
+    folder.card_json.write_text('{"recorded": 5}')
     line = results.line_of("s", stub_job("a"), folder, {"id": "c"}, "i")
     assert line["tests"] == {"t_env": [5], "wall_seconds": [None], "test_x": [0.5]}
     state = StudyState(tmp_path)
@@ -1038,7 +1038,7 @@ def test_the_line_of_a_run_has_its_card_at_the_end_and_is_found_by_that_at_the_s
     folder = state.run_folder("a")
     stage = {"clock": {"t_env": 5}, "values": {"win_rate": 0.5}, "files": {"agent": str(tmp_path)}}
     folder.summary_json.write_text(json.dumps({"stages": {"stage3": stage}, "seconds": 1e999}))
-    folder.card_json.write_text('{"id": "after", "compared": {}, "told": {"versions": {"torch": "2"}}}')
+    folder.card_json.write_text('{"id": "after", "compared": {}, "recorded": {"versions": {"torch": "2"}}}')
     line = results.line_of("s", stub_job("a"), folder, {"id": "before"}, "i")
     assert (line["card"]["id"], line["versions"]) == ("after", {"torch": "2"})
     assert line["summary"]["stages"] == {"stage3": {"clock": {"t_env": 5}, "values": {"win_rate": 0.5}}}

@@ -158,7 +158,7 @@ def test_training_shows_all_units_in_all_episodes_then_in_ever_fewer(tmp_path: P
     assert [share for _, share in shares] == pytest.approx(wanted)
     assert shares[0] == (0, 1.0) and shares[-1][1] == 0.0 and any(0 < share < 1 for _, share in shares)
     card = json.loads((Path(summary["folder"]) / "card.json").read_text())
-    assert card["told"]["settings"]["truth_until"] == 0.6
+    assert card["recorded"]["settings"]["truth_until"] == 0.6
 
 
 @pytest.mark.parametrize(("preset", "changes", "message"), [

@@ -17,7 +17,9 @@ from omagd.utils.errors import UserError
 TOKENIZER_SHAPE = ("n_codes", "code_dim", "hidden_dim", "n_layers", "distance")
 """Keys that determine the tokenizer's weights or their meaning, as `shape_keys` do of predictors; others may change."""
 
-KINDS = {"pretrained_tokenizer_path": "tokenizer", "pretrained_mask_predictor_path": "mask_predictor"}
+KINDS = "tokenizer", "mask_predictor"
+"""Names of the two kinds of files; the second one, as `predictor`, has index 1."""
+
 EARLIER = {"mask_predictor_config.kind": "masked"}
 """Values of keys that files of earlier versions do not have."""
 
@@ -25,7 +27,7 @@ EARLIER = {"mask_predictor_config.kind": "masked"}
 def describe(config: Config, info: EnvInfo, *, predictor: bool) -> dict[str, Any]:
     """Return the `meta` entry of a saved predictor, or of a saved tokenizer: plain values."""
     return {
-        "kind": "mask_predictor" if predictor else "tokenizer",
+        "kind": KINDS[predictor],
         "env": info.name,
         "map_name": info.map_name,
         "shape_key": info.shape_key(),
@@ -34,14 +36,13 @@ def describe(config: Config, info: EnvInfo, *, predictor: bool) -> dict[str, Any
     }
 
 
-def check(meta: object, config: Config, info: EnvInfo, key: str, path: str, source: str = "") -> None:
+def check(meta: object, config: Config, info: EnvInfo, *, predictor: bool, source: str) -> None:
     """Reject weights of another environment or configuration.
 
-    meta: the file's `meta` entry. key: the configuration key that means such a file. path: of it. source: what the user
-    gave, where the file was not named by `key`. Errors: UserError.
+    meta: the file's `meta` entry. predictor: whether it must be a predictor's, else a tokenizer's. source: what the
+    user gave, as `key=value`. Errors: UserError.
     """
-    kind, sections = KINDS[key], _sections(config, key)
-    source = source or f"{key}={path}"
+    kind = KINDS[predictor]
     if not isinstance(meta, dict) or meta.get("kind") != kind:
         raise UserError(f"{source} is not the file of a trained {kind}; give the one that pre-training wrote")
     if meta["shape_key"] != info.shape_key():
@@ -53,7 +54,7 @@ def check(meta: object, config: Config, info: EnvInfo, key: str, path: str, sour
     saved, given = (
         {
             f"{section}.{name}": values[section].get(name, EARLIER.get(f"{section}.{name}"))
-            for section, names in sections.items()
+            for section, names in _sections(config, predictor).items()
             for name in names
         }
         for values in (meta, config.model_dump())
@@ -65,9 +66,9 @@ def check(meta: object, config: Config, info: EnvInfo, key: str, path: str, sour
         raise UserError(f"{source} was trained with {wanted}, not {now}; set {wanted}")
 
 
-def _sections(config: Config, key: str) -> dict[str, tuple[str, ...]]:
-    """Return the keys that the weights of the file named by `key` depend on, by section of the configuration."""
-    if key == "pretrained_tokenizer_path":
+def _sections(config: Config, predictor: bool) -> dict[str, tuple[str, ...]]:
+    """Return the keys that the weights of a file depend on, by section of the configuration."""
+    if not predictor:
         return {"tokenizer_config": TOKENIZER_SHAPE}
     codes = {"tokenizer_config": ("n_codes",)} if "stage1" in pretraining(config) else {}
     return {**codes, "mask_predictor_config": REGISTRY.get(config.mask_predictor_config.kind).shape_keys}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omagd.config.loading import HERE, read_yaml
 from omagd.run.analysis.runs import Run, load
-from omagd.run.reporting.card import COVERED, METHOD, NO_EFFECT, ROUNDING
+from omagd.run.reporting.card import COVERED, METHOD, NO_EFFECT, ROUNDING, recorded_of
 from omagd.utils.errors import UserError, readable
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ def settings(run: Run) -> dict[str, Any]:
     for key, name in COVERED.items():
         if key in ("batch_size", "batch_size_run") and name in compared:
             values[key] = compared[name]
-    facts = run.card.get("told")
-    ranks = facts.get("ranks", 1) if isinstance(facts, dict) else 1
+    ranks = recorded_of(run.card).get("ranks", 1)
     if isinstance(ranks, int) and isinstance(values["graph_pretrain_batch_size"], int):
         values["graph_pretrain_batch_size"] *= ranks * bool(values["use_graph_reconstruction"])
     if compared:

@@ -13,7 +13,7 @@ from omagd.config.loading import base_values, config_names
 from omagd.run.analysis.charts import Chart, run_chart
 from omagd.run.analysis.groups import LABELLED, flattened, frozen
 from omagd.run.analysis.runs import Run, read_records
-from omagd.run.reporting.card import NO_EFFECT, resumed
+from omagd.run.reporting.card import NO_EFFECT, recorded_of, resumed
 from omagd.run.reporting.plots import PANELS, panels_of_maps
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import UserError, readable
@@ -330,7 +330,7 @@ def card_rows(run: Run) -> Table:
     card = run.card
     if not card:
         return []
-    recorded = card.get("told", {}) if isinstance(card.get("told"), dict) else {}
+    recorded = recorded_of(card)
     rows = [["id", str(card["id"])], ["method", str(card.get("method", "-"))]]
     rows += [[key, _value(value)] for key, value in card["compared"].items()]
     kept = {**recorded, **(recorded.get("versions") or {}), **(card.get("reached") or {})}

@@ -18,7 +18,7 @@ import numpy as np
 
 from omagd.config.env_info import map_label
 from omagd.config.schema import COMPONENT_ARGS
-from omagd.run.reporting.card import COVERED, METHOD, Card, is_card
+from omagd.run.reporting.card import COVERED, METHOD, Card, is_card, recorded_of
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder
 from omagd.utils.storage import is_number, read_entry, read_json
@@ -274,7 +274,7 @@ def _of_line(file: Path, line: Mapping[str, Any]) -> Run | None:
     card, summary, tests = (line.get(key) for key in ("card", "summary", "tests"))
     if not is_card(card) or not isinstance(summary, dict) or not isinstance(tests, dict) or not _is_summary(summary):
         return None
-    facts = card["told"] if isinstance(card, dict) and isinstance(card.get("told"), dict) else {}
+    facts = recorded_of(card)
     compared = card["compared"] if isinstance(card, dict) else {}
     about = {key: line.get(key) for key in ("env", "seed")} | {"env_args": {"map_name": line.get("map")}}
     over_all_ranks = {key: compared[name] for key, name in COVERED.items() if name in compared}

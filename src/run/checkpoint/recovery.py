@@ -13,7 +13,7 @@ from omagd.run.checkpoint import store
 from omagd.run.checkpoint.plan import RecoveredState, ResumePlan, SavedWeights
 from omagd.run.checkpoint.store import Checkpoint, Damaged, Foreign, folders, read_checkpoint, read_part, read_saved
 from omagd.run.checkpoint.weights import AGENT_FILE, LEARNER_FILE, PREDICTOR_FILE, TOKENIZER_FILE
-from omagd.run.reporting.card import read_card, versions
+from omagd.run.reporting.card import read_card, recorded_of, versions
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
@@ -96,8 +96,8 @@ def _started_otherwise(folder: RunFolder, world_size: int) -> bool:
 
     Also True if there is no card.
     """
-    facts = (read_card(folder.path) or {}).get("told")
-    return not isinstance(facts, dict) or (facts.get("ranks"), facts.get("versions")) != (world_size, versions())
+    facts = recorded_of(read_card(folder.path))
+    return not facts or (facts.get("ranks"), facts.get("versions")) != (world_size, versions())
 
 
 def _iteration(name: str) -> int:

@@ -207,8 +207,8 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
         elif config.checkpoint_path:
             _require_steps_left(config, load_learner(learner, folder))
             if config.reconstructor_refresh and (path := folder / PREDICTOR_FILE).is_file():
-                meta, key = load_file(path, "checkpoint_path").get("meta"), "pretrained_mask_predictor_path"
-                check(meta, config, info, key, str(path), f"checkpoint_path={path}")
+                meta = load_file(path, "checkpoint_path").get("meta")
+                check(meta, config, info, predictor=True, source=f"checkpoint_path={path}")
     return stages
 
 

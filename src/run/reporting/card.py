@@ -23,9 +23,9 @@ Card = dict[str, Any]
 """A card as in `card.json`.
 
 `id`: hash of `compared`. `kind`: training or evaluation. `compared`: what must be equal for two results to be
-comparable. `told`: what may differ; its `settings` are the keys that change a result. `method`: hash of what may differ
-and changes a result, whatever the seed. `reached`: steps and updates at the end. `resumed`: for each later start of a
-resumed run, the checkpoint and the versions.
+comparable. `recorded`: what may differ; its `settings` are the keys that change a result. `method`: hash of what may
+differ and changes a result, whatever the seed. `reached`: steps and updates at the end. `resumed`: for each later start
+of a resumed run, the checkpoint and the versions.
 """
 
 NO_EFFECT = frozenset(
@@ -57,7 +57,7 @@ COVERED = {
 """Keys that `compared` has under another name, over all ranks."""
 
 METHOD = ("name", "learner", "mac", "agent", "mixer", "use_graph_reconstruction", "lr_scaling")
-"""Keys that the card has at the top level of `told`, beside the seed."""
+"""Keys that the card has at the top level of `recorded`, beside the seed."""
 
 TEAM = ("graph_pretrain_policy_path", "graph_pretrain_policy_share")
 """Keys of a trained team that plays episodes of stages 1 and 2, where there is one."""
@@ -91,7 +91,9 @@ def make_card(config: Config, world_size: int, device: torch.device, trained: Ca
     kind = "evaluation" if config.evaluate else "training"
     facts = _may_differ(config, world_size, device, compared)
     method = card_id(_method(facts))
-    return {"id": card_id(compared), "method": method, "kind": kind, "compared": compared, "told": facts, "reached": {}}
+    return {
+        "id": card_id(compared), "method": method, "kind": kind, "compared": compared, "recorded": facts, "reached": {},
+    }  # fmt: skip
 
 
 def card_id(compared: Mapping[str, Any]) -> str:
@@ -131,7 +133,7 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
     Args:
         sizes: text on the sizes of the environment. batch: text on ranks, environments and updates.
     """
-    compared, recorded = card["compared"], card["told"]
+    compared, recorded = card["compared"], card["recorded"]
     env = f"{compared['env']} {compared['map']} ({compared['game']})".replace("  ", " ")
     level = f", difficulty {compared['difficulty']}" if "difficulty" in compared else ""
     changed = {key.removeprefix("env_args."): compared[key] for key in compared if key.startswith("env_args.")}
@@ -192,8 +194,7 @@ def resumed(card: Card | None) -> list[dict[str, Any]]:
 
 def versions_of(before: Card | None, now: Card) -> dict[str, Any]:
     """Return the versions of a start that resumes a run, and those of the start before if they differ."""
-    versions, recorded = now["told"]["versions"], (before or {}).get("told")
-    old = recorded.get("versions") if isinstance(recorded, dict) else None
+    versions, old = now["recorded"]["versions"], recorded_of(before).get("versions")
     changed = isinstance(old, dict) and old != versions
     return {"versions": versions, **({"versions_before": old} if changed else {})}
 
@@ -209,6 +210,13 @@ def changed_versions(card: Card) -> str:
 def is_card(value: object) -> bool:
     """Return whether a value from a JSON file has the form of a card."""
     return isinstance(value, dict) and isinstance(value.get("compared"), dict) and isinstance(value.get("id"), str)
+
+
+def recorded_of(card: object) -> dict[str, Any]:
+    """Return what may differ between comparable results, empty where a card lacks it; once named `told`."""
+    entries = card if isinstance(card, dict) else {}
+    facts = entries.get("recorded", entries.get("told"))
+    return facts if isinstance(facts, dict) else {}
 
 
 def _environment(config: Config) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omagd.run.reporting.card import recorded_of
 from omagd.utils.storage import read_entry
 from omagd.utils.writing import STORAGE
 
@@ -208,8 +209,8 @@ def _label_beside(jsonl_path: Path) -> str:
 def _title(jsonl_path: Path, label: str) -> str:
     """Return the title: environment and map, configuration, seed and ranks, as far as they are known."""
     parts = [label or _label_beside(jsonl_path)]
-    facts = read_entry(jsonl_path.with_name("card.json")).get("told")
-    if isinstance(facts, dict) and {"name", "seed", "ranks"} <= facts.keys():
+    facts = recorded_of(read_entry(jsonl_path.with_name("card.json")))
+    if {"name", "seed", "ranks"} <= facts.keys():
         parts += [str(facts["name"]), f"seed {facts['seed']}", f"{facts['ranks']} rank{'s' * (facts['ranks'] != 1)}"]
     text = " · ".join(part for part in parts if part)
     return f"{text}: training" if text else "Training"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.run.analysis.runs import read_records
+from omagd.run.reporting.card import recorded_of
 from omagd.run.studies.executors import Job
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, plain
@@ -63,8 +64,7 @@ def line_of(
     """
     summary = read_entry(folder.summary_json)
     final = read_entry(folder.card_json) or card
-    told = final.get("told")
-    versions = told.get("versions", {}) if isinstance(told, dict) else {}
+    versions = recorded_of(final).get("versions", {})
     skipped = {"card", "folder", "artifacts", "stages", "phases"}
     given = summary.get("stages")
     stages = {

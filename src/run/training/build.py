@@ -265,7 +265,7 @@ def load_pretrained(config: Config, info: EnvInfo, device: torch.device) -> Pret
         if given := getattr(config, key):
             path = pretrained_file(key, given, file)
             content, module = load_file(path, key), make(config, info, device)
-            check(content.get("meta"), config, info, key, str(path))
+            check(content.get("meta"), config, info, predictor=name == "predictor", source=f"{key}={path}")
             load_into(module, content.get("weights", {}), path, key)
             setattr(pretrained, name, module.eval().requires_grad_(False))
     if pretrained.tokenizer is not None and pretrained.predictor is not None:

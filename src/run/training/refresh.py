@@ -94,6 +94,10 @@ class Refresh:
 
     def prepare(self) -> None:
         """Fix the order of sums, and read the baselines for the files of weights. Called by all ranks."""
+        config = self.session.config
+        if config.reconstructor_refresh >= config.t_max:
+            given = f"reconstructor_refresh={config.reconstructor_refresh}"
+            self.session.logger.warning(f"{given}: t_max={config.t_max} ends the run before the first refresh")
         self.learner.warm_up()
         self._baselines = saved_baselines(self.session) if says_of_units(self.learner) else None
         self._act()
@@ -149,8 +153,7 @@ class Refresh:
         if not path.is_file():
             return
         content = load_file(path, key)
-        predictor = "pretrained_mask_predictor_path"
-        check(content.get("meta"), self.session.config, self.session.info, predictor, str(path), f"{key}={path}")
+        check(content.get("meta"), self.session.config, self.session.info, predictor=True, source=f"{key}={path}")
         load_into(self.predictor, content.get("weights", {}), path, key)
         if "learner" in content:
             self.learner.load_state_dict(with_own_settings(content["learner"], self.learner.state_dict()))
