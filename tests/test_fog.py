@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -261,11 +262,11 @@ def test_pretrained_modules_of_another_sight_or_start_are_refused():
 
     config = resolve("omagd_small", "skirmish", {})
     meta = describe(config, info(start="mixed", sight_range=6), predictor=True)
-    key = "pretrained_mask_predictor_path"
-    check(meta, config, info(map_name="3m_mixed_sight6"), key, "here")
+    fits = partial(check, predictor=True, source="here")
+    fits(meta, config, info(map_name="3m_mixed_sight6"))
     for other, name in (({}, "3m"), ({"start": "mixed"}, "3m_mixed"), ({"start": "hidden", "sight_range": 6}, "3m_h")):
         with pytest.raises(UserError, match=f"on skirmish 3m_mixed_sight6: give one that .* skirmish {name}"):
-            check(meta, config, info(**other), key, "here")
+            fits(meta, config, info(**other))
 
 
 def test_runs_from_before_the_keys_are_still_found():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,13 @@ def test_files_of_other_codes_fit_and_those_of_other_kinds_do_not():
     other = stage.config.model_copy(
         update={"tokenizer_config": stage.config.tokenizer_config.model_copy(update={"n_codes": 5})}
     )
-    key = "pretrained_mask_predictor_path"
-    check(describe(other, INFO, predictor=True), stage.config, INFO, key, "x")
+    fits = partial(check, predictor=True, source="x")
+    fits(describe(other, INFO, predictor=True), stage.config, INFO)
     masked = graph_learner("stage2", kind="masked").config
     with pytest.raises(UserError, match="trained with mask_predictor_config.kind=map_constant, not masked"):
-        check(describe(stage.config, INFO, predictor=True), masked, INFO, key, "x")
+        fits(describe(stage.config, INFO, predictor=True), masked, INFO)
     with pytest.raises(UserError, match="trained with mask_predictor_config.kind=masked, not map_constant"):
-        check(describe(masked, INFO, predictor=True), stage.config, INFO, key, "x")
+        fits(describe(masked, INFO, predictor=True), stage.config, INFO)
 
 
 def small(path: Path, *more: str) -> Any:

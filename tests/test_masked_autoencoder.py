@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -359,10 +360,10 @@ def test_learners_read_what_agents_have_acted_on(runner: str, agent: str):
 
 
 def test_files_of_other_sizes_do_not_fit():
-    config, key = learner().config, "pretrained_mask_predictor_path"
-    check(describe(config, INFO, predictor=True), config, INFO, key, "x")
+    config, fits = learner().config, partial(check, predictor=True, source="x")
+    fits(describe(config, INFO, predictor=True), config, INFO)
     with pytest.raises(UserError, match=r"trained with mask_predictor_config.stacked_steps=3, not 4; set"):
-        check(describe(config, INFO, predictor=True), learner(stacked_steps=4).config, INFO, key, "x")
+        fits(describe(config, INFO, predictor=True), learner(stacked_steps=4).config, INFO)
 
 
 def test_the_smallest_width_has_places_for_agents_alone():

@@ -245,8 +245,8 @@ def test_modules_of_another_tokenizer_environment_or_size_are_rejected() -> None
         TokenReconstructor(toy_modules(config, seed=5)[0], toy_modules(config)[1], config, INFO)
     tokenizer, predictor = "pretrained_tokenizer_path", "pretrained_mask_predictor_path"
     meta, of_predictor = (describe(config, INFO, predictor=kind) for kind in (False, True))
-    check(meta, toy_config(tokenizer_config__dropout=0.3), INFO, tokenizer, "a/tokenizer.th")
-    check(of_predictor, config, INFO, predictor, "a/stage2_model.th")
+    check(meta, toy_config(tokenizer_config__dropout=0.3), INFO, predictor=False, source="a")
+    check(of_predictor, config, INFO, predictor=True, source="a")
     elsewhere = EnvInfo(**{**INFO.__dict__, "map_name": "huge"})
     resized = EnvInfo(**{**INFO.__dict__, "layout": EntityLayout(2, 3, 5, 2, 4, 2)})
     cases = [
@@ -259,7 +259,7 @@ def test_modules_of_another_tokenizer_environment_or_size_are_rejected() -> None
     ]
     for found, with_config, info, key, words in cases:
         with pytest.raises(UserError, match=f"^{key}=some/file.th .*{words}"):
-            check(found, with_config, info, key, "some/file.th")
+            check(found, with_config, info, predictor=key == predictor, source=f"{key}=some/file.th")
 
 
 def moved(**changes) -> MaskPredictor:

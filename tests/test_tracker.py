@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product, zip_longest
 from typing import Any
 
@@ -639,15 +640,15 @@ def test_training_lowers_the_error_of_the_living() -> None:
 
 
 def test_files_of_another_kind_or_size_are_rejected() -> None:
-    key, config = "pretrained_mask_predictor_path", toy_config(kind="tracker")
+    fits, config = partial(check, predictor=True, source="a"), toy_config(kind="tracker")
     meta = describe(config, INFO, predictor=True)
-    check(meta, config, INFO, key, "a")
-    check(meta, toy_config(kind="tracker", n_layers=3), INFO, key, "a")  # which a tracker does not have
+    fits(meta, config, INFO)
+    fits(meta, toy_config(kind="tracker", n_layers=3), INFO)  # which a tracker does not have
     for change in ({"kind": "masked"}, {"kind": "tracker", "d_model": 16}):
         with pytest.raises(UserError, match=f"not {list(change.values())[-1]}"):
-            check(meta, toy_config(**change), INFO, key, "a")
+            fits(meta, toy_config(**change), INFO)
     old = describe(toy_config(), INFO, predictor=True)
     del old["mask_predictor_config"]["kind"]
-    check(old, toy_config(), INFO, key, "a")
+    fits(old, toy_config(), INFO)
     with pytest.raises(UserError, match="trained with mask_predictor_config.kind=masked"):
-        check(old, config, INFO, key, "a")
+        fits(old, config, INFO)
