@@ -325,16 +325,16 @@ def test_with_another_map_beside_a_set_each_panel_names_its_set(tmp_path):
 
 def test_the_share_of_a_gap_is_printed_drawn_and_written(tmp_path, capsys, caplog):
     make_study(tmp_path / "runs", maps=("3m", "8m"), seeds=(1, 2, 3))
-    out, told = tmp_path / "gap", tmp_path / "gap.json"
-    words = ["--gap=lr=0.0003,lr=0.005", "--out", str(out), "--json", str(told)]
+    out, numbers = tmp_path / "gap", tmp_path / "gap.json"
+    words = ["--gap=lr=0.0003,lr=0.005", "--out", str(out), "--json", str(numbers)]
     assert main(["plot", str(tmp_path / "runs"), *words]) == 0
     png, svg, written, head, line = capsys.readouterr().out.splitlines()
-    assert [png, svg, written] == [f"{out}.png", f"{out}.svg", str(told)]
+    assert [png, svg, written] == [f"{out}.png", f"{out}.svg", str(numbers)]
     assert head == "share of the gap, all 2 maps: from lr=0.0003 (0) to lr=0.005 (1)"
     scores = [[np.array([0.2 + 0.2 * i + 0.05 * j + 0.02 * seed for seed in (1, 2, 3)]) for j in (0, 1)]
               for i in (1, 0, 2)]  # fmt: skip
     share, ends = gap_share(*scores)
-    data = json.loads(told.read_text())["shares"]["lr=0.001"]
+    data = json.loads(numbers.read_text())["shares"]["lr=0.001"]
     assert data["share"] == pytest.approx(share) == pytest.approx(0.5) and data["seeds"] == [3, 3]
     assert data["interval"] == pytest.approx([float(end) for end in ends]) and data["interval"][0] < 0.5
     assert line == f"  lr=0.001: 0.500 [{data['interval'][0]:.3f}, {data['interval'][1]:.3f}], 3 seeds"
@@ -350,7 +350,7 @@ def test_last_tests_may_have_the_gap_shaded_and_maps_no_panel_together(tmp_path,
     (of_curves, *_), (panels, axes, caption, width, marked) = drawn
     assert [panel.title for panel in of_curves] == [panel.title for panel in panels] == ["skirmish 3m", "skirmish 8m"]
     assert "shaded: from lr=0.0003 to lr=0.005" in caption
-    for gap, patches in ((axes.gap, 1), (None, 0)):
+    for gap, patches in ((axes.gap, 1), (axes.gap[::-1], 0), (None, 0)):
         figure = figures._figure(panels, replace(axes, gap=gap), caption, 7.16, marked)
         for axis, panel in zip(figure.axes, panels, strict=True):
             assert len(axis.patches) == patches

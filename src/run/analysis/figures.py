@@ -42,7 +42,7 @@ class Axes:
     Attributes:
         kind: curves, final, profile, improvement or gap. x, y: labels. seconds: the x axis is time. unit: values
             are shares from 0 to 1. groups: labels of all groups: a group has one colour in all figures. gap: labels of
-            two groups; in `final` the ground between their values is shaded.
+            two groups; in `final` the ground from the first one's value up to the second one's is shaded.
     """
 
     kind: str
@@ -149,8 +149,10 @@ def _draw_points(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], ax
         if line.band is not None:
             axis.plot([line.band[0][0], line.band[1][0]], [y, y], color=colour, lw=2.0, alpha=0.45)
         axis.plot(line.x, [y], MARKERS[y // len(COLOURS) % len(MARKERS)], color=colour, ms=4)
-    if ends := [line.x[0] for line in panel.lines if line.label in (axes.gap or ())][:2]:
-        axis.axvspan(min(ends), max(ends), color=GRID, lw=0, zorder=0)
+    found = {line.label: line.x[0] for line in panel.lines}
+    low, high = (found.get(label) for label in axes.gap or ("", ""))
+    if low is not None and high is not None and low < high:
+        axis.axvspan(low, high, color=GRID, lw=0, zorder=0)
     for value in {"improvement": (0.5,), "gap": (0.0, 1.0)}.get(axes.kind, ()):
         axis.axvline(value, color=FAINT, lw=0.7, ls=(0, (2, 2)), zorder=1)
     if axes.kind == "improvement" or axes.unit or panel.normalised:
