@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from omagd.config.loading import HERE, SECTIONS, base_values, find_yaml, read_yaml
+from omagd.config.loading import EXTENDS, HERE, SECTIONS, base_values, find_yaml, read_yaml
 from omagd.config.schema import Config
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.battle.args import BattleArgs, SmacArgs
@@ -151,14 +151,17 @@ def presets() -> str:
     lines = [
         "## Algorithms: what `--config` sets",
         "",
-        "| `--config=` | differs from the defaults in |",
-        "| --- | --- |",
+        "| `--config=` | begins as | differs from that in |",
+        "| --- | --- | --- |",
     ]
-    default = _flat(read_yaml(ROOT / "src" / "config" / "default.yaml"))
     for name in shipped("algs"):
-        values = _flat(read_yaml(find_yaml("algs", name)))
-        changed = [f"`{key}={value}`" for key, value in values.items() if key != "name" and default.get(key) != value]
-        lines.append(f"| `{name}` | {' '.join(changed) or 'nothing'} |")
+        values = read_yaml(find_yaml("algs", name))
+        base = values.pop(EXTENDS, None)
+        before = _flat(base_values(base) if base else read_yaml(ROOT / "src" / "config" / "default.yaml"))
+        changed = [
+            f"`{key}={value}`" for key, value in _flat(values).items() if key != "name" and before.get(key) != value
+        ]
+        lines.append(f"| `{name}` | {f'`{base}`' if base else 'the defaults'} | {' '.join(changed) or 'nothing'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,7 @@ from command_harness import FORKED, MAIN, PYTHON, ROOT, records, run_command, su
 from documented import Documented, documented_commands, parse
 from matplotlib.image import imread
 
-from omagd.config.loading import find_yaml, read_yaml, validate
+from omagd.config.loading import read_preset, validate
 from omagd.learners.protocol import learner_class
 from omagd.run.cli.main import main
 
@@ -186,7 +186,7 @@ def test_commands_are_found_in_the_texts():
 def budgets_of(words):
     """Return small budgets for a command; learners without replay have no buffer, and groups fill two battles."""
     presets = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
-    learner = read_yaml(find_yaml("algs", presets[0])).get("learner", "nq_learner") if presets else "nq_learner"
+    learner = read_preset("algs", presets[0]).get("learner", "nq_learner") if presets else "nq_learner"
     on_policy = learner_class(learner).data == "on_policy"
     groups = ["group_size=2"] * (learner == "rloo_learner")
     return [word for word in BUDGETS if not (on_policy and word.startswith("buffer_size="))] + groups

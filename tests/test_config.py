@@ -220,6 +220,42 @@ def test_a_wrong_file_is_an_error_and_cannot_construct_objects(text, words, tmp_
     assert not Path("made").exists()
 
 
+def test_a_file_begins_with_the_keys_of_those_that_it_extends(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more").mkdir()
+    Path("more/mine.yaml").write_text("extends: ../second.yml\nlr: 0.5\nmask_predictor_config: {n_heads: 4}\n")
+    Path("second.yml").write_text(
+        "name: second\nextends: omagd_small\nlr: 0.1\nmixer: vdn\nmax_episodes: 8\n"
+        "mask_predictor_config: {d_model: 32}\n"
+    )
+    mine, shipped = resolve("more/mine.yaml"), resolve("omagd_small")
+    of_predictor = {"d_model": 32, "n_heads": 4}
+    changes = {"name": "mine", "lr": 0.5, "mixer": "vdn", "max_episodes": 8, "t_max": loading.NO_END_IN_STEPS}
+    predictor = shipped.mask_predictor_config.model_copy(update=of_predictor)
+    assert mine == shipped.model_copy(update={**changes, "mask_predictor_config": predictor})
+    assert loading.read_preset("algs", "second.yml").items() >= {"name": "second", "agent": "n_rnn", "lr": 0.1}.items()
+    Path("places.yaml").write_text("extends: skirmish\nenv_args: {map_name: 8m}\n")
+    assert resolve("qmix", "places.yaml").env_args == {**resolve("qmix").env_args, "map_name": "8m"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("extends: qmx", r"bad\.yaml: extends=qmx is not known\. Did you mean 'qmix'"),
+        ("extends: here.yaml", r"bad\.yaml: extends=here\.yaml: no such file"),
+        ("extends: [qmix, vdn]", r"bad\.yaml: extends=\['qmix', 'vdn'\]: must be one name"),
+        ("extends: bad.yaml", r"bad\.yaml: extends=bad\.yaml: bad\.yaml extends itself"),
+        ("extends: round.yaml", r"round\.yaml: extends=bad\.yaml: bad\.yaml extends itself"),
+    ],
+)
+def test_what_cannot_be_extended_is_named(text, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text(text)
+    Path("round.yaml").write_text("extends: bad.yaml")
+    with pytest.raises(UserError, match=words):
+        resolve("bad.yaml")
+
+
 def test_a_plug_in_adds_presets(tmp_path, monkeypatch):
     (tmp_path / "algs").mkdir()
     (tmp_path / "algs" / "theirs.yaml").write_text("name: theirs\nlr: 0.5\n")

@@ -26,6 +26,9 @@ DEFAULT_ENV_CONFIG = "skirmish"
 PLUGIN_GROUP = "omagd.config_dirs"
 HERE = Path(__file__).resolve().parent
 OPTIONS = {"algs": "--config", "envs": "--env-config"}
+SUFFIXES = (".yaml", ".yml")
+EXTENDS = "extends"
+"""Key of a file, not of the configuration: the file, by name or path, whose keys it begins with."""
 SECTIONS: dict[str, type[BaseModel]] = {
     "tokenizer_config": TokenizerConfig,
     "mask_predictor_config": MaskPredictorConfig,
@@ -106,11 +109,40 @@ def base_values(config: str | None = None, env_config: str | None = None) -> dic
     values = read_yaml(HERE / "default.yaml")
     names = {"envs": (env_config, DEFAULT_ENV_CONFIG), "algs": (config, DEFAULT_CONFIG)}
     for kind, (given, default) in names.items():
-        name = default if given is None else given
-        path = find_yaml(kind, name)
-        over = read_yaml(path)
-        values = _counted_in_episodes(_merge(values, over, source=path.name), over)
+        for path, over in _layers(kind, default if given is None else given):
+            values = _counted_in_episodes(_merge(values, over, source=path.name), over)
     return values
+
+
+def read_preset(kind: str, name: str) -> dict[str, Any]:
+    """Return the keys of a file of `--config` (kind "algs") or `--env-config` ("envs") and of those that it extends."""
+    values: dict[str, Any] = {}
+    for path, over in _layers(kind, name):
+        values = _merge(values, over, source=path.name)
+    return values
+
+
+def _layers(kind: str, name: str) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the files that a file extends, the outermost first, then itself, each with its own keys.
+
+    Errors: UserError for a file that is missing, or that extends itself.
+    """
+    layers: list[tuple[Path, dict[str, Any]]] = []
+    path = find_yaml(kind, name)
+    while True:
+        values = read_yaml(path)
+        base = values.pop(EXTENDS, None)
+        layers.insert(0, (path, values))
+        if base is None:
+            return layers
+        given = f"{path}: {EXTENDS}"
+        if not isinstance(base, str):
+            raise UserError(f"{given}={shorten(base)}: must be one name, or the path of one YAML file")
+        if kind == "algs":
+            values.setdefault("name", path.stem)  # not the name of what it extends
+        path = find_yaml(kind, str(path.parent / base) if base.endswith(SUFFIXES) else base, given)
+        if any(path.resolve() == other.resolve() for other, _ in layers):
+            raise UserError(f"{given}={base}: {path.name} extends itself. Remove one of these lines")
 
 
 def changed(config: Config, keys: Iterable[str]) -> dict[str, tuple[Any, Any]]:
@@ -222,15 +254,19 @@ def _plugin_dir(point: EntryPoint) -> Path:
         raise UserError(f"{what}: cannot be loaded ({error}). Fix or uninstall that package") from None
 
 
-def find_yaml(kind: str, name: str) -> Path:
-    """Return the file of `--config=name` (kind "algs") or `--env-config=name` (kind "envs")."""
-    if name.endswith((".yaml", ".yml")):
+def find_yaml(kind: str, name: str, given: str = "") -> Path:
+    """Return the file of `--config=name` (kind "algs") or `--env-config=name` (kind "envs").
+
+    given: what holds the name, if not that option.
+    """
+    given = given or OPTIONS[kind]
+    if name.endswith(SUFFIXES):
         if not os.path.isfile(name):  # unlike Path.is_file, False for a name that no file can have
-            raise UserError(f"{OPTIONS[kind]}={name}: no such file. Give a YAML file, or one of the names of --list")
+            raise UserError(f"{given}={name}: no such file. Give a YAML file, or one of the names of --list")
         return Path(name)
     files = {path.stem: path for folder in reversed(config_dirs()) for path in (folder / kind).glob("*.yaml")}
     if name not in files:
-        raise unknown_name(OPTIONS[kind], name, sorted(files))
+        raise unknown_name(given, name, sorted(files))
     return files[name]
 
 

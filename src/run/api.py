@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import config_names, find_yaml, read_saved, read_yaml, validate
+from omagd.config.loading import config_names, read_preset, read_saved, validate
 from omagd.config.schema import Config
 from omagd.controllers.types import Tick
 from omagd.envs import REGISTRY as ENVS
@@ -87,7 +87,7 @@ def make(env: str, **env_args: Any) -> ParallelBattle:
     """
     name, values = env, dict(env_args)
     if env in config_names("envs"):
-        file = read_yaml(find_yaml("envs", env))
+        file = read_preset("envs", env)
         name, values = file["env"], {**(file.get("env_args") or {}), **env_args}
     elif env not in ENVS:
         raise unknown_name("env", env, sorted({*config_names("envs"), *ENVS.names()}))

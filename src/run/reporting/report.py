@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from omagd.config.loading import config_names, find_yaml, read_yaml
+from omagd.config.loading import config_names, read_preset
 from omagd.run.reporting.card import Card, is_card, marks, resumed
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder, keep_json
@@ -238,7 +238,7 @@ def _env_config(summary: Summary) -> str:
     name, names = str(summary["env"]), config_names("envs")
     wanted = (name, summary.get("map_name") or "")
     for each in [] if name in names else names:
-        file = read_yaml(find_yaml("envs", each))
+        file = read_preset("envs", each)
         if (file.get("env"), (file.get("env_args") or {}).get("map_name") or "") == wanted:
             return each
     return name

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from omagd.config.loading import DEFAULT_CONFIG, find_yaml, read_yaml, to_plain
+from omagd.config.loading import DEFAULT_CONFIG, read_preset, to_plain
 from omagd.run.reporting.plots import FAINT, GRID, INK, PALETTE
 from omagd.run.studies.spec import config_of_words
 from omagd.run.studies.state import StudyState
@@ -128,7 +128,7 @@ def preset(sweep: Sweep, best: Mapping[str, Any]) -> str:
     """Return the base configuration with the keys of a trial as YAML for `--config`. The map is left out."""
     options = dict(word.removeprefix("--").split("=", 1) for word in sweep.words if word.startswith("--"))
     given = [word.partition("=")[0] for word in sweep.words[sweep.words.index("with") + 1 :]]
-    values = read_yaml(find_yaml("algs", options.get("config", DEFAULT_CONFIG)))
+    values = read_preset("algs", options.get("config", DEFAULT_CONFIG))
     words = sweep.jobs(best["trial"], best["keys"])[0].words
     found = to_plain(config_of_words(words))
     for key in dict.fromkeys([*given, *best["keys"]]):

@@ -16,7 +16,7 @@ from omagd import controllers, learners, runners
 from omagd.components import action_selectors
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import changed, config_names, find_yaml, read_yaml
+from omagd.config.loading import changed, config_names, find_yaml, read_preset
 from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
@@ -181,11 +181,11 @@ def _set_by(config: Config, kind: str, given: Mapping[str, Any], key: str, secti
     """
     with suppress(UserError):  # a file given by its path, or another name
         path = find_yaml("algs", config.name)
-        preset = read_yaml(path)
+        preset = read_preset("algs", config.name)
         values = preset.get(section) if section else preset
         values = values if isinstance(values, dict) else {}
         for name in config_names("envs") if kind == "env" and key in values else ():
-            file = read_yaml(find_yaml("envs", name))
+            file = read_preset("envs", name)
             if values.keys() <= file.get(section, {}).keys():
                 return f" {path.name} is for env={file.get('env')}: add --env-config={name}"
         if values.get(key, ...) == given[key]:
