@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +95,11 @@ def tables(label: str, found: list[Rows]) -> str:
     return "\n".join(lines)
 
 
-def of_simple(row: Row) -> float:
-    """Return the error divided by that of the best simple baseline."""
-    return float(row["mse"]["predictor"] / min(row["mse"][guess] for guess in SIMPLE))
-
-
-def of_ridge(row: Row) -> float:
-    """Return the error divided by that of ridge regression."""
-    return float(row["mse"]["predictor"] / row["mse"]["ridge"])
+def relative(row: Row, baselines: Sequence[str]) -> float | None:
+    """Return the error divided by that of the best of these baselines; None in a row without one."""
+    errors = row.get("mse", {})
+    known = [errors[guess] for guess in baselines if guess in errors]
+    return float(errors["predictor"] / min(known)) if known else None
 
 
 def missed(rows: Rows) -> list[str]:
@@ -117,9 +114,9 @@ def missed(rows: Rows) -> list[str]:
         row = rows.get(f"enemy_{age}", {})
         if row.get("count", 0) < LEAST_UNITS:
             continue
-        if (ratio := of_simple(row)) > OF_SIMPLE:
+        if (ratio := relative(row, SIMPLE)) is not None and ratio > OF_SIMPLE:
             found.append(f"{NAMES[f'_{age}']}: {ratio:.3f} of the best simple baseline's error")
-        if (ratio := of_ridge(row)) > OF_RIDGE:
+        if (ratio := relative(row, ["ridge"])) is not None and ratio > OF_RIDGE:
             found.append(f"{NAMES[f'_{age}']}: {ratio:.3f} of ridge's error")
     if (taken := before.get("taken_for_dead", 0)) > MOST_TAKEN:
         found.append(f"{taken:.1%} of the living that were seen before are taken for dead")
@@ -134,25 +131,27 @@ def missed(rows: Rows) -> list[str]:
 def aim(label: str, found: list[Rows], seeds: list[int]) -> str:
     """Return the Markdown table of what the aim asks, and what each seed misses of it."""
     columns: dict[str, Callable[[Row], float | None]] = {
-        "error ÷ best simple baseline": of_simple,
-        "error ÷ ridge": of_ridge,
+        "error ÷ best simple baseline": lambda row: relative(row, SIMPLE),
+        "error ÷ ridge": lambda row: relative(row, ["ridge"]),
         "health R²": lambda row: row.get("health_r2", {}).get("predictor"),
         "ridge's": lambda row: row.get("health_r2", {}).get("ridge"),
-        "living taken for dead, %": lambda row: 100 * row["taken_for_dead"],
+        "living taken for dead, %": lambda row: 100 * row["taken_for_dead"] if "taken_for_dead" in row else None,
         "dead recognised, %": lambda row: 100 * row["recall_dead"] if "recall_dead" in row else None,
     }  # fmt: skip
     lines = [f"\n{label}: the aim\n", f"| enemies | living, dead per seed | {' | '.join(columns)} |"]
     lines.append("|---" * (len(columns) + 2) + "|")
     for kind, title in NAMES.items():
         name = f"enemy{kind}"
-        with_units = [{name: row} for rows in found if (row := rows.get(name, {})).get("count", 0) >= LEAST]
-        if with_units:
+        counts = [rows.get(name, {}).get("count", 0) for rows in found]
+        with_units = [{name: rows[name] if count >= LEAST else {}} for rows, count in zip(found, counts, strict=True)]
+        if max(counts) >= LEAST:
             dead = np.mean([rows.get(name, {}).get("dead", 0) for rows in found])
             numbers = [cells(with_units, value, name) for value in columns.values()]
             lines.append(f"| {title} | {counted(found, name) / len(found):,.0f}, {dead:,.0f} | {' | '.join(numbers)} |")
     lines.append("")
     for seed, rows in zip(seeds, found, strict=True):
-        lines.append(f"- seed {seed}: {'; '.join(missed(rows)) or 'meets the aim'}")
+        judged = "; ".join(missed(rows)) or "meets the aim" if "count" in rows.get("enemy", {}) else "nothing to judge"
+        lines.append(f"- seed {seed}: {judged}")
     return "\n".join(lines)
 
 

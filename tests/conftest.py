@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ def clean():
     """Reset the package's text log before and after each test, and end the commands that a failed test has left."""
     reset_text_log()
     yield
+    if "jax" in sys.modules:  # imported by a test: its collection must not lose the signals of later tests
+        from omagd.envs.smax import leave_collection_to_xla
+
+        leave_collection_to_xla()
     reset_text_log()
     end_what_goes_on()
 

@@ -242,18 +242,50 @@ def test_a_file_begins_with_the_keys_of_those_that_it_extends(tmp_path, monkeypa
     ("text", "words"),
     [
         ("extends: qmx", r"bad\.yaml: extends=qmx is not known\. Did you mean 'qmix'"),
-        ("extends: here.yaml", r"bad\.yaml: extends=here\.yaml: no such file"),
+        ("extends: here.yaml", r"bad\.yaml: extends=here\.yaml: here\.yaml is no file\. The path begins at"),
         ("extends: [qmix, vdn]", r"bad\.yaml: extends=\['qmix', 'vdn'\]: must be one name"),
-        ("extends: bad.yaml", r"bad\.yaml: extends=bad\.yaml: bad\.yaml extends itself"),
-        ("extends: round.yaml", r"round\.yaml: extends=bad\.yaml: bad\.yaml extends itself"),
+        ("extends:", r"bad\.yaml: extends=: must be one name"),
+        ("extends: ''", r"bad\.yaml: extends='': must be one name"),
+        ("extends: bad.yaml", r"bad\.yaml: extends=bad\.yaml: goes in a circle, bad\.yaml -> bad\.yaml\. "),
+        ("extends: round.yaml", r"round\.yaml: extends=bad\.yaml: goes in a circle, bad\.yaml -> round\.yaml -> bad"),
+        ("extends: more/base.yaml", r"more/base\.yaml: unknown key 'larning_rate'"),
+        ("extend: qmix", r"bad\.yaml: unknown key 'extend'\. Did you mean 'extends'"),
+        ("extends: mappo\nlearner_args: 3", r"learner_args=3: must be a mapping"),
     ],
 )
 def test_what_cannot_be_extended_is_named(text, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad.yaml").write_text(text)
     Path("round.yaml").write_text("extends: bad.yaml")
+    Path("more").mkdir()
+    Path("more/base.yaml").write_text("larning_rate: 1")
     with pytest.raises(UserError, match=words):
         resolve("bad.yaml")
+
+
+def test_a_file_may_empty_a_section_and_must_not_be_called_as_a_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(
+        "extends: mappo\nlearner: nq_learner\nlearner_args:\naction_selector: epsilon_greedy\n"
+    )
+    assert resolve("mine.yaml").learner_args == {} != resolve("mappo").learner_args
+    Path("qmix.yaml").write_text("extends: qmix\nlr: 0.5\n")
+    with pytest.raises(UserError, match=r"qmix\.yaml: has the name of the preset qmix\. Add a line `name:`"):
+        resolve("qmix.yaml")
+    Path("qmix.yaml").write_text("extends: qmix\nname: mine\nlr: 0.5\n")
+    assert resolve("qmix.yaml").name == "mine"
+    with pytest.raises(UserError, match="with extends=vdn: this is a key of files. Use --config=vdn"):
+        resolve(updates={"extends": "vdn"})
+
+
+def test_a_file_that_ends_in_episodes_has_no_end_in_steps_from_below(tmp_path, monkeypatch):
+    """Also where its keys and those that it extends are written to one file, as for the best trial of a sweep."""
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text("t_max: 1000")
+    Path("mine.yaml").write_text("extends: base.yaml\nmax_episodes: 8")
+    values = loading.read_preset("algs", "mine.yaml")
+    assert values == {"name": "mine", "max_episodes": 8}
+    assert resolve("mine.yaml").t_max == loading.NO_END_IN_STEPS
 
 
 def test_a_plug_in_adds_presets(tmp_path, monkeypatch):

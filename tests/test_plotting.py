@@ -349,7 +349,7 @@ def test_last_tests_may_have_the_gap_shaded_and_maps_no_panel_together(tmp_path,
         assert main(["plot", "runs", "--maps-only", "--kind", *kind]) == 0
     (of_curves, *_), (panels, axes, caption, width, marked) = drawn
     assert [panel.title for panel in of_curves] == [panel.title for panel in panels] == ["skirmish 3m", "skirmish 8m"]
-    assert "shaded: from lr=0.0003 to lr=0.005" in caption
+    assert "shaded: from lr=0.0003 up to lr=0.005" in caption
     for gap, patches in ((axes.gap, 1), (axes.gap[::-1], 0), (None, 0)):
         figure = figures._figure(panels, replace(axes, gap=gap), caption, 7.16, marked)
         for axis, panel in zip(figure.axes, panels, strict=True):

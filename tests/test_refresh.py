@@ -19,6 +19,7 @@ from run_equality import leaves
 
 import omagd
 from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.config.checks import refresh_warnings
 from omagd.learners import PREDICTORS
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.graph_reconstructers import REGISTRY
@@ -53,15 +54,10 @@ STAGES = (
 
 
 def refresh_of(
-    kind: str,
-    episodes: list[Episode],
-    folder: Path,
-    dist: Dist | None = None,
-    dtype: torch.dtype = torch.float32,
-    **changes: Any,
+    kind: str, episodes: list[Episode], folder: Path, dist: Dist | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[Refresh, Any]:
     """Return a refresh over toy modules and the reconstructor that it serves."""
-    config = toy_config(kind=kind, **UPDATES, graph_pretrain_eval_episodes=4, graph_lr=0.05, mask_ratio=0.0, **changes)
+    config = toy_config(kind=kind, **UPDATES, graph_pretrain_eval_episodes=4, graph_lr=0.05, mask_ratio=0.0)
     tokenizer, predictor = toy_modules(config, dtype)
     reconstructor = REGISTRY.get(kind)(tokenizer, predictor, config, INFO)
     buffer = EpisodeBuffer(len(episodes))
@@ -238,12 +234,12 @@ def test_weights_that_are_not_finite_reach_no_agent(tmp_path: Path) -> None:
     assert dict(leaves(before)) == dict(leaves(reconstructor.predictor.state_dict()))
 
 
-def test_an_interval_of_the_whole_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(Logger, "warning", lambda _, text: said.append(text))
-    for t_max in (51, 50):
-        refresh_of("tracker", toy_episodes(3), tmp_path, t_max=t_max)
-    assert said == ["reconstructor_refresh=50: t_max=50 ends the run before the first refresh"]
+def test_an_interval_of_the_whole_run_is_named() -> None:
+    shorter, whole = (toy_config(kind="tracker", **UPDATES, t_max=t_max) for t_max in (51, 50))
+    (warning,) = refresh_warnings(whole)
+    assert warning.startswith("reconstructor_refresh=50: t_max=50 ends the run before the first refresh. Give less")
+    assert refresh_warnings(shorter) == refresh_warnings(toy_config(t_max=50)) == []
+    assert refresh_warnings(whole.model_copy(update={"evaluate": True})) == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -27,6 +28,11 @@ def test_a_missing_extra_is_reported_in_one_line(monkeypatch):
 def env() -> SmaxEnv:
     pytest.importorskip("jaxmarl", reason="the extra [smax] is not installed")
     return SmaxEnv(SmaxArgs(map_name="3m", max_steps=25), 8)
+
+
+def test_python_collects_garbage_without_jax(env):
+    """The exception of a signal that arrives in a callback of the collection would be lost."""
+    assert not [call for call in gc.callbacks if getattr(call, "__module__", "").startswith("jax")]
 
 
 def play(env, policy, seed):

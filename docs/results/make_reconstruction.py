@@ -235,8 +235,10 @@ def figures(data: Data) -> dict[str, bytes]:
                   "curves": (curves, curve_panels(data.study, METRIC, "steps", "iqm", total=False))}  # fmt: skip
         for kind, (axes, shown) in panels.items():
             ordered = sorted(shown, key=lambda panel: [*data.places, panel.title].index(panel.title))
-            ordered = [replace(panel, title=f"{panel.title} ({data.places[panel.title]})") for panel in ordered]
-            words = f"In brackets: class. {caption(kind, ordered, data.study, axes.gap)}"
+            ordered = [replace(panel, title=f"{panel.title.split()[-1]} ({data.places[panel.title]})")
+                       for panel in ordered]  # fmt: skip
+            names = " and ".join(dict.fromkeys(panel.title.split()[0] for panel in shown))
+            words = f"Maps of {names}; in brackets: class. {caption(kind, ordered, data.study, axes.gap)}"
             drawn[f"{kind}.png"] = render(ordered, axes, words, "double", set())["png"]
     return drawn
 
@@ -251,7 +253,7 @@ def final_part(data: Data, page: Path) -> str:
     if not data.study:
         return NOT_YET
     words = ("Win rate of the last test of each arm on each map, interquartile mean over seeds with its 95 % interval;"
-             " the gap between baseline and full_obs is shaded")  # fmt: skip
+             " the gap from baseline up to full_obs is shaded")  # fmt: skip
     return picture("final.png", words, page)
 
 
@@ -260,7 +262,8 @@ def tables(data: Data) -> str:
     found = {table["title"]: table for table in contrasts(data.study)}
     parts = [f"### {place}\n\n{markdown(found[place]['head'], found[place]['rows'])}\n\n{each_seed(data, place)}"
              for place in data.studied() if place in found]  # fmt: skip
-    return "\n\n".join([*parts, found[data.studied()[0]]["note"]]) if parts else NOT_YET
+    notes = [found[place]["note"] for place in data.studied() if place in found]
+    return "\n\n".join([*parts, max(notes, key=len)]) if parts else NOT_YET  # the longest: a map with a gap has all
 
 
 def each_seed(data: Data, place: str) -> str:
@@ -334,7 +337,7 @@ def _predictor_verdict(rows: Mapping[str, Mapping[Any, float]], seeds: int) -> s
         (ridge, ridge <= 1, f"{ridge:.2f} of ridge regression (asked: 1)"),
         (taken, taken <= 0.05, f"{taken:.3f} of those seen before taken for dead (asked: 0.05)"),
         (dead, dead >= 0.95, f"{dead:.3f} of the dead recognised (asked: 0.95; of those seen before {dead_before:.3f})"),
-        (sum(health), health[0] >= health[1], f"R² of health {health[0]:.2f}, of ridge regression {health[1]:.2f}"),
+        (sum(health), health[0] >= health[1], f"R² of health {health[0]:.3f}, of ridge regression {health[1]:.3f}"),
     ]  # fmt: skip
     states = ["open" if math.isnan(value) else "holds" if good else "does not hold" for value, good, _ in asked]
     order = ("does not hold", "open", "holds")  # the worst comes first

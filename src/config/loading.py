@@ -110,7 +110,7 @@ def base_values(config: str | None = None, env_config: str | None = None) -> dic
     names = {"envs": (env_config, DEFAULT_ENV_CONFIG), "algs": (config, DEFAULT_CONFIG)}
     for kind, (given, default) in names.items():
         for path, over in _layers(kind, default if given is None else given):
-            values = _counted_in_episodes(_merge(values, over, source=path.name), over)
+            values = _counted_in_episodes(_merge(values, over, source=str(path)), over)
     return values
 
 
@@ -118,31 +118,47 @@ def read_preset(kind: str, name: str) -> dict[str, Any]:
     """Return the keys of a file of `--config` (kind "algs") or `--env-config` ("envs") and of those that it extends."""
     values: dict[str, Any] = {}
     for path, over in _layers(kind, name):
-        values = _merge(values, over, source=path.name)
+        if _counts_episodes(over):
+            values.pop("t_max", None)
+        values = _merge(values, over, source=str(path))
     return values
 
 
 def _layers(kind: str, name: str) -> list[tuple[Path, dict[str, Any]]]:
     """Return the files that a file extends, the outermost first, then itself, each with its own keys.
 
-    Errors: UserError for a file that is missing, or that extends itself.
+    Errors: UserError for a file that is missing, that extends itself, or whose name is another one's.
     """
     layers: list[tuple[Path, dict[str, Any]]] = []
     path = find_yaml(kind, name)
     while True:
         values = read_yaml(path)
-        base = values.pop(EXTENDS, None)
+        extends, base = EXTENDS in values, values.pop(EXTENDS, None)
         layers.insert(0, (path, values))
-        if base is None:
+        if not extends:
             return layers
-        given = f"{path}: {EXTENDS}"
-        if not isinstance(base, str):
-            raise UserError(f"{given}={shorten(base)}: must be one name, or the path of one YAML file")
-        if kind == "algs":
-            values.setdefault("name", path.stem)  # not the name of what it extends
-        path = find_yaml(kind, str(path.parent / base) if base.endswith(SUFFIXES) else base, given)
+        if kind == "algs" and "name" not in values:  # not the name of what it extends
+            if path.stem in config_names(kind) and path != find_yaml(kind, path.stem):
+                raise UserError(f"{path}: has the name of the preset {path.stem}. Add a line `name:` with another one")
+            values["name"] = path.stem
+        path = _extended(kind, path, base)
         if any(path.resolve() == other.resolve() for other, _ in layers):
-            raise UserError(f"{given}={base}: {path.name} extends itself. Remove one of these lines")
+            circle = " -> ".join(str(each) for each in (path, *(other for other, _ in layers)))
+            raise UserError(f"{layers[0][0]}: {EXTENDS}={base}: goes in a circle, {circle}. Remove one of these lines")
+
+
+def _extended(kind: str, path: Path, base: object) -> Path:
+    """Return the file that the one at `path` extends, which it calls `base`. Errors: UserError."""
+    given = f"{path}: {EXTENDS}"
+    if not isinstance(base, str) or not base:
+        shown = "" if base is None else shorten(repr(base))
+        raise UserError(f"{given}={shown}: must be one name of --list, or the path of one YAML file")
+    if not base.endswith(SUFFIXES):
+        return find_yaml(kind, base, given)
+    target = path.parent / os.path.expanduser(base)
+    if not os.path.isfile(target):
+        raise UserError(f"{given}={base}: {target} is no file. The path begins at the folder of {path.name}")
+    return target
 
 
 def changed(config: Config, keys: Iterable[str]) -> dict[str, tuple[Any, Any]]:
@@ -184,9 +200,11 @@ def _counted_in_episodes(values: dict[str, Any], given: Mapping[str, Any]) -> di
 
     The `t_max` of a preset does not end a run whose length is given in episodes; a `t_max` given with it does.
     """
-    if given.get("max_episodes") is None or "t_max" in given:
-        return values
-    return {**values, "t_max": NO_END_IN_STEPS}
+    return {**values, "t_max": NO_END_IN_STEPS} if _counts_episodes(given) else values
+
+
+def _counts_episodes(given: Mapping[str, Any]) -> bool:
+    return given.get("max_episodes") is not None and "t_max" not in given
 
 
 def validate(values: Mapping[str, Any]) -> Config:
@@ -304,6 +322,9 @@ def _merge(values: dict[str, Any], over: Mapping[str, Any], *, source: str, show
     for key, value in over.items():
         if key not in Config.model_fields:
             raise _unknown(key, source, value if shown is None else shown)
+        if key in OPEN_SECTIONS and value is None:  # without the keys of the layers below
+            result[key] = {}
+            continue
         if key in {*OPEN_SECTIONS, *SECTIONS} and not isinstance(value, Mapping):
             pair = re.match(r"\{\W*(\w+)\W*:\s*([^,}]+)", str(value)) if source == "with" else None
             fix = f". Write {key}.{pair[1]}={pair[2]}" if pair else ""
@@ -327,7 +348,10 @@ def _unknown(key: str, source: str, value: Any) -> UserError:
     if key in REMOVED:
         given = f"with {key}={shorten(value)}" if source == "with" else f"{source}: {key}"
         return UserError(f"{given}: this key was removed: {REMOVED[key][1]}")
+    if key == EXTENDS:
+        return UserError(f"{source} {key}={shorten(value)}: this is a key of files. Use --config={shorten(value)}")
     names = {name.rpartition(".")[2]: name for name in reversed(known_keys())} | {name: name for name in known_keys()}
+    names |= {} if source == "with" else {EXTENDS: EXTENDS}
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     fix = f" Did you mean '{names[close[0]]}'?" if close else " `--dry-run` shows all keys"
     if source == "with":

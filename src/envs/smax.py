@@ -7,6 +7,7 @@ https://github.com/FLAIROx/JaxMARL), used as a library.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import platform
@@ -95,7 +96,17 @@ def _import_jax(args: SmaxArgs) -> Any:
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(_cache_dir()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    leave_collection_to_xla()
     return jax
+
+
+def leave_collection_to_xla() -> None:
+    """Let Python collect garbage without JAX, which XLA also does whenever it runs a program.
+
+    JAX's callback runs in whichever thread Python collects. It has crashed there (jax issue 15810), and the exception
+    of a signal that arrives in it is lost: a run that is asked to stop would go on.
+    """
+    gc.callbacks[:] = [call for call in gc.callbacks if getattr(call, "__name__", "") != "_xla_gc_callback"]
 
 
 def _import_smax() -> tuple[Any, Any]:

@@ -30,6 +30,7 @@ from omagd.utils.errors import UserError, nearest
 from omagd.utils.storage import is_number
 
 LOWER, UPPER, REFERENCES = "baseline", "full_obs", ("last_seen", "map_constant", "baseline")
+GAP = ("share of the gap", "the same of the curve")
 METRIC = "test_battle_won_mean"
 MAY_DIFFER = "observations"
 """Entry of the cards in which arms differ by design."""
@@ -44,7 +45,7 @@ Table = dict[str, Any]
 def contrasts(found: Sequence[Group]) -> list[Table]:
     """Return a table for each environment: what the final win rates and the curves of the arms say beside each other.
 
-    Empty unless there are arms called `LOWER` and `UPPER`.
+    Empty unless there are arms called `LOWER` and `UPPER`; an environment without runs of `UPPER` has no gap.
     """
     labels = {group.label for group in found}
     if not {LOWER, UPPER} <= labels:
@@ -55,8 +56,9 @@ def contrasts(found: Sequence[Group]) -> list[Table]:
 
 def _contrast(found: Sequence[Group], place: str, references: Sequence[str]) -> Table | None:
     last, mean_height = final_tests(found, place), mean_heights(found, place)
-    if not {LOWER, UPPER} <= last.keys():
+    if LOWER not in last or len(last) < 2:
         return None
+    references, has_gap = [label for label in references if label in last], UPPER in last
     hours = {group.label: cpu_hours(group.at(place)) for group in found}
     measured = any(hours.values())
     rows = []
@@ -64,20 +66,21 @@ def _contrast(found: Sequence[Group], place: str, references: Sequence[str]) -> 
         ends = interval(iqm, [values])
         height = float(np.mean(mean_height[label]))
         row = [label, str(len(values)), text_of(float(iqm([values])), ends), f"{height:.3f}"]
-        row += ["-" if other == label or other not in last else text_of(*improvement([values], [last[other]]))
+        row += ["-" if other == label else text_of(*improvement([values], [last[other]]))
                 for other in references]  # fmt: skip
-        for of in (last, mean_height):
+        for of in (last, mean_height) if has_gap else ():
             inner = label not in (LOWER, UPPER) and iqm([of[UPPER]]) > iqm([of[LOWER]])  # else there is no gap
             row.append(text_of(*gap_share([values if of is last else of[label]], [of[LOWER]], [of[UPPER]], iqm))
                        if inner else "-")  # fmt: skip
         rows.append([*row, *([f"{hours[label]:.2f}" if hours[label] else "-"] if measured else [])])
     head = ["arm", "seeds", "win rate at the end, IQM", "mean height of the curve",
-            *(f"P(better than {reference})" for reference in references), "share of the gap", "the same of the curve",
+            *(f"P(better than {reference})" for reference in references),
+            *(GAP if has_gap else ()),
             *(["core-hours"] if measured else [])]  # fmt: skip
-    note = (f"Gap: from {LOWER} to {UPPER}, interquartile means, all three resampled together. Brackets: 95 % bootstrap"
-            " intervals over seeds.")  # fmt: skip
-    first = head.index("share of the gap")
-    if any(cell != "-" and "[" not in cell for row in rows for cell in row[first : first + 2]):
+    note = f"Gap: from {LOWER} to {UPPER}, interquartile means, all three resampled together. " if has_gap else ""
+    note += "Brackets: 95 % bootstrap intervals over seeds."
+    shares = [cell for row in rows for name, cell in zip(head, row, strict=True) if name in GAP]
+    if any(cell != "-" and "[" not in cell for cell in shares):
         note += " A share without brackets has no interval: some resamples have no gap, or there is one seed."
     few = any(len(values) < FEW_SEEDS for values in last.values())
     return {"title": place, "head": head, "rows": rows, "note": f"{note} Note: {FEW}." if few else note}

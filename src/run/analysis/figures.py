@@ -88,12 +88,17 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
     rows = -(-len(panels) // columns)
     of_groups = axes.kind in ("final", "improvement", "gap")
     high = 0.5 + 0.17 * max(len(panel.lines) for panel in panels) if of_groups else _height(width / columns)
+    # Bold letters are about .56 of their size wide; labels of groups and axes take a quarter of a column.
+    letters = int(0.75 * width / columns * 72 / (0.56 * SIZE))
+    titles = [textwrap.wrap(panel.title, letters, break_long_words=False) for panel in panels]
+    high += 1.2 * SIZE / 72 * (max(map(len, titles)) - 1)
     figure = Figure(figsize=(width, rows * high + 0.35), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharey=of_groups or axes.unit).ravel()
-    for axis, panel in zip(grid, panels, strict=False):
+    for axis, panel, title in zip(grid, panels, titles, strict=False):
         draw = _draw_points if of_groups else _draw_lines
         draw(axis, panel, styles, axes)
         _dress(axis, panel, axes)
+        axis.set_title("\n".join(title), loc="left", fontweight="bold")
     for i, axis in enumerate(grid):
         if i >= len(panels):
             axis.set_visible(False)
@@ -170,7 +175,6 @@ def _name_groups(grid: Any, panels: Sequence[Panel], names: dict[str, str]) -> N
 def _dress(axis: Any, panel: Panel, axes: Axes) -> None:
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-    axis.set_title(panel.title, loc="left", fontweight="bold")
     axis.set_xlabel(axes.x, color=FAINT, fontsize=SMALL + 0.5)
     axis.grid(color=GRID, lw=0.6)
     axis.set_axisbelow(True)

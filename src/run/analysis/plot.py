@@ -190,7 +190,7 @@ def _in_units(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
 def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group], gap: tuple[str, str] | None = None) -> str:
     """Return what a point of the figure is: the statistic, the number of seeds, the episodes of a test.
 
-    gap: labels of the groups between which the ground is shaded.
+    gap: labels of the groups: from the value of the first up to that of the second the ground is shaded.
     """
     lines = [line for panel in panels for line in panel.lines]
     kinds = list(dict.fromkeys(panel.statistic for panel in panels))
@@ -218,7 +218,7 @@ def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group], gap: tup
     if any(len(scores) > 1 for line in lines for scores in line.values):
         parts.append("strokes: single seeds")
     if gap is not None:
-        parts.append(f"shaded: from {gap[0]} to {gap[1]}")
+        parts.append(f"shaded: from {gap[0]} up to {gap[1]}")
     if any(panel.normalised for panel in panels):
         parts.append("over maps: shares of each map's range")
     if any(line.rest is not None for line in lines):

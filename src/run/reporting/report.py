@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from omagd.config.loading import config_names, read_preset
 from omagd.run.reporting.card import Card, is_card, marks, resumed
+from omagd.utils.errors import UserError
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.storage import is_number, read_entry
@@ -117,7 +119,6 @@ def next_command(summary: Summary) -> str:
     stages = summary.get("stages", {})
     if summary.get("exit_state") != "completed" or not stages:
         return ""
-    base = _base_command(summary)
     if "stage3" in stages:
         saved = stages["stage3"].get("files", {}).get("agent") and summary.get("kind") != "evaluation"
         return f"python -m omagd evaluate {shlex.quote(str(summary['folder']))}" if saved else ""
@@ -125,10 +126,11 @@ def next_command(summary: Summary) -> str:
     tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or given
     paths = f" pretrained_tokenizer_path={shlex.quote(str(tokenizer))}" if tokenizer else ""
     if "stage2" not in stages:
-        return f"{base} reconstructer_stage=stage2{paths}" if paths else ""
+        return f"{_base_command(summary)} reconstructer_stage=stage2{paths}" if paths else ""
     predictor = stages["stage2"].get("files", {}).get("stage2")
     if not predictor:
         return ""
+    base = _base_command(summary)
     return f"{base} reconstructer_stage=stage3{paths} pretrained_mask_predictor_path={shlex.quote(str(predictor))}"
 
 
@@ -238,9 +240,10 @@ def _env_config(summary: Summary) -> str:
     name, names = str(summary["env"]), config_names("envs")
     wanted = (name, summary.get("map_name") or "")
     for each in [] if name in names else names:
-        file = read_preset("envs", each)
-        if (file.get("env"), (file.get("env_args") or {}).get("map_name") or "") == wanted:
-            return each
+        with suppress(UserError):  # of a plug-in, broken
+            file = read_preset("envs", each)
+            if (file.get("env"), file.get("env_args", {}).get("map_name") or "") == wanted:
+                return each
     return name
 
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from omagd.config.checks import refresh_warnings
 from omagd.config.schema import Config
 from omagd.learners.protocol import learner_class, updates_per_iteration
 from omagd.run.checkpoint.plan import ResumePlan
@@ -67,7 +68,7 @@ def log_start(session: Session, card: Card) -> None:
         )
     for line in start_lines(card, sizes, batch):
         session.logger.info(line)
-    for line in memory_warnings(config, info, ranks_here(dist.world_size)):
+    for line in (*memory_warnings(config, info, ranks_here(dist.world_size)), *refresh_warnings(config)):
         session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
 

@@ -94,10 +94,6 @@ class Refresh:
 
     def prepare(self) -> None:
         """Fix the order of sums, and read the baselines for the files of weights. Called by all ranks."""
-        config = self.session.config
-        if config.reconstructor_refresh >= config.t_max:
-            given = f"reconstructor_refresh={config.reconstructor_refresh}"
-            self.session.logger.warning(f"{given}: t_max={config.t_max} ends the run before the first refresh")
         self.learner.warm_up()
         self._baselines = saved_baselines(self.session) if says_of_units(self.learner) else None
         self._act()
