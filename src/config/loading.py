@@ -322,7 +322,7 @@ def _merge(values: dict[str, Any], over: Mapping[str, Any], *, source: str, show
     for key, value in over.items():
         if key not in Config.model_fields:
             raise _unknown(key, source, value if shown is None else shown)
-        if key in OPEN_SECTIONS and value is None:  # without the keys of the layers below
+        if key in OPEN_SECTIONS and value is None and source != "with":  # drops the keys of the files below
             result[key] = {}
             continue
         if key in {*OPEN_SECTIONS, *SECTIONS} and not isinstance(value, Mapping):

@@ -50,8 +50,8 @@ def typed_args(
     known = sorted(model.model_fields)
     for key, value in values.items():
         if key not in known and model.model_config.get("extra") != "allow":
-            fix = f"{nearest(str(key), known)} Known: {', '.join(known)}" if known else " It takes none: leave it out"
-            fix = fix_of(key) or fix
+            none = f" It takes none: leave it out. A line `{section}:` without keys drops what another file sets"
+            fix = fix_of(key) or (f"{nearest(str(key), known)} Known: {', '.join(known)}" if known else none)
             raise UserError(f"{section}.{key} is not an argument of {owner} (given: {shorten(value)}).{fix}")
     try:
         if section != "env_args":
