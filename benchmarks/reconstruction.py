@@ -143,11 +143,12 @@ def aim(label: str, found: list[Rows], seeds: list[int]) -> str:
     for kind, title in NAMES.items():
         name = f"enemy{kind}"
         counts = [rows.get(name, {}).get("count", 0) for rows in found]
+        if max(counts) < LEAST:
+            continue
         with_units = [{name: rows[name] if count >= LEAST else {}} for rows, count in zip(found, counts, strict=True)]
-        if max(counts) >= LEAST:
-            dead = np.mean([rows.get(name, {}).get("dead", 0) for rows in found])
-            numbers = [cells(with_units, value, name) for value in columns.values()]
-            lines.append(f"| {title} | {counted(found, name) / len(found):,.0f}, {dead:,.0f} | {' | '.join(numbers)} |")
+        dead = np.mean([rows.get(name, {}).get("dead", 0) for rows in found])
+        numbers = [cells(with_units, value, name) for value in columns.values()]
+        lines.append(f"| {title} | {np.mean(counts):,.0f}, {dead:,.0f} | {' | '.join(numbers)} |")
     lines.append("")
     for seed, rows in zip(seeds, found, strict=True):
         judged = "; ".join(missed(rows)) or "meets the aim" if "count" in rows.get("enemy", {}) else "nothing to judge"

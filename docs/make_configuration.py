@@ -154,10 +154,11 @@ def presets() -> str:
         "| `--config=` | begins as | differs from that in |",
         "| --- | --- | --- |",
     ]
+    default = _flat(read_yaml(ROOT / "src" / "config" / "default.yaml"))
     for name in shipped("algs"):
         values = read_yaml(find_yaml("algs", name))
         base = values.pop(EXTENDS, None)
-        before = _flat(base_values(base) if base else read_yaml(ROOT / "src" / "config" / "default.yaml"))
+        before = _flat(base_values(base)) if base else default
         changed = [
             f"`{key}={value}`" for key, value in _flat(values).items() if key != "name" and before.get(key) != value
         ]
