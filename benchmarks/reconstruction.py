@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from runs import play, summary
+
+from omagd.run.analysis.predictor_aim import SIMPLE, conditions, relative_error
 
 GUESSES = {
     "predictor": "reconstruction", "ridge": "ridge", "map_constant": "map constant",
@@ -35,14 +38,10 @@ VALUES = {
     "mse": "mean squared error of the features that vary", "position_rms": "position, RMS error in cells",
     "health_r2": "health, R²",
 }  # fmt: skip
-SIMPLE = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
 NAMES = {
     "": "all", "_before": "seen before", "_never": "never seen", "_age1": "… 1 step ago", "_age2_3": "… 2-3 steps ago",
     "_age4_7": "… 4-7", "_age8_15": "… 8-15", "_age16": "… 16 and more",
 }  # fmt: skip
-OF_SIMPLE, OF_RIDGE, MOST_TAKEN, LEAST_RECOGNISED, LEAST_UNITS = 0.9, 1.0, 0.05, 0.95, 200
-"""The aim: see `missed`."""
-
 Row = dict[str, Any]
 Rows = dict[str, Row]
 """Rows of one run's table by name."""
@@ -96,36 +95,9 @@ def tables(label: str, found: list[Rows]) -> str:
 
 
 def relative(row: Row, baselines: Sequence[str]) -> float | None:
-    """Return the error divided by that of the best of these baselines; None in a row without one."""
-    errors = row.get("mse", {})
-    known = [errors[guess] for guess in baselines if guess in errors]
-    return float(errors["predictor"] / min(known)) if known else None
-
-
-def missed(rows: Rows) -> list[str]:
-    """Return what a seed misses of the aim, about enemies.
-
-    In every class of age with at least 200 living units the error is at most 0.9 of the best simple baseline's and not
-    above ridge regression's. Of the units seen before at most 5 % of the living are taken for dead and at least 95 % of
-    the dead are recognised. The R² of health over all units is at least ridge's.
-    """
-    found, whole, before = [], rows.get("enemy", {}), rows.get("enemy_before", {})
-    for age in AGES:
-        row = rows.get(f"enemy_{age}", {})
-        if row.get("count", 0) < LEAST_UNITS:
-            continue
-        if (ratio := relative(row, SIMPLE)) is not None and ratio > OF_SIMPLE:
-            found.append(f"{NAMES[f'_{age}']}: {ratio:.3f} of the best simple baseline's error")
-        if (ratio := relative(row, ["ridge"])) is not None and ratio > OF_RIDGE:
-            found.append(f"{NAMES[f'_{age}']}: {ratio:.3f} of ridge's error")
-    if (taken := before.get("taken_for_dead", 0)) > MOST_TAKEN:
-        found.append(f"{taken:.1%} of the living that were seen before are taken for dead")
-    if (recognised := before.get("recall_dead", 1)) < LEAST_RECOGNISED:
-        found.append(f"{recognised:.1%} of the dead that were seen before are recognised")
-    health = whole.get("health_r2", {})
-    if "ridge" in health and health["predictor"] < health["ridge"]:
-        found.append(f"health R² {health['predictor']:.5f}, ridge {health['ridge']:.5f}")
-    return found
+    """Return `relative_error`; None where it is unknown."""
+    ratio = relative_error(row, baselines)
+    return None if math.isnan(ratio) else ratio
 
 
 def aim(label: str, found: list[Rows], seeds: list[int]) -> str:
@@ -151,7 +123,8 @@ def aim(label: str, found: list[Rows], seeds: list[int]) -> str:
         lines.append(f"| {title} | {np.mean(counts):,.0f}, {dead:,.0f} | {' | '.join(numbers)} |")
     lines.append("")
     for seed, rows in zip(seeds, found, strict=True):
-        judged = "; ".join(missed(rows)) or "meets the aim" if "count" in rows.get("enemy", {}) else "nothing to judge"
+        missed = [each.words for each in conditions(rows) if not each.met]
+        judged = "; ".join(missed) or "meets the aim" if "count" in rows.get("enemy", {}) else "nothing to judge"
         lines.append(f"- seed {seed}: {judged}")
     return "\n".join(lines)
 

@@ -97,7 +97,8 @@ def test_the_census_against_loops_over_units():
 @pytest.mark.parametrize(
     ("unseen", "constant", "ridge", "blind", "wanted"),
     [(0.01, 9, 1, 1, "-"), (0.3, 2.4, 2, 1, "a"), (0.5, 10, 7, 9.9, "b"), (0.5, 10, 9.5, 8.5, "b"),
-     (0.5, 10, 8, 9, "c")],
+     (0.5, 10, 8, 9, "c"), (0.019, 2, 1, 1, "-"), (0.021, 2, 1, 1, "a"), (0.5, 2.45, 2.4, 9.9, "a"),
+     (0.5, 2.55, 2.5, 9.9, "c"), (0.5, 10, 7.05, 9.9, "b"), (0.5, 10, 7.1, 9.9, "c"), (0.5, 10, 9.5, 8.9, "b")],
 )  # fmt: skip
 def test_classes_follow_from_the_errors_of_map_constant_and_ridge(unseen, constant, ridge, blind, wanted):
     cells = {"map_constant": constant, "ridge": ridge}

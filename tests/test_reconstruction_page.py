@@ -16,6 +16,8 @@ import pytest
 import yaml
 from many_runs import make_run
 
+from omagd.learners import belief_baselines
+from omagd.run.analysis import predictor_aim
 from omagd.run.analysis.contrasts import final_tests, mean_heights
 from omagd.run.analysis.groups import Group
 from omagd.run.analysis.runs import Run, load
@@ -95,11 +97,11 @@ def test_a_verdict_has_the_numbers_of_an_independent_bootstrap():
         ((iqm(scores["omagd"]) - low) / (high - low),
          (drawn["omagd"] - drawn["baseline"]) / (drawn["full_obs"] - drawn["baseline"])),
         *((iqm(scores["omagd"]) - iqm(scores[other]), drawn["omagd"] - drawn[other])
-          for other in SIMPLE),
+          for other in ("baseline", *SIMPLE)),
     ]  # fmt: skip
     why = verdict(groups, MAP, "b").why
     found = [list(map(float, each)) for each in re.findall(r"(-?\d\.\d\d) \[(-?\d\.\d\d), (-?\d\.\d\d)\]", why)]
-    assert len(found) == 1 + len(SIMPLE)
+    assert len(found) == 2 + len(SIMPLE)
     for (value, *ends), (true, samples) in zip(found, expected, strict=True):
         assert value == pytest.approx(true, abs=0.0051)
         assert ends == pytest.approx(np.percentile(samples, [2.5, 97.5]), abs=0.02)
@@ -265,7 +267,8 @@ def site(tmp_path, monkeypatch):
     add("reconstruction_gate", "skirmish 5m_mixed_sight6", {"baseline": 0.2, "full_obs": 0.3}, 3)
     add("reconstruction_3_agents", MAP, GOOD, 10)
     add("reconstruction_5_agents", "skirmish 8m", {"baseline": 0.5, "omagd": 0.6, "full_obs": 0.6}, 2)
-    census = {"test": "census", "env": "skirmish", "map": "3m_mixed_sight6", "class": "b", "policy": "scripts"}
+    census = {"test": "census", "env": "skirmish", "map": "3m_mixed_sight6", "class": "b", "policy": "scripts",
+              "inferable": 0.213, "inferable_before": 0.239}  # fmt: skip
     played = {"win_rate": 0.25, "interval": [0.2, 0.3], "share": 0.5, "share_interval": [0.4, 0.6]}
     plug_in = {**census, "test": "plug-in", "beliefs": {"reconstruction": played}, "episodes": 512, "seed": 1}
     records = {**census, "units": {"enemy": {"unseen": 0.63}}}, plug_in
@@ -277,60 +280,71 @@ ERRORS = {"predictor": 0.1, "ridge": 0.2, "last_seen": 0.3, "last_seen_or_mean":
           "slot_mean": 0.6, "zeros": 0.7}  # fmt: skip
 ROWS = [
     {"row": "enemy", "count": 900, "mse": ERRORS, "recall_dead": 0.99, "health_r2": {"predictor": 0.4, "ridge": 0.3}},
-    {"row": "enemy_before", "count": 300, "mse": ERRORS, "taken_for_dead": 0.04},
+    {"row": "enemy_before", "count": 300, "mse": ERRORS, "taken_for_dead": 0.04, "recall_dead": 0.96},
     {"row": "enemy_age16", "count": 199, "mse": {**ERRORS, "ridge": 0.01}},
 ]
 
 
+def rows_with(rows, name: str, change: dict) -> dict:
+    """Return rows by name with numbers of one of them changed; None takes a number out."""
+    made = {row["row"]: {key: dict(v) if isinstance(v, dict) else v for key, v in row.items()} for row in rows}
+    for key, number in change.items():
+        place, last = (made[name][key[0]], key[1]) if isinstance(key, tuple) else (made[name], key)
+        place[last] = number
+        if number is None:
+            del place[last]
+    return made
+
+
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("name", "change", "said"),
     [
-        ({}, "**Holds.** Error at most 0.33 of the best simple guess (asked: 0.9); 0.50 of ridge regression"),
-        ({("mse", "slot_mean"): 0.105}, "**Does not hold.** Error at most 0.95 of the best simple guess"),
-        ({("mse", "ridge"): 0.099}, "**Does not hold.** 1.01 of ridge regression"),
-        ({"taken_for_dead": 0.06}, "**Does not hold.** 0.060 of those seen before taken for dead"),
-        ({"recall_dead": 0.94}, "**Does not hold.** 0.940 of the dead recognised"),
-        ({("health_r2", "ridge"): 0.41}, "**Does not hold.** R² of health 0.400, of ridge regression 0.410"),
-        ({("mse", "ridge"): math.nan}, "**Open.** Unknown of ridge regression"),
-        ({("mse", "predictor"): math.nan}, "**Open.** Error at most unknown of the best simple guess"),
-        ({("mse", "zeros"): None}, "**Open.** Error at most unknown of the best simple guess"),
-        ({"taken_for_dead": None}, "**Open.** Unknown of those seen before taken for dead"),
-        ({"recall_dead": None}, "**Open.** Unknown of the dead recognised"),
-        ({("health_r2", "predictor"): None}, "**Open.** R² of health unknown, of ridge regression 0.300"),
-        ({"recall_dead": None, "taken_for_dead": 0.06}, "**Does not hold.** 0.060 of those seen before"),
+        ("enemy", {}, "**Holds.** Error at most 0.333 of the best simple guess's (row: all; asked: 0.9); error at"),
+        ("enemy", {("mse", "ridge"): math.nan}, "**Open.** Error at most unknown of ridge regression's"),
+        ("enemy", {("mse", "predictor"): math.nan}, "**Open.** Error at most unknown of the best simple guess"),
+        ("enemy_before", {("mse", "zeros"): None}, "**Open.** Error at most unknown of the best simple guess"),
+        ("enemy_before", {"taken_for_dead": None}, "**Open.** Unknown of those seen before taken for dead"),
+        ("enemy_before", {"taken_for_dead": 0.051}, "**Does not hold.** 0.051 of those seen before taken for dead"),
+        ("enemy", {"taken_for_dead": 0.3}, "**Holds.**"),  # nothing is asked of those never seen
+        ("enemy_before", {"recall_dead": 0.949}, "**Does not hold.** 0.949 of the dead that were seen before"),
+        ("enemy_before", {"recall_dead": None}, "**Open.** Unknown of the dead that were seen before recognised"),
+        ("enemy", {"recall_dead": 0.5}, "**Holds.**"),
+        ("enemy", {("health_r2", "ridge"): 0.41}, "**Does not hold.** R² of health 0.4000, of ridge regression 0.41"),
+        ("enemy", {("health_r2", "predictor"): None}, "**Open.** R² of health unknown, of ridge regression 0.3000"),
+        ("enemy_before", {"recall_dead": None, "taken_for_dead": 0.06}, "**Does not hold.** 0.060 of those seen"),
+        ("enemy_age16", {("mse", "ridge"): 0.01}, "**Holds.**"),  # of too few cases
+        ("enemy_age16", {("mse", "ridge"): 0.01, "count": 200},
+         "**Does not hold.** Error at most 10.000 of ridge regression's (row: 16"),
     ],
-)
-def test_the_predictor_is_judged_in_every_row(changed, said):
-    rows = {row["row"]: {**script._mean_row([row]), **changed} for row in ROWS[:2]}
-    rows = {name: {key: number for key, number in row.items() if number is not None} for name, row in rows.items()}
+)  # fmt: skip
+def test_the_predictor_is_judged_in_every_row(name, change, said):
+    rows = rows_with(ROWS, name, change)
     assert script._predictor_verdict(rows, 3).startswith(said)
     rows = dict(reversed(rows.items()))  # the largest number counts in any order
-    assert script._predictor_verdict(rows, 3).startswith(said)
+    assert script._predictor_verdict(rows, 3).startswith(said.partition(" (row: all")[0])
     assert script._predictor_verdict(rows, 2).startswith("**Open.**")
+
+
+def test_the_simple_guesses_are_the_baselines_that_are_fitted():
+    assert predictor_aim.SIMPLE == belief_baselines.SIMPLE
 
 
 @pytest.mark.parametrize("row", ["enemy", "enemy_before"])
 @pytest.mark.parametrize("guess", ["zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant", "ridge"])
 def test_one_row_and_one_guess_are_enough_to_miss_what_was_asked(row, guess):
-    rows = {each["row"]: script._mean_row([each]) for each in ROWS[:2]}
-    rows[row] |= {("mse", guess): 0.099 if guess == "ridge" else 0.105}
-    words = "1.01 of ridge regression" if guess == "ridge" else "Error at most 0.95 of the best simple guess"
+    rows = rows_with(ROWS, row, {("mse", guess): 0.099 if guess == "ridge" else 0.105})
+    words = (
+        "Error at most 1.010 of ridge regression"
+        if guess == "ridge"
+        else "Error at most 0.952 of the best simple guess"
+    )
     assert script._predictor_verdict(rows, 3).startswith(f"**Does not hold.** {words}")
 
 
-def test_units_that_were_never_seen_may_be_taken_for_dead():
-    """The requirement is about those seen before."""
-    rows = {each["row"]: script._mean_row([each]) for each in ROWS[:2]}
-    rows["enemy"] |= {"taken_for_dead": 0.3}
-    assert script._predictor_verdict(rows, 3).startswith("**Holds.**")
-    rows["enemy_before"] |= {"taken_for_dead": 0.06}
-    assert "0.060 of those seen before taken for dead" in script._predictor_verdict(rows, 3)
-
-
 def test_rows_are_means_over_seeds_and_missing_where_cases_are_few():
-    row = script._mean_row([ROWS[0], {**ROWS[0], "count": 100, "mse": {**ERRORS, "ridge": 0.4}}])
-    assert row["count"] == 500 and row["mse", "ridge"] == pytest.approx(0.3) and row["recall_dead"] == 0.99
-    assert script._mean_row([ROWS[2]]) == script._mean_row([]) == {}
+    row = script.mean_row([ROWS[0], {**ROWS[0], "count": 100, "mse": {**ERRORS, "ridge": 0.4}}])
+    assert row["count"] == 500 and row["mse"]["ridge"] == pytest.approx(0.3) and row["recall_dead"] == 0.99
+    assert script.mean_row([ROWS[2]]) == script.mean_row([]) == {}
 
 
 def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
@@ -342,7 +356,10 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     script.main()
     page, readme = script.PAGE.read_text(), script.README.read_text()
     assert "**skirmish 3m_mixed_sight6, class b: holds.**" in page and "asked: at least 2" in page
-    assert f"| {MAP} | b | b | 63 % | yes |" in page and "| skirmish 5m_mixed_sight6 | b | - | - | no |" in page
+    assert (
+        f"| {MAP} | b | b | 63% | 0.21, 0.24 | yes |" in page
+        and "| skirmish 5m_mixed_sight6 | b | - | - | - | no |" in page
+    )
     assert "5m_mixed_sight6, class b" not in page  # it has not entered
     assert "**skirmish 8m, class a: open.** Seeds so far, of 5: `omagd` 2, `baseline` 2." in page
     assert "### skirmish 8m" not in page  # no number before all are there
@@ -352,10 +369,12 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     rows = {line.split(" | ")[0].strip("| "): line for line in table.splitlines()}
     assert "| last test, by seed | 0 | 1 | 2 |" in by_seed and "\n| omagd | 0.500 | 0.510 | 0.520 |" in by_seed
     assert "| 10 | 0.55 [" in rows["omagd"] and rows["omagd"].endswith("| 1.00 |")  # hours
-    assert "| all | 900 | 0.100 | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
-    assert "| all, battles of the trained team | 900 | 0.150 | 0.200 | 0.300 | 0.400 | 0.500 |" in page
+    assert "| all | 900 | 0.100 | - | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
+    assert (
+        "| enemies, all, in battles of the arm's own teams | 900 | 0.150 | - | 0.200 | 0.300 | 0.400 | 0.500 |" in page
+    )
     assert "| reconstruction | 0.250 [0.200, 0.300] | 0.500 [0.400, 0.600] |" in page
-    assert "**Holds.** Error at most 0.33 of the best simple guess" in page
+    assert "**Holds.** Error at most 0.333 of the best simple guess's" in page
     assert (
         f"88 runs, 8.8 core-hours.\n- Commit `{'ab' * 6}`, 88 runs. gate, {MAP}: `baseline` 3, `full_obs` 3; gate, "
         in page
@@ -400,13 +419,13 @@ def test_a_gate_that_goes_on_decides_nothing(site):
     full = [line for line in lines if '"arm":"full_obs"' in line and "3m_mixed" in line]
     path.write_text("".join(line for line in lines if line not in full))  # one map without, one with all
     page = page_now()
-    assert f"| {MAP} | b | b | 63 % | not run yet |" in page and f"| {MAP} | 3" not in page
+    assert f"| {MAP} | b | b | 63% | 0.21, 0.24 | not run yet |" in page and f"| {MAP} | 3" not in page
     assert "| skirmish 5m_mixed_sight6 | 3, 3 | 0.210 | 0.310 |" in page and f"{MAP}, class b: holds" in page
     path.write_text("".join(line for line in lines if line not in full[1:]))
     page = page_now()
     assert f"| {MAP} | 3, 1 | 0.210 | 0.600 |" in page and page.count("| open |") == 1
     path.write_text("".join(line for line in lines if '"arm":"full_obs"' not in line))
-    assert "| skirmish 5m_mixed_sight6 | b | - | - | not run yet |" in page_now()
+    assert "| skirmish 5m_mixed_sight6 | b | - | - | - | not run yet |" in page_now()
 
 
 def test_the_reduced_study_is_no_part_of_the_page_and_controls_need_no_gate(site):
@@ -421,7 +440,7 @@ def test_the_reduced_study_is_no_part_of_the_page_and_controls_need_no_gate(site
     lines = gate.read_text()
     gate.write_text(lines + lines.replace("5m_mixed_sight6", "8m"))  # with a gap of 0.1, which a map of class b needs
     page = page_now()
-    assert "| skirmish 8m | a | - | - | control |" in page and "**skirmish 8m, class a: open.**" in page
+    assert "| skirmish 8m | a | - | - | - | control |" in page and "**skirmish 8m, class a: open.**" in page
 
 
 def test_class_b_is_open_while_enough_maps_can_still_hold(site, monkeypatch):
@@ -440,8 +459,8 @@ def test_the_predictor_of_each_map_is_judged_by_its_own_runs(site):
             append(path, {**line, "seed": seed} | {key: f"{line[key]} {seed}" for key in ("job", "identity")})
     page = page_now().split("<!-- begin predictor")[1].split("<!-- end predictor")[0]
     of_map, of_8m = page.split("### skirmish 8m")
-    assert "| all | 900 | 0.100 | 0.200 |" in of_map and "; 10 seeds." in of_map
-    assert "| all | 400 | 0.100 | 0.150 |" in of_8m and of_8m.count("**Holds.**") == 1 and "; 5 seeds." in of_8m
+    assert "| all | 900 | 0.100 | - | 0.200 |" in of_map and "; 10 seeds." in of_map
+    assert "| all | 400 | 0.100 | - | 0.150 |" in of_8m and of_8m.count("**Holds.**") == 1 and "; 5 seeds." in of_8m
 
 
 def test_arms_show_numbers_once_they_have_their_seeds(site):
@@ -469,12 +488,12 @@ def test_a_map_whose_number_of_seeds_was_raised_shows_both_verdicts(site, monkey
     late = [line for line in lines if json.loads(line)["seed"] >= 5]
     path.write_text("".join(line for line in lines if line not in late))
     five = page_now()
-    assert f"**{MAP}, class b: holds.** " in five and "; 5 seeds. With 5 of 10 planned seeds." in five
+    assert f"**{MAP}, class b: open.** With 5 of 10 planned seeds it holds. " in five and "; 5 seeds." in five
     (line,) = [
         each for each in script.pages(script.Data(site))[script.README].splitlines() if f"{MAP}, class b" in each
     ]
-    assert line.endswith(" With 5 of 10 planned seeds.")
-    assert "b as a whole: open.** Of 3 maps it holds on 1, 2 are undecided" in five
+    assert "With 5 of 10 planned seeds it holds." in line and line.count(";") == 1
+    assert "b as a whole: open.** Of 3 maps it holds on 0, 3 are undecided" in five
     path.write_text("".join(line for line in lines if line not in late[:3]))  # some of the later seeds
     between = page_now()
     assert "| baseline | 5 |" in between and between.split("<!-- begin cost")[0] == five.split("<!-- begin cost")[0]
@@ -483,7 +502,7 @@ def test_a_map_whose_number_of_seeds_was_raised_shows_both_verdicts(site, monkey
                             for line in lines))  # fmt: skip
     page = page_now()
     assert "| baseline | 10 |" in page and f"**{MAP}, class b: does not hold.** " in page
-    first = five.split(f"{MAP}, class b: holds.** ")[1].split(" With 5 of 10")[0]
+    first = five.split("With 5 of 10 planned seeds it holds. ")[1].split("; 5 seeds.")[0] + "; 5 seeds."
     assert f"; 10 seeds. With the first 5 seeds: holds. {first}" in page
     assert "b as a whole: open.** Of 3 maps it holds on 0, 2 are undecided" in page
 
@@ -495,7 +514,49 @@ def test_a_map_that_waits_for_more_seeds_may_still_hold(site, monkeypatch):
     path.write_text("".join(_with_wins(line, 1.0) if '"arm":"last_seen"' in line else f"{line}\n" for line in lines))
     assert "Of 3 maps it holds on 0, 2 are undecided" in page_now()
     monkeypatch.setattr(script, "SEEDS_OF", {MAP: (10, 12)})
-    assert f"{MAP}, class b: does not hold.**" in page_now() and "holds on 0, 3 are undecided" in page_now()
+    assert f"{MAP}, class b: open.** With 10 of 12 planned seeds it does not hold. " in page_now()
+    assert "holds on 0, 3 are undecided" in page_now()
+
+
+def test_variants_are_compared_with_the_arms_of_the_same_seeds_and_decide_no_verdict(site):
+    before = page_now()
+    assert "<!-- begin variants" in before and before.split("<!-- begin variants")[1].split("\n")[1] == script.NOT_YET
+    lines = [json.loads(line) for line in (site / "reconstruction_3_agents.jsonl").read_text().splitlines()]
+    path = site / f"{script.VARIANTS}.jsonl"
+    for line in lines:
+        if line["arm"] == "omagd" and line["seed"] < 5:
+            for arm, won in (("sample", 0.9), ("masked", 0.3), ("masked_truth", 0.4)):
+                varied = {**line, "arm": arm, "study": script.VARIANTS, "identity": f"{arm}{line['seed']}"}
+                append(path, json.loads(_with_wins(json.dumps(varied), won + 0.01 * line["seed"])))
+    page = page_now()
+    part = page.split("<!-- begin variants")[1].split("<!-- end variants")[0]
+    assert "\n| sample | 5 |" in part and "\n| omagd | 5 |" in part and "\n| full_obs | 5 |" in part
+    assert "- `sample` - `omagd` = 0.40 [" in part and "- `masked_truth` - `masked` = 0.10 [" in part
+    assert page.split("<!-- end verdicts")[0] == before.split("<!-- end verdicts")[0]
+    assert "variants, skirmish 3m_mixed_sight6: `masked` 5, `masked_truth` 5, `sample` 5." in page
+
+
+def test_a_gap_that_is_asked_for_once_more_decides_no_verdict(site):
+    """Nor does it fill in a seed that the study lacks."""
+    path = site / "reconstruction_3_agents.jsonl"
+    lines = list(map(json.loads, path.read_text().splitlines()))
+    path.unlink()
+    for line in lines:
+        if (line["arm"], line["seed"]) != ("baseline", 3):
+            append(path, line)
+    before = page_now()
+    assert "`baseline` 9" in before
+    for line in lines:
+        if line["arm"] in ("baseline", "full_obs") and line["seed"] < 4:
+            again = {**line, "study": script.AGAIN, "identity": f"again {line['arm']}{line['seed']}"}
+            append(site / f"{script.AGAIN}.jsonl", json.loads(_with_wins(json.dumps(again), 0.5)))
+    page = page_now()
+    part = page.split("<!-- begin again")[1].split("<!-- end again")[0]
+    assert f"| {MAP} | 4, 4 | 0.500 | 0.500 | 0.000 [0.000, 0.000] |" in part
+    for name in ("verdicts", "tables", "gate"):
+        ours, theirs = (each.split(f"<!-- begin {name}")[1].split("<!-- end")[0] for each in (page, before))
+        assert ours == theirs, name
+    assert f"float32, {MAP}: `baseline` 4, `full_obs` 4" in page
 
 
 def _with_wins(text: str, won: float) -> str:
@@ -520,7 +581,10 @@ def test_a_gate_of_runs_that_are_not_alike_decides_nothing(site):
     path.write_text("".join([json.dumps({**line, "tests": short}) + "\n", *others]))
     page = page_now()
     assert "| open: `baseline`, seed 0, has its last test after 5,000 steps, others after 10,000 |" in page
-    assert f"| {MAP} | b | b | 63 % | not run yet |" in page and "| skirmish 5m_mixed_sight6 | b | - | - | no |" in page
+    assert (
+        f"| {MAP} | b | b | 63% | 0.21, 0.24 | not run yet |" in page
+        and "| skirmish 5m_mixed_sight6 | b | - | - | - | no |" in page
+    )
 
 
 def test_an_arm_with_runs_of_two_settings_is_named(site):

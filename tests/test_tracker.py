@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -281,6 +282,14 @@ def test_training_begins_with_regression_on_what_the_agent_knows(at_once: int | 
         for unit, weights in maps.items():
             assert torch.allclose(ours[age, unit - 1], weights.T[:, :-1], atol=1e-6)
     assert len(chosen) > 2 and sum(len(x) for x, *_ in data[1,].values()) > 50
+
+
+def test_thresholds_are_those_of_the_documentation() -> None:
+    page = " ".join((Path(__file__).resolve().parents[1] / "docs" / "method.md").read_text(encoding="utf-8").split())
+    never, before = tracker_fitting.TAKEN
+    assert f"the highest at which at most {100 * tracker_fitting.MISSED:g} % of the dead are missed" in page
+    assert f"so high that at most {100 * before:g} % of the living are taken for dead. Units never seen" in page
+    assert f"at least 1/2, and so high that at most {100 * never:g} % of the living are taken for dead." in page
 
 
 def test_thresholds_keep_to_the_shares_of_missed_dead_and_of_living_taken_for_dead(monkeypatch: Any) -> None:

@@ -21,13 +21,15 @@ from typing import Any
 import numpy as np
 
 from omagd.run.analysis import belief_tests
-from omagd.run.analysis.contrasts import LOWER, METRIC, UPPER, contrasts, cpu_hours, final_tests, gate_table
+from omagd.run.analysis.contrasts import LOWER, METHOD, METRIC, UPPER, contrasts, cpu_hours, final_tests, gate_table, text_of
 from omagd.run.analysis.curves import curve_panels, final_panels, without_repeats
 from omagd.run.analysis.figures import Axes, render
 from omagd.run.analysis.groups import Group
 from omagd.run.analysis.plot import caption
+from omagd.run.analysis.predictor_aim import ROWS, conditions, mean_row
 from omagd.run.analysis.runs import Run, load
-from omagd.run.analysis.verdicts import METHOD, Kind, Verdict, needed_arms, unfinished, verdict
+from omagd.run.analysis.statistics import difference, iqm
+from omagd.run.analysis.verdicts import Kind, Verdict, needed_arms, unfinished, verdict
 from omagd.run.watch.moments import write_png
 from omagd.run.watch.recording import Recording
 from omagd.utils.errors import UserError
@@ -56,7 +58,16 @@ RESERVE: dict[str, Kind] = {
     "smax smacv2_10_units": "b",
 }  # fmt: skip
 CONTROLS = ("skirmish 8m", "skirmish 3m_hidden")
-LEAST_GAP, MAPS_ASKED, LEAST_CASES, PREDICTOR_SEEDS, GATE_SEEDS = 0.15, 2, 200, 3, 3
+LEAST_GAP, MAPS_ASKED, PREDICTOR_SEEDS, GATE_SEEDS = 0.15, 2, 3, 3
+VARIANTS = "reconstruction_variants"
+"""The study of variants of the method, which decide no verdict."""
+
+VARIED = ("belief_inputs", "omagd"), ("sample", "omagd"), ("masked_truth", "masked")
+"""Each variant, and the arm without what it adds."""
+
+AGAIN = "reconstruction_float32"
+"""The study that asks once more for the gap of a map, in the precision of the gate. It decides no verdict."""
+
 SEEDS = (5,)
 """How many seeds each arm needs. Two numbers: first a verdict with so many, later one with more; both are shown."""
 
@@ -68,10 +79,13 @@ SEEDS_OF = {
 
 GUESSES = {"predictor": "reconstruction", "ridge": "ridge regression", "last_seen": "last seen",
            "last_seen_or_mean": "last seen, else mean", "map_constant": "map constant"}  # fmt: skip
-SIMPLE_GUESSES = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
-ROWS = {"enemy": "all", "enemy_never": "never seen", "enemy_before": "seen before", "enemy_age1": "1 step ago",
-        "enemy_age2_3": "2-3", "enemy_age4_7": "4-7", "enemy_age8_15": "8-15", "enemy_age16": "16 and more"}  # fmt: skip
-TEAM = "all, battles of the trained team"
+RIDGE, STAGES = "ridge", ("stage2", "stage3")
+SHOWN = (
+    *((name, title, STAGES[0]) for name, title in ROWS.items()), ("ally", "allies, all", STAGES[0]),
+    ("enemy", "enemies, all, in battles of the arm's own teams", STAGES[1]),
+)  # fmt: skip
+"""Name, title and stage of the rows about predictors: those of stage 2 are of battles of scripts."""
+
 NOT_YET = "*Not run yet.*"
 
 
@@ -79,20 +93,21 @@ class Data:
     """What the folder holds.
 
     Attributes:
-        gate_runs, study_runs: of the gate and of the main study; runs: both. shown: seeds of each arm that the page
+        gate_runs, study_runs, again, variants: of the gate, of the main study, and of those two that decide no verdict;
+            runs: all of them. shown: seeds of each arm that the page
             shows of a map, once each arm that its verdict needs has them. study: the arms of the main study with the
             first seeds of those maps; arms with fewer are left out. beliefs: records of tests.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        files = sorted(folder.glob("reconstruction_*.jsonl"))
-        gate = [path for path in files if path.stem == GATE]
-        main = [path for path in files if path.stem not in (GATE, SHORT)]
-        self.gate_runs, self.study_runs = (
-            sorted(load(paths, "make_reconstruction"), key=_rank) if paths else [] for paths in (gate, main)
+        files = {path.stem: path for path in sorted(folder.glob("reconstruction_*.jsonl"))}
+        self.gate_runs, self.again, self.variants = (
+            _read([files[name]] if name in files else []) for name in (GATE, AGAIN, VARIANTS)
         )
-        self.runs = [*self.gate_runs, *self.study_runs]
+        others = (GATE, SHORT, AGAIN, VARIANTS)
+        self.study_runs = _read([path for name, path in files.items() if name not in others])
+        self.runs = [*self.gate_runs, *self.study_runs, *self.again, *self.variants]
         self.beliefs = belief_tests.records(folder)
         played = {run.place for run in self.runs}
         if unknown := played - MAPS.keys() - RESERVE.keys():
@@ -141,17 +156,19 @@ class Data:
         *earlier, last = found
         words = [f" With the first {count} seeds: {each.state}. {each.why}"
                  for each, count in zip(earlier, planned, strict=False)]  # fmt: skip
-        return replace(last, why="".join([last.why, *words, self.seeds_to_come(place)]))
-
-    def seeds_to_come(self, place: str) -> str:
-        """Return a sentence on a map that shows a verdict with fewer seeds than are planned; else nothing."""
-        shown, planned = self.shown.get(place), seeds_of(place)[-1]
-        return "" if shown in (None, planned) else f" With {shown} of {planned} planned seeds."
+        if place in self.shown and self.waits(place):
+            so_far = f"With {self.shown[place]} of {planned[-1]} planned seeds it {last.state}. "
+            last = replace(last, state="open", why=so_far + last.why)
+        return replace(last, why="".join([last.why, *words]))
 
     def studied(self) -> list[str]:
         """Return the maps that are finished, in order."""
         played = {run.place for group in self.study for run in group.runs}
         return [place for place in self.places if place in played]
+
+
+def _read(paths: Sequence[Path]) -> list[Run]:
+    return sorted(load(paths, "make_reconstruction"), key=_rank) if paths else []
 
 
 def _rank(run: Run) -> tuple[int, str, int, str]:
@@ -185,9 +202,13 @@ def table_of_maps(data: Data) -> str:
     rows = []
     for place, kind in data.places.items():
         found = census.get(place)
-        unseen = "-" if found is None else f"{100 * found['units']['enemy']['unseen']:.0f} %"
-        rows.append([place, kind, "-" if found is None else found["class"], unseen, entered.get(place, "not run yet")])
-    return markdown(["Map", "Predicted class", "Class by census", "Enemies unseen", "Enters"], rows)
+        of_census = ["-"] * 3
+        if found is not None:
+            unseen, explained = found["units"]["enemy"]["unseen"], (found["inferable"], found["inferable_before"])
+            of_census = [found["class"], f"{unseen:.0%}", ", ".join(f"{share:.2f}" for share in explained)]
+        rows.append([place, kind, *of_census, entered.get(place, "not run yet")])
+    head = ["Map", "Predicted class", "Class by census", "Enemies unseen", "Ridge explains: all, before contact", "Enters"]
+    return markdown(head, rows)
 
 
 def table_of_gate(data: Data) -> str:
@@ -198,6 +219,14 @@ def table_of_gate(data: Data) -> str:
     return f"{markdown(found['head'], found['rows'])}\n\n{found['note']}"
 
 
+def gap_again(data: Data) -> str:
+    """Return the table of the gap that is asked for once more."""
+    if not {LOWER, UPPER} <= {run.arm for run in data.again}:
+        return NOT_YET
+    found = gate_table(data.again, LOWER, UPPER, LEAST_GAP)
+    return markdown(found["head"][:-1], [row[:-1] for row in found["rows"]])
+
+
 def cheap_tests(data: Data) -> str:
     """Return the tables of the plug-in tests and of the swap tests."""
     found = belief_tests.tables(each for each in data.beliefs if each["test"] != "census")
@@ -206,11 +235,11 @@ def cheap_tests(data: Data) -> str:
 
 
 def verdict_lines(data: Data, short: bool = False) -> str:
-    """Return a line for each map, and one on class b as a whole. short: with one number each."""
+    """Return a line for each map, and one on class b as a whole. short: with two numbers each."""
     found, entered = data.verdicts(), data.entered()
     asked = [each for each in found if each.kind == "b"]
     good = sum(each.state == "holds" and entered.get(each.place, False) for each in asked)  # through the gate
-    waiting = sum(each.state != "does not hold" or data.waits(each.place) for each in asked) - good
+    waiting = sum(each.state != "does not hold" for each in asked) - good
     enough = good >= MAPS_ASKED
     spare = 0 if sum(entered.values()) >= MAPS_ASKED else len(RESERVE.keys() - entered.keys())  # the gate goes on
     state = "holds" if enough else "open" if good + waiting + spare >= MAPS_ASKED else "does not hold"
@@ -220,7 +249,7 @@ def verdict_lines(data: Data, short: bool = False) -> str:
         total += f" Maps of the reserve that are not tried yet: {spare}."
     if out := [place for place, enters in entered.items() if not enters]:
         total += f" Not through the gate: {', '.join(out)}."
-    lines = [each.text if not short else each.short + data.seeds_to_come(each.place) for each in found]
+    lines = [each.short if short else each.text for each in found]
     return "\n".join(f"- {line}" for line in (*lines, total))
 
 
@@ -230,7 +259,7 @@ def figures(data: Data) -> dict[str, bytes]:
     if data.study:
         labels = tuple(group.label for group in data.study)
         final = Axes("final", "win rate of the last test", "", labels, unit=True, gap=(LOWER, UPPER))
-        curves = Axes("curves", "environment steps", "win rate", labels, unit=True)
+        curves = Axes("curves", "environment steps", "win rate", labels, columns=2)
         panels = {"final": (final, final_panels(data.study, METRIC, "iqm", total=False)),
                   "curves": (curves, curve_panels(data.study, METRIC, "steps", "iqm", total=False))}  # fmt: skip
         for kind, (axes, shown) in panels.items():
@@ -280,6 +309,24 @@ def curves_part(data: Data) -> str:
     return picture("curves.png", words, PAGE) if data.study else NOT_YET
 
 
+def variants_part(data: Data) -> str:
+    """Return a table of the variants beside the arms of the study with the same seeds, and what each variant adds."""
+    if not data.variants:
+        return NOT_YET
+    seeds = {(run.place, run.seed) for run in data.variants}
+    beside = [run for run in data.study_runs
+              if run.arm in (LOWER, METHOD, UPPER) and (run.place, run.seed) in seeds]  # fmt: skip
+    found = by_arm([*beside, *data.variants])
+    made = []
+    for each in contrasts(found):
+        last = final_tests(found, each["title"])
+        lines = [f"- `{arm}` - `{other}` = {text_of(*difference([last[arm]], [last[other]], iqm))}"
+                 for arm, other in VARIED if {arm, other} <= last.keys()]  # fmt: skip
+        table = markdown(each["head"], each["rows"])
+        made.append("\n\n".join([f"{each['title']}:", table, "\n".join(lines)]).strip())
+    return "\n\n".join(made)
+
+
 def battle_part(data: Data) -> str:
     """Return the picture of a battle."""
     words = "Three moments of a battle of a trained team: what an agent sees, what it believes, and what is true"
@@ -287,20 +334,31 @@ def battle_part(data: Data) -> str:
 
 
 def predictor_part(data: Data) -> str:
-    """Return for each map the errors of the predictor on enemies, mean over seeds, and of the simple guesses."""
+    """Return for each map the errors of the predictor, means over seeds, of the arm `ridge`, and of the simple guesses."""
     made = []
     for place in data.studied():
-        runs = [run for group in data.study if group.label == METHOD for run in group.at(place)]
-        found, of_team = ([table for run in runs if (table := _beliefs(run, stage))] for stage in ("stage2", "stage3"))
-        means = {name: mean for name in ROWS if (mean := _mean_row([table.get(name, {}) for table in found]))}
-        if means:
-            shown = {**{ROWS[name]: mean for name, mean in means.items()},
-                     TEAM: _mean_row([table.get("enemy", {}) for table in of_team])}  # fmt: skip
-            rows = [[name, f"{mean['count']:,.0f}", *(f"{mean['mse', key]:.3f}" for key in GUESSES)]
-                    for name, mean in shown.items() if mean]  # fmt: skip
-            table = markdown(["living enemies, last seen", "cases", *GUESSES.values()], rows)
-            made.append(f"### {place}\n\n{table}\n\n{_predictor_verdict(means, len(found))}")
+        tables = {(arm, stage): _tables(data, place, arm, stage) for arm in (METHOD, RIDGE) for stage in STAGES}
+        means = {(arm, name, stage): mean_row([table.get(name, {}) for table in tables[arm, stage]])
+                 for arm in (METHOD, RIDGE) for name, _, stage in SHOWN}  # fmt: skip
+        judged = {name: means[METHOD, name, STAGES[0]] for name in ROWS}
+        if any(judged.values()):
+            rows = []
+            for name, title, stage in SHOWN:
+                mean, of_arm = (means[arm, name, stage] for arm in (METHOD, RIDGE))
+                if mean:
+                    own = f"{of_arm['mse']['predictor']:.3f}" if of_arm else "-"
+                    errors = [f"{mean['mse'][key]:.3f}" for key in GUESSES]
+                    rows.append([title, f"{mean['count']:,.0f}", errors[0], own, *errors[1:]])
+            heads = list(GUESSES.values())
+            table = markdown(["living units, last seen", "cases", heads[0], f"arm `{RIDGE}`", *heads[1:]], rows)
+            made.append(f"### {place}\n\n{table}\n\n{_predictor_verdict(judged, len(tables[METHOD, STAGES[0]]))}")
     return "\n\n".join(made) or NOT_YET
+
+
+def _tables(data: Data, place: str, arm: str, stage: str) -> list[Mapping[str, Mapping[str, Any]]]:
+    """Return the table of each run of an arm that has one."""
+    runs = [run for group in data.study if group.label == arm for run in group.at(place)]
+    return [table for run in runs if (table := _beliefs(run, stage))]
 
 
 def _beliefs(run: Run, stage: str) -> Mapping[str, Mapping[str, Any]]:
@@ -308,42 +366,12 @@ def _beliefs(run: Run, stage: str) -> Mapping[str, Mapping[str, Any]]:
     return {row["row"]: row for row in found.get("rows", [])} if isinstance(found, dict) else {}
 
 
-def _mean_row(rows: Sequence[Mapping[str, Any]]) -> dict[Any, float]:
-    """Return the mean over seeds of the numbers of a row, those of a guess by (measure, guess); empty for few cases."""
-    flat = [{(name, key): number for name in ("mse", "health_r2") for key, number in row.get(name, {}).items()}
-            | {name: row.get(name) for name in ("taken_for_dead", "recall_dead")} for row in rows]  # fmt: skip
-    cases = float(np.mean([row.get("count") or 0 for row in rows])) if rows else 0.0
-    known = {key: [row[key] for row in flat if row.get(key) is not None] for row in flat for key in row}
-    means = {key: float(np.mean(numbers)) for key, numbers in known.items() if numbers}
-    return {"count": cases, **means} if cases >= LEAST_CASES else {}
-
-
-def _predictor_verdict(rows: Mapping[str, Mapping[Any, float]], seeds: int) -> str:
-    """Return whether the predictor is what was asked, with the worst number of all rows; open where one is unknown."""
-
-    def number(name: str, key: Any) -> float:
-        return rows.get(name, {}).get(key, math.nan)
-
-    simple, ridge = (
-        float(np.max([number(name, ("mse", "predictor")) / np.min([number(name, ("mse", key)) for key in keys])
-                      for name in rows]))
-        for keys in (SIMPLE_GUESSES, ("ridge",))
-    )  # fmt: skip
-    taken, dead = number("enemy_before", "taken_for_dead"), number("enemy", "recall_dead")
-    dead_before = number("enemy_before", "recall_dead")
-    health = [number("enemy", ("health_r2", key)) for key in ("predictor", "ridge")]
-    asked = [
-        (simple, simple <= 0.9, f"error at most {simple:.2f} of the best simple guess (asked: 0.9)"),
-        (ridge, ridge <= 1, f"{ridge:.2f} of ridge regression (asked: 1)"),
-        (taken, taken <= 0.05, f"{taken:.3f} of those seen before taken for dead (asked: 0.05)"),
-        (dead, dead >= 0.95, f"{dead:.3f} of the dead recognised (asked: 0.95; of those seen before {dead_before:.3f})"),
-        (sum(health), health[0] >= health[1], f"R² of health {health[0]:.3f}, of ridge regression {health[1]:.3f}"),
-    ]  # fmt: skip
-    states = ["open" if math.isnan(value) else "holds" if good else "does not hold" for value, good, _ in asked]
-    order = ("does not hold", "open", "holds")  # the worst comes first
-    found = sorted(zip(map(order.index, states), (words for *_, words in asked), strict=True), key=lambda each: each[0])
-    state = "open" if seeds < PREDICTOR_SEEDS else order[found[0][0]]
-    words = "; ".join(words.replace("nan", "unknown") for _, words in found)
+def _predictor_verdict(rows: Mapping[str, Mapping[str, Any]], seeds: int) -> str:
+    """Return whether the predictor is what was asked, the conditions that it misses first; open where one is unknown."""
+    states = {False: "does not hold", None: "open", True: "holds"}  # the worst comes first
+    found = sorted(conditions(rows), key=lambda each: list(states).index(each.met))
+    state = "open" if seeds < PREDICTOR_SEEDS else states[found[0].met]
+    words = "; ".join(each.words for each in found)
     return f"**{state.capitalize()}.** {words[0].upper()}{words[1:]}; {seeds} seed{'s' * (seeds != 1)}."
 
 
@@ -354,7 +382,7 @@ def cost(data: Data) -> str:
     hours, unknown = cpu_hours(data.runs), sum(run.cpu_seconds is None for run in data.runs)
     lines = [f"{len(data.runs)} runs, {hours:.1f} core-hours" + f" ({unknown} runs without a figure)" * bool(unknown)]
     commits: dict[str, dict[tuple[str, str], int]] = {}
-    for part, runs in (("gate, ", data.gate_runs), ("", data.study_runs)):
+    for part, runs in (("gate, ", data.gate_runs), ("", data.study_runs), ("float32, ", data.again), ("variants, ", data.variants)):
         for run in runs:
             name = run.commit[:12] + "-dirty" * run.commit.endswith("-dirty") or "unknown"
             counts = commits.setdefault(name, {})
@@ -386,9 +414,9 @@ def parts(data: Data) -> dict[Path, dict[str, str]]:
     """Return what is between the markers of each page."""
     return {
         PAGE: {
-            "maps": table_of_maps(data), "gate": table_of_gate(data), "verdicts": verdict_lines(data),
+            "maps": table_of_maps(data), "gate": table_of_gate(data), "again": gap_again(data), "verdicts": verdict_lines(data),
             "final": final_part(data, PAGE), "tables": tables(data), "curves": curves_part(data),
-            "predictor": predictor_part(data), "tests": cheap_tests(data), "battle": battle_part(data), "cost": cost(data),
+            "predictor": predictor_part(data), "tests": cheap_tests(data), "battle": battle_part(data), "variants": variants_part(data), "cost": cost(data),
         },
         README: {"reconstruction": summary(data)},
     }  # fmt: skip

@@ -10,6 +10,7 @@ Shapes: F frames, k stacked frames, L = k·N tokens of a frame (N with the GRU),
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import cast
 
 import numpy as np
@@ -30,6 +31,12 @@ ROUND = 4  # frames are padded to multiples of this: few shapes, and no product 
 PLACES = 4 * ROUND  # tokens to guess likewise
 
 
+@cache
+def _packs_bf16() -> bool:
+    """Return whether oneDNN multiplies bf16 on this processor; elsewhere torch does, slowly."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class FrozenLinear:
     """x weight^T + bias for fixed weights [out, in], converted once to the layout of the faster library.
 
@@ -37,7 +44,7 @@ class FrozenLinear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor, bf16: bool = False) -> None:
-        fast = bf16 or (min(weight.shape) >= WIDE and prefers_onednn())
+        fast = _packs_bf16() if bf16 else min(weight.shape) >= WIDE and prefers_onednn()
         self._packed = weight.device.type == "cpu" and weight.dtype == torch.float32 and fast
         self._type = torch.bfloat16 if bf16 else weight.dtype
         self._weight, self._bias = weight.to(self._type).contiguous(), bias.to(self._type)

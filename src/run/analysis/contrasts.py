@@ -1,6 +1,7 @@
 """How arms of a study compare with named ones: interquartile means, chance of being better, share of a gap, area.
 
-Arms are found by their names: `LOWER` sees least, `UPPER` everything, and the others are compared with `REFERENCES`.
+Arms are found by their names: `LOWER` sees least, `UPPER` everything, `METHOD` fills in what it does not see, and the
+others are compared with `REFERENCES`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from omagd.run.reporting.card import Card, differences
 from omagd.utils.errors import UserError, nearest
 from omagd.utils.storage import is_number
 
-LOWER, UPPER, REFERENCES = "baseline", "full_obs", ("last_seen", "map_constant", "baseline")
+LOWER, UPPER, METHOD = "baseline", "full_obs", "omagd"
+REFERENCES = ("last_seen", "map_constant", "baseline")
 GAP = ("share of the gap", "the same of the curve")
 METRIC = "test_battle_won_mean"
 MAY_DIFFER = "observations"
@@ -66,6 +68,8 @@ def _contrast(found: Sequence[Group], place: str, references: Sequence[str]) -> 
         ends = interval(iqm, [values])
         height = float(np.mean(mean_height[label]))
         row = [label, str(len(values)), text_of(float(iqm([values])), ends), f"{height:.3f}"]
+        if METHOD in last:
+            row.append("-" if label == METHOD else text_of(*difference([last[METHOD]], [values], iqm)))
         row += ["-" if other == label else text_of(*improvement([values], [last[other]]))
                 for other in references]  # fmt: skip
         for of in (last, mean_height) if has_gap else ():
@@ -74,6 +78,7 @@ def _contrast(found: Sequence[Group], place: str, references: Sequence[str]) -> 
                        if inner else "-")  # fmt: skip
         rows.append([*row, *([f"{hours[label]:.2f}" if hours[label] else "-"] if measured else [])])
     head = ["arm", "seeds", "win rate at the end, IQM", "mean height of the curve",
+            *([f"{METHOD} - arm, at the end"] if METHOD in last else ()),
             *(f"P(better than {reference})" for reference in references),
             *(GAP if has_gap else ()),
             *(["core-hours"] if measured else [])]  # fmt: skip

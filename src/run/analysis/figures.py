@@ -14,7 +14,7 @@ import numpy as np
 
 from omagd.run.analysis.curves import Line, Panel
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333", "#882255")
 """Okabe and Ito's palette without yellow, which is too light for lines on white."""
 
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
@@ -42,7 +42,8 @@ class Axes:
     Attributes:
         kind: curves, final, profile, improvement or gap. x, y: labels. seconds: the x axis is time. unit: values
             are shares from 0 to 1. groups: labels of all groups: a group has one colour in all figures. gap: labels of
-            two groups; in `final` the ground from the first one's value up to the second one's is shaded.
+            two groups; in `final` the ground from the first one's value up to the second one's is shaded. columns: of
+            panels, at most; 0: as many as fit.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Axes:
     seconds: bool = False
     unit: bool = False
     gap: tuple[str, str] | None = None
+    columns: int = 0
 
 
 def render(panels: Sequence[Panel], axes: Axes, caption: str, width: str, marked: set[str]) -> dict[str, bytes]:
@@ -84,7 +86,7 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
     labels = list(dict.fromkeys(line.label for panel in panels for line in panel.lines))
     styles = {label: style for label, style in zip(axes.groups, _styles(), strict=False) if label in labels}
     most = 1 if width < 5 else 3 if len(panels) in (5, 6) else 4
-    columns = min(most, len(panels))
+    columns = min(axes.columns or most, len(panels))
     rows = -(-len(panels) // columns)
     of_groups = axes.kind in ("final", "improvement", "gap")
     high = 0.5 + 0.17 * max(len(panel.lines) for panel in panels) if of_groups else _height(width / columns)

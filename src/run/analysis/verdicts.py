@@ -3,7 +3,8 @@
 What is asked depends on the class of a map (`omagd beliefs census`), which is written down before any run:
 
 - a, constants of the map are unseen: `METHOD` is not slower than `LOWER`, by the mean height of the curve;
-- b, inferable: it closes at least `LEAST` of the gap from `LOWER` to `UPPER`, and is above each of `SIMPLE`;
+- b, inferable: it closes at least `LEAST` of the gap from `LOWER` to `UPPER`, and is above each of `SIMPLE` (its
+  difference to `LOWER` is shown, but not asked);
 - c, hardly inferable: it is not below `LOWER`.
 
 All of win rates, interquartile means over seeds. "Above" is a 95 % interval of the difference that lies above 0, "not
@@ -19,12 +20,12 @@ from typing import Literal
 
 import numpy as np
 
-from omagd.run.analysis.contrasts import LOWER, METRIC, UPPER, final_tests, mean_heights, text_of, unlike
+from omagd.run.analysis.contrasts import LOWER, METHOD, METRIC, UPPER, final_tests, mean_heights, text_of, unlike
 from omagd.run.analysis.groups import Group
 from omagd.run.analysis.runs import Run
 from omagd.run.analysis.statistics import FEW_SEEDS, Interval, difference, gap_share, iqm
 
-METHOD, SIMPLE = "omagd", ("last_seen", "map_constant", "baseline_truth", "map_constant_truth")
+SIMPLE = ("last_seen", "map_constant", "baseline_truth", "map_constant_truth")
 LEAST = 0.5
 REACHED = 0.9
 """Share of the baseline's last test that a learner has to reach: its steps are given beside the verdict of class a."""
@@ -54,8 +55,8 @@ class Verdict:
 
     @property
     def short(self) -> str:
-        """`text` with the first of its numbers alone; what an open one waits for stays whole."""
-        return self.text if self.state == "open" else self.text.split(";")[0].removesuffix(".") + "."
+        """`text` with the first two of its numbers alone."""
+        return "; ".join(part.strip() for part in self.text.split(";")[:2]).removesuffix(".") + "."
 
 
 def needed_arms(kind: Kind) -> tuple[str, ...]:
@@ -107,16 +108,17 @@ def _runs(found: Sequence[Group], place: str, label: str) -> list[Run]:
 
 
 def _closes(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[str]]:
+    gain = f"`{METHOD}` - `{LOWER}` = {text_of(*difference([last[METHOD]], [last[LOWER]], iqm))}"
     gap, ends = difference([last[UPPER]], [last[LOWER]], iqm)
     if not gap > 0:
-        return False, [f"there is no gap: `{UPPER}` - `{LOWER}` = {text_of(gap, ends)}"]
+        return False, [f"there is no gap: `{UPPER}` - `{LOWER}` = {text_of(gap, ends)}", gain]
     share, ends = gap_share([last[METHOD]], [last[LOWER]], [last[UPPER]], iqm)
     parts = [(share >= LEAST, f"`{METHOD}` closes {text_of(share, ends)} of the gap (asked: {LEAST})")]
     for label in SIMPLE:
         above, ends = difference([last[METHOD]], [last[label]], iqm)
         parts.append((_lower_end(ends) > 0, f"`{METHOD}` - `{label}` = {text_of(above, ends)}"))
     parts.sort(key=lambda part: part[0])  # what fails comes first
-    return all(good for good, _ in parts), [words for _, words in parts]
+    return all(good for good, _ in parts), [parts[0][1], gain, *(words for _, words in parts[1:])]
 
 
 def _not_below(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[str]]:
