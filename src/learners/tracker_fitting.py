@@ -83,25 +83,28 @@ def fit_regression(
 
 def _gram(tracker: Tracker, batches: Iterable[PackedBatch], layout: EntityLayout, units: Tensor, dist: Dist) -> Tensor:
     """Return the sums [2, U, 6, size, size + D] of the regressions for units [U], and those of held-out episodes."""
-    size = tracker.n_known + 1
-    gram = torch.zeros(2, len(units), CLASSES, size, size + layout.node_dim, dtype=torch.float64, device=units.device)
+    size, n_units = tracker.n_known + 1, len(units)
+    gram = torch.zeros(2 * n_units * CLASSES, size, size + layout.node_dim, dtype=torch.float64, device=units.device)
+    number = torch.full((layout.n_nodes,), -1, device=units.device)  # of a node among `units`
+    number[units] = torch.arange(n_units, device=units.device)
     for batch in bounded(batches):
         sample = sample_of(batch, layout)
         memory = sample.memory
-        still = torch.zeros((*memory.age.shape, 2), dtype=tracker.scale.dtype, device=batch.device)
-        _, base, known = tracker.encode(memory, still)
-        known = F.pad(known, (0, 1), value=1.0).double()
         row, agent, node = torch.nonzero(memory.missing).unbind(1)
-        left = ((sample.target - base[row, agent, node - 1]) / tracker.scale[node]).double()
-        held_out = _held_out(batch)[row].long()
-        for i, unit in enumerate(units.tolist()):
-            of_unit = torch.nonzero(~sample.dead & (node == unit)).flatten()
-            for part, age in ((part, age) for part in (0, 1) for age in range(CLASSES)):
-                chosen = of_unit[(held_out[of_unit] == part) & (sample.ages[of_unit] == age)]
-                if len(chosen):
-                    x = known[row[chosen], agent[chosen]]
-                    gram[part, i, age] += x.t() @ torch.cat([x, left[chosen]], dim=1)
-    return dist.sum(gram)
+        counted = ~sample.dead & (number[node] >= 0)
+        row, agent, node, age = row[counted], agent[counted], node[counted], sample.ages[counted]
+        still = torch.zeros((*memory.age.shape, 2), dtype=tracker.scale.dtype, device=batch.device)
+        known = tracker.look(memory, still)
+        left = (sample.target[counted] - known.base[row, agent, node]) / tracker.scale[node]
+        group = (_held_out(batch)[row] * n_units + number[node]) * CLASSES + age
+        order = group.argsort(stable=True)  # rows of a group stand together, so that each takes one product
+        x = F.pad(known.features.double(), (0, 1), value=1.0)[row[order], agent[order]]
+        rows = torch.cat([x, left[order].double()], dim=1)
+        counts = torch.bincount(group, minlength=len(gram)).tolist()
+        for total, part in zip(gram, rows.split(counts), strict=True):
+            if len(part):
+                total += part[:, :size].t() @ part
+    return dist.sum(gram.view(2, n_units, CLASSES, *gram.shape[1:]))
 
 
 def _held_out(batch: PackedBatch) -> Tensor:

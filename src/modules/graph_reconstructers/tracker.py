@@ -82,6 +82,20 @@ class Output(NamedTuple):
     dead: Tensor
 
 
+class Known(NamedTuple):
+    """What agents know of their units without the network, for R rows.
+
+    base: [R, n, N, D]; z: the same in standard deviations. flags: [R, n, N, 4]. acted: [R, n, A], own last action.
+    features: [R, n, known], all of it for each agent, which the linear part and the summary read.
+    """
+
+    base: Tensor
+    z: Tensor
+    flags: Tensor
+    acted: Tensor
+    features: Tensor
+
+
 Straight = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -170,36 +184,38 @@ class Tracker(nn.Module):
         agents = torch.arange(self.n_agents, device=total.device)[:, None]
         return total[:, :, None] - total[at, agents]
 
+    def look(self, memory: Memory, drift: Tensor) -> Known:
+        """Return what agents know of their units without the network. drift: [R, n, N, 2]."""
+        kind = drift.dtype
+        x, y = self.layout.position
+        age, never = memory.age, (memory.age < 0)[..., None]
+        shift = F.pad(drift[..., :1], (x, self.dim - 1 - x)) + F.pad(drift[..., 1:], (y, self.dim - 1 - y))
+        base = torch.where(never, self.mean, memory.last.to(kind)) + torch.where(never, 0.0, shift)
+        z = torch.where(never, 0.0, (base - self.mean) / self.scale)
+        steps = age.clamp(min=0).to(kind)
+        seen = (age == 0).to(kind)
+        flags = torch.stack([seen, never[..., 0].to(kind), (steps / 8).tanh(), steps.log1p() / 3], dim=-1)
+        agents = torch.eye(self.n_agents, dtype=kind, device=base.device).expand(len(age), -1, -1)
+        timed = self._hats(memory.step, kind)[:, None].expand(-1, self.n_agents, -1)
+        units, acted = torch.cat([z, flags], dim=-1), self._one_hot(memory.action)
+        return Known(base, z, flags, acted, torch.cat([units.flatten(2), acted, agents, timed], dim=-1))
+
     def encode(self, memory: Memory, drift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the cell's input [R, n, N - 1, H], the base [R, n, N - 1, D], and what agents know, [R, n, known].
 
         drift: [R, n, N, 2].
         """
-        kind = drift.dtype
-        x, y = self.layout.position
-        age, never = memory.age, memory.age < 0
-        base = torch.where(never[..., None], self.mean, memory.last.to(kind))
-        shift = F.pad(drift[..., :1], (x, self.dim - 1 - x)) + F.pad(drift[..., 1:], (y, self.dim - 1 - y))
-        base = base + torch.where(never[..., None], 0.0, shift)
-        z = torch.where(never[..., None], 0.0, (base - self.mean) / self.scale)
-        seen = age == 0
-        steps = age.clamp(min=0).to(kind)
-        flags = torch.stack([seen.to(kind), never.to(kind), (steps / 8).tanh(), steps.log1p() / 3], dim=-1)
-        rows = len(age)
-        agents = torch.eye(self.n_agents, dtype=kind, device=base.device).expand(rows, -1, -1)
-        timed = self._hats(memory.step, kind)[:, None].expand(-1, self.n_agents, -1)
-        units = torch.cat([z, flags], dim=-1).flatten(2)
-        known = torch.cat([units, self._one_hot(memory.action), agents, timed], dim=-1)
-        context = self.context(F.relu(self.summary(known)))
-        context = context + self.own(torch.cat([z[:, :, 0], self._one_hot(memory.action)], dim=-1))
+        known = self.look(memory, drift)
+        context = self.context(F.relu(self.summary(known.features)))
+        context = context + self.own(torch.cat([known.z[:, :, 0], known.acted], dim=-1))
         context = context + F.embedding(memory.step.clamp(max=self.limit), self.step_table.weight)[:, None]
-        others, z, flags = base[:, :, 1:], z[:, :, 1:], flags[:, :, 1:]
-        far = others[..., [x, y]].square().sum(-1, keepdim=True).add(1e-12).sqrt()
+        others, z, flags = known.base[:, :, 1:], known.z[:, :, 1:], known.flags[:, :, 1:]
+        far = others[..., list(self.layout.position)].square().sum(-1, keepdim=True).add(1e-12).sqrt()
         place = torch.cat([far, F.relu(1 - far), drift[:, :, 1:]], dim=-1)
-        shown = torch.where(seen[:, :, 1:, None], z, 0.0)
+        shown = torch.where(memory.age[:, :, 1:, None] == 0, z, 0.0)
         static = self.slot.weight.view(self.n_agents, self.n_nodes - 1, -1)
         inputs = self.node(torch.cat([z, shown, flags, place], dim=-1))
-        return F.leaky_relu(inputs + context[:, :, None] + static, SLOPE), others, known
+        return F.leaky_relu(inputs + context[:, :, None] + static, SLOPE), others, known.features
 
     def decode(
         self, hidden: Tensor, x: Tensor, base: Tensor, known: Tensor, memory: Memory, straight: Straight | None = None
