@@ -262,6 +262,8 @@ def test_a_reconstructor_is_given_the_actions_that_were_taken():
         [nothing, last[3]],
     ]
     assert given[0] == 2 and [each for each in given if isinstance(each, list)][0] == [True, True]
+    acting.begin(2)  # the next round: numbers of `decode: sample` go on
+    assert [each for each in given if isinstance(each, int)] == [2]
     assert all((seen == 1).all() and (full == 1).all() for seen, full in shown)  # a team that reads full_obs, too
 
 
@@ -369,14 +371,16 @@ def study(folder, ends, seeds=5, finished=True):
 def test_the_gate_reads_a_finished_study(tmp_path, capsys):
     wide = study(tmp_path / "wide", {"baseline": 0.3, "full_obs": 0.5})
     assert main(["beliefs", "gate", str(wide)]) == 0
-    out = capsys.readouterr().out
-    row = next(line for line in out.splitlines() if line.startswith("skirmish 3m"))
+    wide_out = capsys.readouterr().out
+    row = next(line for line in wide_out.splitlines() if line.startswith("skirmish 3m"))
     assert re.search(r" 0\.200 \[0\.1\d\d, 0\.2\d\d\] ", row) and row.endswith("yes"), "as many places as the rates"
     assert main(["beliefs", "gate", str(wide), "--least=0.25"]) == 0
     assert capsys.readouterr().out.splitlines()[2].endswith("no")
     wild = study(tmp_path / "wild", {"baseline": 0.2, "full_obs": 0.4}, seeds=1)
     assert main(["beliefs", "gate", str(wild)]) == 0
-    assert capsys.readouterr().out.splitlines()[2].endswith("no")  # one seed has no interval
+    out = capsys.readouterr().out
+    assert out.splitlines()[2].endswith("no")  # one seed has no interval
+    assert "fewer than 5 seeds" in out and "fewer than 5 seeds" not in wide_out
     even = study(tmp_path / "even", {"baseline": 0.3, "full_obs": 0.301})
     assert main(["beliefs", "gate", str(even), "--least=0"]) == 0
     assert capsys.readouterr().out.splitlines()[2].endswith("no")

@@ -151,6 +151,11 @@ def batch_of(*seeds: int) -> PackedBatch:
 
 def test_half_of_the_windows_show_one_agent_and_the_others_some_but_never_all():
     stage, batch = learner(), batch_of(*range(12))
+    evaluated = stage.evaluate(batch)["graph_loss"][0]
+    stage.updates = 1
+    assert torch.equal(stage.evaluate(batch)["graph_loss"][0], evaluated), "evaluations show the same windows"
+    stage._loss.train()
+    stage.updates = 0
     sample = stage.sample(batch)
     n_rows = int(batch.valid_mask.sum())
     shown = sample.shown.sum(1)

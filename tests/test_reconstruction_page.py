@@ -136,6 +136,9 @@ def test_class_a_asks_for_the_area_under_the_curve_whatever_the_end_is():
     assert verdict(swapped, MAP, "a").state == "does not hold"
     hardly = verdict(arms(baseline=0.6, omagd=0.595), MAP, "a")
     assert hardly.state == "holds"  # the interval of the difference holds 0
+    played = replace(slow[0].runs[0], summary={"kind": "evaluation"}, given=slow[0].runs[0].given[-1:])
+    again = [Group("baseline", {}, (*slow[0].runs, *[replace(played, folder=Path(f"e{i}")) for i in range(9)])), *fast]
+    assert verdict(again, MAP, "a").why == found.why, "an evaluation is no curve"
     never = verdict([*arms(baseline=0.6), *arms(omagd=0.3)], MAP, "a")
     assert never.state == "does not hold" and "`omagd` never" in never.why
 
@@ -163,11 +166,12 @@ def card(**compared) -> dict:
         ),
         ("omagd", {"given": ({**run("omagd", 1, 0.9).given[0], "test_battle_won_mean": math.nan},)}, "has no win rate"),
         ("omagd", {"given": ()}, "the last test of `omagd`, seed 1, has no win rate"),
-        ("baseline", {"summary": {"exit_state": "failed"}}, "`baseline`, seed 1, has not completed but failed"),
+        ("baseline", {"summary": {"exit_state": "failed"}}, "`baseline`, seed 1, ended as failed"),
+        ("omagd", {"summary": {}, "finished": False}, "`omagd`, seed 1, ended as unfinished"),
         ("omagd", {"card": card(t_max=600_000)}, "seed 1, against `omagd`, seed 0: t_max 600000, not 300000"),
         ("omagd", {"config": {**run("omagd", 7, 0.9).config, "seed": 7}}, "`omagd` has seeds that `baseline` lacks: 7"),
     ],
-    ids=["shorter", "nan", "none", "failed", "t_max", "seeds"],
+    ids=["shorter", "nan", "none", "failed", "unfinished", "t_max", "seeds"],
 )
 def test_runs_that_are_not_alike_decide_nothing(kind, label, values, said):
     given = [replace(g, runs=tuple(replace(r, card=card(observations=g.label)) for r in g.runs)) for g in arms(**GOOD)]
@@ -313,6 +317,7 @@ def rows_with(rows, name: str, change: dict) -> dict:
         ("enemy", {("health_r2", "predictor"): None}, "**Open.** R² of health unknown, of ridge regression 0.3000"),
         ("enemy_before", {"recall_dead": None, "taken_for_dead": 0.06}, "**Does not hold.** 0.060 of those seen"),
         ("enemy_age16", {("mse", "ridge"): 0.01}, "**Holds.**"),  # of too few cases
+        ("enemy", {("mse", "ridge"): 0.0}, "**Does not hold.** Error at most inf of ridge regression's (row: all"),
         ("enemy_age16", {("mse", "ridge"): 0.01, "count": 200},
          "**Does not hold.** Error at most 10.000 of ridge regression's (row: 16"),
     ],

@@ -23,6 +23,7 @@ from omagd.config.checks import refresh_warnings
 from omagd.learners import PREDICTORS
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.graph_reconstructers import REGISTRY
+from omagd.run.checkpoint.weights import PREDICTOR_FILE, keep_file, load_file
 from omagd.run.checkpoint.whole_state import whole_state
 from omagd.run.cli import beliefs
 from omagd.run.cli.main import config_from
@@ -221,6 +222,21 @@ def test_files_of_a_step_and_checkpoints_continue_weights_and_optimizer(tmp_path
     for acting in (reconstructor, theirs, its):
         assert dict(leaves(acting.predictor.state_dict())) == wanted
     assert resumed.count == 2
+
+
+@pytest.mark.parametrize("fault", [{"step": float("nan")}, {}], ids=["not finite", "of another learner"])
+def test_an_optimizer_in_a_file_that_does_not_fit_is_one_line(fault: dict[str, Any], tmp_path: Path) -> None:
+    made, _ = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
+    made.run(generator(0, "refresh"), "test")
+    made.save(tmp_path)
+    content = load_file(tmp_path / PREDICTOR_FILE, "checkpoint_path")
+    moments = content["learner"]["optimizer"]["state"]
+    content["learner"] = {**content["learner"], "optimizer": {"state": {0: {**moments[0], **fault}}}} if fault else {}
+    keep_file(tmp_path / PREDICTOR_FILE, content)
+    with pytest.raises(
+        UserError, match=r"^checkpoint_path=.*2_model\.th (holds values|does not fit this learner)"
+    ):
+        made.load(tmp_path, 70)
 
 
 def test_weights_that_are_not_finite_reach_no_agent(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from omagd.config.loading import resolve
 from omagd.controllers.graph_mac import NGraphMAC
 from omagd.controllers.types import Exploration, Tick
 from omagd.envs.protocol import Observation
-from omagd.modules.graph_reconstructers import REGISTRY, check_beliefs
+from omagd.modules.graph_reconstructers import REGISTRY, check_beliefs, sampling
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.run.cli.preflight import preflight
 from omagd.utils.errors import UserError
@@ -156,6 +156,17 @@ def test_training_draws_by_the_generator_of_exploration_and_tests_draw_alike() -
     assert not any(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
     assert not np.array_equal(one[0], test[0])
     assert not np.array_equal(one[0][0], one[0][1])  # the same view in two slots
+
+
+def test_slots_of_all_ranks_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, reconstructor = believing(kind="tracker", decode="sample")
+    drawn = {}
+    for rank in (0, 1):
+        monkeypatch.setattr(sampling, "get_rank", lambda rank=rank: rank)
+        drawn[rank] = drawn_in(reconstructor, 4)[0]
+    monkeypatch.setattr(sampling, "get_rank", lambda: 0)
+    assert torch.equal(torch.cat([drawn[0], drawn[1]]), drawn_in(reconstructor, 8)[0])
+    assert not torch.equal(drawn[0], drawn[1])
 
 
 def test_what_has_nothing_to_draw_from_is_rejected() -> None:

@@ -37,7 +37,10 @@ class NGraphMAC(BasicMAC):
         self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Reconstructor | None = None
     ) -> None:
         if info.layout is None:
-            raise UserError(f"mac={config.mac} needs an environment with an entity layout; env={config.env} has none")
+            raise UserError(
+                f"mac={config.mac} needs an environment that says which features are of which unit; env={config.env}"
+                " does not. Use mac=n_mac, or an environment with units such as --env-config=skirmish"
+            )
         if reconstructor is not None and config.use_full_obs:
             raise UserError("use_full_obs=True leaves nothing to reconstruct: set use_graph_reconstruction=False")
         self.reconstructor = reconstructor
@@ -98,10 +101,12 @@ class NGraphMAC(BasicMAC):
     def _build_inputs(self, tick: Tick) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         if self.reconstructor is None:
             return super()._build_inputs(tick)
-        obs, truth = self.read(tick.observation), tick.observation.full_obs if self._shown.any() else None
-        if truth is None:
+        obs = self.read(tick.observation)
+        if not self._shown.any():
             made = self.reconstructor.step(obs, tick.step, tick.active, self._last_action)
         else:  # what is shown needs no guess, and what an agent remembers of it is never asked for
+            truth = tick.observation.full_obs
+            assert truth is not None  # `truth_until` asks for it
             made = self.reconstructor.step(obs, tick.step, tick.active & ~self._shown, self._last_action)
             shown = torch.from_numpy(self._shown & tick.active)
             made = made.with_truth(torch.from_numpy(truth), shown, self.reconstructor.columns)

@@ -39,7 +39,7 @@ LEAST_SPREAD = 0.01
 """Smallest standard deviation in the likelihood: a distribution over few codes may have none."""
 
 ERROR, PLACE, PLACE2, HEALTH = range(4)
-LIVING, COUNTED, HEALTHS, HEALTH2, TAKEN, INSIDE, LIKELIHOOD = range(7)
+LIVING, COUNTED, HEALTHS, HEALTH2, TAKEN, SPREADS, INSIDE, LIKELIHOOD = range(8)
 
 
 class Believer(Protocol):
@@ -83,8 +83,9 @@ class BeliefSums:
 
     Attributes:
         values: [R, G, 4] float64: squared error, position error and its square in cells, squared error of health.
-        living: [R, 7]: cases, cases with features that count, health and its square, living units taken for dead,
-            share of features within one predicted standard deviation, negative log-likelihood.
+        living: [R, 8]: cases, cases with features that count, health and its square, living units taken for dead; of
+            the others: cases with features that count, share of features within one predicted standard deviation,
+            negative log-likelihood.
         dead: [R, 2]: the dead, and those recognised. bins: [Q, 3]: cases, sum of p(dead), the dead.
         spread: [1], batches whose predictor gave its standard deviation.
     """
@@ -92,7 +93,7 @@ class BeliefSums:
     def __init__(self, layout: EntityLayout, device: torch.device) -> None:
         self.layout, self.rows = layout, rows_of(layout)
         sizes = {
-            "values": (len(self.rows), len(GUESSES), 4), "living": (len(self.rows), 7), "dead": (len(self.rows), 2),
+            "values": (len(self.rows), len(GUESSES), 4), "living": (len(self.rows), 8), "dead": (len(self.rows), 2),
             "bins": (BINS, 3), "spread": (1,),
         }  # fmt: skip
         self.sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
@@ -137,19 +138,24 @@ class BeliefSums:
         return torch.stack([(off.square() * share).sum(-1), place2.sqrt(), place2, health], dim=1)
 
     def _of_living(self, cases: Cases, belief: Belief, share: Tensor) -> Tensor:
-        """Return what `living` sums, [living M, 7]."""
+        """Return what `living` sums, [living M, 8].
+
+        The spread is that of a unit if it lives, so units that are taken for dead say nothing of it.
+        """
         living = cases.living
         truth, ones = cases.truth[living].double(), torch.ones(len(share), dtype=torch.float64, device=share.device)
         health = truth[:, self.layout.health] if self.layout.health >= 0 else torch.zeros_like(ones)
+        taken = belief.taken_for_dead[living].double()
+        share_kept = share * (1 - taken)[:, None]
         inside = likelihood = torch.zeros_like(ones)
         if belief.spread is not None:
             off, spread = belief.features[living].double() - truth, belief.spread[living].double()
             spread = spread.clamp(min=LEAST_SPREAD)
-            inside = ((off.abs() <= spread) * share).sum(-1)
+            inside = ((off.abs() <= spread) * share_kept).sum(-1)
             density = 0.5 * (off / spread).square() + spread.log() + 0.5 * math.log(2 * math.pi)
-            likelihood = (density * share).sum(-1)
-        taken = belief.taken_for_dead[living].double()
-        return torch.stack([ones, share.sum(-1), health, health.square(), taken, inside, likelihood], dim=1)
+            likelihood = (density * share_kept).sum(-1)
+        columns = [ones, share.sum(-1), health, health.square(), taken, share_kept.sum(-1), inside, likelihood]
+        return torch.stack(columns, dim=1)
 
     def table(self, dist: Dist) -> dict[str, Any]:
         """Return the table over all ranks as plain values; a collective.
@@ -187,8 +193,8 @@ class BeliefSums:
 
         if counted:
             entry["mse"] = each(ERROR, counted)
-            if has_spread:
-                entry |= {"coverage": living[INSIDE] / counted, "nll": living[LIKELIHOOD] / counted}
+            if has_spread and (spreads := living[SPREADS]):
+                entry |= {"coverage": living[INSIDE] / spreads, "nll": living[LIKELIHOOD] / spreads}
         entry["position_rms"] = {name: math.sqrt(value) for name, value in each(PLACE2, count).items()}
         entry["position_mean"] = each(PLACE, count)
         variance = living[HEALTH2] / count - (living[HEALTHS] / count) ** 2
@@ -204,7 +210,10 @@ def judge(believer: Believer, batches: Iterable[PackedBatch], baselines: Baselin
         cases = cases_of(batch, believer.layout)
         missing, belief = believer.beliefs(batch)
         if not torch.equal(missing, cases.missing):
-            raise ValueError("beliefs about other nodes than those that are missing")
+            raise ValueError(
+                f"{type(believer).__name__}.beliefs is about {int(missing.sum())} nodes, not about the {len(cases)}"
+                " unseen ones of living agents in rows with a step (learners/belief_cases.py)"
+            )
         sums.add(cases, belief, baselines)
     return sums.table(dist)
 

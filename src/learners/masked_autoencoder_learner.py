@@ -121,7 +121,8 @@ class MaskedAutoencoderLearner(GraphLearner):
         rows = windows(batch.packing, net.window, batch.device)[valid]
         joined = net.joined(batch["obs"], last_actions(batch["actions"], batch.packing))
         n = net.n_agents
-        turn = (batch.packing.step.to(batch.device)[valid] + self.updates)[:, None]
+        updates = self.updates if self._loss.training else 0  # evaluations compare: each shows the same
+        turn = (batch.packing.step.to(batch.device)[valid] + updates)[:, None]
         behind = (torch.arange(n, device=batch.device) - turn) % n  # agents after the one whose turn it is
         more = turn // n % max(1, n - 1)  # as many more are shown, at most n - 2
         return Sample(joined, torch.cat([rows, rows]), torch.cat([behind == 0, behind <= more]))

@@ -7,6 +7,7 @@ the same. Shapes: M missing nodes, U units, D features, 6 classes of age.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import product
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ MISSED = 0.035  # of the dead seen before that may be missed
 TAKEN = 0.001, 0.03  # of the living that may be taken for dead: never seen, seen before
 BINS, LARGEST = 4800, 12.0  # bins of the logit of being dead, and its largest size, for choosing thresholds
 GAINS = (1.0, 0.75, 0.5, 0.25, 0.0)
-PAIRS = sorted(((f, g) for f in GAINS for g in GAINS), key=(1.0, 0.0).__ne__)  # the regression alone is the first
+FIRST = 1.0, 0.0  # the regression alone
+PAIRS = [FIRST, *(pair for pair in product(GAINS, GAINS) if pair != FIRST)]
 MARGIN = 1.0  # standard errors by which a pair must be better than the first
 
 

@@ -8,9 +8,9 @@ only training reads (from `full_obs`):
 
 The mean has the gradient of the likelihood weighted by s (Seitzer et al. 2022, arXiv:2203.09168, β = ½), which does not
 neglect what is hard to predict; the variance learns from the same state of the network without changing it. w_m is 1
-for the dead and the root of the inverse share of the node's class of age among living missing nodes so far: units seen
-a moment ago are rare and must count. The learning rate falls from
-`graph_lr` to a fiftieth along a half cosine over `graph_pretrain_epochs`.
+for the dead, and for the living the root of the inverse share of the node's class of age among living missing nodes so
+far, stages 2 and 3 together: units seen a moment ago are rare and must count. The learning rate falls from `graph_lr`
+to a fiftieth along a half cosine over `graph_pretrain_epochs`.
 Shapes: S packed rows, n agents, N nodes, D features, M missing nodes.
 """
 
@@ -33,7 +33,7 @@ from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
 from omagd.learners.tracker_samples import Sample, sample_of
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.graph_reconstructers.tracker import AGES, Tracker
+from omagd.modules.graph_reconstructers.tracker import AGES, Output, Tracker
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
@@ -55,7 +55,10 @@ class TrackerLoss(LossModule):
 
     def forward(self, sample: Sample) -> tuple[Tensor, Stats]:
         """Return the sum of weight × loss, and stats. Without a missing node it is 0 with gradients of 0."""
-        out = self.tracker(sample.memory, sample.packing, self.bf16 and self.training)
+        return self.of(self.tracker(sample.memory, sample.packing, self.bf16 and self.training), sample)
+
+    def of(self, out: Output, sample: Sample) -> tuple[Tensor, Stats]:
+        """Return the same from what the tracker predicts."""
         where = torch.nonzero(sample.memory.missing)[:, 2]
         dtype = out.base.dtype
         real = self.tracker.real.to(dtype)[where - 1]
@@ -89,8 +92,8 @@ class TrackerLearner(GraphLearner):
     best_metric = "error_all"  # feature error of all unseen nodes, the dead included, as the agent receives it
 
     def __init__(self, predictor: Tracker, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist) -> None:
-        loss = TrackerLoss(predictor, config.precision == "bf16")
-        super().__init__("predictor", predictor, loss, config, info, dist)
+        self._loss: TrackerLoss
+        super().__init__("predictor", predictor, TrackerLoss(predictor, config.precision == "bf16"), config, info, dist)
         self.predictor = predictor
         self._lr = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -118,15 +121,17 @@ class TrackerLearner(GraphLearner):
         for part in self.parts(batch):
             sample = self._weighted(self.sample(part), self.predictor.class_count)
             if len(sample.target):
-                stats = merge(stats, {**self._loss(sample)[1], **self._errors(sample)})
+                out = self.predictor(sample.memory, sample.packing)
+                stats = merge(stats, {**self._loss.of(out, sample)[1], **self._errors(out, sample)})
         return stats
 
     @torch.no_grad()
     def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
-        """Return the missing nodes [S, n, N] bool of a batch, and the belief about each as the agent receives it."""
+        """Return the missing nodes [S, n, N] bool of a batch, and the belief about each: what `decode: mean` shows."""
         self._loss.eval()
         sample = self.sample(batch)
-        return sample.memory.missing, self._belief(sample)
+        out = self.predictor(sample.memory, sample.packing)
+        return sample.memory.missing, self.predictor.belief(out, sample.memory)
 
     def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:
         """Set the means and scales of features, and the linear part to ridge regression; called by all ranks.
@@ -154,13 +159,9 @@ class TrackerLearner(GraphLearner):
         weight = torch.where(sample.dead, 1.0, by_age[sample.ages]).to(sample.weight.dtype)
         return replace(sample, weight=weight)
 
-    def _belief(self, sample: Sample) -> Belief:
-        out = self.predictor(sample.memory, sample.packing)
-        return self.predictor.belief(out, sample.memory)
-
-    def _errors(self, sample: Sample) -> Stats:
+    def _errors(self, out: Output, sample: Sample) -> Stats:
         """Return the feature error of all missing nodes and of the living ones, and the share of the dead."""
-        belief = self._belief(sample)
+        belief = self.predictor.belief(out, sample.memory)
         where = torch.nonzero(sample.memory.missing)[:, 2]
         error = feature_error(belief.features, sample.target, self.predictor.real[where - 1])
         return {

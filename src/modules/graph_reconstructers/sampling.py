@@ -5,7 +5,8 @@ the belief does, and moves with it. New numbers at each step would average out i
 `decode: mean` shows, and would be noise for its values.
 Every number is a function of the episode's key, the agent, the node and its own number. Keys of training episodes come
 from the generator of exploration, which differs between ranks and is part of checkpoints. In tests and evaluations,
-which have none, they follow from the run's seed, the slot and the number of its episode, so that all tests draw alike.
+which have none, they follow from the run's seed, the slot (counted over all ranks) and the number of its episode, so
+that all tests draw alike.
 
 Shapes: B slots, n agents, N nodes, M missing nodes.
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from omagd.modules.graph_reconstructers.belief import Belief
+from omagd.utils.dist_utils import get_rank
 from omagd.utils.seeding import stream_seed, uniform
 
 LARGEST = 2**62
@@ -33,7 +35,8 @@ class EpisodeNoise:
 
     def __init__(self, seed: int, shape: tuple[int, int, int], device: torch.device) -> None:
         self._n_agents, self._n_nodes = shape[1:]
-        start = [stream_seed(seed, "belief", slot) for slot in range(shape[0])]
+        first = get_rank() * shape[0]  # ranks have as many slots each
+        start = [stream_seed(seed, "belief", first + slot) for slot in range(shape[0])]
         self._start = torch.tensor(start, dtype=torch.int64, device=device)
         self._key, self._number = self._start.clone(), torch.zeros_like(self._start)
 

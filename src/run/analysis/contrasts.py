@@ -104,7 +104,7 @@ def gate_table(runs: Sequence[Run], lower: str, upper: str, least: float) -> Tab
             known = ", ".join(by_label)
             raise UserError(f"{flag}={label}: is no arm of this study.{nearest(label, by_label)} Arms: {known}")
     if going_on := [run.label for group in found for run in group.runs if not run.finished]:
-        raise UserError(f"beliefs gate: {going_on[0]} has not ended; continue the study with: omagd study FILE.yaml")
+        raise UserError(f"{going_on[0]} has not ended. Continue its study with omagd study, then compare again")
     rows = []
     for place in places(found):
         low, high = (_values(by_label[label].at(place), _last) for label in (lower, upper))
@@ -119,6 +119,8 @@ def gate_table(runs: Sequence[Run], lower: str, upper: str, least: float) -> Tab
         rows.append([place, seeds, f"{low.mean():.3f}", f"{high.mean():.3f}", text_of(gap, ends, 3), enters])
     head = ["environment", "seeds", lower, upper, "difference", "enters"]
     note = f"Enters: difference of the last tests at least {least:g}, its 95 % interval above 0."
+    few = any(0 < len(_values(group.at(place), _last)) < FEW_SEEDS for group in found for place in places(found))
+    note += f" Note: {FEW}." if few else ""
     return {"title": "Which maps enter the main study", "head": head, "rows": rows, "note": note}
 
 
@@ -133,8 +135,8 @@ def unlike(found: Sequence[Group], place: str, labels: Sequence[str]) -> str:
     longest = max((run.tests[-1]["t_env"] for _, run in every if run.tests), default=0)
     for label, run in every:
         who = f"`{label}`, seed {run.seed}"
-        if run.summary.get("exit_state", "completed") != "completed":
-            return f"{who}, has not completed but {run.state}"
+        if run.state != "completed":
+            return f"{who}, ended as {run.state}"
         if not run.tests or not is_number(run.tests[-1].get(METRIC)):
             return f"the last test of {who}, has no win rate"
         if (last := run.tests[-1]["t_env"]) < LEAST_STEPS * longest:

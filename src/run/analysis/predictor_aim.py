@@ -47,10 +47,16 @@ def mean_row(rows: Sequence[Row]) -> Row:
 
 
 def relative_error(row: Row, guesses: Sequence[str]) -> float:
-    """Return the error divided by the smallest one of some guesses; NaN where one of them is unknown."""
+    """Return the error divided by the smallest one of some guesses.
+
+    NaN where one of them is unknown; infinite where a guess has no error and the predictor has one.
+    """
     errors = row.get("mse", {})
     predictor, *others = (errors.get(name, math.nan) for name in ("predictor", *guesses))
-    return float(predictor / np.min(others))  # NaN where any is
+    best = float(np.min(others))  # NaN where any is
+    if best == 0:
+        return 1.0 if predictor == 0 else math.copysign(math.inf, predictor)
+    return float(predictor / best)
 
 
 def conditions(rows: Mapping[str, Row]) -> list[Condition]:

@@ -165,7 +165,7 @@ def _bootstrap(statistic: Callable[..., np.ndarray], samples: Scores, paired: bo
         found = bootstrap(
             samples, lambda *each, axis: statistic(*each), vectorized=True, paired=paired, axis=-1, method="percentile",
             n_resamples=RESAMPLES, confidence_level=LEVEL, random_state=np.random.default_rng(0),
-            batch=max(1, ENTRIES_AT_ONCE // entries),  # the same resamples, fewer at once
+            batch=max(1, ENTRIES_AT_ONCE // entries),  # with several samples, it also changes what is drawn
         )  # fmt: skip
     low, high = found.confidence_interval
     return np.asarray(low), np.asarray(high)

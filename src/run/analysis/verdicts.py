@@ -99,12 +99,12 @@ def verdict(found: Sequence[Group], place: str, kind: Kind, seeds: int = FEW_SEE
 
 def _seeds(found: Sequence[Group], place: str, label: str) -> set[int]:
     """Return the seeds of the runs of an arm at a place; evaluations and runs without a seed do not count."""
-    runs = _runs(found, place, label)
-    return {run.seed for run in runs if run.seed is not None and run.kind == "training"}
+    return {run.seed for run in _trainings(found, place, label) if run.seed is not None}
 
 
-def _runs(found: Sequence[Group], place: str, label: str) -> list[Run]:
-    return [run for group in found if group.label == label for run in group.at(place)]
+def _trainings(found: Sequence[Group], place: str, label: str) -> list[Run]:
+    runs = [run for group in found if group.label == label for run in group.at(place)]
+    return [run for run in runs if run.kind == "training"]
 
 
 def _closes(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[str]]:
@@ -140,7 +140,7 @@ def _fast(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[
 
 def _median_steps(found: Sequence[Group], place: str, label: str, level: float) -> str:
     """Return the median over seeds of the steps of the first test at a level; seeds that never reach it count last."""
-    curves = [run.test_curve(METRIC) for run in _runs(found, place, label)]
+    curves = [run.test_curve(METRIC) for run in _trainings(found, place, label)]
     firsts = [next((t for t, won in zip(steps, values, strict=True) if won >= level), math.inf)
               for steps, _, values in curves if len(values)]  # fmt: skip
     middle = float(np.median(firsts))

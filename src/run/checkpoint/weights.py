@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,22 @@ def load_learner(learner: Trainable, folder: Path) -> dict[str, int]:
         load_into(module, load_file(path, "checkpoint_path"), path, "checkpoint_path")
     path = folder / LEARNER_FILE
     state = load_file(path, "checkpoint_path")
-    require_finite(state, path, "checkpoint_path")
-    try:
-        learner.load_state_dict(with_own_settings(state["learner"], learner.state_dict()))
+    with _fits(path):
+        load_learner_state(learner, state["learner"], path)
         return dict(state["clock"])
+
+
+def load_learner_state(learner: Any, saved: Any, path: Path) -> None:
+    """Load a learner's state from a file, all but the settings of its optimizers. Errors: UserError."""
+    require_finite(saved, path, "checkpoint_path")
+    with _fits(path):
+        learner.load_state_dict(with_own_settings(saved, learner.state_dict()))
+
+
+@contextmanager
+def _fits(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (KeyError, ValueError, RuntimeError) as problem:
         reason = str(problem).split("\n")[0][:100]
         fix = "use the --config that it was trained with"

@@ -107,10 +107,13 @@ class Reconstructed:
     """What the reconstructor of a controller predicts."""
 
     def __init__(self, mac: Any) -> None:
-        self._of, self._n_agents = mac.reconstructor, mac.info.n_agents
+        self._of, self._n_agents, self._n_slots = mac.reconstructor, mac.info.n_agents, 0
 
     def begin(self, n_slots: int) -> None:
-        """Start with empty histories."""
+        """Start with empty histories; later rounds go on, so that `decode: sample` draws other units in each."""
+        if n_slots == self._n_slots:
+            return
+        self._n_slots = n_slots
         self._of.begin(n_slots)
         self._last_action = np.full((n_slots, self._n_agents), -1)
 

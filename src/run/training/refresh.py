@@ -29,7 +29,7 @@ from omagd.learners.graph_metrics import summarise
 from omagd.learners.protocol import learner_class
 from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.run.checkpoint.serialization import first_not_finite
-from omagd.run.checkpoint.weights import PREDICTOR_FILE, keep_file, load_file, load_into, with_own_settings
+from omagd.run.checkpoint.weights import PREDICTOR_FILE, keep_file, load_file, load_into, load_learner_state
 from omagd.run.training.beliefs import saved_baselines, says_of_units
 from omagd.run.training.build import require_same_weights
 from omagd.run.training.session import Session
@@ -152,7 +152,7 @@ class Refresh:
         check(content.get("meta"), self.session.config, self.session.info, predictor=True, source=f"{key}={path}")
         load_into(self.predictor, content.get("weights", {}), path, key)
         if "learner" in content:
-            self.learner.load_state_dict(with_own_settings(content["learner"], self.learner.state_dict()))
+            load_learner_state(self.learner, content["learner"], path)
         require_same_weights(self.session.dist, self.predictor, f"{key}={path}")
         self._act()
 
