@@ -233,9 +233,7 @@ def test_an_optimizer_in_a_file_that_does_not_fit_is_one_line(fault: dict[str, A
     moments = content["learner"]["optimizer"]["state"]
     content["learner"] = {**content["learner"], "optimizer": {"state": {0: {**moments[0], **fault}}}} if fault else {}
     keep_file(tmp_path / PREDICTOR_FILE, content)
-    with pytest.raises(
-        UserError, match=r"^checkpoint_path=.*2_model\.th (holds values|does not fit this learner)"
-    ):
+    with pytest.raises(UserError, match=r"^checkpoint_path=.*2_model\.th (holds values|does not fit this learner)"):
         made.load(tmp_path, 70)
 
 

@@ -28,7 +28,7 @@ from omagd.run.analysis.groups import Group
 from omagd.run.analysis.plot import caption
 from omagd.run.analysis.predictor_aim import ROWS, conditions, mean_row
 from omagd.run.analysis.runs import Run, load
-from omagd.run.analysis.statistics import difference, iqm
+from omagd.run.analysis.statistics import difference, gap_share, iqm
 from omagd.run.analysis.verdicts import Kind, Verdict, needed_arms, unfinished, verdict
 from omagd.run.watch.moments import write_png
 from omagd.run.watch.recording import Recording
@@ -79,10 +79,14 @@ SEEDS_OF = {
 
 GUESSES = {"predictor": "reconstruction", "ridge": "ridge regression", "last_seen": "last seen",
            "last_seen_or_mean": "last seen, else mean", "map_constant": "map constant"}  # fmt: skip
+BETTER = "P(better than last_seen)"
+"""The only probability of improvement that the page shows."""
+
 RIDGE, STAGES = "ridge", ("stage2", "stage3")
 SHOWN = (
     *((name, title, STAGES[0]) for name, title in ROWS.items()), ("ally", "allies, all", STAGES[0]),
     ("enemy", "enemies, all, in battles of the arm's own teams", STAGES[1]),
+    ("enemy_before", "enemies, seen before, in battles of the arm's own teams", STAGES[1]),
 )  # fmt: skip
 """Name, title and stage of the rows about predictors: those of stage 2 are of battles of scripts."""
 
@@ -93,10 +97,11 @@ class Data:
     """What the folder holds.
 
     Attributes:
-        gate_runs, study_runs, again, variants: of the gate, of the main study, and of those two that decide no verdict;
-            runs: all of them. shown: seeds of each arm that the page
-            shows of a map, once each arm that its verdict needs has them. study: the arms of the main study with the
-            first seeds of those maps; arms with fewer are left out. beliefs: records of tests.
+        gate_runs, study_runs: of the gate and of the main study. again, variants: of the two that decide no verdict.
+        runs: all of them.
+        shown: seeds of each arm that the page shows of a map, once each arm that its verdict needs has them.
+        study: the arms of the main study with the first seeds of those maps; arms with fewer are left out.
+        beliefs: records of tests.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,7 +116,8 @@ class Data:
         self.beliefs = belief_tests.records(folder)
         played = {run.place for run in self.runs}
         if unknown := played - MAPS.keys() - RESERVE.keys():
-            raise ValueError(f"{', '.join(sorted(unknown))}: no class was predicted; write it into MAPS")
+            names = ", ".join(sorted(unknown))
+            raise UserError(f"{folder}: has runs on {names}, of no predicted class. Write it into MAPS, or remove the runs")
         self.places = {**MAPS, **{place: kind for place, kind in RESERVE.items() if place in played}}
         self.begun = by_arm(self.study_runs)
         self.shown = {place: count for place, kind in self.places.items() for count in seeds_of(place)
@@ -205,7 +211,8 @@ def table_of_maps(data: Data) -> str:
         of_census = ["-"] * 3
         if found is not None:
             unseen, explained = found["units"]["enemy"]["unseen"], (found["inferable"], found["inferable_before"])
-            of_census = [found["class"], f"{unseen:.0%}", ", ".join(f"{share:.2f}" for share in explained)]
+            shares = ["-" if share is None else f"{share:.2f}" for share in explained]
+            of_census = [found["class"], f"{unseen:.0%}", ", ".join(shares)]
         rows.append([place, kind, *of_census, entered.get(place, "not run yet")])
     head = ["Map", "Predicted class", "Class by census", "Enemies unseen", "Ridge explains: all, before contact", "Enters"]
     return markdown(head, rows)
@@ -228,14 +235,18 @@ def gap_again(data: Data) -> str:
 
 
 def cheap_tests(data: Data) -> str:
-    """Return the tables of the plug-in tests and of the swap tests."""
-    found = belief_tests.tables(each for each in data.beliefs if each["test"] != "census")
-    made = [f"{each['title']}\n\n{markdown(each['head'], each['rows'])}\n\n{each['note']}" for each in found]
-    return "\n\n".join(made) or NOT_YET
+    """Return a table of the plug-in tests and of the swap tests: win rates by belief."""
+    rows = []
+    for each in data.beliefs:
+        if each["test"] != "census":
+            played = [f"{each['beliefs'][name]['win_rate']:.3f}" if name in each["beliefs"] else "-"
+                      for name in belief_tests.NAMES]  # fmt: skip
+            rows.append([each["test"], f"{each['env']} {each['map']}", each["policy"], f"{each['episodes']:,}", *played])
+    return markdown(["test", "map", "who acts", "battles", *belief_tests.NAMES.values()], rows) if rows else NOT_YET
 
 
-def verdict_lines(data: Data, short: bool = False) -> str:
-    """Return a line for each map, and one on class b as a whole. short: with two numbers each."""
+def verdict_lines(data: Data) -> str:
+    """Return a line for each map, and one on class b as a whole."""
     found, entered = data.verdicts(), data.entered()
     asked = [each for each in found if each.kind == "b"]
     good = sum(each.state == "holds" and entered.get(each.place, False) for each in asked)  # through the gate
@@ -249,8 +260,7 @@ def verdict_lines(data: Data, short: bool = False) -> str:
         total += f" Maps of the reserve that are not tried yet: {spare}."
     if out := [place for place, enters in entered.items() if not enters]:
         total += f" Not through the gate: {', '.join(out)}."
-    lines = [each.short if short else each.text for each in found]
-    return "\n".join(f"- {line}" for line in (*lines, total))
+    return "\n".join(f"- {line}" for line in (*(each.text for each in found), total))
 
 
 def figures(data: Data) -> dict[str, bytes]:
@@ -289,18 +299,28 @@ def final_part(data: Data, page: Path) -> str:
 def tables(data: Data) -> str:
     """Return a table for each map of the main study."""
     found = {table["title"]: table for table in contrasts(data.study)}
-    parts = [f"### {place}\n\n{markdown(found[place]['head'], found[place]['rows'])}\n\n{each_seed(data, place)}"
-             for place in data.studied() if place in found]  # fmt: skip
+    parts = []
+    for place in data.studied():
+        if place in found:
+            head = found[place]["head"]
+            kept = [i for i, name in enumerate(head) if not name.startswith("P(") or name == BETTER]
+            rows = [[row[i] for i in kept] for row in (head, *found[place]["rows"])]
+            parts.append(f"### {place}\n\n{markdown(rows[0], rows[1:])}\n\n{each_seed(data, place)}")
     notes = [found[place]["note"] for place in data.studied() if place in found]
     return "\n\n".join([*parts, max(notes, key=len)]) if parts else NOT_YET  # the longest: a map with a gap has all
 
 
 def each_seed(data: Data, place: str) -> str:
     """Return the win rate of the last test of each run on a map."""
-    runs = {group.label: group.at(place) for group in data.study if group.at(place)}
-    seeds = [str(run.seed) for run in next(iter(runs.values()))]
-    rows = [[arm, *(f"{rate:.3f}" for rate in rates)] for arm, rates in final_tests(data.study, place).items()]
-    return markdown(["last test, by seed", *seeds], rows)
+    runs = {group.label: {run.seed: run for run in group.at(place)} for group in data.study if group.at(place)}
+    seeds = sorted({seed for of_arm in runs.values() for seed in of_arm if seed is not None})
+    rows = [[arm, *(_last_test(of_arm.get(seed)) for seed in seeds)] for arm, of_arm in runs.items()]
+    return markdown(["last test, by seed", *map(str, seeds)], rows)
+
+
+def _last_test(run: Run | None) -> str:
+    values = () if run is None else run.test_curve(METRIC)[2]
+    return f"{values[-1]:.3f}" if len(values) else "-"
 
 
 def curves_part(data: Data) -> str:
@@ -403,18 +423,44 @@ def mixed(data: Data) -> list[str]:
     return [f"`{arm}` on {place}" for (arm, place), found in cards.items() if len(found) > 1]
 
 
+def answer(data: Data) -> str:
+    """Return the table of what was found: a line for each finished map."""
+    rows = []
+    for place in data.studied():
+        last = final_tests(data.study, place)
+        if not {LOWER, METHOD} <= last.keys():
+            continue
+        kind, low = data.places[place], last[LOWER]
+        share = "-"
+        if UPPER in last and iqm([last[UPPER]]) > iqm([low]):
+            share = text_of(*gap_share([last[METHOD]], [low], [last[UPPER]], iqm))
+        rates = [f"{float(iqm([last[arm]])):.2f}" if arm in last else "-" for arm in (LOWER, METHOD, UPPER)]
+        gain = text_of(*difference([last[METHOD]], [low], iqm))
+        rows.append([f"{place} ({kind})", str(len(low)), *rates, gain, share, _cost(data, place), data.verdict(place, kind).state])
+    head = ["map (class)", "seeds", f"`{LOWER}`", f"`{METHOD}`", f"`{UPPER}`", f"`{METHOD}` - `{LOWER}`", "share of the gap",
+            f"CPU time, in runs of `{LOWER}`", "verdict"]  # fmt: skip
+    return markdown(head, rows) if rows else NOT_YET
+
+
+def _cost(data: Data, place: str) -> str:
+    """Return how many times the CPU seconds of a run of `LOWER` a run of `METHOD` takes."""
+    seconds = {group.label: [run.cpu_seconds for run in group.at(place) if run.cpu_seconds] for group in data.study}
+    ours, theirs = (seconds.get(label) for label in (METHOD, LOWER))
+    return f"{np.mean(ours) / np.mean(theirs):.1f}" if ours and theirs else "-"
+
+
 def summary(data: Data) -> str:
     """Return the README's lines."""
     if not data.runs:
         return f"{NOT_YET} The question, the maps and the rules are written down."
-    return f"{verdict_lines(data, short=True)}\n\n{final_part(data, README)}"
+    return f"{answer(data)}\n\n{final_part(data, README)}"
 
 
 def parts(data: Data) -> dict[Path, dict[str, str]]:
     """Return what is between the markers of each page."""
     return {
         PAGE: {
-            "maps": table_of_maps(data), "gate": table_of_gate(data), "again": gap_again(data), "verdicts": verdict_lines(data),
+            "answer": answer(data), "maps": table_of_maps(data), "gate": table_of_gate(data), "again": gap_again(data), "verdicts": verdict_lines(data),
             "final": final_part(data, PAGE), "tables": tables(data), "curves": curves_part(data),
             "predictor": predictor_part(data), "tests": cheap_tests(data), "battle": battle_part(data), "variants": variants_part(data), "cost": cost(data),
         },
@@ -423,11 +469,11 @@ def parts(data: Data) -> dict[Path, dict[str, str]]:
 
 
 def filled(text: str, made: Mapping[str, str]) -> str:
-    """Return a page with other content between its markers. Errors: ValueError for a marker that it does not have."""
+    """Return a page with other content between its markers. Errors: UserError for a marker that it does not have."""
     for name, content in made.items():
         pattern = rf"(<!-- begin {name}: .*? -->\n).*?(<!-- end {name} -->)"
         if len(re.findall(pattern, text, re.DOTALL)) != 1:
-            raise ValueError(f"the page needs one marker <!-- begin {name}: ... --> and its end")
+            raise UserError(f"the page needs one marker <!-- begin {name}: ... --> and its end. Put it where the part belongs")
         text = re.sub(pattern, lambda found, new=content: f"{found[1]}{new}\n{found[2]}", text, flags=re.DOTALL)
     return text
 

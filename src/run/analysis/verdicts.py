@@ -53,11 +53,6 @@ class Verdict:
         """One line of Markdown."""
         return f"**{self.place}, class {self.kind}: {self.state}.** {self.why}"
 
-    @property
-    def short(self) -> str:
-        """`text` with the first two of its numbers alone."""
-        return "; ".join(part.strip() for part in self.text.split(";")[:2]).removesuffix(".") + "."
-
 
 def needed_arms(kind: Kind) -> tuple[str, ...]:
     """Return the arms that a verdict on a map of a class compares."""
