@@ -16,8 +16,8 @@ of the change of the own features, summed). The network predicts what is left:
 W_l is ridge regression, fitted before training, with a map for each unit and class of age. The network learns what
 regression misses. In training the gains f and g are 1 and there are no bounds; then the gains are chosen for each type,
 class of age and feature on validation episodes, between 0 and 1, so that what has been learned by heart does no harm:
-f = 1, g = 0 is the regression alone, f = g = 0 what was last seen, both with the drift. "Looked there and saw nothing" is in the range of
-the base: a place within sight from which nothing is seen is empty.
+f = 1, g = 0 is the regression alone, f = g = 0 what was last seen, both with the drift. "Looked there and saw nothing"
+is in the range of the base: a place within sight from which nothing is seen is empty.
 Shapes: S packed rows or B slots (R for both), n agents, N nodes of which N - 1 are other units, D features, M missing
 nodes, A actions, H = d_model.
 """
