@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from command_harness import train
-from graph_toys import INFO, LAYOUT, toy_episodes
+from graph_toys import INFO, LAYOUT, toy_config, toy_episodes
 from many_runs import make_run
 
 from omagd.config.env_info import ALLY, ENEMY
@@ -21,6 +21,8 @@ from omagd.envs.factory import make_env
 from omagd.envs.protocol import Observation
 from omagd.learners.belief_baselines import fit_baselines
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
+from omagd.modules.graph_reconstructers.last_sight import LastSight
+from omagd.modules.graph_reconstructers.map_constant import MapConstantReconstructor
 from omagd.run.analysis.belief_tests import FILE, compared, records, tables
 from omagd.run.analysis.contrasts import contrasts, gate_table
 from omagd.run.analysis.groups import groups
@@ -31,7 +33,7 @@ from omagd.run.checkpoint.weights import AGENT_FILE
 from omagd.run.cli import beliefs
 from omagd.run.cli.main import main
 from omagd.run.training import census as belief_census
-from omagd.run.training.believing import BeliefScript, Believing, LastSeen, MapConstant, Reconstructed, Seen, win_rates
+from omagd.run.training.believing import BeliefScript, Believing, Reconstructed, Seen, map_constant, win_rates
 from omagd.run.training.census import CLASSES, census_of, classified
 from omagd.run.training.evaluate import evaluation_config
 from omagd.runners.runner import Runner
@@ -120,7 +122,8 @@ def ticks(episode):
 def test_beliefs_keep_what_is_seen_and_fill_in_what_is_not():
     episodes = toy_episodes(30, seed=3)
     baselines = fit(episodes)
-    sources = {"last": LastSeen(INFO), "map": MapConstant(baselines)}
+    filling = {"last": LastSight(INFO, torch.device("cpu")), "map": map_constant(baselines, toy_config(), INFO)}
+    sources = {name: Reconstructed(each, INFO) for name, each in filling.items()}
     for source in sources.values():
         source.begin(1)
     filled = 0
@@ -139,8 +142,9 @@ def test_beliefs_keep_what_is_seen_and_fill_in_what_is_not():
                         assert all((each[agent, node] == wanted).all() for each in believed.values())
                     elif lives:
                         nothing = np.zeros(LAYOUT.node_dim, np.float32)
-                        assert (believed["last"][agent, node] == memory.get((agent, node), nothing)).all()
-                        constant = baselines.map_constant[agent, node, step].numpy()
+                        last = memory.get((agent, node), nothing).astype(np.float16)  # as runs store it
+                        assert (believed["last"][agent, node] == last).all()
+                        constant = baselines.map_constant[agent, node, step].numpy().astype(np.float16)
                         assert (believed["map"][agent, node] == constant).all()
                         filled += (agent, node) in memory
     assert filled > 50
@@ -247,7 +251,7 @@ def test_a_reconstructor_is_given_the_actions_that_were_taken():
 
         reset = begin
 
-    acting = Believing(Policy(), Reconstructed(SimpleNamespace(reconstructor=Noting(), info=INFO)))
+    acting = Believing(Policy(), Reconstructed(Noting(), INFO))
     obs, avail = np.zeros((2, INFO.n_agents, INFO.obs_dim), np.float32), np.ones((2, INFO.n_agents, 1), bool)
     acting.begin(2)
     for t, active, starts in ((0, (1, 1), (1, 1)), (1, (1, 0), (0, 0)), (2, (1, 1), (0, 0)), (3, (1, 1), (1, 0))):
@@ -320,8 +324,9 @@ def test_the_beliefs_that_are_compared_have_their_names():
     players = beliefs.Players(env, config, env.info, policy, words, 12, lambda played: None)
     assert players.measured == 16  # two rounds of all slots
     sources = beliefs._sources(players, None)
-    kinds = {"observation": Seen, "last_seen": LastSeen, "map_constant": MapConstant, "full": Seen}
-    assert {name: type(source) for name, source in sources.items()} == kinds
+    kinds = {"observation": Seen, "last_seen": LastSight, "map_constant": MapConstantReconstructor, "full": Seen}
+    assert {name: type(getattr(each, "reconstructor", each)) for name, each in sources.items()} == kinds
+    assert [*sources] == [*kinds]
     assert sources["full"].full and not sources["observation"].full
 
 

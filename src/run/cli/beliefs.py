@@ -240,21 +240,27 @@ def _compared(players: Players, policy: Any, sources: dict[str, Source]) -> dict
 
 def _sources(players: Players, run: str | None) -> dict[str, Source]:
     """Return the beliefs that are compared; map constants are means over other battles of `players.policy`."""
-    from omagd.run.training.believing import LastSeen, MapConstant, Reconstructed, Seen
+    import torch
+
+    from omagd.modules.graph_reconstructers.last_sight import LastSight
+    from omagd.run.training.believing import Reconstructed, Seen, map_constant
     from omagd.run.training.census import fitted
 
-    reconstructed = {} if run is None else {"reconstruction": Reconstructed(_graph_mac(players, run))}
+    given = {} if run is None else {"reconstruction": _reconstructor(players, run)}
     baselines = fitted(
         players.env, players.config, players.info, players.policy, players.episodes, players.counter
     )  # fmt: skip
-    return {
-        "observation": Seen(), "last_seen": LastSeen(players.info), "map_constant": MapConstant(baselines),
-        **reconstructed, "full": Seen(full=True),
-    }  # fmt: skip
+    filled = {
+        "last_seen": LastSight(players.info, torch.device("cpu")),
+        "map_constant": map_constant(baselines, players.config, players.info),
+        **given,
+    }
+    sources = {name: Reconstructed(reconstructor, players.info) for name, reconstructor in filled.items()}
+    return {"observation": Seen(), **sources, "full": Seen(full=True)}
 
 
-def _graph_mac(players: Players, run: str) -> Any:
-    """Return a controller with the reconstructor of a run's stages 1 and 2. Errors: UserError."""
+def _reconstructor(players: Players, run: str) -> Any:
+    """Return the reconstructor of a run, with its newest predictor. Errors: UserError."""
     import torch
 
     from omagd.config.loading import read_saved, validate
@@ -271,7 +277,8 @@ def _graph_mac(players: Players, run: str) -> Any:
     if n_inferred(config, players.info.layout):
         raise UserError(f"{source}: mask_predictor_config.kind={config.mask_predictor_config.kind} fills in no units")
     device = torch.device("cpu")
-    return build_mac(config, players.info, device, load_pretrained(config, players.info, device))
+    mac: Any = build_mac(config, players.info, device, load_pretrained(config, players.info, device))
+    return mac.reconstructor
 
 
 def _gate(options: argparse.Namespace, words: Sequence[str]) -> int:

@@ -12,12 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from omagd.config.env_info import ENEMY, EntityLayout, EnvInfo
+from omagd.config.env_info import ENEMY, EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.protocol import BatchedEnv
 from omagd.learners.belief_baselines import Baselines
-from omagd.modules.graph_reconstructers.graphs import alive, nodes_to_obs, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.map_constant import MapConstant, MapConstantReconstructor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.training.census import Counter
 from omagd.runners.runner import Runner
 from omagd.runners.starts import EpisodeSeeds
@@ -58,73 +60,28 @@ class Seen:
         return seen.full_obs if self.full else seen.obs
 
 
-class LastSeen:
-    """The features of an unseen unit at its last sight in the episode, as they were then; zeros where none was."""
-
-    def __init__(self, info: EnvInfo) -> None:
-        assert info.layout is not None
-        self.layout, self.n_agents = info.layout, info.n_agents
-
-    def begin(self, n_slots: int) -> None:
-        """Start with empty memories."""
-        self._last = np.zeros((n_slots, self.n_agents, self.layout.n_nodes, self.layout.node_dim), np.float32)
-
-    def reset(self, which: np.ndarray) -> None:
-        """Empty the memories of slots."""
-        self._last[which] = 0
-
-    def believed(self, tick: Tick) -> np.ndarray:
-        """Return the observations with last sights; the memory of active slots advances."""
-        obs = tick.observation.obs
-        nodes, missing = _nodes(obs, self.layout)
-        filled = np.where(missing[..., None], self._last, nodes)
-        self._last = np.where((tick.active[:, None] & alive(torch.from_numpy(obs)).numpy())[..., None, None],
-                              filled, self._last)  # fmt: skip
-        return nodes_to_obs(filled, self.layout)
-
-
-class MapConstant:
-    """The mean of each unseen unit over other battles, by agent, node and step."""
-
-    def __init__(self, baselines: Baselines) -> None:
-        self.layout, self.limit = baselines.layout, baselines.limit
-        self.table = baselines.map_constant.numpy().transpose(2, 0, 1, 3)  # [T + 1, n, N, D]
-
-    def begin(self, n_slots: int) -> None:
-        """Nothing to prepare."""
-
-    def reset(self, which: np.ndarray) -> None:
-        """Nothing to forget."""
-
-    def believed(self, tick: Tick) -> np.ndarray:
-        """Return the observations with the means."""
-        nodes, missing = _nodes(tick.observation.obs, self.layout)
-        filled = np.where(missing[..., None], self.table[np.minimum(tick.step, self.limit)], nodes)
-        return nodes_to_obs(filled.astype(np.float32), self.layout)
-
-
 class Reconstructed:
-    """What the reconstructor of a controller predicts."""
+    """What a reconstructor fills in."""
 
-    def __init__(self, mac: Any) -> None:
-        self._of, self._n_agents, self._n_slots = mac.reconstructor, mac.info.n_agents, 0
+    def __init__(self, reconstructor: Reconstructor, info: EnvInfo) -> None:
+        self.reconstructor, self._n_agents, self._n_slots = reconstructor, info.n_agents, 0
 
     def begin(self, n_slots: int) -> None:
         """Start with empty histories; later rounds go on, so that `decode: sample` draws other units in each."""
         if n_slots == self._n_slots:
             return
         self._n_slots = n_slots
-        self._of.begin(n_slots)
+        self.reconstructor.begin(n_slots)
         self._last_action = np.full((n_slots, self._n_agents), -1)
 
     def reset(self, which: np.ndarray) -> None:
         """Empty the histories of slots."""
-        self._of.reset(which)
+        self.reconstructor.reset(which)
         self._last_action[which] = -1
 
     def believed(self, tick: Tick) -> np.ndarray:
         """Return the reconstructed observations."""
-        made = self._of.step(tick.observation.obs, tick.step, tick.active, self._last_action)
+        made = self.reconstructor.step(tick.observation.obs, tick.step, tick.active, self._last_action)
         return np.asarray(made.obs.cpu().numpy())
 
     def acted(self, actions: np.ndarray, active: np.ndarray) -> None:
@@ -228,6 +185,13 @@ class BeliefScript:
         return Decision(np.where(attack.any(-1), self.first + target, actions).astype(np.int64))
 
 
+def map_constant(baselines: Baselines, config: Config, info: EnvInfo) -> Reconstructor:
+    """Return what fills in the means of fitted baselines."""
+    predictor = MapConstant(info)
+    predictor.table.copy_(baselines.map_constant)
+    return MapConstantReconstructor(None, predictor, config, info)
+
+
 def win_rates(
     env: BatchedEnv, config: Config, info: EnvInfo, policy: Policy, sources: Mapping[str, Source], episodes: int,
     counter: Counter,
@@ -243,10 +207,3 @@ def win_rates(
             counter(env.n_slots)
         found[name] = np.array([won[seed] for seed in sorted(won)])
     return found
-
-
-def _nodes(obs: np.ndarray, layout: EntityLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nodes [B, n, N, D] of observations, and which of them living observers do not see, [B, n, N]."""
-    nodes = obs_to_nodes(torch.from_numpy(np.ascontiguousarray(obs)), layout)
-    missing = unseen(nodes) & alive(torch.from_numpy(obs))[..., None]
-    return nodes.numpy(), missing.numpy()
