@@ -24,7 +24,7 @@ from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.modules.graph_reconstructers.last_sight import LastSight
 from omagd.modules.graph_reconstructers.map_constant import MapConstantReconstructor
 from omagd.run.analysis.belief_tests import FILE, compared, records, tables
-from omagd.run.analysis.contrasts import contrasts, gate_table
+from omagd.run.analysis.contrasts import contrasts, gate, gate_table
 from omagd.run.analysis.groups import groups
 from omagd.run.analysis.runs import load
 from omagd.run.analysis.statistics import area, difference, paired_share, proportion
@@ -466,7 +466,9 @@ def test_means_of_the_gate_and_of_heights_count_every_seed(tmp_path):
             jobs.append({"job": {"name": name, "arm": arm}, "state": "done"})
     write_json(tmp_path / "study.json", {"jobs": jobs})
     runs = load([tmp_path])
-    (row,) = gate_table(runs, "baseline", "full_obs", 0.25)["rows"]  # at least so much: as much is enough
+    found = gate(runs, "baseline", "full_obs", 0.25)  # at least so much: as much is enough
+    assert [(row.place, row.seeds, row.gap, row.enters) for row in found] == [("skirmish 3m", 5, 0.25, True)]
+    (row,) = gate_table(found, "baseline", "full_obs", 0.25)["rows"]
     assert row[2:4] == ["0.250", "0.500"] and row[4].startswith("0.250 [") and row[5] == "yes"
     table = contrasts(groups(runs))[0]
     column = table["head"].index("mean height of the curve")

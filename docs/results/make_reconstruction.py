@@ -21,7 +21,19 @@ from typing import Any
 import numpy as np
 
 from omagd.run.analysis import belief_tests
-from omagd.run.analysis.contrasts import LOWER, METHOD, METRIC, UPPER, contrasts, cpu_hours, final_tests, gate_table, text_of
+from omagd.run.analysis.contrasts import (
+    LOWER,
+    METHOD,
+    METRIC,
+    UPPER,
+    GateRow,
+    contrasts,
+    cpu_hours,
+    final_tests,
+    gate,
+    gate_table,
+    text_of,
+)
 from omagd.run.analysis.curves import curve_panels, final_panels, without_repeats
 from omagd.run.analysis.figures import Axes, render
 from omagd.run.analysis.groups import Group
@@ -131,18 +143,14 @@ class Data:
 
     def entered(self) -> dict[str, bool]:
         """Return for each map whose gate is over whether it enters the main study."""
-        rows = self.gate()["rows"]
-        over = [row for row in rows if not row[-1].startswith("open") and row[0] not in CONTROLS]
-        return {row[0]: row[-1] == "yes" for row in over}
+        return {row.place: row.enters for row in self.gate() if row.enters is not None and row.place not in CONTROLS}
 
-    def gate(self) -> dict[str, Any]:
-        """Return the table of the gate; maps with fewer seeds than asked are open."""
+    def gate(self) -> list[GateRow]:
+        """Return the maps on which both arms of the gate have runs; those with fewer seeds than asked are open."""
         if not {LOWER, UPPER} <= {run.arm for run in self.gate_runs}:
-            return {"rows": []}
-        found = gate_table(self.gate_runs, LOWER, UPPER, LEAST_GAP)
-        rows = [[*row[:-1], row[-1] if min(map(int, row[1].split(", "))) >= GATE_SEEDS else "open"]
-                for row in found["rows"] if ", " in row[1]]  # fmt: skip
-        return {**found, "rows": rows}
+            return []
+        rows = [row for row in gate(self.gate_runs, LOWER, UPPER, LEAST_GAP) if row.seeds]
+        return [row if row.seeds >= GATE_SEEDS else replace(row, enters=None, why="") for row in rows]
 
     def verdicts(self) -> list[Verdict]:
         """Return a verdict for each map that has entered or is a control, and for each that has no gate yet."""
@@ -220,9 +228,9 @@ def table_of_maps(data: Data) -> str:
 
 def table_of_gate(data: Data) -> str:
     """Return the table of the gate."""
-    found = data.gate()
-    if not found["rows"]:
+    if not (rows := data.gate()):
         return NOT_YET
+    found = gate_table(rows, LOWER, UPPER, LEAST_GAP)
     return f"{markdown(found['head'], found['rows'])}\n\n{found['note']}"
 
 
@@ -230,7 +238,7 @@ def gap_again(data: Data) -> str:
     """Return the table of the gap that is asked for once more."""
     if not {LOWER, UPPER} <= {run.arm for run in data.again}:
         return NOT_YET
-    found = gate_table(data.again, LOWER, UPPER, LEAST_GAP)
+    found = gate_table(gate(data.again, LOWER, UPPER, LEAST_GAP), LOWER, UPPER, LEAST_GAP)
     return markdown(found["head"][:-1], [row[:-1] for row in found["rows"]])
 
 

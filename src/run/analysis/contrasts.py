@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,31 @@ def _contrast(found: Sequence[Group], place: str, references: Sequence[str]) -> 
     return {"title": place, "head": head, "rows": rows, "note": f"{note} Note: {FEW}." if few else note}
 
 
-def gate_table(runs: Sequence[Run], lower: str, upper: str, least: float) -> Table:
+@dataclass(frozen=True)
+class GateRow:
+    """What the gate says of an environment.
+
+    Attributes:
+        low, high: win rates of the last tests, [seeds], of the arm that sees least and of the one that sees everything.
+        gap, ends: difference of their means, NaN without tests, and its interval.
+        enters: whether it enters the main study; None: open. why: of a no without tests and of what is open.
+    """
+
+    place: str
+    low: np.ndarray
+    high: np.ndarray
+    gap: float
+    ends: Interval | None
+    enters: bool | None
+    why: str = ""
+
+    @property
+    def seeds(self) -> int:
+        """Seeds that both arms have."""
+        return min(len(self.low), len(self.high))
+
+
+def gate(runs: Sequence[Run], lower: str, upper: str, least: float) -> list[GateRow]:
     """Return for each environment the difference between two arms' last tests, and whether it enters the main study.
 
     It enters where the mean difference is at least `least` and its interval lies above 0; that is open where the runs
@@ -109,19 +134,26 @@ def gate_table(runs: Sequence[Run], lower: str, upper: str, least: float) -> Tab
     for place in places(found):
         low, high = (_values(by_label[label].at(place), _last) for label in (lower, upper))
         if not len(low) or not len(high):
-            rows.append([place, str(len(low)), "-", "-", "-", "no: an arm has no test here"])
+            rows.append(GateRow(place, low, high, math.nan, None, False, "an arm has no test here"))
             continue
         gap, ends = difference([high], [low])
-        enters = "yes" if gap >= least and ends is not None and float(ends[0]) > 0 else "no"
-        if text := unlike(found, place, (lower, upper)):
-            enters = f"open: {text}"
-        seeds = f"{len(low)}, {len(high)}"
-        rows.append([place, seeds, f"{low.mean():.3f}", f"{high.mean():.3f}", text_of(gap, ends, 3), enters])
-    head = ["environment", "seeds", lower, upper, "difference", "enters"]
+        enters = gap >= least and ends is not None and float(ends[0]) > 0
+        why = unlike(found, place, (lower, upper))
+        rows.append(GateRow(place, low, high, gap, ends, None if why else enters, why))
+    return rows
+
+
+def gate_table(rows: Sequence[GateRow], lower: str, upper: str, least: float) -> Table:
+    """Return the rows of `gate` as a table."""
+    lines = []
+    for row in rows:
+        means = [f"{values.mean():.3f}" if len(values) else "-" for values in (row.low, row.high)]
+        state = {True: "yes", False: "no", None: "open"}[row.enters] + (f": {row.why}" if row.why else "")
+        lines.append([row.place, f"{len(row.low)}, {len(row.high)}", *means, text_of(row.gap, row.ends, 3), state])
     note = f"Enters: difference of the last tests at least {least:g}, its 95 % interval above 0."
-    few = any(0 < len(_values(group.at(place), _last)) < FEW_SEEDS for group in found for place in places(found))
-    note += f" Note: {FEW}." if few else ""
-    return {"title": "Which maps enter the main study", "head": head, "rows": rows, "note": note}
+    note += f" Note: {FEW}." if any(0 < row.seeds < FEW_SEEDS for row in rows) else ""
+    head = ["environment", "seeds", lower, upper, "difference", "enters"]
+    return {"title": "Which maps enter the main study", "head": head, "rows": lines, "note": note}
 
 
 def unlike(found: Sequence[Group], place: str, labels: Sequence[str]) -> str:

@@ -294,10 +294,11 @@ def _gate(options: argparse.Namespace, words: Sequence[str]) -> int:
         least = math.nan
     if not 0 <= least <= 1:
         raise UserError(f"--least={options.least}: must be a number from 0 to 1, such as 0.15")
-    from omagd.run.analysis.contrasts import gate_table
+    from omagd.run.analysis.contrasts import gate, gate_table
     from omagd.run.analysis.runs import load
 
-    print_out(_as_text(gate_table(load(words, "beliefs gate"), lower, upper, least)) + "\n")
+    rows = gate(load(words, "beliefs gate"), lower, upper, least)
+    print_out(_as_text(gate_table(rows, lower, upper, least)) + "\n")
     return 0
 
 
