@@ -563,6 +563,23 @@ def test_a_gap_that_is_asked_for_once_more_decides_no_verdict(site):
     assert f"float32, {MAP}: `baseline` 4, `full_obs` 4" in page
 
 
+def test_the_baseline_with_as_much_cpu_time_stands_beside_the_method_and_decides_nothing(site):
+    before = page_now()
+    lines = [json.loads(line) for line in (site / "reconstruction_3_agents.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["arm"] == "baseline" and line["seed"] < 5:
+            more = {"study": script.LONGER, "identity": f"longer {line['seed']}", "cpu_seconds": 3000.0}
+            tests = {**line["tests"], "t_env": [1_000_000, 6_000_000], "test_battle_won_mean": [0.1, 0.45]}
+            append(site / f"{script.LONGER}.jsonl", {**line, **more, "tests": tests})
+    page = page_now()
+    part = page.split("<!-- begin longer")[1].split("<!-- end longer")[0]
+    assert f"| {MAP} | 10, 5 | 0.25 (6) | 0.55 (6) | 0.45 (50) | 6 million | 0.10 [0.0" in part
+    for name in ("verdicts", "tables", "answer", "gate"):
+        ours, theirs = (each.split(f"<!-- begin {name}")[1].split("<!-- end")[0] for each in (page, before))
+        assert ours == theirs, name
+    assert f"equal CPU time, {MAP}: `baseline` 5" in page
+
+
 def _with_wins(text: str, won: float) -> str:
     line = json.loads(text)
     tests = {**line["tests"], "test_battle_won_mean": [won / 2, won]}

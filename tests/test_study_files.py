@@ -84,6 +84,7 @@ def test_numbers_of_the_study():
         "float32": 10,
         "controls": 10,
         "control_8m": 5,
+        "equal_time": 5,
         "gate": 3,
         "short": 2,
         "variants": 5,

@@ -80,6 +80,9 @@ VARIED = ("belief_inputs", "omagd"), ("sample", "omagd"), ("masked_truth", "mask
 AGAIN = "reconstruction_float32"
 """The study that asks once more for the gap of a map, in the precision of the gate. It decides no verdict."""
 
+LONGER = "reconstruction_equal_time"
+"""The study that gives `LOWER` as much CPU time as `METHOD` has. It decides no verdict."""
+
 SEEDS = (5,)
 """How many seeds each arm needs. Two numbers: first a verdict with so many, later one with more; both are shown."""
 
@@ -109,7 +112,8 @@ class Data:
     """What the folder holds.
 
     Attributes:
-        gate_runs, study_runs: of the gate and of the main study. again, variants: of the two that decide no verdict.
+        gate_runs, study_runs: of the gate and of the main study.
+        again, longer, variants: of those that decide no verdict.
         runs: all of them.
         shown: seeds of each arm that the page shows of a map, once each arm that its verdict needs has them.
         study: the arms of the main study with the first seeds of those maps; arms with fewer are left out.
@@ -119,12 +123,13 @@ class Data:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         files = {path.stem: path for path in sorted(folder.glob("reconstruction_*.jsonl"))}
-        self.gate_runs, self.again, self.variants = (
-            _read([files[name]] if name in files else []) for name in (GATE, AGAIN, VARIANTS)
+        apart = (GATE, AGAIN, LONGER, VARIANTS)
+        self.gate_runs, self.again, self.longer, self.variants = (
+            _read([files[name]] if name in files else []) for name in apart
         )
-        others = (GATE, SHORT, AGAIN, VARIANTS)
+        others = (*apart, SHORT)
         self.study_runs = _read([path for name, path in files.items() if name not in others])
-        self.runs = [*self.gate_runs, *self.study_runs, *self.again, *self.variants]
+        self.runs = [*self.gate_runs, *self.study_runs, *self.again, *self.longer, *self.variants]
         self.beliefs = belief_tests.records(folder)
         played = {run.place for run in self.runs}
         if unknown := played - MAPS.keys() - RESERVE.keys():
@@ -410,7 +415,8 @@ def cost(data: Data) -> str:
     hours, unknown = cpu_hours(data.runs), sum(run.cpu_seconds is None for run in data.runs)
     lines = [f"{len(data.runs)} runs, {hours:.1f} core-hours" + f" ({unknown} runs without a figure)" * bool(unknown)]
     commits: dict[str, dict[tuple[str, str], int]] = {}
-    for part, runs in (("gate, ", data.gate_runs), ("", data.study_runs), ("float32, ", data.again), ("variants, ", data.variants)):
+    kinds = ("gate, ", "", "float32, ", "equal CPU time, ", "variants, ")
+    for part, runs in zip(kinds, (data.gate_runs, data.study_runs, data.again, data.longer, data.variants), strict=True):
         for run in runs:
             name = run.commit[:12] + "-dirty" * run.commit.endswith("-dirty") or "unknown"
             counts = commits.setdefault(name, {})
@@ -429,6 +435,23 @@ def mixed(data: Data) -> list[str]:
     for run in data.study_runs:
         cards.setdefault((run.arm, run.place), set()).add((run.card.get("id"), run.card.get("method")))
     return [f"`{arm}` on {place}" for (arm, place), found in cards.items() if len(found) > 1]
+
+
+def equal_time(data: Data) -> str:
+    """Return a table of what `LOWER` wins with as much CPU time as `METHOD`, of maps that are finished."""
+    rows = []
+    for place in data.studied():
+        if longer := [run for run in data.longer if run.place == place]:
+            last = final_tests([*data.study, Group(LONGER, {}, tuple(longer))], place)
+            minutes = {LONGER: np.mean([run.cpu_seconds or math.nan for run in longer]) / 60}
+            minutes |= {group.label: 60 * cpu_hours(group.at(place)) / len(group.at(place))
+                        for group in data.study if group.at(place)}  # fmt: skip
+            rates = [f"{float(iqm([last[label]])):.2f} ({minutes[label]:.0f})" for label in (LOWER, METHOD, LONGER)]
+            steps, seeds = longer[0].tests[-1]["t_env"] / 1e6, f"{len(last[METHOD])}, {len(last[LONGER])}"
+            gain = text_of(*difference([last[METHOD]], [last[LONGER]], iqm))
+            rows.append([place, seeds, *rates, f"{steps:.0f} million", gain])
+    head = ["map", "seeds", f"`{LOWER}`", f"`{METHOD}`", f"`{LOWER}` with more steps", "steps of it", "`omagd` - that"]
+    return markdown(head, rows) if rows else NOT_YET
 
 
 def answer(data: Data) -> str:
@@ -468,7 +491,7 @@ def parts(data: Data) -> dict[Path, dict[str, str]]:
     """Return what is between the markers of each page."""
     return {
         PAGE: {
-            "answer": answer(data), "maps": table_of_maps(data), "gate": table_of_gate(data), "again": gap_again(data), "verdicts": verdict_lines(data),
+            "answer": answer(data), "maps": table_of_maps(data), "gate": table_of_gate(data), "again": gap_again(data), "longer": equal_time(data), "verdicts": verdict_lines(data),
             "final": final_part(data, PAGE), "tables": tables(data), "curves": curves_part(data),
             "predictor": predictor_part(data), "tests": cheap_tests(data), "battle": battle_part(data), "variants": variants_part(data), "cost": cost(data),
         },
