@@ -563,6 +563,33 @@ def test_a_gap_that_is_asked_for_once_more_decides_no_verdict(site):
     assert f"float32, {MAP}: `baseline` 4, `full_obs` 4" in page
 
 
+def test_parts_of_predictions_have_a_table_of_their_own_once_all_were_played(site):
+    def played(rate: float) -> dict:
+        return {"win_rate": rate, "interval": [rate, rate], "share": 2 * rate, "share_interval": [rate, 3 * rate]}
+
+    record = {
+        "test": "swap",
+        "env": "skirmish",
+        "map": "3m_mixed_sight6",
+        "policy": "a team",
+        "episodes": 512,
+        "seed": 1,
+    }
+    ends = {"observation": played(0.05), "full": played(0.45)}
+    with (site / "beliefs.jsonl").open("a") as file:
+        for number, name in enumerate(script.PREDICTORS, start=1):
+            page = page_now()
+            assert page.split("<!-- begin parts")[1].split("<!-- end")[0].count("*Not run yet.*") == 1
+            line = {**record, "reconstruction": name, "beliefs": {**ends, "reconstruction": played(number / 10)}}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+    page = page_now()
+    cells = [f"0.{n}00, {0.2 * n:.2f} [0.{n}0, {0.3 * n:.2f}]" for n in range(1, 5)]
+    assert f"| swap | {MAP} | 0.050 | {' | '.join(cells)} | 0.450 |" in page
+    assert f"| swap | {MAP} | a team | 512 | 0.050 | - | - | 0.400 | 0.450 |" in page
+    assert page.count(f"| swap | {MAP} | a team |") == 1, "the parts are in their own table alone"
+
+
 def test_the_baseline_with_as_much_cpu_time_stands_beside_the_method_and_decides_nothing(site):
     before = page_now()
     lines = [json.loads(line) for line in (site / "reconstruction_3_agents.jsonl").read_text().splitlines()]

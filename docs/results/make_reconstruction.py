@@ -94,6 +94,9 @@ SEEDS_OF = {
 
 GUESSES = {"predictor": "reconstruction", "ridge": "ridge regression", "last_seen": "last seen",
            "last_seen_or_mean": "last seen, else mean", "map_constant": "map constant"}  # fmt: skip
+PREDICTORS = "ridge", "omagd, no deaths", "omagd, linear means", METHOD
+"""Names of the predictors that benchmarks/belief_parts.py compares."""
+
 BETTER = "P(better than last_seen)"
 """The only probability of improvement that the page shows."""
 
@@ -251,11 +254,29 @@ def cheap_tests(data: Data) -> str:
     """Return a table of the plug-in tests and of the swap tests: win rates by belief."""
     rows = []
     for each in data.beliefs:
-        if each["test"] != "census":
+        if each["test"] != "census" and each.get("reconstruction") not in PREDICTORS[:-1]:
             played = [f"{each['beliefs'][name]['win_rate']:.3f}" if name in each["beliefs"] else "-"
                       for name in belief_tests.NAMES]  # fmt: skip
             rows.append([each["test"], f"{each['env']} {each['map']}", each["policy"], f"{each['episodes']:,}", *played])
     return markdown(["test", "map", "who acts", "battles", *belief_tests.NAMES.values()], rows) if rows else NOT_YET
+
+
+def parts_of_beliefs(data: Data) -> str:
+    """Return a table of tests of what wins battles in predictions: `PREDICTORS` beside each other."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for each in data.beliefs:
+        if each.get("reconstruction") in PREDICTORS:
+            found.setdefault((each["test"], f"{each['env']} {each['map']}"), {})[each["reconstruction"]] = each["beliefs"]
+    rows = []
+    for (test, place), played in found.items():
+        if played.keys() == set(PREDICTORS):
+            ends = (played[METHOD][name]["win_rate"] for name in (belief_tests.LOWER, belief_tests.UPPER))
+            low, high = (f"{rate:.3f}" for rate in ends)
+            each_one = (played[name]["reconstruction"] for name in PREDICTORS)
+            shares = [f"{entry['win_rate']:.3f}, {text_of(entry['share'], entry['share_interval'])}" for entry in each_one]
+            rows.append([test, place, low, *shares, high])
+    head = ["test", "map", "what agents see", *(f"`{name}`" for name in PREDICTORS), "everything"]
+    return markdown(head, rows) if rows else NOT_YET
 
 
 def verdict_lines(data: Data) -> str:
@@ -491,7 +512,7 @@ def parts(data: Data) -> dict[Path, dict[str, str]]:
     """Return what is between the markers of each page."""
     return {
         PAGE: {
-            "answer": answer(data), "maps": table_of_maps(data), "gate": table_of_gate(data), "again": gap_again(data), "longer": equal_time(data), "verdicts": verdict_lines(data),
+            "answer": answer(data), "maps": table_of_maps(data), "gate": table_of_gate(data), "again": gap_again(data), "longer": equal_time(data), "parts": parts_of_beliefs(data), "verdicts": verdict_lines(data),
             "final": final_part(data, PAGE), "tables": tables(data), "curves": curves_part(data),
             "predictor": predictor_part(data), "tests": cheap_tests(data), "battle": battle_part(data), "variants": variants_part(data), "cost": cost(data),
         },
