@@ -447,14 +447,14 @@ def test_each_column_of_a_comparison_by_hand(tmp_path):
     assert rows["omagd"]["mean height of the curve"] == f"{height['omagd']:.3f}"
     assert rows["omagd"]["share of the gap"].startswith("0.50 [")
     share = (height["omagd"] - height["baseline"]) / (height["full_obs"] - height["baseline"])
-    assert rows["omagd"]["the same of the curve"].startswith(f"{share:.2f} [")
+    assert rows["omagd"]["share of the gap, whole curve"].startswith(f"{share:.2f} [")
     for seed in range(1, 6):  # now everything seen is worth nothing: there is no gap to close
         (tmp_path / "runs" / f"full_obs_{seed}" / "metrics.jsonl").write_text(
             (tmp_path / "runs" / f"baseline_{seed}" / "metrics.jsonl").read_text()
         )
     rows = contrasts(groups(load([tmp_path])))[0]
     (omagd,) = (dict(zip(rows["head"], row, strict=True)) for row in rows["rows"] if row[0] == "omagd")
-    assert (omagd["share of the gap"], omagd["the same of the curve"]) == ("-", "-")
+    assert (omagd["share of the gap"], omagd["share of the gap, whole curve"]) == ("-", "-")
 
 
 def test_means_of_the_gate_and_of_heights_count_every_seed(tmp_path):

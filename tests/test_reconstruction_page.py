@@ -464,7 +464,7 @@ def test_the_predictor_of_each_map_is_judged_by_its_own_runs(site):
         for seed in (line["seed"] + 2, line["seed"] + 4):
             append(path, {**line, "seed": seed} | {key: f"{line[key]} {seed}" for key in ("job", "identity")})
     page = page_now().split("<!-- begin predictor")[1].split("<!-- end predictor")[0]
-    of_map, of_8m = page.split("### skirmish 8m")
+    of_map, of_8m = page.split("### Errors on skirmish 8m")
     assert "| all | 900 | 0.100 | - | 0.200 |" in of_map and "; 10 seeds." in of_map
     assert "| all | 400 | 0.100 | - | 0.150 |" in of_8m and of_8m.count("**Holds.**") == 1 and "; 5 seeds." in of_8m
 

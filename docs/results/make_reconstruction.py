@@ -405,7 +405,7 @@ def predictor_part(data: Data) -> str:
                     rows.append([title, f"{mean['count']:,.0f}", errors[0], own, *errors[1:]])
             heads = list(GUESSES.values())
             table = markdown(["living units, last seen", "cases", heads[0], f"arm `{RIDGE}`", *heads[1:]], rows)
-            made.append(f"### {place}\n\n{table}\n\n{_predictor_verdict(judged, len(tables[METHOD, STAGES[0]]))}")
+            made.append(f"### Errors on {place}\n\n{table}\n\n{_predictor_verdict(judged, len(tables[METHOD, STAGES[0]]))}")
     return "\n\n".join(made) or NOT_YET
 
 
@@ -490,7 +490,7 @@ def answer(data: Data) -> str:
         gain = text_of(*difference([last[METHOD]], [low], iqm))
         rows.append([f"{place} ({kind})", str(len(low)), *rates, gain, share, _cost(data, place), data.verdict(place, kind).state])
     head = ["map (class)", "seeds", f"`{LOWER}`", f"`{METHOD}`", f"`{UPPER}`", f"`{METHOD}` - `{LOWER}`", "share of the gap",
-            f"CPU time, in runs of `{LOWER}`", "verdict"]  # fmt: skip
+            f"CPU time relative to `{LOWER}`", "verdict"]  # fmt: skip
     return markdown(head, rows) if rows else NOT_YET
 
 

@@ -33,7 +33,7 @@ from omagd.utils.storage import is_number
 
 LOWER, UPPER, METHOD = "baseline", "full_obs", "omagd"
 REFERENCES = ("last_seen", "map_constant", "baseline")
-GAP = ("share of the gap", "the same of the curve")
+GAP = ("share of the gap", "share of the gap, whole curve")
 METRIC = "test_battle_won_mean"
 MAY_DIFFER = "observations"
 """Entry of the cards in which arms differ by design."""
