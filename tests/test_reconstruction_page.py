@@ -498,6 +498,16 @@ def test_a_map_whose_number_of_seeds_was_raised_shows_both_verdicts(site, monkey
     readme = script.pages(script.Data(site))[script.README]
     assert f"| {MAP} (b) | 5 |" in readme and "| 1.0 | open |" in readme
     assert "b as a whole: open.** Of 3 maps it holds on 0, 3 are undecided" in five
+    control = [line.replace('"arm":"full_obs"', '"arm":"ridge"').replace("full_obs3m", "ridge3m")
+               for line in lines if '"arm":"full_obs"' in line and line not in late]  # fmt: skip
+    path.write_text("".join([*lines, *control]))
+    page = page_now()
+    assert "| baseline | 10 |" in page and "| ridge | 5 |" in page, (
+        "an arm that decides no verdict keeps its first seeds"
+    )
+    assert "\n| ridge | 0.700 | 0.710 | 0.720 | 0.730 | 0.740 | - | - | - | - | - |" in page
+    path.write_text("".join([*lines, *control[:4]]))
+    assert "| ridge | 4 |" not in page_now() and "| ridge | 5 |" not in page_now()
     path.write_text("".join(line for line in lines if line not in late[:3]))  # some of the later seeds
     between = page_now()
     assert "| baseline | 5 |" in between and between.split("<!-- begin cost")[0] == five.split("<!-- begin cost")[0]

@@ -119,7 +119,8 @@ class Data:
         again, longer, variants: of those that decide no verdict.
         runs: all of them.
         shown: seeds of each arm that the page shows of a map, once each arm that its verdict needs has them.
-        study: the arms of the main study with the first seeds of those maps; arms with fewer are left out.
+        study: the arms of the main study with the first seeds of those maps. Arms that no verdict needs may have as many
+            as were planned first; arms with fewer are left out.
         beliefs: records of tests.
     """
 
@@ -142,8 +143,8 @@ class Data:
         self.begun = by_arm(self.study_runs)
         self.shown = {place: count for place, kind in self.places.items() for count in seeds_of(place)
                       if not unfinished(self.begun, place, needed_arms(kind), count)}  # fmt: skip
-        self.study = by_arm([run for place, count in self.shown.items() for group in self.first(place, count)
-                             if len(group.runs) == count for run in group.runs])  # fmt: skip
+        self.study = by_arm([run for place, most in self.shown.items() for group in self.begun
+                             for run in _with_their_seeds(group, place, most)])  # fmt: skip
 
     def first(self, place: str, count: int) -> list[Group]:
         """Return the first seeds of each arm on a map."""
@@ -197,6 +198,12 @@ def _rank(run: Run) -> tuple[int, str, int, str]:
     """Return a key that sorts runs alike in whatever order their lines are: bootstraps depend on the order of seeds."""
     known = [*MAPS, *RESERVE, run.place]
     return known.index(run.place), run.place, run.seed or 0, run.arm
+
+
+def _with_their_seeds(group: Group, place: str, most: int) -> Sequence[Run]:
+    """Return the first runs of an arm at a place: the largest planned number of seeds, up to `most`, that it has."""
+    runs = group.at(place)
+    return runs[: max((count for count in seeds_of(place) if count <= min(most, len(runs))), default=0)]
 
 
 def seeds_of(place: str) -> tuple[int, ...]:
