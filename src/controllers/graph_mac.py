@@ -38,8 +38,8 @@ class NGraphMAC(BasicMAC):
     ) -> None:
         if info.layout is None:
             raise UserError(
-                f"mac={config.mac} needs an environment with an entity layout; env={config.env} has none. Use mac=n_mac,"
-                " or an environment with units, such as --env-config=skirmish"
+                f"mac={config.mac} needs an environment with an entity layout; env={config.env} has none."
+                " Use mac=n_mac, or an environment with units, such as --env-config=skirmish"
             )
         if reconstructor is not None and config.use_full_obs:
             raise UserError("use_full_obs=True leaves nothing to reconstruct: set use_graph_reconstruction=False")
