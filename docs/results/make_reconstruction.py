@@ -471,9 +471,7 @@ def equal_time(data: Data) -> str:
     for place in data.studied():
         if longer := [run for run in data.longer if run.place == place]:
             last = final_tests([*data.study, Group(LONGER, {}, tuple(longer))], place)
-            minutes = {LONGER: np.mean([run.cpu_seconds or math.nan for run in longer]) / 60}
-            minutes |= {group.label: 60 * cpu_hours(group.at(place)) / len(group.at(place))
-                        for group in data.study if group.at(place)}  # fmt: skip
+            minutes = {group.label: _minutes(group.at(place)) for group in data.study} | {LONGER: _minutes(longer)}
             rates = [f"{float(iqm([last[label]])):.2f} ({minutes[label]:.0f})" for label in (LOWER, METHOD, LONGER)]
             steps, seeds = longer[0].tests[-1]["t_env"] / 1e6, f"{len(last[METHOD])}, {len(last[LONGER])}"
             gain = text_of(*difference([last[METHOD]], [last[LONGER]], iqm))
@@ -502,10 +500,16 @@ def answer(data: Data) -> str:
 
 
 def _cost(data: Data, place: str) -> str:
-    """Return how many times the CPU seconds of a run of `LOWER` a run of `METHOD` takes."""
-    seconds = {group.label: [run.cpu_seconds for run in group.at(place) if run.cpu_seconds] for group in data.study}
-    ours, theirs = (seconds.get(label) for label in (METHOD, LOWER))
-    return f"{np.mean(ours) / np.mean(theirs):.1f}" if ours and theirs else "-"
+    """Return how many times the CPU time of a run of `LOWER` a run of `METHOD` takes."""
+    minutes = {group.label: _minutes(group.at(place)) for group in data.study}
+    times = minutes.get(METHOD, math.nan) / minutes.get(LOWER, math.nan)
+    return "-" if math.isnan(times) else f"{times:.1f}"
+
+
+def _minutes(runs: Sequence[Run]) -> float:
+    """Return the CPU minutes of a run, the mean over those where they are known; NaN where none is."""
+    known = [run.cpu_seconds for run in runs if run.cpu_seconds]
+    return float(np.mean(known)) / 60 if known else math.nan
 
 
 def summary(data: Data) -> str:
