@@ -312,8 +312,8 @@ def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
     assert dict(leaves(dict(team.reconstructor.predictor.state_dict()))) == values[-1]
     contents = [torch.load(path / "stage2_model.th", weights_only=True)["baselines"] for path in (files[0], files[-1])]
     assert dict(leaves(contents[0])) == dict(leaves(contents[1])), "beside which later evaluations judge"
-    tested: Any = beliefs._graph_mac(SimpleNamespace(info=stages[-1].session.info), str(folder.path))  # type: ignore[arg-type]
-    assert dict(leaves(dict(tested.reconstructor.predictor.state_dict()))) == values[-1]
+    players: Any = SimpleNamespace(info=stages[-1].session.info)
+    assert dict(leaves(dict(beliefs._reconstructor(players, str(folder.path)).predictor.state_dict()))) == values[-1]
     resident = evaluation_config(str(folder.path), {"runner": "resident"})
     with pytest.raises(UserError, match=f"kind=masked, not kind={kind}") if kind != "masked" else nullcontext():
         assert preflight(resident).stages == ("evaluate",)
