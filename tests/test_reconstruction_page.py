@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import math
 import re
@@ -29,12 +29,8 @@ from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location(
-    "make_reconstruction", ROOT / "docs" / "results" / "make_reconstruction.py"
-)
-assert spec is not None and spec.loader is not None
-script = sys.modules["make_reconstruction"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+sys.path.insert(0, str(ROOT / "docs" / "results"))
+script, study = importlib.import_module("make_reconstruction"), importlib.import_module("reconstruction_data")
 
 STEPS = (100_000, 200_000, 300_000)
 MAP = "skirmish 3m_mixed_sight6"
@@ -205,7 +201,7 @@ def test_no_verdict_looks_at_numbers_before_each_arm_has_its_seeds():
 
 
 def test_the_committed_pages_are_those_of_the_committed_data():
-    data = script.Data(script.DATA)
+    data = study.Data(script.DATA)
     for page, text in script.pages(data).items():
         assert page.read_text(encoding="utf-8") == text, "run: python docs/results/make_reconstruction.py"
     pictures = set(re.findall(r"reconstruction/(\w+\.png)", "".join(script.pages(data).values())))
@@ -223,7 +219,7 @@ def test_predicted_classes_and_maps_are_those_of_the_study_files():
         return {f"{env or 'skirmish '}{name}": kind for env, name, kind in found}
 
     main, reserve, controls = map(classes, written.groups())
-    assert {**main, **controls} == script.MAPS and reserve == script.RESERVE and set(controls) == set(script.CONTROLS)
+    assert {**main, **controls} == study.MAPS and reserve == study.RESERVE and set(controls) == set(study.CONTROLS)
     for name in (
         "reconstruction_3_agents",
         "reconstruction_5_agents",
@@ -233,11 +229,11 @@ def test_predicted_classes_and_maps_are_those_of_the_study_files():
     ):
         given = yaml.safe_load((folder / f"{name}.yaml").read_text())
         places = {f"{each.get('env_config', 'skirmish')} {each['map']}" for each in given["environments"].values()}
-        assert places <= script.MAPS.keys() | script.RESERVE.keys()
-        assert set(given["arms"]) <= set(script.ARMS) and given["results_file"] == f"{name}.jsonl"
+        assert places <= study.MAPS.keys() | study.RESERVE.keys()
+        assert set(given["arms"]) <= set(study.ARMS) and given["results_file"] == f"{name}.jsonl"
         if name != "reconstruction_gate":
-            assert {script.seeds_of(place)[-1] for place in places} == {given["seeds"]}
-            assert {arm for place in places for arm in needed_arms(script.MAPS.get(place, "b"))} <= set(given["arms"])
+            assert {study.seeds_of(place)[-1] for place in places} == {given["seeds"]}
+            assert {arm for place in places for arm in needed_arms(study.MAPS.get(place, "b"))} <= set(given["arms"])
 
 
 @pytest.fixture
@@ -348,9 +344,9 @@ def test_one_row_and_one_guess_are_enough_to_miss_what_was_asked(row, guess):
 
 
 def test_rows_are_means_over_seeds_and_missing_where_cases_are_few():
-    row = script.mean_row([ROWS[0], {**ROWS[0], "count": 100, "mse": {**ERRORS, "ridge": 0.4}}])
+    row = predictor_aim.mean_row([ROWS[0], {**ROWS[0], "count": 100, "mse": {**ERRORS, "ridge": 0.4}}])
     assert row["count"] == 500 and row["mse"]["ridge"] == pytest.approx(0.3) and row["recall_dead"] == 0.99
-    assert script.mean_row([ROWS[2]]) == script.mean_row([]) == {}
+    assert predictor_aim.mean_row([ROWS[2]]) == predictor_aim.mean_row([]) == {}
 
 
 def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
@@ -393,7 +389,7 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     assert cells[5].startswith("0.30 [0.2") and cells[6].startswith("0.60 [0.5")
     for name in ("final.png", "curves.png", "beliefs.png"):
         assert f"(reconstruction/{name})" in page and (site / name).read_bytes().startswith(b"\x89PNG")
-    assert script.pages(script.Data(site)) == {script.PAGE: page, script.README: readme}
+    assert script.pages(study.Data(site)) == {script.PAGE: page, script.README: readme}
     # Lines in another order, as merged files have them, give the same page.
     for path in site.glob("reconstruction_*.jsonl"):
         path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
@@ -410,12 +406,12 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
 
 def page_now() -> str:
     """Return the page as the data make it, without drawing pictures."""
-    return script.pages(script.Data(script.DATA))[script.PAGE]
+    return script.pages(study.Data(script.DATA))[script.PAGE]
 
 
 def test_what_is_resampled_does_not_depend_on_the_order_of_runs(site):
-    runs = script.Data(site).gate_runs
-    ordered, reversed_ = (final_tests(script.by_arm(each), MAP)["baseline"] for each in (runs, runs[::-1]))
+    runs = study.Data(site).gate_runs
+    ordered, reversed_ = (final_tests(study.by_arm(each), MAP)["baseline"] for each in (runs, runs[::-1]))
     assert ordered.tolist() == reversed_.tolist() == sorted(ordered)
 
 
@@ -488,14 +484,14 @@ def test_arms_show_numbers_once_they_have_their_seeds(site):
 
 def test_a_map_whose_number_of_seeds_was_raised_shows_both_verdicts(site, monkeypatch):
     """More seeds that were added after a look must not replace what that look showed."""
-    monkeypatch.setattr(script, "SEEDS_OF", {MAP: (5, 10)})
+    monkeypatch.setattr(study, "SEEDS_OF", {MAP: (5, 10)})
     path = site / "reconstruction_3_agents.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     late = [line for line in lines if json.loads(line)["seed"] >= 5]
     path.write_text("".join(line for line in lines if line not in late))
     five = page_now()
     assert f"**{MAP}, class b: open.** With 5 of 10 planned seeds it holds. " in five and "; 5 seeds." in five
-    readme = script.pages(script.Data(site))[script.README]
+    readme = script.pages(study.Data(site))[script.README]
     assert f"| {MAP} (b) | 5 |" in readme and "| 1.0 | open |" in readme
     assert "b as a whole: open.** Of 3 maps it holds on 0, 3 are undecided" in five
     control = [line.replace('"arm":"full_obs"', '"arm":"ridge"').replace("full_obs3m", "ridge3m")
@@ -527,7 +523,7 @@ def test_a_map_that_waits_for_more_seeds_may_still_hold(site, monkeypatch):
     lines = path.read_text().splitlines()
     path.write_text("".join(_with_wins(line, 1.0) if '"arm":"last_seen"' in line else f"{line}\n" for line in lines))
     assert "Of 3 maps it holds on 0, 2 are undecided" in page_now()
-    monkeypatch.setattr(script, "SEEDS_OF", {MAP: (10, 12)})
+    monkeypatch.setattr(study, "SEEDS_OF", {MAP: (10, 12)})
     assert f"{MAP}, class b: open.** With 10 of 12 planned seeds it does not hold. " in page_now()
     assert "holds on 0, 3 are undecided" in page_now()
 
@@ -536,11 +532,11 @@ def test_variants_are_compared_with_the_arms_of_the_same_seeds_and_decide_no_ver
     before = page_now()
     assert "<!-- begin variants" in before and before.split("<!-- begin variants")[1].split("\n")[1] == script.NOT_YET
     lines = [json.loads(line) for line in (site / "reconstruction_3_agents.jsonl").read_text().splitlines()]
-    path = site / f"{script.VARIANTS}.jsonl"
+    path = site / f"{study.VARIANTS}.jsonl"
     for line in lines:
         if line["arm"] == "omagd" and line["seed"] < 5:
             for arm, won in (("sample", 0.9), ("masked", 0.3), ("masked_truth", 0.4)):
-                varied = {**line, "arm": arm, "study": script.VARIANTS, "identity": f"{arm}{line['seed']}"}
+                varied = {**line, "arm": arm, "study": study.VARIANTS, "identity": f"{arm}{line['seed']}"}
                 append(path, json.loads(_with_wins(json.dumps(varied), won + 0.01 * line["seed"])))
     page = page_now()
     part = page.split("<!-- begin variants")[1].split("<!-- end variants")[0]
@@ -562,8 +558,8 @@ def test_a_gap_that_is_asked_for_once_more_decides_no_verdict(site):
     assert "`baseline` 9" in before
     for line in lines:
         if line["arm"] in ("baseline", "full_obs") and line["seed"] < 4:
-            again = {**line, "study": script.AGAIN, "identity": f"again {line['arm']}{line['seed']}"}
-            append(site / f"{script.AGAIN}.jsonl", json.loads(_with_wins(json.dumps(again), 0.5)))
+            again = {**line, "study": study.AGAIN, "identity": f"again {line['arm']}{line['seed']}"}
+            append(site / f"{study.AGAIN}.jsonl", json.loads(_with_wins(json.dumps(again), 0.5)))
     page = page_now()
     part = page.split("<!-- begin again")[1].split("<!-- end again")[0]
     assert f"| {MAP} | 4, 4 | 0.500 | 0.500 | 0.000 [0.000, 0.000] |" in part
@@ -605,9 +601,9 @@ def test_the_baseline_with_as_much_cpu_time_stands_beside_the_method_and_decides
     lines = [json.loads(line) for line in (site / "reconstruction_3_agents.jsonl").read_text().splitlines()]
     for line in lines:
         if line["arm"] == "baseline" and line["seed"] < 5:
-            more = {"study": script.LONGER, "identity": f"longer {line['seed']}", "cpu_seconds": 3000.0}
+            more = {"study": study.LONGER, "identity": f"longer {line['seed']}", "cpu_seconds": 3000.0}
             tests = {**line["tests"], "t_env": [1_000_000, 6_000_000], "test_battle_won_mean": [0.1, 0.45]}
-            append(site / f"{script.LONGER}.jsonl", {**line, **more, "tests": tests})
+            append(site / f"{study.LONGER}.jsonl", {**line, **more, "tests": tests})
     page = page_now()
     part = page.split("<!-- begin longer")[1].split("<!-- end longer")[0]
     assert f"| {MAP} | 10, 5 | 0.25 (6) | 0.55 (6) | 0.45 (50) | 6 million | 0.10 [0.0" in part
