@@ -230,11 +230,11 @@ def test_the_network_and_the_regression_count_in_standard_deviations_of_the_unit
     stage, batch = learner(), pack_episodes(toy_episodes(4, seed=3, apart=True))
     tracker, sample, source = stage.predictor, stage.sample(batch), torch.Generator().manual_seed(0)
     tracker.scale.copy_(torch.rand(tracker.scale.shape, generator=source) + 0.5)
-    tracker.straight_weight.zero_()
-    tracker.straight_bias.copy_(torch.randn(tracker.straight_bias.shape, generator=source))
+    tracker.linear_weight.zero_()
+    tracker.linear_bias.copy_(torch.randn(tracker.linear_bias.shape, generator=source))
     torch.nn.init.zeros_(tracker.head.weight)
     torch.nn.init.normal_(tracker.head.bias, generator=source)
-    out, bias = tracker(sample.memory, sample.packing), tracker.straight_bias.view(6, N - 1, D)
+    out, bias = tracker(sample.memory, sample.packing), tracker.linear_bias.view(6, N - 1, D)
     for m, (node, age) in enumerate(zip(torch.nonzero(sample.memory.missing)[:, 2].tolist(), sample.ages, strict=True)):
         torch.testing.assert_close(out.learned[m], tracker.scale[node] * tracker.head.bias)
         torch.testing.assert_close(out.regressed[m], tracker.scale[node] * bias[age, node - 1])
@@ -304,7 +304,7 @@ def test_training_begins_with_regression_on_what_the_agent_knows(at_once: int | 
         of_age = fitted(ages, tracker_fitting.DEVIATION, *seen[:2])
         wanted.append(of_age[1])
         chosen.add(of_age[2])
-    ours = tracker.straight_weight.view(6, N - 1, D, -1)
+    ours = tracker.linear_weight.view(6, N - 1, D, -1)
     for age, maps in enumerate(wanted):
         for unit, weights in maps.items():
             assert torch.allclose(ours[age, unit - 1], weights.T[:, :-1], atol=1e-6)

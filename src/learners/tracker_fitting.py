@@ -80,7 +80,7 @@ def fit_regression(
     for kind in torch.unique(types):  # one after the other: the sums are large
         units = (types == kind).nonzero().flatten()
         weights[units.cpu()] = _ridge(_gram(tracker, batches(), layout, units + 1, dist), weights.shape[2]).cpu()
-    tracker.set_straight(weights)
+    tracker.set_linear_part(weights)
 
 
 def _gram(tracker: Tracker, batches: Iterable[PackedBatch], layout: EntityLayout, units: Tensor, dist: Dist) -> Tensor:

@@ -289,7 +289,7 @@ class CompiledTracking:
         self._context, self._node = tracker.context.weight.t().contiguous(), tracker.node.weight.t().contiguous()
         static = tracker.slot.weight.view(tracker.n_agents, units, width) + tracker.node.bias
         self._static, self._steps = static.contiguous().numpy(), tracker.step_table.weight.detach().numpy()
-        self._regression = tracker.straight_weight.numpy(), tracker.straight_bias.numpy(), (tracker.real != 0).numpy()
+        self._regression = tracker.linear_weight.numpy(), tracker.linear_bias.numpy(), (tracker.real != 0).numpy()
         gru = tracker.gru
         self._from_x = (
             gru.weight_ih.roll(width, 0).t().contiguous()
@@ -324,7 +324,7 @@ class CompiledTracking:
         )
         unread = age.new_zeros(frames)
         memory = Memory(base, age, unread, base, unread, missing)
-        belief = self._tracker.belief(self._tracker.decode(after, x, base, known, memory, self._straight), memory)
+        belief = self._tracker.belief(self._tracker.decode(after, x, base, known, memory, self._linear_part), memory)
         if noise is not None:
             at = torch.nonzero(missing)
             row = rows[at[:, 0]]
@@ -335,8 +335,8 @@ class CompiledTracking:
         write(self._graph, self._found.rows[:frames], self._found.missing[:frames], features, guessed, stored, obs)
         return stored.view(np.float16), guessed, belief
 
-    def _straight(self, known: Tensor, where: Tensor, ages: Tensor) -> Tensor:
-        """Return `Tracker._straight` by a kernel."""
+    def _linear_part(self, known: Tensor, where: Tensor, ages: Tensor) -> Tensor:
+        """Return `Tracker._linear_part` by a kernel."""
         out = known.new_zeros((len(where), self._tracker.dim))
         regress(known.numpy(), where.numpy(), ages.numpy(), *self._regression, out.numpy())
         return out

@@ -96,7 +96,7 @@ class Known(NamedTuple):
     features: Tensor
 
 
-Straight = Callable[[Tensor, Tensor, Tensor], Tensor]
+LinearPart = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Tracker(nn.Module):
@@ -115,8 +115,8 @@ class Tracker(nn.Module):
     """
 
     threshold: Tensor
-    straight_weight: Tensor
-    straight_bias: Tensor
+    linear_weight: Tensor
+    linear_bias: Tensor
     gain: Tensor
     mean: Tensor
     scale: Tensor
@@ -141,11 +141,11 @@ class Tracker(nn.Module):
         self.step_table = nn.Embedding(info.episode_limit + 1, width)
         self.slot = nn.Embedding(info.n_agents * n_others, width)
         self.gru = PackedGRU(width, width)
-        self.mix, self.judge = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
+        self.join, self.join_dead = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
         self.head, self.spread, self.dead = nn.Linear(width, dim), nn.Linear(width, dim), nn.Linear(width, 1)
         self.register_buffer("threshold", torch.full((3, 2), 0.5))
-        self.register_buffer("straight_weight", torch.zeros(len(AGES) + 1, n_others * dim, self.n_known))
-        self.register_buffer("straight_bias", torch.zeros(len(AGES) + 1, n_others * dim))
+        self.register_buffer("linear_weight", torch.zeros(len(AGES) + 1, n_others * dim, self.n_known))
+        self.register_buffer("linear_bias", torch.zeros(len(AGES) + 1, n_others * dim))
         self.register_buffer("gain", torch.ones(2, 3, len(AGES) + 1, dim))
         self.register_buffer("mean", torch.zeros(layout.n_nodes, dim))
         self.register_buffer("scale", torch.ones(layout.n_nodes, dim))
@@ -218,22 +218,22 @@ class Tracker(nn.Module):
         return F.leaky_relu(inputs + context[:, :, None] + static, SLOPE), others, known.features
 
     def decode(
-        self, hidden: Tensor, x: Tensor, base: Tensor, known: Tensor, memory: Memory, straight: Straight | None = None
+        self, hidden: Tensor, x: Tensor, base: Tensor, known: Tensor, memory: Memory, linear: LinearPart | None = None
     ) -> Output:
         """Return the beliefs about the missing nodes from the cell's state and input [R, n, N - 1, H].
 
-        straight: computes the linear part as `_straight` does.
+        linear: computes the linear part as `_linear_part` does.
         """
         where = memory.missing[:, :, 1:].flatten().nonzero().flatten()
         chosen = (value.flatten(0, 2).index_select(0, where) for value in (hidden, x, base))
         state, given, base = chosen
         both = torch.cat([state, given], dim=-1)
-        mixed, judged = (F.leaky_relu(part(both), SLOPE) for part in (self.mix, self.judge))
+        joined, joined_dead = (F.leaky_relu(part(both), SLOPE) for part in (self.join, self.join_dead))
         ages = age_class(memory.age[:, :, 1:]).flatten().index_select(0, where)
-        regressed = (straight or self._straight)(known.flatten(0, 1), where, ages)
+        regressed = (linear or self._linear_part)(known.flatten(0, 1), where, ages)
         scale = self.scale[1:].repeat(len(known) * self.n_agents, 1).index_select(0, where)
-        variance = F.softplus(self.spread(mixed.detach())) + FLOOR**2
-        return Output(base, scale * regressed, scale * self.head(mixed), variance, self.dead(judged)[:, 0])
+        variance = F.softplus(self.spread(joined.detach())) + FLOOR**2
+        return Output(base, scale * regressed, scale * self.head(joined), variance, self.dead(joined_dead)[:, 0])
 
     def mean_of(self, out: Output, node: Tensor, gain: Tensor) -> Tensor:
         """Return the mean [M, D] of the nodes [M] with gains [2, M, D] or [2, 1, 1], within the bounds."""
@@ -252,13 +252,13 @@ class Tracker(nn.Module):
         return Belief(features.float(), p_dead, taken, out.variance.sqrt() * real)
 
     @torch.no_grad()
-    def set_straight(self, weights: Tensor) -> None:
+    def set_linear_part(self, weights: Tensor) -> None:
         """Set the linear part to weights [N - 1, 6, known, D], the last of `known` being the constant 1."""
         by_class = weights.permute(1, 0, 3, 2).flatten(1, 2)
-        self.straight_weight.copy_(by_class[..., :-1])
-        self.straight_bias.copy_(by_class[..., -1])
+        self.linear_weight.copy_(by_class[..., :-1])
+        self.linear_bias.copy_(by_class[..., -1])
 
-    def _straight(self, known: Tensor, where: Tensor, ages: Tensor) -> Tensor:
+    def _linear_part(self, known: Tensor, where: Tensor, ages: Tensor) -> Tensor:
         """Return the linear part [M, D] from known [R·n, known], the places [M] among R·n·(N - 1), and classes [M]."""
         out = known.new_zeros((len(where), self.dim))
         rows, units = where // (self.n_nodes - 1), where % (self.n_nodes - 1)
@@ -266,7 +266,7 @@ class Tracker(nn.Module):
             chosen = (ages == age).nonzero().flatten()
             if len(chosen):
                 some, place = torch.unique(rows[chosen], return_inverse=True)
-                maps = F.linear(known.index_select(0, some), self.straight_weight[age], self.straight_bias[age])
+                maps = F.linear(known.index_select(0, some), self.linear_weight[age], self.linear_bias[age])
                 values = maps.view(-1, self.dim).index_select(0, place * (self.n_nodes - 1) + units[chosen])
                 out = out.index_copy(0, chosen, values)
         return out
