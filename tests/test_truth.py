@@ -34,7 +34,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "last seen": ("fog_last_seen", {}),
     "masked": ("omagd_small", {"belief_inputs": True}),
     "map constant": ("fog_map_constant", {}),
-    "drawn": ("omagd_tracker", {"mask_predictor_config.decode": "sample"}),
     "tracker": ("omagd_tracker", {"belief_inputs": True}),
     "graphs": ("omagd_small", {"mac": "gnn_graph_mac", "agent": "gnn_rnn", "gnn_hidden_dim": 8}),
 }
@@ -164,7 +163,7 @@ def test_training_shows_all_units_in_all_episodes_then_in_ever_fewer(tmp_path: P
 @pytest.mark.parametrize(("preset", "changes", "message"), [
     ("fog_baseline", {}, "truth_until=0.5: shows all units in place of guesses, and nothing is guessed"),
     ("fog_full_obs", {}, "nothing is guessed"),
-    ("omagd_small", {"mask_predictor_config.decode": "sample"}, "decode=sample stores codes.* Use decode=mean"),
+    ("omagd_small", {"mask_predictor_config.decode": "argmax"}, "decode=argmax stores codes.* Use decode=mean"),
     ("fog_ma2e", {}, "kind=ma2e: fills in no units, so truth_until=0.5 shows none. Use 0"),
     ("omagd_small", {"runner": "resident"}, "runner=resident: .* not with truth_until. Use runner=parallel"),
     ("omagd_tracker", {"truth_all_until": 0.6}, "truth_all_until=0.6: must be at most truth_until=0.5"),

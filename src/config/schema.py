@@ -78,7 +78,7 @@ class MaskPredictorConfig(Frozen):
     use_gru: bool  # a GRU over each node's k frames before the transformer
     last_seen: bool  # an unseen node keeps the token of its last sighting, and its age
     code_features: bool  # token embeddings and head also know the features that codes decode to
-    decode: Literal["argmax", "mean", "sample"]  # likeliest code | mean over all codes | a draw, the same all episode
+    decode: Literal["argmax", "mean"]  # likeliest code | mean over all codes
 
 
 COMPONENT_ARGS = ("learner_args", "agent_args", "mixer_args")

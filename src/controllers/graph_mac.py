@@ -86,8 +86,6 @@ class NGraphMAC(BasicMAC):
 
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Choose actions in the active slots; the other slots' histories do not change."""
-        if self.reconstructor is not None and explore is not None:
-            self.reconstructor.renew(tick.active & (tick.step == 0), explore.rng)
         self._draw_shown(tick, explore)
         return super().act(tick, explore)
 

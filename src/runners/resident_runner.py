@@ -86,9 +86,6 @@ class ResidentRunner(Runner):
             f"reconstructs with mask_predictor_config.kind=masked, not kind={kind}": (
                 config.use_graph_reconstruction and not issubclass(PREDICTORS.get(kind), TokenReconstructor)
             ),
-            "draws no units, so not with mask_predictor_config.decode=sample": (
-                config.use_graph_reconstruction and config.mask_predictor_config.decode == "sample"
-            ),
             "shows no units in place of guesses, so not with truth_until": (
                 config.truth_until > 0 and not config.evaluate
             ),

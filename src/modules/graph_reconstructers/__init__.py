@@ -64,14 +64,10 @@ def check_inferences(config: Config, info: EnvInfo) -> None:
 
 
 def check_beliefs(config: Config) -> None:
-    """Reject what a kind of predictor does not say: how sure it is, a distribution to draw from. Errors: UserError."""
+    """Reject `belief_inputs` with a kind of predictor that does not say how sure it is. Errors: UserError."""
     kind = config.mask_predictor_config.kind
     if not config.use_graph_reconstruction:
         return
-    if config.mask_predictor_config.decode == "sample" and not REGISTRY.get(kind).draws_units:
-        raise UserError(
-            f"mask_predictor_config.decode=sample: kind={kind} has no distribution to draw from. Use decode=mean"
-        )
     if config.belief_inputs and not REGISTRY.get(kind).has_beliefs:
         raise UserError(
             f"belief_inputs=True: mask_predictor_config.kind={kind} does not say how sure it is. Use another kind, or"

@@ -21,7 +21,6 @@ from torch import Tensor
 from omagd.config.env_info import EntityLayout
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.compiled import Array, Graph, from_half, graph_of, to_half
-from omagd.modules.graph_reconstructers.sampling import EpisodeNoise
 from omagd.modules.graph_reconstructers.tracker import N_FLAGS, N_PLACE, SLOPE, Memory, Tracker
 from omagd.modules.kernels.compiling import compiled_kernels
 from omagd.utils.compiling import Compiler
@@ -304,12 +303,12 @@ class CompiledTracking:
         self._x, self._after = torch.zeros(frames * units, width), torch.zeros(frames * units, width)
 
     def __call__(
-        self, obs: Array, step: Array, slots: Array, action: Array, state: dict[str, Tensor], noise: EpisodeNoise | None
+        self, obs: Array, step: Array, slots: Array, action: Array, state: dict[str, Tensor]
     ) -> tuple[Array, Array, Belief]:
         """Fill obs [B, n, obs_dim] float32 in place and advance `state` in the slot numbers `slots` [P] int64.
 
-        step: [B] int64. action: [B, n] int64. noise: draws from the belief. Returns the stored field [B, n, obs_dim]
-        float16, which nodes [B, n, N] are guesses, and the belief about them.
+        step: [B] int64. action: [B, n] int64. Returns the stored field [B, n, obs_dim] float16, which nodes [B, n, N]
+        are guesses, and the belief about them.
         """
         held, hidden = Held(*(state[name].numpy() for name in Held._fields)), state["hidden"].flatten(0, 1)
         frames = look(self._graph, self._tables, obs, slots, step, action, held, self._found)
@@ -325,11 +324,6 @@ class CompiledTracking:
         unread = age.new_zeros(frames)
         memory = Memory(base, age, unread, base, unread, missing)
         belief = self._tracker.belief(self._tracker.decode(after, x, base, known, memory, self._linear_part), memory)
-        if noise is not None:
-            at = torch.nonzero(missing)
-            row = rows[at[:, 0]]
-            at = torch.stack([row // held.age.shape[1], row % held.age.shape[1], at[:, 2]], dim=1)
-            belief = noise.drawn(belief, at, self._tracker.bounds)
         guessed, stored = np.zeros(held.age.shape, bool), np.zeros(obs.shape, np.uint16)
         features = belief.features.contiguous().numpy()
         write(self._graph, self._found.rows[:frames], self._found.missing[:frames], features, guessed, stored, obs)

@@ -220,19 +220,15 @@ class FrozenPredictor:
             self.recall, self.age = predictor.recall(tokens), predictor.age.weight
 
     @torch.inference_mode()
-    def __call__(self, frames: Frames, which: Tensor, gumbel: Tensor | None = None) -> Guess:
-        """Predict the tokens `which` [M] of F·N, ascending; each frame has at least one. Frames pass in groups.
-
-        gumbel: [M, K + 1], numbers of that distribution under `decode: sample`.
-        """
+    def __call__(self, frames: Frames, which: Tensor) -> Guess:
+        """Predict the tokens `which` [M] of F·N, ascending; each frame has at least one. Frames pass in groups."""
         guesses = []
         for start in range(0, len(frames), self.group):
             part = frames[start : start + self.group]
             first, last = start * self._n_nodes, (start + len(part)) * self._n_nodes
             inside = (which >= first) & (which < last)
-            noise = None if gumbel is None else gumbel[inside]
             wanted = which if len(part) == len(frames) else which[inside] - first
-            guesses.append(self.decoded(self.logits(part, wanted), noise))
+            guesses.append(self.decoded(self.logits(part, wanted)))
         if len(guesses) == 1:
             return guesses[0]
         features, ids, absent, doubts = zip(*guesses, strict=True)
@@ -304,15 +300,9 @@ class FrozenPredictor:
         flat = F.embedding(ids, self.tokens).transpose(1, 2).reshape(n_frames * n_nodes, k, -1)
         return self._gru(flat)[1][0]
 
-    def decoded(self, logits: Tensor, gumbel: Tensor | None = None) -> Guess:
-        """Return `MaskPredictor.guess` of the logits, which are overwritten; under `decode: mean` ids are -1.
-
-        gumbel: [M, K + 1]: return a draw instead, a code or ABSENT by its probability.
-        """
+    def decoded(self, logits: Tensor) -> Guess:
+        """Return `MaskPredictor.guess` of the logits, which are overwritten; under `decode: mean` ids are -1."""
         dim = self._table.shape[1]
-        if gumbel is not None:
-            ids = first_largest(logits + gumbel)
-            return Guess(self._table[ids], ids, ids == self._specials.absent, self.doubt(self.sums(logits)))
         share, sums = self._shares(logits)
         total = sums[:, dim]
         absent = sums[:, dim + 1] > 0.5 * total

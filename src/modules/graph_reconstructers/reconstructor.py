@@ -22,7 +22,6 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.belief import FIELD, WIDTH, known
 from omagd.modules.graph_reconstructers.graphs import GraphTables
-from omagd.modules.graph_reconstructers.sampling import EpisodeNoise
 
 if TYPE_CHECKING:
     from omagd.components.episode_codec import Spec
@@ -83,8 +82,8 @@ class Reconstructor(ABC):
     Attributes:
         shape_keys: keys of `mask_predictor_config` that determine the weights or their meaning. training_fields: fields
             of episodes that stages 1 and 2 read. pretraining: the stages that train it.
-        has_beliefs: whether it says how sure it is (`belief_inputs`). draws_units: whether it has a distribution to
-            draw from (`decode: sample`). field: name of the stored field that `restore` reads.
+        has_beliefs: whether it says how sure it is (`belief_inputs`). field: name of the stored field that `restore`
+            reads.
         columns: where units are in observations. seconds, calls, frames: time spent in `step`, its calls, and agents'
             views with a missing node, since construction.
     """
@@ -93,14 +92,12 @@ class Reconstructor(ABC):
     training_fields: ClassVar[tuple[str, ...]] = ("obs", "full_obs")
     pretraining: ClassVar[tuple[str, ...]] = ("stage1", "stage2")
     has_beliefs: ClassVar[bool] = False
-    draws_units: ClassVar[bool] = False
     field = "recon"
 
     def __init__(self, layout: EntityLayout, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self.seconds, self.calls, self.frames = 0.0, 0, 0
         self.columns = GraphTables(layout, device)
-        self._noise: EpisodeNoise | None = None  # of kinds that draw units, under `decode: sample`
 
     @classmethod
     def new_predictor(cls, config: Config, info: EnvInfo) -> nn.Module:
@@ -124,15 +121,8 @@ class Reconstructor(ABC):
     def begin(self, n_slots: int) -> None:  # noqa: B027 some remember nothing
         """Start with empty memories in `n_slots` slots, and with the current weights."""
 
-    def reset(self, which: np.ndarray) -> None:
+    def reset(self, which: np.ndarray) -> None:  # noqa: B027 some remember nothing
         """Clear the memories of the slots `which` [B] bool, where episodes start."""
-        if self._noise is not None:
-            self._noise.reset(torch.as_tensor(which, device=self.device))
-
-    def renew(self, which: np.ndarray, rng: np.random.Generator) -> None:
-        """Draw by `rng` in the episodes that have begun in the slots `which` [B] bool; see `sampling.py`."""
-        if self._noise is not None:
-            self._noise.renew(which, rng)
 
     @torch.inference_mode()
     def step(

@@ -24,7 +24,6 @@ from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.pretrained import require_one_pretraining
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
-from omagd.modules.graph_reconstructers.sampling import EpisodeNoise, places
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.compiling import compiled_or_reference
 
@@ -55,16 +54,15 @@ class TokenReconstructor(Reconstructor):
         "last_seen", "code_features",
     )  # fmt: skip
     has_beliefs = True
-    draws_units = True
 
     def __init__(self, tokenizer: Tokenizer, predictor: MaskPredictor, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
         super().__init__(info.layout, predictor.table.device)
         self.tokenizer = tokenizer.eval().requires_grad_(False)
         self.predictor = predictor.eval().requires_grad_(False)
-        self.mean, self._draws = (config.mask_predictor_config.decode == decode for decode in ("mean", "sample"))
+        self.mean = config.mask_predictor_config.decode == "mean"
         self.field = "recon" if self.mean else "tokens"
-        self.n_agents, self._seed = info.n_agents, config.seed
+        self.n_agents = info.n_agents
         require_one_pretraining(tokenizer, predictor)
         self._bf16, self._gives_beliefs = config.acting_precision == "bf16", config.belief_inputs
         self._frozen: tuple[FrozenTokenizer, FrozenPredictor] | None = None
@@ -107,7 +105,6 @@ class TokenReconstructor(Reconstructor):
         config, specials = self.predictor.config, self.predictor.specials
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
         self._history = SlotHistory(shape, config, specials, self.device)
-        self._noise = EpisodeNoise(self._seed, shape, self.device) if self._draws else None
         if self._compiled is None or self._compiled.n_slots != n_slots:
             kind = compiled_tick() if self.has_kernels else None
             parts = self.layout, self.n_agents, n_slots, *frozen
@@ -122,7 +119,6 @@ class TokenReconstructor(Reconstructor):
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
         """Clear the histories of the slots `which` [B] bool, where episodes start."""
-        super().reset(which)
         self._history.reset(torch.as_tensor(which, device=self.device))
 
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
@@ -132,7 +128,7 @@ class TokenReconstructor(Reconstructor):
             return self._tick(obs, now, self._history)
         slots = played.nonzero().flatten()
         part = self._history.take(slots)
-        made = self._tick(obs[slots], now[slots], part, slots).among(obs, slots)
+        made = self._tick(obs[slots], now[slots], part).among(obs, slots)
         self._history.put(slots, part)
         return made
 
@@ -150,26 +146,21 @@ class TokenReconstructor(Reconstructor):
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the histories of all slots."""
-        return {**self._history.snapshot(), **({} if self._noise is None else self._noise.snapshot())}
+        return self._history.snapshot()
 
     @torch.inference_mode()
     def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
         """Continue from a `snapshot` of as many slots."""
         self._history.restore(snapshot)
-        if self._noise is not None:
-            self._noise.restore(snapshot)
 
-    def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory, slots: Tensor | None = None) -> Reconstruction:
-        """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step.
-
-        slots: [B], their numbers; None: all.
-        """
+    def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory) -> Reconstruction:
+        """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step."""
         seen, missing = self.columns.sight(obs)
         history.push(self._tokens(obs, seen))
         stored, doubt = self.blank(tuple(missing.shape)), None
         rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
         if len(rows):
-            guess = self._guess(rows, missing, now, history, slots)
+            guess = self._guess(rows, missing, now, history)
             stored, doubt = self._stored(missing, guess), guess.doubt
             obs = self.filled(obs, stored, missing, self.columns)
         else:
@@ -195,15 +186,11 @@ class TokenReconstructor(Reconstructor):
         ids.view(-1).index_copy_(0, where, self._frozen[0](nodes))
         return ids
 
-    def _guess(self, rows: Tensor, missing: Tensor, now: Tensor, history: SlotHistory, slots: Tensor | None) -> Guess:
+    def _guess(self, rows: Tensor, missing: Tensor, now: Tensor, history: SlotHistory) -> Guess:
         """Predict the missing nodes of the agents `rows` [F] of B·n, at steps `now` [B]."""
         assert self._frozen is not None
         which = missing.flatten(0, 1).index_select(0, rows).flatten().nonzero().flatten()
-        gumbel = None
-        if self._noise is not None:
-            size = self.predictor.specials.n_codes + 1
-            gumbel = self._noise.gumbel(places(missing, slots), size).to(self.predictor.table.dtype)
-        return self._frozen[1](history.frames(rows, now), which, gumbel)
+        return self._frozen[1](history.frames(rows, now), which)
 
     def _stored(self, missing: Tensor, guess: Guess) -> Tensor:
         """Return the stored field [B, ...]: the guesses of the `missing` [B, n, N] nodes, rounded."""

@@ -8,7 +8,6 @@ Shapes: B slots, P active ones, n agents, N nodes, D features, M missing nodes, 
 
 from __future__ import annotations
 
-import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.belief import FIELD, Belief, Doubt, input_columns
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
-from omagd.modules.graph_reconstructers.sampling import EpisodeNoise, places
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.graph_reconstructers.tracker import Memory, Tracker
 from omagd.utils.compiling import compiled_or_reference
@@ -43,15 +41,12 @@ class TrackingReconstructor(Reconstructor):
     training_fields = ("obs", "full_obs", "actions")
     pretraining = ("stage2",)
     has_beliefs = True
-    draws_units = True
 
     def __init__(self, tokenizer: Tokenizer | None, predictor: Tracker, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
         super().__init__(info.layout, predictor.scale.device)
         self.predictor, self.n_agents = predictor.eval().requires_grad_(False), info.n_agents
-        self._gives_beliefs, self._seed = config.belief_inputs, config.seed
-        self._draws = config.mask_predictor_config.decode == "sample"
-        self._judge = undecided(predictor) if self._draws else predictor
+        self._gives_beliefs = config.belief_inputs
         self._weights = [*predictor.parameters(), *predictor.buffers()]
         self._compiled: tuple[tuple[int, int], CompiledTracking] | None = None
         self.begin(0)
@@ -72,12 +67,10 @@ class TrackingReconstructor(Reconstructor):
             "drift": torch.zeros((*shape, 2), dtype=kind, device=self.device),
             "hidden": torch.zeros(others, dtype=kind, device=self.device),
         }  # fmt: skip
-        self._noise = EpisodeNoise(self._seed, shape, self.device) if self._draws else None
 
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
         """Clear the memories of the slots `which` [B] bool, where episodes start."""
-        super().reset(which)
         slots = torch.as_tensor(which, device=self.device)
         for name, value in self._state.items():
             value[slots] = -1 if name == "age" else 0
@@ -86,26 +79,23 @@ class TrackingReconstructor(Reconstructor):
         if self.has_kernels and (kernels := compiled_tracking()) is not None:
             return self._by_kernels(kernels, obs, now, played, actions)
         if played.all():
-            result, self._state = self._tick(obs, now, actions, self._state, None)
+            result, self._state = self._tick(obs, now, actions, self._state)
             return result
         slots = played.nonzero().flatten()
         part = {name: value[slots] for name, value in self._state.items()}
-        made, part = self._tick(obs[slots], now[slots], actions[slots], part, slots)
+        made, part = self._tick(obs[slots], now[slots], actions[slots], part)
         for name, value in part.items():
             self._state[name][slots] = value
         return made.among(obs, slots)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the memories of all slots."""
-        noise = {} if self._noise is None else self._noise.snapshot()
-        return {**{name: value.clone() for name, value in self._state.items()}, **noise}
+        return {name: value.clone() for name, value in self._state.items()}
 
     @torch.inference_mode()
     def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
         """Continue from a `snapshot` of as many slots."""
         self._state = {name: snapshot[name].to(self.device).clone() for name in STATE}
-        if self._noise is not None:
-            self._noise.restore(snapshot)
 
     @property
     def has_kernels(self) -> bool:
@@ -118,11 +108,11 @@ class TrackingReconstructor(Reconstructor):
         """Return the result of `step`, computed by kernels: the same up to rounding."""
         version = len(obs), sum(value._version for value in self._weights)
         if self._compiled is None or version != self._compiled[0]:
-            self._compiled = version, kind(self.layout, self._judge, len(obs))
+            self._compiled = version, kind(self.layout, self.predictor, len(obs))
         filled = np.array(obs.numpy(), np.float32, order="C")  # a copy
         taken = actions.long().contiguous().numpy()
         given = filled, now.contiguous().numpy(), played.nonzero().flatten().numpy(), taken
-        stored, guessed, belief = self._compiled[1](*given, self._state, self._noise)
+        stored, guessed, belief = self._compiled[1](*given, self._state)
         result = torch.from_numpy(filled), torch.from_numpy(guessed)
         fields = {self.field: torch.from_numpy(stored)}
         if self._gives_beliefs:
@@ -135,18 +125,16 @@ class TrackingReconstructor(Reconstructor):
         return Doubt(belief.p_dead, belief.spread[:, self.layout.position].square().mean(-1).sqrt())
 
     def _tick(
-        self, obs: Tensor, now: Tensor, actions: Tensor, state: dict[str, Tensor], slots: Tensor | None
+        self, obs: Tensor, now: Tensor, actions: Tensor, state: dict[str, Tensor]
     ) -> tuple[Reconstruction, dict[str, Tensor]]:
-        """Return the reconstruction of obs [P, n, obs_dim] at steps `now` [P] of slots [P], and the state after it."""
+        """Return the reconstruction of obs [P, n, obs_dim] at steps `now` [P], and the state after it."""
         tracker, (seen, missing) = self.predictor, self.columns.sight(obs)
         nodes = self.columns.nodes(obs)
         memory, drift = self._remember(nodes, now, actions, seen, missing, state)
         x, base, known = tracker.encode(memory, drift)
         hidden = tracker.gru.step(x.flatten(0, 1), state["hidden"].flatten(0, 1)).view(x.shape)
         after = {"last": memory.last, "age": memory.age, "own": nodes[:, :, 0], "drift": drift, "hidden": hidden}
-        belief = self._judge.belief(tracker.decode(hidden, x, base, known, memory), memory)
-        if self._noise is not None:
-            belief = self._noise.drawn(belief, places(missing, slots), tracker.bounds)
+        belief = tracker.belief(tracker.decode(hidden, x, base, known, memory), memory)
         guesses = torch.zeros_like(nodes)
         guesses[missing] = belief.features
         made = self.made(obs, self.columns.obs(guesses).half(), missing)
@@ -165,14 +153,6 @@ class TrackingReconstructor(Reconstructor):
         memory = Memory(last, age, actions, nodes[:, :, 0] - state["own"], now, missing)
         drift = torch.where((age > 0)[..., None], state["drift"] + self.predictor.moves(memory)[:, :, None], 0.0)
         return memory, drift
-
-
-def undecided(tracker: Tracker) -> Tracker:
-    """Return a tracker of the same weights that takes no unit for dead: what `decode: sample` draws from."""
-    twin = copy.copy(tracker)
-    never = torch.full_like(tracker.threshold, torch.inf)
-    twin.__dict__["_buffers"] = {**tracker._buffers, "threshold": never}
-    return twin
 
 
 @lru_cache(maxsize=1)

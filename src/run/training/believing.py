@@ -64,13 +64,10 @@ class Reconstructed:
     """What a reconstructor fills in."""
 
     def __init__(self, reconstructor: Reconstructor, info: EnvInfo) -> None:
-        self.reconstructor, self._n_agents, self._n_slots = reconstructor, info.n_agents, 0
+        self.reconstructor, self._n_agents = reconstructor, info.n_agents
 
     def begin(self, n_slots: int) -> None:
-        """Start with empty histories; later rounds go on, so that `decode: sample` draws other units in each."""
-        if n_slots == self._n_slots:
-            return
-        self._n_slots = n_slots
+        """Start with empty histories."""
         self.reconstructor.begin(n_slots)
         self._last_action = np.full((n_slots, self._n_agents), -1)
 
