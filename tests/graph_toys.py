@@ -67,7 +67,7 @@ def graph_learner(
 
 def believing(**changes: Any) -> tuple[Any, Any]:
     """Return a learner of stage 2, all of whose weights have moved, and a reconstructor that acts with them."""
-    stage = graph_learner("stage2", torch.float32, belief_inputs=True, graph_frames_at_once=1000, **changes)
+    stage = graph_learner("stage2", torch.float32, graph_frames_at_once=1000, **changes)
     if changes.get("kind") == "tracker":
         stage.begin(lambda: [pack_episodes(toy_episodes(12, seed=s, apart=True)) for s in (40, 41)])
     for seed in range(3):

@@ -118,7 +118,7 @@ RUNS: dict[str, Run] = {
     "a tracker": Run(
         "omagd_small", "skirmish", STAGES, t_max=40, graph_pretrain_patience=1,
         mask_predictor_config={**STAGES["mask_predictor_config"], "kind": "tracker", "decode": "mean"},
-        belief_inputs=True, reconstructor_refresh=20, reconstructor_refresh_updates=1,
+        reconstructor_refresh=20, reconstructor_refresh_updates=1,
         truth_all_until=0.2, truth_until=0.5,
         makes=("models/pretrain_stage2_best/stage2_model.th", "plots/beliefs.png"),
     ),

@@ -29,7 +29,7 @@ from omagd.utils.packing import Packing, pack_episodes
 torch.set_num_threads(1)
 GRAPH_AGENTS = [
     {}, {"gnn_readout": "entity"}, {"mark_guesses": True, "gnn_layer_num": 3}, {"obs_last_action": False},
-    {"mark_guesses": True, "belief_inputs": True, "gnn_readout": "entity"},
+    {"mark_guesses": True, "gnn_readout": "entity"},
 ]  # fmt: skip
 LENGTHS = [(6, 6, 4, 1, 1), (1,), (3, 3), (40, 38, 37, 20, 9, 2)]
 

@@ -408,7 +408,6 @@ def test_one_command_trains_stages_two_and_three_and_reports_its_own_error(tmp_p
     ({"mac": "gnn_graph_mac", "agent": "gnn_rnn"}, "agent=gnn_rnn does not read what it infers"),
     ({"env_args.map_name": "3m,4m"}, "learns one map, not a set .*3m.4m.*Give one map"),
     ({"mask_predictor_config.decode": "argmax"}, "kind=ma2e predicts features, not codes. Use decode=mean"),
-    ({"belief_inputs": True}, "kind=ma2e does not say how sure it is"),
     ({"runner": "resident", "reconstructor_refresh": 0},
      "runner=resident: reconstructs with .*kind=masked, not kind=ma2e. Use runner=parallel"),
 ])  # fmt: skip

@@ -17,7 +17,6 @@ from omagd.envs.protocol import Observation
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.agent import AgentInputs, InputLinear
 from omagd.modules.agents.gnn_rnn_agent import FullGraphConv
-from omagd.modules.graph_reconstructers.belief import WIDTH
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
 from omagd.modules.kernels import compiling, linear, recurrent
 from omagd.modules.kernels.linear import ROWS_AT_ONCE, fast_linear, lookup_relu, three_layers
@@ -33,8 +32,7 @@ VARIANTS = [
     {"agent": "gnn_rnn", "gnn_readout": "entity"},
     {"agent": "gnn_rnn", "gnn_readout": "entity", "mark_guesses": True},
     {"agent": "n_rnn", "mark_guesses": True},
-    *({"agent": name, "belief_inputs": True} for name in ("n_rnn", "ff", "gnn_rnn", "hpn_rnn", "attention_rnn")),
-    {"agent": "gnn_rnn", "mark_guesses": True, "belief_inputs": True},
+    *({"agent": name, "mark_guesses": True} for name in ("ff", "gnn_rnn", "hpn_rnn", "attention_rnn")),
     {"agent": "n_rnn", "use_layer_norm": True, "use_orthogonal": True},
     {"agent": "rnn", "obs_last_action": False},
     {"agent": "gnn_rnn", "obs_agent_id": False, "obs_last_action": False},
@@ -50,8 +48,7 @@ def make_agent(seed=0, **updates):
 def toy_inputs(lengths=(5, 3, 3, 1)):
     batch = pack_episodes([random_episode(i, k) for i, k in enumerate(lengths)])
     guessed = torch.rand(len(batch["obs"]), INFO.n_agents, INFO.layout.n_nodes) < 0.3
-    last, belief = last_actions(batch["actions"], batch.packing), torch.rand(*guessed.shape, WIDTH).double()
-    return AgentInputs(batch["obs"].double(), last, guessed, belief), batch.packing
+    return AgentInputs(batch["obs"].double(), last_actions(batch["actions"], batch.packing), guessed), batch.packing
 
 
 @pytest.mark.parametrize("updates", VARIANTS, ids=str)
@@ -72,9 +69,6 @@ def test_unroll_equals_acting_and_agents_read_what_the_configuration_says(update
     assert torch.equal(agent(other_actions, packing), q) != config.obs_last_action
     other_guesses = replace(inputs, guessed=~inputs.guessed)
     assert torch.equal(agent(other_guesses, packing), q) != config.mark_guesses
-    for column in range(WIDTH):
-        other_beliefs = replace(inputs, belief=inputs.belief + (torch.arange(WIDTH) == column))
-        assert torch.equal(agent(other_beliefs, packing), q) != config.belief_inputs
 
 
 @pytest.mark.parametrize("readout", ["pool", "entity"])

@@ -188,7 +188,6 @@ class ByTorch(TokenReconstructor):
         {},
         {"stacked_steps": 3, "last_seen": False},
         {"stacked_steps": 1, "tokenizer_config__distance": "cosine"},
-        {"belief_inputs": True},
     ],
 )
 def test_kernels_compute_the_bits_of_the_torch_path(changes: dict[str, object]) -> None:
@@ -379,16 +378,13 @@ def test_a_controller_acts_for_some_slots_as_for_all(decode: str, field: str) ->
     assert turns.reconstructor.frames == together.reconstructor.frames > 0
 
 
-@pytest.mark.parametrize("believes", [False, True])
 @pytest.mark.parametrize("changes", [
     {"decode": "mean"}, {"decode": "argmax"}, {"use_gru": True}, {"kind": "tracker"},
     {"kind": "map_constant"}, {"kind": "ma2e"},
 ], ids=str)  # fmt: skip
-def test_kinds_store_the_fields_that_they_declare(changes: dict[str, object], believes: bool) -> None:
-    config = toy_config(**changes, belief_inputs=believes)
+def test_kinds_store_the_fields_that_they_declare(changes: dict[str, object]) -> None:
+    config = toy_config(**changes)
     kind = REGISTRY.get(config.mask_predictor_config.kind)
-    if believes and not kind.has_beliefs:
-        return
     reconstructor = kind(*toy_modules(config), config, INFO)
     reconstructor.begin(1)
     stored = reconstructor.step(toy_episodes(1, seed=20)[0]["obs"][:1], np.zeros(1)).fields

@@ -21,7 +21,6 @@ READS = {
     "use_graph_reconstruction",
     "agent",
     "learner",
-    "belief_inputs",
 }
 OF_PREDICTORS = ("graph_", "reconstructor_refresh", "tokenizer_config", "mask_predictor_config")
 

@@ -514,7 +514,7 @@ class ByTorch(TrackingReconstructor):
 
 def test_kernels_compute_what_torch_computes(monkeypatch: Any) -> None:
     monkeypatch.setattr(compiled_tracking, "ROWS_AT_ONCE", 3 * (N - 1))  # observers pass in several groups
-    stage, _ = acting(belief_inputs=True)
+    stage, _ = acting()
     for value in stage.predictor.parameters():  # a few updates leave most of them at their start
         value.data += 0.2 * torch.randn(value.shape, generator=torch.Generator().manual_seed(len(value)))
     both = [kind(None, stage.predictor, stage.config, INFO) for kind in (TrackingReconstructor, ByTorch)]

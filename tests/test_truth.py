@@ -16,7 +16,6 @@ import omagd
 from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration
 from omagd.envs.factory import make_env
-from omagd.modules.graph_reconstructers.belief import ALIVE
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.last_sight import LastSight
 from omagd.run.checkpoint.whole_state import whole_state
@@ -32,9 +31,9 @@ CPU, MAP = torch.device("cpu"), "3m_mixed_sight6"
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "zeros": ("fog_baseline", {"fill_unseen": "zeros"}),
     "last seen": ("fog_last_seen", {}),
-    "masked": ("omagd_small", {"belief_inputs": True}),
+    "masked": ("omagd_small", {}),
     "map constant": ("fog_map_constant", {}),
-    "tracker": ("omagd_tracker", {"belief_inputs": True}),
+    "tracker": ("omagd_tracker", {}),
     "graphs": ("omagd_small", {"mac": "gnn_graph_mac", "agent": "gnn_rnn", "gnn_hidden_dim": 8}),
 }
 
@@ -56,7 +55,7 @@ def controller(way: str, runner: str = "parallel") -> tuple[Any, Any, Any]:
 
 def rows_of(inputs: Any) -> set[bytes]:
     """Return all that agents read, row by row."""
-    parts = [part for part in (inputs.features, inputs.guessed, inputs.belief) if part is not None]
+    parts = [part for part in (inputs.features, inputs.guessed) if part is not None]
     return {b"".join(part[row].numpy().tobytes() for part in parts) for row in range(len(inputs.features))}
 
 
@@ -94,10 +93,6 @@ def test_an_episode_shows_all_units_or_none_and_learners_read_the_same_bits(
             continue
         shown = torch.equal(read[rows][missing[rows]], full[rows][missing[rows]].half().float())
         kinds.append(shown)
-        if inputs.belief is not None:
-            known = torch.zeros_like(inputs.belief[rows])
-            known[..., ALIVE] = ((own[rows] != 0).any(-1) & living[rows] | there).float()
-            assert torch.equal(inputs.belief[rows], known) == shown
     assert set(kinds) == {0.0: {False}, 0.5: {True, False}, 1.0: {True}}[truth]
 
 

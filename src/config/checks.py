@@ -119,11 +119,6 @@ def _reconstruction(config: Config) -> None:
                 f"mac={config.mac}: fills in no units (fill_unseen={config.fill_unseen}). Use mac=n_graph_mac or"
                 " mac=gnn_graph_mac"
             )
-        if config.belief_inputs:
-            raise UserError(
-                f"belief_inputs=True: fill_unseen={config.fill_unseen} does not say how sure it is. Use"
-                " belief_inputs=False"
-            )
     if not config.use_graph_reconstruction:
         return
     if config.use_full_obs:

@@ -41,7 +41,10 @@ MERGE = "tag:yaml.org,2002:merge"
 FLOAT = "tag:yaml.org,2002:float"
 VERSIONS = frozenset({"game_version"})
 """Keys whose values are text that looks like a number: version 4.10 is not 4.1."""
-REMOVED: dict[str, tuple[Any, str]] = {"act_in_halves": (False, "it brought no measurable gain; leave it out")}
+REMOVED: dict[str, tuple[Any, str]] = {
+    "act_in_halves": (False, "it brought no measurable gain; leave it out"),
+    "belief_inputs": (False, "teams won no more with it (docs/results/reconstruction.md); leave it out"),
+}
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
 may hold them; unfinished runs continue where the key had its default."""
 NO_END_IN_STEPS = 10**12

@@ -188,7 +188,6 @@ class Config(Frozen):
     mark_guesses: bool  # add a flag for reconstructed nodes to the agent's input
     truth_all_until: Unit  # all training episodes show all units, not guesses, until this share of the steps
     truth_until: Unit  # then ever fewer do, none from this share on; 0: never any, whatever `truth_all_until` is
-    belief_inputs: bool  # add how sure reconstructions are: spread, age of the last sight, probability of being alive
     reconstructer_stage: Stage | None  # stage to run; None: all
     recontructer_stage: Stage | None  # the published spelling of reconstructer_stage
     pretrain_only: bool  # end after stage 2

@@ -15,7 +15,7 @@ from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.modules.agents.agent import AgentInputs
-from omagd.modules.graph_reconstructers import INFERRED, REGISTRY, belief, n_inferred
+from omagd.modules.graph_reconstructers import INFERRED, REGISTRY, n_inferred
 from omagd.modules.graph_reconstructers.last_sight import FILLS
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
@@ -44,7 +44,6 @@ class NGraphMAC(BasicMAC):
         if reconstructor is not None and config.use_full_obs:
             raise UserError("use_full_obs=True leaves nothing to reconstruct: set use_graph_reconstruction=False")
         self.reconstructor = reconstructor
-        self._reads_beliefs = config.belief_inputs and reconstructor is not None
         self._infers = n_inferred(config, info.layout) > 0
         super().__init__(config, info, device, reconstructor)
 
@@ -110,16 +109,15 @@ class NGraphMAC(BasicMAC):
             made = made.with_truth(torch.from_numpy(truth), shown, self.reconstructor.columns)
         features = made.obs.to(self.acting_device, self._hidden.dtype)
         extras = {name: value.cpu().numpy() for name, value in made.fields.items()}
-        beliefs = made.fields[belief.FIELD].to(features) if self._reads_beliefs else None
         inferred = made.fields[INFERRED].to(features) if self._infers else None
-        return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device), beliefs, inferred), extras
+        return AgentInputs(features, self._last_action, made.guessed.to(self.acting_device), inferred), extras
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
         """Return the inputs of all rows of a batch, equal to those that were acted on."""
         made = super().inputs(batch)
         if self._infers and self.reconstructor is not None:
             return replace(made, inferred=batch[INFERRED].to(made.features))
-        return replace(made, belief=batch[belief.FIELD].to(made.features)) if self._reads_beliefs else made
+        return made
 
     def _inputs_from_batch(self, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
         if self.reconstructor is None:

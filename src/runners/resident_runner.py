@@ -89,7 +89,6 @@ class ResidentRunner(Runner):
             "shows no units in place of guesses, so not with truth_until": (
                 config.truth_until > 0 and not config.evaluate
             ),
-            "gives agents no beliefs, so not with belief_inputs=True": config.belief_inputs,
             "reconstructs where it acts, so not with cpu_inference=True and use_graph_reconstruction=True": (
                 config.cpu_inference and config.use_graph_reconstruction
             ),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers import belief, n_inferred
+from omagd.modules.graph_reconstructers import n_inferred
 from omagd.modules.kernels.linear import ROWS_AT_ONCE, lookup_relu
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.packing import Packing
@@ -33,8 +33,6 @@ class AgentInputs:
         features: [S, n, obs_dim], flat observations (seen, reconstructed or full), in the agent's float type.
         last_action: [S, n] int64, -1 at the first step of an episode.
         guessed: [S, n, N] bool, nodes whose features are guesses; None without reconstruction.
-        belief: [S, n, N, 4], how sure the agent may be of each node (`graph_reconstructers/belief.py`), in the type of
-            the features; None without `belief_inputs` or reconstruction.
         inferred: [S, n, E], what agents infer that others observe, for kinds of predictors that do; else None.
         kept: what agents have computed of these inputs alone; trained and target networks share it.
     """
@@ -42,7 +40,6 @@ class AgentInputs:
     features: Tensor
     last_action: Tensor
     guessed: Tensor | None = None
-    belief: Tensor | None = None
     inferred: Tensor | None = None
     kept: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -69,28 +66,25 @@ class AgentInputs:
 
 
 class Marks:
-    """What agents read of each node beside its features: whether it is a guess (`mark_guesses`), and how sure they may
-    be of it (`belief_inputs`). Also what it infers beside the nodes (`mask_predictor_config.kind: ma2e`).
+    """What agents read beside features: of each node whether it is a guess (`mark_guesses`), and what they infer
+    (`mask_predictor_config.kind: ma2e`).
 
     Attributes:
         width: numbers of a node. n: numbers of all nodes and inferred ones, which follow the features of a flat input.
     """
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
-        self._guesses, self._beliefs = config.mark_guesses, config.belief_inputs
         self._n_nodes = 0 if info.layout is None else info.layout.n_nodes
-        self.width = int(self._guesses) + belief.WIDTH * self._beliefs
+        self.width = int(config.mark_guesses)
         self._n_inferred = n_inferred(config, info.layout)
         self.n = self._n_nodes * self.width + self._n_inferred
 
     def of(self, inputs: AgentInputs) -> Tensor:
         """Return [S, n, N, width] in the type of the features; zeros without reconstruction."""
         features = inputs.features
-        shape = (*features.shape[:-1], self._n_nodes)
-        flags = features.new_zeros(*shape, 1) if inputs.guessed is None else inputs.guessed.unsqueeze(-1)
-        sure = features.new_zeros(*shape, belief.WIDTH) if inputs.belief is None else inputs.belief
-        parts = [flags.to(features.dtype)] * self._guesses + [sure] * self._beliefs
-        return torch.cat(parts, dim=-1) if parts else features.new_zeros(*shape, 0)
+        if not self.width or inputs.guessed is None:
+            return features.new_zeros(*features.shape[:-1], self._n_nodes, self.width)
+        return inputs.guessed.unsqueeze(-1).to(features.dtype)
 
     def flat(self, inputs: AgentInputs) -> Tensor:
         """Return the features [S, n, d], followed by the marks of all nodes, node by node, and what is inferred."""

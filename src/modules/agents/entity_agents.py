@@ -42,7 +42,7 @@ class EntityAgent(RecurrentAgent):
 
     Own features are the moves, the agent's features, its number (`obs_agent_id`) and its last action
     (`obs_last_action`), where all attacks are one action; the enemy that was attacked is marked, or the ally that was
-    healed. With `mark_guesses` and `belief_inputs` each unit has more features.
+    healed. With `mark_guesses` each unit has a feature more.
     """
 
     any_number_of_units: ClassVar[bool] = True

@@ -93,7 +93,7 @@ class FFAgent(Agent):
     @classmethod
     def frozen_needs(cls, config: Config) -> tuple[str, ...]:
         """Return what would have to change for `layers` to be the whole policy; empty if they are."""
-        shown = ("use_full_obs", "use_team_obs", "use_graph_reconstruction", "mark_guesses", "belief_inputs")
+        shown = ("use_full_obs", "use_team_obs", "use_graph_reconstruction", "mark_guesses")
         more = ("obs_last_action", "obs_agent_id", *shown)
         silent = ("an agent that does not talk (agent=ddpg)",) if cls.talks else ()
         filled = ("fill_unseen=none",) if config.fill_unseen != "none" else ()

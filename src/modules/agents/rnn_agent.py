@@ -24,8 +24,7 @@ class RNNAgent(RecurrentAgent):
         super().__init__(config, info)
         self.marks = Marks(config, info)
         if self.marks.width and info.layout is None:
-            key = "mark_guesses" if config.mark_guesses else "belief_inputs"
-            raise UserError(f"{key}=True needs an environment with an entity layout; env={config.env} has none")
+            raise UserError(f"mark_guesses=True needs an environment with an entity layout; env={config.env} has none")
         self.fc1 = InputLinear(info.obs_dim + self.marks.n, config.rnn_hidden_dim, config, info)
         bf16 = config.precision == "bf16"
         self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim, bf16)

@@ -61,15 +61,3 @@ def check_inferences(config: Config, info: EnvInfo) -> None:
         raise UserError(f"{given}: fills in no units, so truth_until={config.truth_until} shows none. Use 0")
     if not getattr(agents.REGISTRY.get(config.agent), "reads_inferences", False):
         raise UserError(f"{given}: agent={config.agent} does not read what it infers. Use agent=n_rnn, rnn or ff")
-
-
-def check_beliefs(config: Config) -> None:
-    """Reject `belief_inputs` with a kind of predictor that does not say how sure it is. Errors: UserError."""
-    kind = config.mask_predictor_config.kind
-    if not config.use_graph_reconstruction:
-        return
-    if config.belief_inputs and not REGISTRY.get(kind).has_beliefs:
-        raise UserError(
-            f"belief_inputs=True: mask_predictor_config.kind={kind} does not say how sure it is. Use another kind, or"
-            " belief_inputs=False"
-        )

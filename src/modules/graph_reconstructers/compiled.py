@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from omagd.config.env_info import EntityLayout
-from omagd.modules.graph_reconstructers.belief import Doubt, nothing
 from omagd.modules.graph_reconstructers.frozen import PLACES, ROUND, FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import N_SPECIAL, SlotHistory
@@ -262,27 +261,24 @@ class CompiledTick:
 
     def __call__(
         self, obs: np.ndarray, step: np.ndarray, slots: np.ndarray, history: SlotHistory
-    ) -> tuple[np.ndarray, np.ndarray, Doubt | None]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Fill obs [B, n, obs_dim] float32 in place and advance `history` in the slot numbers `slots` [P] int64.
 
-        step: [B] int64. Returns the stored field [B, n, obs_dim] float16, `guessed` [B, n, N] bool, and how sure the
-            guesses are, if that is wanted.
+        step: [B] int64. Returns the stored field [B, n, obs_dim] float16, `guessed` [B, n, N] bool.
         """
         memory = Memory(history.past.numpy(), history.last_ids.numpy(), history.last_step.numpy())
         missing = np.zeros(memory.last_ids.shape, bool)
         stored = np.zeros(obs.shape, np.uint16)
         seen = look(self._graph, obs, slots, missing, self._where, self._nodes.numpy())
         codes, mask = self._tokenizer(self._nodes[:seen]).numpy(), int(self._tables.fact[CODES])
-        doubt = None if self._predictor.position is None else nothing(self._nodes)
         frames = remember(memory, mask, slots, codes, self._where, missing, self._rows)
         if frames:
             parts = range(0, frames, self._predictor.group)
             sums = [self._sums(memory, self._rows[:frames][part : part + parts.step], step, missing) for part in parts]
             joined = sums[0] if len(sums) == 1 else np.concatenate(sums)
             fill(self._graph, slots, missing, joined, stored, obs, self._rank)
-            doubt = self._predictor.doubt(torch.from_numpy(joined))
         commit(memory, mask, slots, step)
-        return stored.view(np.float16), missing, doubt
+        return stored.view(np.float16), missing
 
     def _sums(self, memory: Memory, rows: np.ndarray, step: np.ndarray, missing: np.ndarray) -> np.ndarray:
         """Return the sums [M, ...] of the frames of the agents `rows` [F]."""

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omagd.modules.graph_reconstructers.belief import Doubt
 from omagd.modules.graph_reconstructers.history import Frames
 from omagd.modules.graph_reconstructers.predictor import Block, Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer, first_largest
@@ -182,12 +181,11 @@ class FrozenPredictor:
     """`MaskPredictor.guess` of its own logits in eval mode; construct it again when the weights change.
 
     Args:
-        predictor: trained. bf16: whether a CPU multiplies the transformer, but not the head, in bf16. position: the
-            columns of a unit's position, if `doubt` is wanted.
+        predictor: trained. bf16: whether a CPU multiplies the transformer, but not the head, in bf16.
     """
 
     @torch.no_grad()
-    def __init__(self, predictor: MaskPredictor, bf16: bool = False, position: tuple[int, int] | None = None) -> None:
+    def __init__(self, predictor: MaskPredictor, bf16: bool = False) -> None:
         config, tokens = predictor.config, predictor.token_table()
         self._n_nodes, self.limit, self._mean = predictor.n_nodes, predictor.limit, config.decode == "mean"
         self._specials = predictor.specials
@@ -200,14 +198,12 @@ class FrozenPredictor:
         self._norm_in, self._norm_head = FrozenNorm(predictor.norm), FrozenNorm(predictor.norm_head)
         self._head = FrozenLinear(head, predictor.head.bias)
         self._table = predictor.table_with_absent()
-        # One product decodes: shares × this = [sum of shares × features | sum of shares | share of ABSENT], and for
-        # doubts the sums of shares × squared x and y. Rows are padded to a multiple of 16, which multiplies faster.
-        dim, self.position = self._table.shape[1], position
-        self._decode = head.new_zeros(-(-(dim + (2 if position is None else 4)) // 16) * 16, len(self._table))
+        # One product decodes: shares × this = [sum of shares × features | sum of shares | share of ABSENT]. Rows are
+        # padded to a multiple of 16, which multiplies faster.
+        dim = self._table.shape[1]
+        self._decode = head.new_zeros(-(-(dim + 2) // 16) * 16, len(self._table))
         self._decode[:dim] = self._table.t()
         self._decode[dim], self._decode[dim + 1, -1] = 1.0, 1.0
-        if position is not None:
-            self._decode[dim + 2 : dim + 4] = self._table[:, list(position)].t().square()
 
     def _lay_tables(self, predictor: MaskPredictor, tokens: Tensor) -> None:
         """Add up the embeddings that depend on step and place alone, and map all tokens for `last_seen`."""
@@ -231,9 +227,7 @@ class FrozenPredictor:
             guesses.append(self.decoded(self.logits(part, wanted)))
         if len(guesses) == 1:
             return guesses[0]
-        features, ids, absent, doubts = zip(*guesses, strict=True)
-        doubt = None if self.position is None else Doubt(*(torch.cat(part) for part in zip(*doubts, strict=True)))
-        return Guess(torch.cat(features), torch.cat(ids), torch.cat(absent), doubt)
+        return Guess(*(torch.cat(part) for part in zip(*guesses, strict=True)))
 
     def logits(self, frames: Frames, which: Tensor) -> Tensor:
         """Return [M, K + 1] of the tokens `which` [M] among the F·N of the last frames."""
@@ -309,22 +303,9 @@ class FrozenPredictor:
         if self._mean:
             features = sums[:, :dim] / total[:, None]
             ids = torch.full_like(absent, -1, dtype=torch.int64)
-            return Guess(features.masked_fill_(absent[:, None], 0.0), ids, absent, self.doubt(sums))
+            return Guess(features.masked_fill_(absent[:, None], 0.0), ids, absent)
         ids = torch.where(absent, self._specials.absent, first_largest(share[:, :-1]))
-        return Guess(self._table[ids], ids, absent, self.doubt(sums))
-
-    def doubt(self, sums: Tensor) -> Doubt | None:
-        """Return how sure a guess is, from its `sums` [M, ...]; None unless it is wanted.
-
-        The spread is that of the codes without ABSENT, as in `Belief` of trackers: where the unit is if it lives.
-        """
-        if self.position is None:
-            return None
-        dim, tiny = self._table.shape[1], torch.finfo(sums.dtype).tiny
-        dead = sums[:, dim + 1]
-        living = (sums[:, dim] - dead).clamp(min=tiny).unsqueeze(-1)
-        variance = sums[:, dim + 2 : dim + 4] / living - (sums[:, list(self.position)] / living).square()
-        return Doubt(dead / sums[:, dim], variance.clamp(min=0).mean(-1).sqrt())
+        return Guess(self._table[ids], ids, absent)
 
     def sums(self, logits: Tensor) -> Tensor:
         """Return [M, at least D + 2] of the logits, which are overwritten, for softmax before its division.

@@ -132,10 +132,6 @@ class SlotHistory:
         last_ids, last = (kept.flatten(0, 1).index_select(0, rows) for kept in (self.last_ids, self.last_step))
         return Frames(ids, now, last_ids, (now[:, None] - last).masked_fill_(last < 0, 0))
 
-    def ages(self, step: Tensor) -> Tensor:
-        """Return the steps since nodes were last seen, [B, n, N], at `step` [B]; -1: never."""
-        return torch.where(self.last_step < 0, -1, step[:, None, None] - self.last_step)
-
     def commit(self, step: Tensor) -> None:
         """Record the pushed tokens as last seen at `step` [B]."""
         now = self.past[-1]

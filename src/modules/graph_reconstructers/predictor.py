@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
-from omagd.modules.graph_reconstructers.belief import Doubt
 from omagd.modules.graph_reconstructers.history import N_SPECIAL, Frames, Specials
 from omagd.modules.kernels.linear import apply_linear, fast_linear, no_autocast
 from omagd.modules.kernels.transformer import attend, dropout, gelu_dropout
@@ -66,15 +65,11 @@ class Block(nn.Module):
 
 
 class Guess(NamedTuple):
-    """Decoded predictions: features [M, D] (zero where absent), ids [M] (ABSENT where absent), absent [M] bool.
-
-    doubt: of acting that tells agents how sure it is.
-    """
+    """Decoded predictions: features [M, D] (zero where absent), ids [M] (ABSENT where absent), absent [M] bool."""
 
     features: Tensor
     ids: Tensor
     absent: Tensor
-    doubt: Doubt | None = None
 
 
 class MaskPredictor(nn.Module):

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.belief import FIELD, WIDTH, known
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 
 if TYPE_CHECKING:
@@ -32,9 +31,9 @@ class Reconstruction:
     """One tick of all slots.
 
     Attributes:
-        fields: what to store with the step, [B, ...] by name: the reconstruction, and `belief` (`belief.py`) if agents
-            read how sure it is. obs: [B, n, obs_dim] float32, seen features unchanged,
-            unseen ones predicted. guessed: [B, n, N] bool, unseen nodes (including those predicted dead).
+        fields: what to store with the step, [B, ...] by name: the reconstruction. obs: [B, n, obs_dim] float32, seen
+            features unchanged, unseen ones predicted. guessed: [B, n, N] bool, unseen nodes (including those predicted
+            dead).
     """
 
     fields: dict[str, Tensor]
@@ -60,13 +59,9 @@ class Reconstruction:
         full_obs: [B, n, obs_dim] float32. It is rounded as guesses are, so that learning reads the same bits.
         """
         shown, truth = shown.to(self.obs.device)[:, None, None], full_obs.to(self.obs.device)
-        seen, missing = columns.sight(self.obs)
-        living, missing = seen[..., :1], missing & shown
+        missing = columns.sight(self.obs)[1] & shown
         features, rounded = columns.of_nodes(missing), truth.half()
         fields = {**self.fields, "recon": torch.where(features, rounded, self.fields["recon"])}
-        if FIELD in fields:
-            alive = columns.sight(truth)[0] & living
-            fields[FIELD] = torch.where(shown[..., None], known(alive), fields[FIELD])
         filled = torch.where(features, rounded.to(self.obs.dtype), self.obs)
         return Reconstruction(fields, filled, self.guessed | missing)
 
@@ -82,8 +77,7 @@ class Reconstructor(ABC):
     Attributes:
         shape_keys: keys of `mask_predictor_config` that determine the weights or their meaning. training_fields: fields
             of episodes that stages 1 and 2 read. pretraining: the stages that train it.
-        has_beliefs: whether it says how sure it is (`belief_inputs`). field: name of the stored field that `restore`
-            reads.
+        field: name of the stored field that `restore` reads.
         columns: where units are in observations. seconds, calls, frames: time spent in `step`, its calls, and agents'
             views with a missing node, since construction.
     """
@@ -91,7 +85,6 @@ class Reconstructor(ABC):
     shape_keys: ClassVar[tuple[str, ...]] = ("kind",)
     training_fields: ClassVar[tuple[str, ...]] = ("obs", "full_obs")
     pretraining: ClassVar[tuple[str, ...]] = ("stage1", "stage2")
-    has_beliefs: ClassVar[bool] = False
     field = "recon"
 
     def __init__(self, layout: EntityLayout, device: torch.device) -> None:
@@ -108,10 +101,7 @@ class Reconstructor(ABC):
     def fields(cls, config: Config, info: EnvInfo) -> Spec:
         """Return the fields that `step` asks to store, in its order: name -> (type, shape)."""
         assert info.layout is not None
-        fields: Spec = {"recon": (torch.float16, (info.n_agents, info.obs_dim))}
-        if config.belief_inputs:
-            fields[FIELD] = torch.float16, (info.n_agents, info.layout.n_nodes, WIDTH)
-        return fields
+        return {"recon": (torch.float16, (info.n_agents, info.obs_dim))}
 
     @staticmethod
     def n_inferred(layout: EntityLayout) -> int:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.belief import FIELD, input_columns, nothing
 from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import SlotHistory
@@ -53,7 +52,6 @@ class TokenReconstructor(Reconstructor):
         "kind", "d_model", "n_layers", "n_heads", "feedforward_dim", "stacked_steps", "stacked_strip", "use_gru",
         "last_seen", "code_features",
     )  # fmt: skip
-    has_beliefs = True
 
     def __init__(self, tokenizer: Tokenizer, predictor: MaskPredictor, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
@@ -64,7 +62,7 @@ class TokenReconstructor(Reconstructor):
         self.field = "recon" if self.mean else "tokens"
         self.n_agents = info.n_agents
         require_one_pretraining(tokenizer, predictor)
-        self._bf16, self._gives_beliefs = config.acting_precision == "bf16", config.belief_inputs
+        self._bf16 = config.acting_precision == "bf16"
         self._frozen: tuple[FrozenTokenizer, FrozenPredictor] | None = None
         self._version = -1
         self._compiled: CompiledTick | None = None
@@ -80,22 +78,17 @@ class TokenReconstructor(Reconstructor):
     @classmethod
     def fields(cls, config: Config, info: EnvInfo) -> Spec:
         """Return the stored fields: `recon` float16 [n, obs_dim] under `decode: mean`, else `tokens` int16 [n, N]."""
-        fields = super().fields(config, info)
         if config.mask_predictor_config.decode == "mean":
-            return fields
+            return super().fields(config, info)
         assert info.layout is not None
-        del fields["recon"]
-        return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes)), **fields}
-
-    def _frozen_predictor(self) -> FrozenPredictor:
-        return FrozenPredictor(self.predictor, self._bf16, self.layout.position if self._gives_beliefs else None)
+        return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes))}
 
     def frozen(self) -> tuple[FrozenTokenizer, FrozenPredictor]:
         """Return both modules for acting with their current weights; the same objects until these change."""
         modules = self.tokenizer, self.predictor
         version = sum(value._version for module in modules for value in module.state_dict(keep_vars=True).values())
         if self._frozen is None or version != self._version:
-            self._frozen = FrozenTokenizer(self.tokenizer), self._frozen_predictor()
+            self._frozen = FrozenTokenizer(self.tokenizer), FrozenPredictor(self.predictor, self._bf16)
             self._version, self._compiled = version, None
         return self._frozen
 
@@ -136,13 +129,9 @@ class TokenReconstructor(Reconstructor):
         """Return the result of `step`, computed by kernels: the same bits."""
         filled = np.array(obs.numpy(), np.float32, order="C")  # a copy
         given = now.contiguous().numpy(), played.nonzero().flatten().numpy()
-        stored, guessed, doubt = tick(filled, *given, self._history)
-        result = torch.from_numpy(filled), torch.from_numpy(guessed)
+        stored, guessed = tick(filled, *given, self._history)
         fields = {self.field: torch.from_numpy(stored)}
-        if doubt is not None:
-            seen = (result[0] != 0).any(-1, keepdim=True) & played[:, None, None] & ~result[1]
-            fields[FIELD] = input_columns(seen, result[1], self._history.ages(now), doubt)
-        return Reconstruction(fields, *result)
+        return Reconstruction(fields, torch.from_numpy(filled), torch.from_numpy(guessed))
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the histories of all slots."""
@@ -157,19 +146,15 @@ class TokenReconstructor(Reconstructor):
         """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step."""
         seen, missing = self.columns.sight(obs)
         history.push(self._tokens(obs, seen))
-        stored, doubt = self.blank(tuple(missing.shape)), None
+        stored = self.blank(tuple(missing.shape))
         rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
         if len(rows):
-            guess = self._guess(rows, missing, now, history)
-            stored, doubt = self._stored(missing, guess), guess.doubt
+            stored = self._stored(missing, self._guess(rows, missing, now, history))
             obs = self.filled(obs, stored, missing, self.columns)
         else:
             obs = obs.clone()
-        fields = {self.field: stored}
-        if self._gives_beliefs:
-            fields[FIELD] = input_columns(seen, missing, history.ages(now), doubt or nothing(obs))
         history.commit(now)
-        return Reconstruction(fields, obs, missing)
+        return Reconstruction({self.field: stored}, obs, missing)
 
     def blank(self, shape: tuple[int, ...]) -> Tensor:
         """Return the stored field where nothing is guessed; `shape`: (B, n, N)."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.belief import FIELD, Belief, Doubt, input_columns
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.graph_reconstructers.tracker import Memory, Tracker
@@ -40,13 +39,11 @@ class TrackingReconstructor(Reconstructor):
     shape_keys = ("kind", "d_model", "feedforward_dim")
     training_fields = ("obs", "full_obs", "actions")
     pretraining = ("stage2",)
-    has_beliefs = True
 
     def __init__(self, tokenizer: Tokenizer | None, predictor: Tracker, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
         super().__init__(info.layout, predictor.scale.device)
         self.predictor, self.n_agents = predictor.eval().requires_grad_(False), info.n_agents
-        self._gives_beliefs = config.belief_inputs
         self._weights = [*predictor.parameters(), *predictor.buffers()]
         self._compiled: tuple[tuple[int, int], CompiledTracking] | None = None
         self.begin(0)
@@ -114,15 +111,7 @@ class TrackingReconstructor(Reconstructor):
         given = filled, now.contiguous().numpy(), played.nonzero().flatten().numpy(), taken
         stored, guessed, belief = self._compiled[1](*given, self._state)
         result = torch.from_numpy(filled), torch.from_numpy(guessed)
-        fields = {self.field: torch.from_numpy(stored)}
-        if self._gives_beliefs:
-            seen = (result[0] != 0).any(-1, keepdim=True) & played[:, None, None] & ~result[1]
-            fields[FIELD] = input_columns(seen, result[1], self._state["age"], self._doubt(belief))
-        return Reconstruction(fields, *result)
-
-    def _doubt(self, belief: Belief) -> Doubt:
-        assert belief.spread is not None
-        return Doubt(belief.p_dead, belief.spread[:, self.layout.position].square().mean(-1).sqrt())
+        return Reconstruction({self.field: torch.from_numpy(stored)}, *result)
 
     def _tick(
         self, obs: Tensor, now: Tensor, actions: Tensor, state: dict[str, Tensor]
@@ -137,10 +126,7 @@ class TrackingReconstructor(Reconstructor):
         belief = tracker.belief(tracker.decode(hidden, x, base, known, memory), memory)
         guesses = torch.zeros_like(nodes)
         guesses[missing] = belief.features
-        made = self.made(obs, self.columns.obs(guesses).half(), missing)
-        if self._gives_beliefs:
-            made.fields[FIELD] = input_columns(seen, missing, memory.age, self._doubt(belief))
-        return made, after
+        return self.made(obs, self.columns.obs(guesses).half(), missing), after
 
     def _remember(
         self, nodes: Tensor, now: Tensor, actions: Tensor, seen: Tensor, missing: Tensor, state: dict[str, Tensor]

@@ -68,7 +68,7 @@ def preflight(config: Config) -> PreflightResult:
     registry_of("omagd.modules.graph_reconstructers").require(config.mask_predictor_config.kind)
     _check_replays(config)
     plan = make_plan(config)  # imports torch; the checks above do not
-    from omagd.modules.graph_reconstructers import check_beliefs, check_inferences
+    from omagd.modules.graph_reconstructers import check_inferences
     from omagd.run.training.build import check_data, check_tasks, complete_args, with_maps
     from omagd.run.training.device import check_machine
     from omagd.run.training.experiment import check_stages
@@ -87,7 +87,6 @@ def preflight(config: Config) -> PreflightResult:
     check_machine(config, plan, info)
     check_refresh(config)
     check_data(config)
-    check_beliefs(config)
     check_inferences(config, info)
     check_groups(config, info)
     check_tasks(config, info)

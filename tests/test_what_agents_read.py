@@ -1,0 +1,117 @@
+"""What agents read of the units that they do not see: marks of guesses, and what predictors read and remember."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from graph_toys import INFO, LAYOUT, noting, toy_config
+
+from omagd.config.loading import resolve
+from omagd.controllers.types import Exploration, Tick
+from omagd.envs.factory import make_env
+from omagd.envs.protocol import Observation
+from omagd.modules.agents.agent import AgentInputs, Marks
+from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
+from omagd.run.training.stages.base import PretrainedModules
+from omagd.runners import REGISTRY as RUNNERS
+from omagd.runners.starts import EpisodeSeeds
+from omagd.utils.packing import pack_episodes
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def test_marks_follow_the_features_node_by_node() -> None:
+    """Saved agents depend on this order."""
+    marks = Marks(toy_config(mark_guesses=True), INFO)
+    features = torch.rand(2, INFO.n_agents, INFO.obs_dim)
+    guessed = torch.rand(2, INFO.n_agents, LAYOUT.n_nodes) < 0.5
+    last = torch.zeros(2, INFO.n_agents, dtype=torch.int64)
+    flat = marks.flat(AgentInputs(features, last, guessed))
+    blind = marks.flat(AgentInputs(features, last))  # without reconstruction
+    assert marks.n == LAYOUT.n_nodes
+    assert torch.equal(flat, torch.cat([features, guessed.float()], dim=-1))
+    assert torch.equal(blind, torch.cat([features, torch.zeros_like(guessed, dtype=torch.float32)], dim=-1))
+
+
+def marks_of(inputs: Any) -> set[bytes]:
+    """Return what agents read, row by row."""
+    rows = zip(inputs.features, inputs.guessed, strict=True)
+    return {features.numpy().tobytes() + guessed.numpy().tobytes() for features, guessed in rows}
+
+
+def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
+    """Return a controller, episodes that it has played, and what agents read, row by row."""
+    values = {"env_args.map_name": "3m_mixed_sight6", "batch_size_run": 3, "rnn_hidden_dim": 8, "gnn_hidden_dim": 8}
+    config = resolve("omagd_small", "skirmish", {**values, "runner": runner, **changes})
+    env = make_env("skirmish", {"map_name": "3m_mixed_sight6"}, 3, processes=False)
+    modules = PretrainedModules(new_tokenizer(config, env.info, CPU), new_predictor(config, env.info, CPU))
+    if changes.get("mask_predictor_config.kind") != "tracker":
+        modules.predictor.bind(modules.tokenizer.table())
+    if changes.get("mask_predictor_config.kind") == "tracker":  # an untrained one reads no actions
+        for value in modules.predictor.parameters():
+            torch.nn.init.normal_(value, std=0.2, generator=torch.Generator().manual_seed(len(value)))
+    mac: Any = build_mac(config, env.info, CPU, modules)
+    told = noting(mac, marks_of)
+    plays, episodes = RUNNERS.get(runner)(env, config, env.info, EpisodeSeeds(1, "train")), []
+    while len(episodes) < 3:
+        explore = Exploration(1.0, np.random.default_rng(0))
+        episodes += plays.collect(mac, explore=explore, full_obs=mac.wants_full_obs).episodes
+    env.close()
+    return mac, episodes, told
+
+
+@pytest.mark.parametrize("changes", [
+    {"mask_predictor_config.kind": "tracker"},
+    {"mac": "gnn_graph_mac", "agent": "gnn_rnn", "mark_guesses": True},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("runner", ["parallel", "stream"])
+def test_learners_read_the_guesses_on_which_agents_acted(runner: str, changes: dict[str, Any]) -> None:
+    mac, episodes, told = collected(runner, **changes)
+    assert {name: (x.dtype, tuple(x.shape[1:])) for name, x in episodes[0].items() if name == "recon"} == (
+        mac.extra_fields(resolve("omagd_small", "skirmish", changes), mac.info)
+    )
+    batch = pack_episodes(episodes)
+    inputs = mac.inputs(batch)
+    assert marks_of(inputs) <= told
+    assert inputs.guessed.any()
+    values = mac.agent(inputs, batch.packing)
+    values.sum().backward()
+    assert values.shape == batch["avail_actions"].shape
+
+
+@pytest.mark.parametrize("runner", ["parallel", "stream"])
+def test_agents_tell_the_predictor_what_they_have_done(runner: str) -> None:
+    mac, episodes, _ = collected(runner, **{"mask_predictor_config.kind": "tracker"})
+    ours, n = mac.reconstructor, mac.info.n_agents
+    nothing, differ = torch.full((n,), -1), 0.0
+    for episode in episodes:
+        played = episode["actions"].flatten(1)
+        made = []
+        for actions in ([nothing, *played], [nothing] * (len(played) + 1)):
+            ours.begin(1)
+            rows = zip(episode["obs"], actions, strict=False)
+            steps = [ours.step(obs[None], torch.tensor([t]), None, last[None]) for t, (obs, last) in enumerate(rows)]
+            made.append(torch.stack([each.fields["recon"][0] for each in steps]).float())
+        torch.testing.assert_close(made[0], episode["recon"].float(), rtol=2e-3, atol=2e-3)
+        differ = max(differ, float((made[0] - made[1]).abs().max()))
+    assert differ > 0.05
+
+
+def test_memories_of_a_predictor_are_part_of_a_controllers_snapshot() -> None:
+    mac, episodes, _ = collected("parallel", **{"mask_predictor_config.kind": "tracker"})
+    del mac._build_inputs  # which notes
+    other, rows = copy.deepcopy(mac), next(episode["obs"] for episode in episodes if len(episode["obs"]) > 12)
+    for one in (mac, other):
+        one.begin(1)
+    for t, obs in enumerate(rows[:12]):
+        if t == 6:
+            other.load_snapshot(mac.snapshot())
+        seen = Observation(obs[None].numpy(), np.zeros((1, 1)), np.ones((1, mac.info.n_agents, 1), bool))
+        tick = Tick(seen, np.array([t]), np.ones(1, bool))
+        made = [one._build_inputs(tick)[0] for one in ((mac, other) if t >= 6 else (mac,))]
+        assert torch.equal(made[0].features, made[-1].features)
