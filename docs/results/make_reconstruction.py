@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from reconstruction_data import (
-    AGAIN, CONTROLS, LEAST_GAP, LONGER, MAPS, MAPS_ASKED, PREDICTOR_SEEDS, RESERVE, Data, by_arm,
+    AGAIN, CONTROLS, LEAST_GAP, LONGER, MAPS, MAPS_ASKED, PREDICTOR_SEEDS, RESERVE, SEEDS, Data, by_arm,
 )  # fmt: skip
 
 from omagd.run.analysis import belief_tests
@@ -228,21 +228,19 @@ def curves_part(data: Data) -> str:
 
 
 def variants_part(data: Data) -> str:
-    """Return a table of the variants beside the arms of the study with the same seeds, and what each variant adds."""
-    if not data.variants:
-        return NOT_YET
-    seeds = {(run.place, run.seed) for run in data.variants}
-    beside = [run for run in data.study_runs
-              if run.arm in (LOWER, METHOD, UPPER) and (run.place, run.seed) in seeds]  # fmt: skip
-    found = by_arm([*beside, *data.variants])
-    made = []
-    for each in contrasts(found):
-        last = final_tests(found, each["title"])
-        lines = [f"- `{arm}` - `{other}` = {text_of(*difference([last[arm]], [last[other]], iqm))}"
-                 for arm, other in VARIED if {arm, other} <= last.keys()]  # fmt: skip
-        table = markdown(each["head"], each["rows"])
-        made.append("\n\n".join([f"{each['title']}:", table, "\n".join(lines)]).strip())
-    return "\n\n".join(made)
+    """Return a table of the variants beside the arm without what each adds, with all of its seeds."""
+    rows = []
+    for place in dict.fromkeys(run.place for run in data.variants):
+        last = final_tests(by_arm([*data.study_runs, *data.variants]), place)
+        for arm, other in VARIED:
+            if {arm, other} <= last.keys():
+                won, without = last[arm], last[other]
+                each = ", ".join(f"{value:.3f}" for value in won)
+                gain = text_of(*difference([won], [without], iqm)) if len(won) >= SEEDS[0] else "-"
+                beside = f"{len(without)} seeds, {min(without):.3f} to {max(without):.3f}"
+                rows.append([place, f"`{arm}`", each, f"`{other}`: {beside}", gain])
+    head = ["map", "variant", "last test of each seed", "without it", "difference of IQMs"]
+    return markdown(head, rows) if rows else NOT_YET
 
 
 def battle_part(data: Data) -> str:
