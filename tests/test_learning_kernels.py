@@ -278,9 +278,8 @@ def test_compiled_graphs_equal_the_layers_in_values_and_gradients(monkeypatch, u
     obs = nodes_to_obs(nodes * (torch.rand(40, 3, 1, 1) < 0.7), INFO.layout)  # nearly a third of the observers do
     guessed, last = torch.rand(40, 3, 6) < 0.2, torch.randint(-1, 2, (40, 3))
     guessed &= torch.rand(40, 3, 1) < 0.5
-    belief = torch.rand(40, 3, 6, 4) * guessed[..., None]
-    given = AgentInputs(obs, last, guessed, belief)
-    like = replace(given, features=obs.double(), belief=belief.double())
+    given = AgentInputs(obs, last, guessed)
+    like = replace(given, features=obs.double())
     got, wanted = (a.encode(x) for a, x in ((agent, given), (exact, like)))
     assert got[0].grad_fn.name() == "ViewBackward0" and wanted[0].dtype == torch.float64
     upstream = [torch.randn(part.shape) for part in got]

@@ -181,7 +181,8 @@ ADDED: dict[str, Any] = {
     "graph_pretrain_patience": 0, "reconstructor_refresh": 0, "reconstructor_refresh_updates": 50,
     "graph_pretrain_policy_path": "", "graph_pretrain_policy_share": 0.5,
 }  # fmt: skip
-"""Keys that earlier versions did not have, with the values by which their runs went: these are not hashed."""
+"""Keys that earlier versions did not have, with the values by which their runs went: these are not hashed.
+Some are gone again (`REMOVED`): runs that had them at these values keep their identity."""
 
 ADDED_ARGS: dict[str, dict[str, Any]] = {"skirmish": {"sight_range": 9, "start": "formation"}}
 """The same of `env_args`, by environment."""
