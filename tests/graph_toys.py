@@ -18,7 +18,7 @@ from omagd.modules.graph_reconstructers.graphs import nodes_to_obs
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.dist_utils import Dist
-from omagd.utils.packing import Episode, pack_episodes
+from omagd.utils.packing import Episode
 
 LAYOUT = EntityLayout(move_dim=2, n_enemies=3, enemy_dim=5, n_allies=2, ally_dim=4, own_dim=1)
 INFO = EnvInfo("toy", "tiny", 3, 6, LAYOUT.obs_dim, 7, episode_limit=12, n_normal_actions=3, layout=LAYOUT)
@@ -63,19 +63,6 @@ def graph_learner(
     if stage == "stage1":
         return TokenizerLearner(tokenizer, config, INFO, dist or Dist())
     return PREDICTORS.get(config.mask_predictor_config.kind)(predictor, tokenizer, config, INFO, dist or Dist())
-
-
-def believing(**changes: Any) -> tuple[Any, Any]:
-    """Return a learner of stage 2, all of whose weights have moved, and a reconstructor that acts with them."""
-    stage = graph_learner("stage2", torch.float32, graph_frames_at_once=1000, **changes)
-    if changes.get("kind") == "tracker":
-        stage.begin(lambda: [pack_episodes(toy_episodes(12, seed=s, apart=True)) for s in (40, 41)])
-    for seed in range(3):
-        stage.update(pack_episodes(toy_episodes(4, seed=seed, apart=True)))
-    if changes.get("kind") == "tracker":  # a few updates leave them almost equal everywhere
-        torch.nn.init.normal_(stage.predictor.spread.weight, generator=torch.Generator().manual_seed(0))
-    kind = REGISTRY.get(stage.config.mask_predictor_config.kind)
-    return stage, kind(getattr(stage, "tokenizer", None), stage.predictor, stage.config, INFO)
 
 
 def toy_episodes(n: int, seed: int = 0, longest: int = 12, apart: bool = False) -> list[Episode]:

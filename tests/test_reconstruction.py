@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from graph_toys import INFO, LAYOUT, believing, noting, toy_config, toy_episodes, toy_modules
+from graph_toys import INFO, LAYOUT, graph_learner, noting, toy_config, toy_episodes, toy_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -468,7 +468,7 @@ def test_a_picture_shows_a_moment_at_which_something_is_hidden() -> None:
 
 
 def test_a_picture_is_made_of_the_actions_before_each_step(tmp_path, monkeypatch) -> None:
-    stage, _ = believing(kind="tracker")
+    stage = graph_learner("stage2", torch.float32, kind="tracker")
     episodes, taken, step = toy_episodes(3, seed=31), [], TrackingReconstructor.step
 
     def noted(self, obs, now, active, actions):

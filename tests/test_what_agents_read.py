@@ -56,13 +56,13 @@ def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
         for value in modules.predictor.parameters():
             torch.nn.init.normal_(value, std=0.2, generator=torch.Generator().manual_seed(len(value)))
     mac: Any = build_mac(config, env.info, CPU, modules)
-    told = noting(mac, marks_of)
+    read = noting(mac, marks_of)
     plays, episodes = RUNNERS.get(runner)(env, config, env.info, EpisodeSeeds(1, "train")), []
     while len(episodes) < 3:
         explore = Exploration(1.0, np.random.default_rng(0))
         episodes += plays.collect(mac, explore=explore, full_obs=mac.wants_full_obs).episodes
     env.close()
-    return mac, episodes, told
+    return mac, episodes, read
 
 
 @pytest.mark.parametrize("changes", [
@@ -71,13 +71,13 @@ def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("runner", ["parallel", "stream"])
 def test_learners_read_the_guesses_on_which_agents_acted(runner: str, changes: dict[str, Any]) -> None:
-    mac, episodes, told = collected(runner, **changes)
+    mac, episodes, read = collected(runner, **changes)
     assert {name: (x.dtype, tuple(x.shape[1:])) for name, x in episodes[0].items() if name == "recon"} == (
         mac.extra_fields(resolve("omagd_small", "skirmish", changes), mac.info)
     )
     batch = pack_episodes(episodes)
     inputs = mac.inputs(batch)
-    assert marks_of(inputs) <= told
+    assert marks_of(inputs) <= read
     assert inputs.guessed.any()
     values = mac.agent(inputs, batch.packing)
     values.sum().backward()

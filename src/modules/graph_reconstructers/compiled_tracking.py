@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from omagd.config.env_info import EntityLayout
-from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.compiled import Array, Graph, from_half, graph_of, to_half
 from omagd.modules.graph_reconstructers.tracker import N_FLAGS, N_PLACE, SLOPE, Memory, Tracker
 from omagd.modules.kernels.compiling import compiled_kernels
@@ -304,11 +303,11 @@ class CompiledTracking:
 
     def __call__(
         self, obs: Array, step: Array, slots: Array, action: Array, state: dict[str, Tensor]
-    ) -> tuple[Array, Array, Belief]:
+    ) -> tuple[Array, Array]:
         """Fill obs [B, n, obs_dim] float32 in place and advance `state` in the slot numbers `slots` [P] int64.
 
-        step: [B] int64. action: [B, n] int64. Returns the stored field [B, n, obs_dim] float16, which nodes [B, n, N]
-        are guesses, and the belief about them.
+        step: [B] int64. action: [B, n] int64. Returns the stored field [B, n, obs_dim] float16, and which nodes
+        [B, n, N] are guesses.
         """
         held, hidden = Held(*(state[name].numpy() for name in Held._fields)), state["hidden"].flatten(0, 1)
         frames = look(self._graph, self._tables, obs, slots, step, action, held, self._found)
@@ -327,7 +326,7 @@ class CompiledTracking:
         guessed, stored = np.zeros(held.age.shape, bool), np.zeros(obs.shape, np.uint16)
         features = belief.features.contiguous().numpy()
         write(self._graph, self._found.rows[:frames], self._found.missing[:frames], features, guessed, stored, obs)
-        return stored.view(np.float16), guessed, belief
+        return stored.view(np.float16), guessed
 
     def _linear_part(self, known: Tensor, where: Tensor, ages: Tensor) -> Tensor:
         """Return `Tracker._linear_part` by a kernel."""

@@ -109,9 +109,9 @@ class TrackingReconstructor(Reconstructor):
         filled = np.array(obs.numpy(), np.float32, order="C")  # a copy
         taken = actions.long().contiguous().numpy()
         given = filled, now.contiguous().numpy(), played.nonzero().flatten().numpy(), taken
-        stored, guessed, belief = self._compiled[1](*given, self._state)
-        result = torch.from_numpy(filled), torch.from_numpy(guessed)
-        return Reconstruction({self.field: torch.from_numpy(stored)}, *result)
+        stored, guessed = self._compiled[1](*given, self._state)
+        fields = {self.field: torch.from_numpy(stored)}
+        return Reconstruction(fields, torch.from_numpy(filled), torch.from_numpy(guessed))
 
     def _tick(
         self, obs: Tensor, now: Tensor, actions: Tensor, state: dict[str, Tensor]
