@@ -55,10 +55,16 @@ STAGES = (
 
 
 def refresh_of(
-    kind: str, episodes: list[Episode], folder: Path, dist: Dist | None = None, dtype: torch.dtype = torch.float32
+    kind: str,
+    episodes: list[Episode],
+    folder: Path,
+    dist: Dist | None = None,
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
 ) -> tuple[Refresh, Any]:
     """Return a refresh over toy modules and the reconstructor that it serves."""
-    config = toy_config(kind=kind, **UPDATES, graph_pretrain_eval_episodes=4, graph_lr=0.05, mask_ratio=0.0)
+    updates = {**UPDATES, "graph_pretrain_eval_episodes": 4, "graph_lr": 0.05, "mask_ratio": 0.0, **more}
+    config = toy_config(kind=kind, **updates)
     tokenizer, predictor = toy_modules(config, dtype)
     reconstructor = REGISTRY.get(kind)(tokenizer, predictor, config, INFO)
     buffer = EpisodeBuffer(len(episodes))
@@ -194,7 +200,7 @@ def test_each_refresh_begins_with_the_whole_learning_rate_and_says_what_it_has_g
 
 def test_a_resumed_run_refreshes_when_it_would_have(tmp_path: Path) -> None:
     made, _ = refresh_of("tracker", toy_episodes(3, seed=4), tmp_path)
-    assert made.due(60)  # the next one is due when 50 more steps have been made
+    assert made.due(60, 600)  # the next one is due when 50 more steps have been made
     for _ in range(4):  # of the ten in a row that end a run
         made._health.note({SKIPPED: (torch.ones(()), torch.ones(()))})
     state = copy.deepcopy(made.state_dict())
@@ -202,8 +208,21 @@ def test_a_resumed_run_refreshes_when_it_would_have(tmp_path: Path) -> None:
     other.load_state_dict(state)
     assert dict(leaves(other.state_dict())) == dict(leaves(made.state_dict()))
     assert other._health.record() == {SKIPPED: 4.0}
-    assert [each.due(t) for each in (made, other) for t in (90,)] == [False, False]
-    assert [each.due(t) for each in (made, other) for t in (120,)] == [True, True]
+    assert [each.due(90, 600) for each in (made, other)] == [False, False]
+    assert [each.due(120, 600) for each in (made, other)] == [True, True]
+
+
+def test_a_share_of_the_stage_is_its_steps_wherever_the_stage_ends(tmp_path: Path) -> None:
+    """An end that moves, as an estimate does, moves the next refresh and brings none at once."""
+    steps, share = (
+        refresh_of("tracker", toy_episodes(3, seed=4), tmp_path, reconstructor_refresh=each)[0] for each in (50, 0.125)
+    )
+    times = range(7, 400, 9)
+    assert [share.due(t, 400) for t in times] == [steps.due(t, 400) for t in times]
+    share.load(tmp_path, 120)
+    asked = [(140, 400), (150, 400), (165, 440), (190, 400), (200, 400), (299, 800), (300, 800)]
+    assert [share.due(*each) for each in asked] == [False, True, False, False, True, False, True]
+    assert refresh_warnings(share.session.config) == []
 
 
 def test_files_of_a_step_and_checkpoints_continue_weights_and_optimizer(tmp_path: Path) -> None:
@@ -211,7 +230,7 @@ def test_files_of_a_step_and_checkpoints_continue_weights_and_optimizer(tmp_path
     other, theirs = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
     made.run(generator(0, "refresh"), "test")
     other.load(tmp_path, 70)
-    assert not other.due(99) and other.due(100), "without a file the interval still begins at the step"
+    assert not other.due(99, 600) and other.due(100, 600), "without a file the interval still begins at the step"
     made.save(tmp_path)
     other.load(tmp_path, 70)
     resumed, its = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)

@@ -171,9 +171,9 @@ def _refresh(config: Config) -> None:
 def refresh_warnings(config: Config) -> list[str]:
     """Return the warning of a run whose interval is its whole length; none where `max_episodes` ends it."""
     interval, ends = config.reconstructor_refresh, config.t_max
-    if not interval or interval < ends or not _trains_agents(config):
+    if interval < 1 or interval < ends or not _trains_agents(config):
         return []
-    fix = f"Give less, as an eighth of it: reconstructor_refresh={max(1, ends // 8)}"
+    fix = "Give less, such as an eighth of it: reconstructor_refresh=0.125"
     return [f"reconstructor_refresh={interval}: t_max={ends} ends the run before the first refresh. {fix}"]
 
 

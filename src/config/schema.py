@@ -26,6 +26,14 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _as_interval(value: object) -> object:
+    """Return whole steps as an int, a share of the run as a float. Errors: ValueError for any other number."""
+    value = as_whole(value)
+    if isinstance(value, float) and not 0 < value < 1 or isinstance(value, int) and value < 0:
+        raise ValueError("give whole steps, or less than 1: a share of the run")
+    return value
+
+
 Int = Annotated[int, BeforeValidator(as_whole)]
 Count = Annotated[Int, Field(ge=1, le=10**12)]
 Episodes = Annotated[Int, Field(ge=1, le=10**9)]
@@ -33,6 +41,7 @@ Whole = Annotated[Int, Field(ge=0, le=2**63 - 1)]
 Width = Annotated[Int, Field(ge=1, le=2**16)]
 Layers = Annotated[Int, Field(ge=1, le=1000)]
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
+Interval = Annotated[Whole | Annotated[float, Field(gt=0.0, lt=1.0)], BeforeValidator(_as_interval)]
 Weight = Annotated[float, Field(ge=0.0, le=1e9)]  # sums of weights stay finite
 Positive = Annotated[float, Field(gt=0.0)]
 Stage = Literal["stage1", "stage2", "stage3", "all"]
@@ -208,7 +217,7 @@ class Config(Frozen):
     graph_pretrain_random_share: Unit  # probability of a random action under `mixed`
     graph_pretrain_patience: Whole  # evaluations without a better model that end stages 1 and 2; 0: never
     graph_lr: Positive  # learning rate of Adam in stages 1 and 2
-    reconstructor_refresh: Whole  # steps over all ranks between trainings of the predictor in stage 3; 0: never
+    reconstructor_refresh: Interval  # steps, or share of stage 3's, between trainings of the predictor in it; 0: never
     reconstructor_refresh_updates: Count  # updates of the predictor each time, on the team's own episodes
     tokenizer_config: TokenizerConfig
     mask_predictor_config: MaskPredictorConfig

@@ -1,11 +1,12 @@
 """Refresh: stage 3 goes on training the predictor, on the team's own episodes.
 
 Stages 1 and 2 learn from scripts, and the team that learns soon sees other battles. Every `reconstructor_refresh`
-environment steps, a copy of the predictor takes `reconstructor_refresh_updates` updates of stage 2's learner on
-episodes of the replay, all but the newest; what stage 2 fits before its first update, such as regression, is fitted to
-them again. On the newest ones it is measured before and after, and what stage 2 chooses on validation episodes, such as
-thresholds, is chosen again. Then agents act with its weights. It happens after tests
-and never at the end, so the agents of a test have trained with the predictor that they act with.
+environment steps (below 1: every such share of the stage), a copy of the predictor takes
+`reconstructor_refresh_updates` updates of stage 2's learner on episodes of the replay, all but the newest; what stage 2
+fits before its first update, such as regression, is fitted to them again. On the newest ones it is measured before and
+after, and what stage 2 chooses on validation episodes, such as thresholds, is chosen again. Then agents act with its
+weights. It happens after tests and never at the end, so the agents of a test have trained with the predictor that they
+act with.
 
 No episode is in flight meanwhile, so each is played with one predictor, and no memory is continued by other weights.
 Stored reconstructions stay as the agents received them.
@@ -87,7 +88,8 @@ class Refresh:
         own = config.model_copy(update={"graph_pretrain_epochs": config.reconstructor_refresh_updates})
         kind = learners.PREDICTORS.get(config.mask_predictor_config.kind)
         self.learner = kind(self.predictor, pretrained.tokenizer, own, session.info, session.dist)
-        self._every = Every(config.reconstructor_refresh)
+        self._interval = config.reconstructor_refresh
+        self._every = Every(max(1, int(self._interval)))
         self._health = Health(config, "graph_lr")
         self._baselines: Baselines | None = None
         self.count = 0
@@ -98,9 +100,15 @@ class Refresh:
         self._baselines = saved_baselines(self.session) if says_of_units(self.learner) else None
         self._act()
 
-    def due(self, t_env: int) -> bool:
-        """Return whether an interval has ended since the last refresh."""
-        return self._every.due(t_env)
+    def due(self, t_env: int, end: int) -> bool:
+        """Return whether an interval has ended since the last refresh; end: step at which the stage ends."""
+        every, last = self._every, self._every.last or 0
+        if self._interval < 1:
+            every.interval = max(1, round(self._interval * end))
+            # With `max_episodes` the end is an estimate: a multiple that moves must not be passed twice.
+            if t_env - last < every.interval / 2:
+                return False
+        return every.due(t_env)
 
     def run(self, rng: Any, when: str) -> dict[str, float]:
         """Train, hand the weights on, and return what is logged. Called by all ranks while no episode is in flight.

@@ -293,7 +293,7 @@ class RLStage(Stage):
 
     def _refresh_begins(self, refresh: Refresh) -> bool:
         acting = self._ready and self._exploration().truth < 1  # some agents act with the predictor, and learn
-        self._refreshes = acting and refresh.due(self.clock.t_env)
+        self._refreshes = acting and refresh.due(self.clock.t_env, self._end())
         return self._refreshes
 
     def refresh_predictor(self) -> None:
