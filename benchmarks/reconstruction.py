@@ -39,7 +39,7 @@ VALUES = {
     "health_r2": "health, R²",
 }  # fmt: skip
 NAMES = {
-    "": "all", "_before": "seen before", "_never": "never seen", "_age1": "… 1 step ago", "_age2_3": "… 2-3 steps ago",
+    "": "all", "_never": "never seen", "_before": "seen before", "_age1": "… 1 step ago", "_age2_3": "… 2-3 steps ago",
     "_age4_7": "… 4-7", "_age8_15": "… 8-15", "_age16": "… 16 and more",
 }  # fmt: skip
 Row = dict[str, Any]

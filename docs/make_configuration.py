@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from omagd.config.loading import EXTENDS, HERE, SECTIONS, base_values, find_yaml, read_yaml
 from omagd.config.schema import Config
 from omagd.envs import REGISTRY as ENVS
-from omagd.envs.battle.args import BattleArgs, SmacArgs
+from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -174,9 +174,10 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+OWN = ", ".join(f"`{key}`" for key in SkirmishArgs.model_fields if key not in BattleArgs.model_fields)
 # Arguments that an environment shares with another one, and the sentence that replaces them.
 SHARED: dict[str, tuple[type[BaseModel], str]] = {
-    "sc2": (BattleArgs, "every key of `skirmish` but `difficulty`, with the same defaults"),
+    "sc2": (BattleArgs, f"every key of `skirmish` but {OWN}, with the same defaults"),
     "sc2_v2": (SmacArgs, "every other key of `sc2`, with the same defaults"),
 }
 

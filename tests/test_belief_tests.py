@@ -302,6 +302,10 @@ def test_tables_of_records_show_shares_of_the_living_and_the_last_test_of_each_r
         ("census", None, 1), ("plug-in", "one", 7), ("plug-in", "two", 1)
     ]  # fmt: skip
     table = tables(found)[0]
+    (tmp_path / "study.jsonl").write_text("")
+    beside = [tmp_path / "study.jsonl", tmp_path / "another.jsonl"]
+    (tmp_path / "another.jsonl").write_text("")
+    assert _belief_tests([], beside, []) == tables(found), "those beside results files, once"
     empty = {**census, "units": {"enemy": {**entry, "living": 0}}}
     odd = {**plug_in, "beliefs": {"full": {"win_rate": 0.5, "interval": [], "share": None}}}
     assert tables([empty, odd, *found]) == tables(found), "what cannot be shown is left out"

@@ -36,6 +36,7 @@ SMALL: dict[str, str] = {
     "env_speed.py": "--slots 4 --steps 40 --rounds 1 --beside reference --plot OUT/p",
     "graph_agent_update.py": "--maps 3m --batch 4 --updates 1",
     "growth.py": "--only ranks --calls 1",
+    "interval_coverage.py": "--trials 5",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
     "many_maps.py": "--config hpn_qmix --sets 1m,2m --steps-per-map 30 --episodes 1 --results OUT --out OUT/rows.jsonl",
     "mutations.py": "--only 'the interquartile mean leaves out too little'",  # its test compiles nothing

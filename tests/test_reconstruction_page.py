@@ -59,22 +59,24 @@ GOOD = {"baseline": 0.2, "last_seen": 0.22, "map_constant": 0.24, "baseline_trut
 
 
 @pytest.mark.parametrize(
-    ("changed", "seeds", "state", "said"),
+    ("changed", "seeds", "state", "short", "said"),
     [
-        ({}, 6, "holds", "`omagd` closes 0.60 ["),
-        ({}, 4, "open", "Seeds so far, of 5: `omagd` 4, `baseline` 4, `full_obs` 4, `last_seen` 4"),
-        ({"omagd": 0.44}, 6, "does not hold", "closes 0.48"),
-        ({"last_seen": 0.495}, 6, "does not hold", "`omagd` - `last_seen` = 0.01 [-0.02"),
-        ({"map_constant": 0.51}, 6, "does not hold", "`omagd` - `map_constant` = -0.01"),
-        ({"map_constant_truth": 0.51}, 6, "does not hold", "`omagd` - `map_constant_truth` = -0.01"),
-        ({"map_constant": None, "full_obs": None}, 6, "open", "Not run yet: `full_obs`, `map_constant`."),
-        ({"full_obs": 0.19}, 6, "does not hold", "There is no gap: `full_obs` - `baseline` = -0.01"),
+        ({}, 6, "holds", "meets all conditions", "`omagd` closes 0.60 ["),
+        ({}, 4, "open", "open", "Seeds so far, of 5: `omagd` 4, `baseline` 4, `full_obs` 4, `last_seen` 4"),
+        ({"omagd": 0.44}, 6, "does not hold", "misses 1 of 5 conditions", "closes 0.48"),
+        ({"omagd": 0.235}, 6, "does not hold", "misses 4 of 5 conditions", "closes 0.07"),
+        ({"last_seen": 0.495}, 6, "does not hold", "misses 1 of 5 conditions", "`omagd` - `last_seen` = 0.01 [-0.02"),
+        ({"map_constant": 0.51}, 6, "does not hold", "misses 1 of 5 conditions", "`omagd` - `map_constant` = -0.01"),
+        ({"map_constant_truth": 0.51}, 6, "does not hold", "misses 1 of 5 conditions",
+         "`omagd` - `map_constant_truth` = -0.01"),
+        ({"map_constant": None, "full_obs": None}, 6, "open", "open", "Not run yet: `full_obs`, `map_constant`."),
+        ({"full_obs": 0.19}, 6, "does not hold", "no gap to close", "There is no gap: `full_obs` - `baseline` = -0.01"),
     ],
 )  # fmt: skip
-def test_class_b_asks_for_half_of_the_gap_and_for_more_than_simple_guesses(changed, seeds, state, said):
+def test_class_b_asks_for_half_of_the_gap_and_for_more_than_simple_guesses(changed, seeds, state, short, said):
     given = {arm: middle for arm, middle in {**GOOD, **changed}.items() if middle is not None}
     found = verdict(arms(seeds, **given), MAP, "b")
-    assert found.state == state and said in found.why
+    assert (found.state, found.short) == (state, short) and said in found.why
     assert found.text.startswith(f"**{MAP}, class b: {state}.** ")
     assert state != "does not hold" or said in found.text.split(";")[0]  # what fails comes first
 
@@ -120,17 +122,18 @@ def test_the_result_of_a_run_is_its_last_test_not_its_best():
     ("omagd", "state"), [(0.25, "holds"), (0.2, "holds"), (0.195, "holds"), (0.17, "does not hold")]
 )
 def test_class_c_asks_for_no_loss(omagd, state):
-    assert verdict(arms(baseline=0.2, omagd=omagd), MAP, "c").state == state
+    found = verdict(arms(baseline=0.2, omagd=omagd), MAP, "c")
+    assert (found.state, found.short) == (state, {"holds": "no loss found"}.get(state, "wins less"))
     assert verdict(arms(4, baseline=0.2, omagd=omagd), MAP, "c").state == "open"
 
 
 def test_class_a_asks_for_the_area_under_the_curve_whatever_the_end_is():
     slow, fast = arms(baseline=0.6), arms(early=0.55, omagd=0.58)
     found = verdict([*slow, *fast], MAP, "a")
-    assert found.state == "holds"
+    assert (found.state, found.short) == ("holds", "not found slower")
     assert "median steps to a win rate of 0.54: `omagd` 100,000, `baseline` 300,000" in found.why
     swapped = [Group(name, {}, group.runs) for name, group in (("omagd", slow[0]), ("baseline", fast[0]))]
-    assert verdict(swapped, MAP, "a").state == "does not hold"
+    assert verdict(swapped, MAP, "a").short == "slower"
     hardly = verdict(arms(baseline=0.6, omagd=0.595), MAP, "a")
     assert hardly.state == "holds"  # the interval of the difference holds 0
     played = replace(slow[0].runs[0], summary={"kind": "evaluation"}, given=slow[0].runs[0].given[-1:])
@@ -239,7 +242,7 @@ def test_predicted_classes_and_maps_are_those_of_the_study_files():
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A copy of the pages, whose data are made-up results: the folder of the data."""
-    pages = {"PAGE": script.PAGE.relative_to(ROOT), "README": script.README.relative_to(ROOT)}
+    pages = {name: getattr(script, name).relative_to(ROOT) for name in ("PAGE", "DETAILS", "README")}
     for name, place in pages.items():
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / place, tmp_path / place)
@@ -281,7 +284,14 @@ ERRORS = {"predictor": 0.1, "ridge": 0.2, "last_seen": 0.3, "last_seen_or_mean":
           "slot_mean": 0.6, "zeros": 0.7}  # fmt: skip
 ROWS = [
     {"row": "enemy", "count": 900, "mse": ERRORS, "recall_dead": 0.99, "health_r2": {"predictor": 0.4, "ridge": 0.3}},
-    {"row": "enemy_before", "count": 300, "mse": ERRORS, "taken_for_dead": 0.04, "recall_dead": 0.96},
+    {
+        "row": "enemy_before",
+        "count": 300,
+        "mse": ERRORS,
+        "taken_for_dead": 0.04,
+        "recall_dead": 0.96,
+        "position_rms": {**ERRORS, "predictor": 3.14, "last_seen_or_mean": 7.7},
+    },
     {"row": "enemy_age16", "count": 199, "mse": {**ERRORS, "ridge": 0.01}},
 ]
 
@@ -356,7 +366,8 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     episode |= {"scene": {**scene, "actions": [], "bounds": [-9, -9, 9, 9]}, "moments": [moment, moment]}
     Recording.model_validate({"episodes": [episode]}).write(site / "battle.json.gz")
     script.main()
-    page, readme = script.PAGE.read_text(), script.README.read_text()
+    made = {page: page.read_text() for page in (script.PAGE, script.DETAILS, script.README)}
+    page, readme = made[script.PAGE] + made[script.DETAILS], made[script.README]
     assert "**skirmish 3m_mixed_sight6, class b: holds.**" in page and "asked: at least 2" in page
     assert (
         f"| {MAP} | b | b | 63% | 0.21, 0.24 | yes |" in page
@@ -367,10 +378,12 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     assert "### skirmish 8m" not in page  # no number before all are there
     assert "**Class b as a whole: open.** Of 3 maps it holds on 1, 2 are undecided" in page
     assert "(asked: at least 2). Not through the gate: skirmish 5m_mixed_sight6." in page
-    table, by_seed = page.split(f"### {MAP}\n\n")[1].split("\n\n")[:2]
+    table = page.split(f"### {MAP}\n\n")[1].split("\n\n")[0]
     rows = {line.split(" | ")[0].strip("| "): line for line in table.splitlines()}
-    assert "| last test, by seed | 0 | 1 | 2 |" in by_seed and "\n| omagd | 0.500 | 0.510 | 0.520 |" in by_seed
-    assert "| 10 | 0.55 [" in rows["omagd"] and rows["omagd"].endswith("| 1.00 |")  # hours
+    assert f"| {MAP} | 0 | 1 | 2 |" in page and "\n| omagd | 0.500 | 0.510 | 0.520 |" in page
+    assert "| 10 | 0.55 [" in rows["omagd"] and rows["omagd"].endswith("| 6.0 |")  # minutes
+    assert f"| {MAP} | seen before | 33% | 3.1 | 0.2 | 0.3 | 0.5 |" in page, "where they are, in cells"
+    assert f"| {MAP} | 0.040 | 0.960 | 0.990 | 0.990 | 0.40, 0.30 | holds |" in page, "who is dead"
     assert "| all | 900 | 0.100 | - | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
     assert (
         "| enemies, all, in battles of the arm's own teams | 900 | 0.150 | - | 0.200 | 0.300 | 0.400 | 0.500 |" in page
@@ -385,11 +398,11 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     line = next(line for line in readme.splitlines() if line.startswith(f"| {MAP} (b)"))
     assert line in page and "(docs/results/reconstruction/final.png)" in readme
     cells = line.strip("| ").split(" | ")
-    assert cells[1:5] == ["10", "0.25", "0.55", "0.75"] and cells[-2:] == ["1.0", "holds"]
+    assert cells[1:5] == ["10", "0.25", "0.55", "0.75"] and cells[-2:] == ["1.0 to 1.0", "meets all conditions"]
     assert cells[5].startswith("0.30 [0.2") and cells[6].startswith("0.60 [0.5")
     for name in ("final.png", "curves.png", "beliefs.png"):
         assert f"(reconstruction/{name})" in page and (site / name).read_bytes().startswith(b"\x89PNG")
-    assert script.pages(study.Data(site)) == {script.PAGE: page, script.README: readme}
+    assert script.pages(study.Data(site)) == made
     # Lines in another order, as merged files have them, give the same page.
     for path in site.glob("reconstruction_*.jsonl"):
         path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
@@ -405,8 +418,9 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
 
 
 def page_now() -> str:
-    """Return the page as the data make it, without drawing pictures."""
-    return script.pages(study.Data(script.DATA))[script.PAGE]
+    """Return both pages as the data make them, without drawing pictures."""
+    made = script.pages(study.Data(script.DATA))
+    return made[script.PAGE] + made[script.DETAILS]
 
 
 def test_what_is_resampled_does_not_depend_on_the_order_of_runs(site):
@@ -459,7 +473,7 @@ def test_the_predictor_of_each_map_is_judged_by_its_own_runs(site):
     for line in map(json.loads, path.read_text().splitlines()):
         for seed in (line["seed"] + 2, line["seed"] + 4):
             append(path, {**line, "seed": seed} | {key: f"{line[key]} {seed}" for key in ("job", "identity")})
-    page = page_now().split("<!-- begin predictor")[1].split("<!-- end predictor")[0]
+    page = page_now().split("<!-- begin errors")[1].split("<!-- end errors")[0]
     of_map, of_8m = page.split("### Errors on skirmish 8m")
     assert "| all | 900 | 0.100 | - | 0.200 |" in of_map and "; 10 seeds." in of_map
     assert "| all | 400 | 0.100 | - | 0.150 |" in of_8m and of_8m.count("**Holds.**") == 1 and "; 5 seeds." in of_8m
@@ -492,7 +506,7 @@ def test_a_map_whose_number_of_seeds_was_raised_shows_both_verdicts(site, monkey
     five = page_now()
     assert f"**{MAP}, class b: open.** With 5 of 10 planned seeds it holds. " in five and "; 5 seeds." in five
     readme = script.pages(study.Data(site))[script.README]
-    assert f"| {MAP} (b) | 5 |" in readme and "| 1.0 | open |" in readme
+    assert f"| {MAP} (b) | 5 |" in readme and "| 1.0 to 1.0 | open |" in readme
     assert "b as a whole: open.** Of 3 maps it holds on 0, 3 are undecided" in five
     control = [line.replace('"arm":"full_obs"', '"arm":"ridge"').replace("full_obs3m", "ridge3m")
                for line in lines if '"arm":"full_obs"' in line and line not in late]  # fmt: skip
@@ -564,11 +578,17 @@ def test_a_gap_that_is_asked_for_once_more_decides_no_verdict(site):
             append(site / f"{study.AGAIN}.jsonl", json.loads(_with_wins(json.dumps(again), 0.5)))
     page = page_now()
     part = page.split("<!-- begin again")[1].split("<!-- end again")[0]
-    assert f"| {MAP} | 4, 4 | 0.500 | 0.500 | 0.000 [0.000, 0.000] |" in part
+    assert f"| {MAP} | once more | 4, 4 | 0.500 | 0.500 | 0.000 [0.000, 0.000] |" in part
+    assert "main study" not in part, "not before the study shows this map"
     for name in ("verdicts", "tables", "gate"):
         ours, theirs = (each.split(f"<!-- begin {name}")[1].split("<!-- end")[0] for each in (page, before))
         assert ours == theirs, name
     assert f"float32, {MAP}: `baseline` 4, `full_obs` 4" in page
+    for line in lines:  # now with all seeds
+        if (line["arm"], line["seed"]) == ("baseline", 3):
+            append(path, line)
+    both = "| main study and once more | 14, 14 | 0.318 | 0.675 | 0.357 ["  # ten of .245 or .745 and four of .5
+    assert f"| {MAP} {both}" in page_now()
 
 
 def test_parts_of_predictions_have_a_table_of_their_own_once_all_were_played(site):
@@ -600,6 +620,7 @@ def test_parts_of_predictions_have_a_table_of_their_own_once_all_were_played(sit
 
 def test_the_baseline_with_as_much_cpu_time_stands_beside_the_method_and_decides_nothing(site):
     before = page_now()
+    assert before.split("<!-- begin longer")[1].split("\n")[1] == ""
     lines = [json.loads(line) for line in (site / "reconstruction_3_agents.jsonl").read_text().splitlines()]
     for line in lines:
         if line["arm"] == "baseline" and line["seed"] < 5:

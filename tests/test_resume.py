@@ -20,7 +20,7 @@ from interruption import Interrupted, interrupted_run, wait_for_saves
 from run_equality import differences, reproducible, reproducible_lines
 
 from omagd.config.schema import Config
-from omagd.learners import REGISTRY
+from omagd.learners import PREDICTORS, REGISTRY
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.analysis.comparison import table
 from omagd.run.analysis.runs import load
@@ -145,7 +145,7 @@ def test_what_a_plug_in_registers_is_saved_and_restored(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "iterations"), [("masked", (1, 8)), ("tracker", (6,)), ("map_constant", (6,)), ("ma2e", (6,))]
+    ("kind", "iterations"), [(kind, (1, 8) if kind == "masked" else (6,)) for kind in PREDICTORS.names()]
 )
 def test_three_stages_are_interrupted_in_each_of_them(kind, iterations, tmp_path, monkeypatch):
     """Two kinds are refreshed before and after the interruption of stage 3, which continues their optimizers."""

@@ -71,7 +71,7 @@ def test_numbers_of_the_study():
         sizes[file.stem.removeprefix("reconstruction_")] = len(seeds)
         configs = [config_of(job) for job in jobs]
         if file.stem == "reconstruction_short":
-            assert (len(maps), len(arms), len(seeds)) == (2, 5, 2)
+            assert (len(maps), len(arms), len(seeds)) == (2, 4, 2)
         else:
             least = 500_000 if file.stem == "reconstruction_control_8m" else 1_000_000
             assert all(config.t_max >= least and config.test_nepisode == 1024 for config in configs)

@@ -1,11 +1,11 @@
-"""Redraws docs/results/reconstruction.md, its pictures and the README's summary from the data beside the page.
+"""Redraws the two pages of the study of reconstruction, their pictures and the README's summary from the data beside them.
 
     cp benchmarks/studies/reconstruction_*.jsonl docs/results/reconstruction/    # after runs
     python docs/results/make_reconstruction.py
 
 Reads docs/results/reconstruction/: the results files of the studies (`reconstruction_gate.jsonl` and
 `reconstruction_<other>.jsonl`), `beliefs.jsonl` of `omagd beliefs`, and `battle.json.gz`, a recording. It replaces what is
-between the markers of the two pages and draws PNGs; no run's folder is needed. Tables are the same in every call.
+between the markers of the pages and draws PNGs; no run's folder is needed. Tables are the same in every call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from omagd.run.analysis.contrasts import (
     UPPER,
     contrasts,
     cpu_hours,
+    cpu_minutes,
     final_tests,
     gate,
     gate_table,
@@ -50,6 +52,7 @@ from omagd.utils.writing import replace_file
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, README = ROOT / "docs" / "results" / "reconstruction.md", ROOT / "README.md"
+DETAILS = PAGE.with_name("reconstruction_details.md")
 DATA = PAGE.with_suffix("")
 BATTLE, BELIEFS_PICTURE = "battle.json.gz", "beliefs.png"
 
@@ -61,10 +64,12 @@ GUESSES = {"predictor": "reconstruction", "ridge": "ridge regression", "last_see
 PREDICTORS = "ridge", "omagd, no deaths", "omagd, linear means", METHOD
 """Names of the predictors that benchmarks/belief_parts.py compares."""
 
-BETTER = "P(better than last_seen)"
-"""The only probability of improvement that the page shows."""
+BETTER = "P(better than last_seen)", f"P(better than {LOWER})"
+"""The probabilities of improvement that the page shows."""
 
 RIDGE, STAGES = "ridge", ("stage2", "stage3")
+OF_UNITS = {"enemy_never": "never seen", "enemy_before": "seen before"}
+"""Rows of enemies that the page shows of each map; the page of details has them by steps since the last sight."""
 SHOWN = (
     *((name, title, STAGES[0]) for name, title in ROWS.items()), ("ally", "allies, all", STAGES[0]),
     ("enemy", "enemies, all, in battles of the arm's own teams", STAGES[1]),
@@ -107,11 +112,19 @@ def table_of_gate(data: Data) -> str:
 
 
 def gap_again(data: Data) -> str:
-    """Return the table of the gap that is asked for once more."""
+    """Return the table of the gap that is asked for once more, and of all runs after the gate together."""
     if not {LOWER, UPPER} <= {run.arm for run in data.again}:
         return NOT_YET
-    found = gate_table(gate(data.again, LOWER, UPPER, LEAST_GAP), LOWER, UPPER, LEAST_GAP)
-    return markdown(found["head"][:-1], [row[:-1] for row in found["rows"]])
+    rows, table = gate(data.again, LOWER, UPPER, LEAST_GAP), []
+    for row in rows:
+        asked = [("once more", row.low, row.high)]
+        if {LOWER, UPPER} <= (of_study := final_tests(data.study, row.place)).keys():
+            both = (np.concatenate([of_study[arm], again]) for arm, again in ((LOWER, row.low), (UPPER, row.high)))
+            asked.append(("main study and once more", *both))
+        for words, low, high in asked:
+            means = [f"{values.mean():.3f}" for values in (low, high)]
+            table.append([row.place, words, f"{len(low)}, {len(high)}", *means, text_of(*difference([high], [low]), 3)])
+    return markdown(["environment", "runs", "number", f"`{LOWER}`", f"`{UPPER}`", "difference"], table)
 
 
 def cheap_tests(data: Data) -> str:
@@ -201,19 +214,22 @@ def tables(data: Data) -> str:
     for place in data.studied():
         if place in found:
             head = found[place]["head"]
-            kept = [i for i, name in enumerate(head) if not name.startswith("P(") or name == BETTER]
+            kept = [i for i, name in enumerate(head) if not name.startswith("P(") or name in BETTER]
             rows = [[row[i] for i in kept] for row in (head, *found[place]["rows"])]
-            parts.append(f"### {place}\n\n{markdown(rows[0], rows[1:])}\n\n{each_seed(data, place)}")
+            parts.append(f"### {place}\n\n{markdown(rows[0], rows[1:])}")
     notes = [found[place]["note"] for place in data.studied() if place in found]
     return "\n\n".join([*parts, max(notes, key=len)]) if parts else NOT_YET  # the longest: a map with a gap has all
 
 
-def each_seed(data: Data, place: str) -> str:
-    """Return the win rate of the last test of each run on a map."""
-    runs = {group.label: {run.seed: run for run in group.at(place)} for group in data.study if group.at(place)}
-    seeds = sorted({seed for of_arm in runs.values() for seed in of_arm if seed is not None})
-    rows = [[arm, *(_last_test(of_arm.get(seed)) for seed in seeds)] for arm, of_arm in runs.items()]
-    return markdown(["last test, by seed", *map(str, seeds)], rows)
+def each_seed(data: Data) -> str:
+    """Return the win rate of the last test of each run, a table for each map."""
+    made = []
+    for place in data.studied():
+        runs = {group.label: {run.seed: run for run in group.at(place)} for group in data.study if group.at(place)}
+        seeds = sorted({seed for of_arm in runs.values() for seed in of_arm if seed is not None})
+        rows = [[arm, *(_last_test(of_arm.get(seed)) for seed in seeds)] for arm, of_arm in runs.items()]
+        made.append(markdown([place, *map(str, seeds)], rows))
+    return "\n\n".join(made) or NOT_YET
 
 
 def _last_test(run: Run | None) -> str:
@@ -250,24 +266,60 @@ def battle_part(data: Data) -> str:
 
 
 def predictor_part(data: Data) -> str:
+    """Return what the predictor knows of the enemies on each map: where they are, and who is dead."""
+    where, dead = [], []
+    for place in data.studied():
+        if not any(judged := _judged(data, place)):
+            continue
+        of_scripts, of_teams = (partial(_mean, data, place, METHOD, stage=stage) for stage in STAGES)
+        for name, title in OF_UNITS.items():
+            if mean := of_scripts(name):
+                cells = (_number(mean, "position_rms", key, 1) for key in GUESSES if key != "last_seen_or_mean")
+                where.append([place, title, f"{mean['count'] / of_scripts('enemy')['count']:.0%}", *cells])
+        every, before, own = of_scripts("enemy"), of_scripts("enemy_before"), of_teams("enemy")
+        r2 = (_number(every, "health_r2", key, 2) for key in ("predictor", "ridge"))
+        shares = [f"{row[key]:.3f}" if key in row else "-" for row, key in (
+            (before, "taken_for_dead"), *((row, "recall_dead") for row in (before, every, own)))]  # fmt: skip
+        dead.append([place, *shares, ", ".join(r2), _predictor_verdict(*judged).split("**")[1].strip(".").lower()])
+    if not where:
+        return NOT_YET
+    heads = [title for key, title in GUESSES.items() if key != "last_seen_or_mean"]
+    of_dead = ["map", "living, seen before, taken for dead", "dead recognised: seen before", "all",
+               "all, in battles of the trained team", "R² of health: reconstruction, ridge regression", "what was asked"]  # fmt: skip
+    return f"{markdown(['map', 'living enemies', 'share of all', *heads], where)}\n\n{markdown(of_dead, dead)}"
+
+
+def _number(row: Mapping[str, Any], measure: str, guess: str, digits: int) -> str:
+    value = row.get(measure, {}).get(guess)
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _mean(data: Data, place: str, arm: str, name: str, stage: str) -> Mapping[str, Any]:
+    """Return a row of the errors of an arm's predictor, mean over its seeds."""
+    return mean_row([table.get(name, {}) for table in _tables(data, place, arm, stage)])
+
+
+def _judged(data: Data, place: str) -> tuple[Mapping[str, Mapping[str, Any]], int]:
+    """Return the rows of enemies by name, means over seeds, and the number of seeds; no rows where none has cases."""
+    rows = {name: _mean(data, place, METHOD, name, STAGES[0]) for name in ROWS}
+    return (rows, len(_tables(data, place, METHOD, STAGES[0]))) if any(rows.values()) else ({}, 0)
+
+
+def errors_part(data: Data) -> str:
     """Return for each map the errors of the predictor, means over seeds, of the arm `ridge`, and of the simple guesses."""
     made = []
     for place in data.studied():
-        tables = {(arm, stage): _tables(data, place, arm, stage) for arm in (METHOD, RIDGE) for stage in STAGES}
-        means = {(arm, name, stage): mean_row([table.get(name, {}) for table in tables[arm, stage]])
-                 for arm in (METHOD, RIDGE) for name, _, stage in SHOWN}  # fmt: skip
-        judged = {name: means[METHOD, name, STAGES[0]] for name in ROWS}
-        if any(judged.values()):
+        if any(judged := _judged(data, place)):
             rows = []
             for name, title, stage in SHOWN:
-                mean, of_arm = (means[arm, name, stage] for arm in (METHOD, RIDGE))
+                mean, of_arm = (_mean(data, place, arm, name, stage) for arm in (METHOD, RIDGE))
                 if mean:
                     own = f"{of_arm['mse']['predictor']:.3f}" if of_arm else "-"
                     errors = [f"{mean['mse'][key]:.3f}" for key in GUESSES]
                     rows.append([title, f"{mean['count']:,.0f}", errors[0], own, *errors[1:]])
             heads = list(GUESSES.values())
             table = markdown(["living units, last seen", "cases", heads[0], f"arm `{RIDGE}`", *heads[1:]], rows)
-            made.append(f"### Errors on {place}\n\n{table}\n\n{_predictor_verdict(judged, len(tables[METHOD, STAGES[0]]))}")
+            made.append(f"### Errors on {place}\n\n{table}\n\n{_predictor_verdict(*judged)}")
     return "\n\n".join(made) or NOT_YET
 
 
@@ -321,18 +373,19 @@ def mixed(data: Data) -> list[str]:
 
 
 def equal_time(data: Data) -> str:
-    """Return a table of what `LOWER` wins with as much CPU time as `METHOD`, of maps that are finished."""
+    """Return a table of what `LOWER` wins with as much CPU time as `METHOD`, of maps that are finished; empty without."""
     rows = []
     for place in data.studied():
         if longer := [run for run in data.longer if run.place == place]:
             last = final_tests([*data.study, Group(LONGER, {}, tuple(longer))], place)
-            minutes = {group.label: _minutes(group.at(place)) for group in data.study} | {LONGER: _minutes(longer)}
+            minutes = {group.label: cpu_minutes(group.at(place)) for group in data.study} | {LONGER: cpu_minutes(longer)}
             rates = [f"{float(iqm([last[label]])):.2f} ({minutes[label]:.0f})" for label in (LOWER, METHOD, LONGER)]
             steps, seeds = longer[0].tests[-1]["t_env"] / 1e6, f"{len(last[METHOD])}, {len(last[LONGER])}"
             gain = text_of(*difference([last[METHOD]], [last[LONGER]], iqm))
             rows.append([place, seeds, *rates, f"{steps:.0f} million", gain])
     head = ["map", "seeds", f"`{LOWER}`", f"`{METHOD}`", f"`{LOWER}` with more steps", "steps of it", "`omagd` - that"]
-    return markdown(head, rows) if rows else NOT_YET
+    words = f"What `{LOWER}` wins with as much CPU time, by more steps. In brackets: CPU minutes of a run.\n\n"
+    return words + markdown(head, rows) if rows else ""
 
 
 def answer(data: Data) -> str:
@@ -348,23 +401,23 @@ def answer(data: Data) -> str:
             share = text_of(*gap_share([last[METHOD]], [low], [last[UPPER]], iqm))
         rates = [f"{float(iqm([last[arm]])):.2f}" if arm in last else "-" for arm in (LOWER, METHOD, UPPER)]
         gain = text_of(*difference([last[METHOD]], [low], iqm))
-        rows.append([f"{place} ({kind})", str(len(low)), *rates, gain, share, _cost(data, place), data.verdict(place, kind).state])
+        rows.append([f"{place} ({kind})", str(len(low)), *rates, gain, share, _cost(data, place), data.verdict(place, kind).short])
     head = ["map (class)", "seeds", f"`{LOWER}`", f"`{METHOD}`", f"`{UPPER}`", f"`{METHOD}` - `{LOWER}`", "share of the gap",
-            f"CPU time relative to `{LOWER}`", "verdict"]  # fmt: skip
+            f"CPU time relative to `{LOWER}`", "by the rules"]  # fmt: skip
     return markdown(head, rows) if rows else NOT_YET
 
 
 def _cost(data: Data, place: str) -> str:
-    """Return how many times the CPU time of a run of `LOWER` a run of `METHOD` takes."""
-    minutes = {group.label: _minutes(group.at(place)) for group in data.study}
-    times = minutes.get(METHOD, math.nan) / minutes.get(LOWER, math.nan)
-    return "-" if math.isnan(times) else f"{times:.1f}"
+    """Return how many times the CPU time of `LOWER` a run of `METHOD` takes, seed by seed: least and most.
 
-
-def _minutes(runs: Sequence[Run]) -> float:
-    """Return the CPU minutes of a run, the mean over those where they are known; NaN where none is."""
-    known = [run.cpu_seconds for run in runs if run.cpu_seconds]
-    return float(np.mean(known)) / 60 if known else math.nan
+    Runs were made on different machines under different load, so one number would say more than is known.
+    """
+    took: dict[str, dict[int | None, float]] = {
+        group.label: {run.seed: run.cpu_seconds for run in group.at(place) if run.cpu_seconds} for group in data.study
+    }
+    low, own = (took.get(label, {}) for label in (LOWER, METHOD))
+    times = sorted(own[seed] / low[seed] for seed in own.keys() & low.keys())
+    return f"{times[0]:.1f} to {times[-1]:.1f}" if times else "-"
 
 
 def summary(data: Data) -> str:
@@ -378,9 +431,13 @@ def parts(data: Data) -> dict[Path, dict[str, str]]:
     """Return what is between the markers of each page."""
     return {
         PAGE: {
-            "answer": answer(data), "maps": table_of_maps(data), "gate": table_of_gate(data), "again": gap_again(data), "longer": equal_time(data), "parts": parts_of_beliefs(data), "verdicts": verdict_lines(data),
-            "final": final_part(data, PAGE), "tables": tables(data), "curves": curves_part(data),
-            "predictor": predictor_part(data), "tests": cheap_tests(data), "battle": battle_part(data), "variants": variants_part(data), "cost": cost(data),
+            "answer": answer(data), "final": final_part(data, PAGE), "curves": curves_part(data), "tables": tables(data),
+            "verdicts": verdict_lines(data), "parts": parts_of_beliefs(data), "longer": equal_time(data),
+            "predictor": predictor_part(data), "battle": battle_part(data), "maps": table_of_maps(data),
+        },
+        DETAILS: {
+            "gate": table_of_gate(data), "again": gap_again(data), "tests": cheap_tests(data),
+            "variants": variants_part(data), "seeds": each_seed(data), "errors": errors_part(data), "cost": cost(data),
         },
         README: {"reconstruction": summary(data)},
     }  # fmt: skip
@@ -397,7 +454,7 @@ def filled(text: str, made: Mapping[str, str]) -> str:
 
 
 def pages(data: Data) -> dict[Path, str]:
-    """Return the text of both pages."""
+    """Return the text of the pages."""
     return {page: filled(page.read_text(encoding="utf-8"), made) for page, made in parts(data).items()}
 
 

@@ -127,7 +127,7 @@ class Data:
                  for each, count in zip(earlier, planned, strict=False)]  # fmt: skip
         if place in self.shown and self.waits(place):
             so_far = f"With {self.shown[place]} of {planned[-1]} planned seeds it {last.state}. "
-            last = replace(last, state="open", why=so_far + last.why)
+            last = replace(last, state="open", why=so_far + last.why, short="open")
         return replace(last, why="".join([last.why, *words]))
 
     def studied(self) -> list[str]:

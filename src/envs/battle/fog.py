@@ -19,7 +19,8 @@ NAME = re.compile(rf"(?P<map>.+?)(?:_(?P<start>{MIXED}|{HIDDEN}))?(?:_sight(?P<s
 PRESETS = {
     "class a, constants of the map, which any policy learns": ("8m", "3m", "5m_vs_6m"),
     "class b, specific to the battle, inferable from what is seen": (
-        "3m_mixed_sight6", "5m_mixed_sight6", "2s3z_mixed_sight6", "3s_vs_5z", "3s_vs_5z_sight5",
+        "3m_mixed_sight6", "5m_mixed_sight6", "8m_mixed_sight6", "2s3z_mixed_sight6", "2s3z_mixed_sight4", "3s_vs_5z",
+        "3s_vs_5z_sight5",
     ),
     "class c, specific to the battle, hardly inferable": ("3m_hidden", "5m_vs_6m_hidden"),
 }  # fmt: skip

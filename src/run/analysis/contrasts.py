@@ -62,8 +62,8 @@ def _contrast(found: Sequence[Group], place: str, references: Sequence[str]) -> 
     if LOWER not in last or len(last) < 2:
         return None
     references, has_gap = [label for label in references if label in last], UPPER in last
-    hours = {group.label: cpu_hours(group.at(place)) for group in found}
-    measured = any(hours.values())
+    minutes = {group.label: cpu_minutes(group.at(place)) for group in found}
+    measured = not all(map(math.isnan, minutes.values()))
     rows = []
     for label, values in last.items():
         ends = interval(iqm, [values])
@@ -77,12 +77,13 @@ def _contrast(found: Sequence[Group], place: str, references: Sequence[str]) -> 
             inner = label not in (LOWER, UPPER) and iqm([of[UPPER]]) > iqm([of[LOWER]])  # else there is no gap
             row.append(text_of(*gap_share([values if of is last else of[label]], [of[LOWER]], [of[UPPER]], iqm))
                        if inner else "-")  # fmt: skip
-        rows.append([*row, *([f"{hours[label]:.2f}" if hours[label] else "-"] if measured else [])])
+        took = minutes[label]
+        rows.append([*row, *(["-" if math.isnan(took) else f"{took:.1f}"] if measured else [])])
     head = ["arm", "seeds", "win rate at the end, IQM", "mean height of the curve",
             *([f"{METHOD} - arm, at the end"] if METHOD in last else ()),
             *(f"P(better than {reference})" for reference in references),
             *(GAP if has_gap else ()),
-            *(["core-hours"] if measured else [])]  # fmt: skip
+            *(["CPU minutes of a run"] if measured else [])]  # fmt: skip
     note = f"Gap: from {LOWER} to {UPPER}, interquartile means, all three resampled together. " if has_gap else ""
     note += "Brackets: 95 % bootstrap intervals over seeds."
     shares = [cell for row in rows for name, cell in zip(head, row, strict=True) if name in GAP]
@@ -203,6 +204,12 @@ def mean_heights(found: Sequence[Group], place: str) -> dict[str, np.ndarray]:
 def cpu_hours(runs: Sequence[Run]) -> float:
     """Return the CPU hours of runs, of those where they are known."""
     return sum(run.cpu_seconds or 0.0 for run in runs) / 3600
+
+
+def cpu_minutes(runs: Sequence[Run]) -> float:
+    """Return the CPU minutes of one run, the mean over those where they are known; NaN where none is."""
+    known = [run.cpu_seconds for run in runs if run.cpu_seconds]
+    return float(np.mean(known)) / 60 if known else math.nan
 
 
 def _values(runs: Sequence[Run], of: Callable[[Run], float | None]) -> np.ndarray:

@@ -235,8 +235,12 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
 
 
 def _belief_tests(runs: Sequence[Run], folders: Sequence[Path], warnings: list[str]) -> list[belief_tests.Table]:
-    """Return the tests of beliefs in the folders that the user named, then those of the runs, each once."""
-    around = dict.fromkeys(folder.absolute() for folder in (*folders, *(run.folder for run in runs)))
+    """Return the tests of beliefs in the folders that the user named, then those of the runs, each once.
+
+    Those of a results file are beside it.
+    """
+    named = [folder.parent if folder.is_file() else folder for folder in folders]
+    around = dict.fromkeys(folder.absolute() for folder in (*named, *(run.folder for run in runs)))
     made = []
     for folder in around:
         try:

@@ -40,13 +40,14 @@ class Verdict:
 
     Attributes:
         state: `holds`, `does not hold`, or `open` where arms or seeds are missing, or runs are not alike. why: with
-            numbers.
+            numbers. short: what was found, in a few words.
     """
 
     place: str
     kind: Kind
     state: Literal["holds", "does not hold", "open"]
     why: str
+    short: str = "open"
 
     @property
     def text(self) -> str:
@@ -87,9 +88,9 @@ def verdict(found: Sequence[Group], place: str, kind: Kind, seeds: int = FEW_SEE
     if text := unlike(found, place, needed):
         return Verdict(place, kind, "open", f"Runs are not alike: {text}.")
     last = final_tests(found, place)
-    holds, parts = {"a": _fast, "b": _closes, "c": _not_below}[kind](found, place, last)
+    holds, short, parts = {"a": _fast, "b": _closes, "c": _not_below}[kind](found, place, last)
     why = f"{'; '.join(parts)}; {len(_seeds(found, place, METHOD))} seeds."
-    return Verdict(place, kind, "holds" if holds else "does not hold", why[0].upper() + why[1:])
+    return Verdict(place, kind, "holds" if holds else "does not hold", why[0].upper() + why[1:], short)
 
 
 def _seeds(found: Sequence[Group], place: str, label: str) -> set[int]:
@@ -102,35 +103,43 @@ def _trainings(found: Sequence[Group], place: str, label: str) -> list[Run]:
     return [run for run in runs if run.kind == "training"]
 
 
-def _closes(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[str]]:
+Finding = tuple[bool, str, list[str]]
+"""Whether a class holds, what was found in a few words, and the conditions with numbers."""
+
+
+def _closes(found: Sequence[Group], place: str, last: Values) -> Finding:
     gain = f"`{METHOD}` - `{LOWER}` = {text_of(*difference([last[METHOD]], [last[LOWER]], iqm))}"
     gap, ends = difference([last[UPPER]], [last[LOWER]], iqm)
     if not gap > 0:
-        return False, [f"there is no gap: `{UPPER}` - `{LOWER}` = {text_of(gap, ends)}", gain]
+        return False, "no gap to close", [f"there is no gap: `{UPPER}` - `{LOWER}` = {text_of(gap, ends)}", gain]
     share, ends = gap_share([last[METHOD]], [last[LOWER]], [last[UPPER]], iqm)
     parts = [(share >= LEAST, f"`{METHOD}` closes {text_of(share, ends)} of the gap (asked: {LEAST})")]
     for label in SIMPLE:
         above, ends = difference([last[METHOD]], [last[label]], iqm)
         parts.append((_lower_end(ends) > 0, f"`{METHOD}` - `{label}` = {text_of(above, ends)}"))
+    missed = sum(not good for good, _ in parts)
+    short = f"misses {missed} of {len(parts)} conditions" if missed else "meets all conditions"
     parts.sort(key=lambda part: part[0])  # what fails comes first
-    return all(good for good, _ in parts), [parts[0][1], gain, *(words for _, words in parts[1:])]
+    return not missed, short, [parts[0][1], gain, *(words for _, words in parts[1:])]
 
 
-def _not_below(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[str]]:
+def _not_below(found: Sequence[Group], place: str, last: Values) -> Finding:
     gap, ends = difference([last[METHOD]], [last[LOWER]], iqm)
-    return _upper_end(ends) >= 0, [f"`{METHOD}` - `{LOWER}` = {text_of(gap, ends)}"]
+    holds = _upper_end(ends) >= 0
+    return holds, "no loss found" if holds else "wins less", [f"`{METHOD}` - `{LOWER}` = {text_of(gap, ends)}"]
 
 
-def _fast(found: Sequence[Group], place: str, last: Values) -> tuple[bool, list[str]]:
+def _fast(found: Sequence[Group], place: str, last: Values) -> Finding:
     heights = mean_heights(found, place)
     gap, ends = difference([heights[METHOD]], [heights[LOWER]], iqm)
     level = REACHED * float(iqm([last[LOWER]]))
     steps = {label: _median_steps(found, place, label, level) for label in (METHOD, LOWER)}
-    return _upper_end(ends) >= 0, [
+    holds = _upper_end(ends) >= 0
+    sooner = ", ".join(f"`{label}` {each}" for label, each in steps.items())
+    return holds, "not found slower" if holds else "slower", [
         f"mean height of the curve, `{METHOD}` - `{LOWER}` = {text_of(gap, ends)}",
-        f"median steps to a win rate of {level:.2f}: "
-        + ", ".join(f"`{label}` {each}" for label, each in steps.items()),
-    ]
+        f"median steps to a win rate of {level:.2f}: {sooner}",
+    ]  # fmt: skip
 
 
 def _median_steps(found: Sequence[Group], place: str, label: str, level: float) -> str:
