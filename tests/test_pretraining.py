@@ -290,17 +290,10 @@ def test_a_new_predictor_takes_in_the_tokenizers_codes() -> None:
     predictor.table.zero_()
     PredictorLearner(predictor, tokenizer, config, INFO, Dist())
     assert torch.equal(predictor.table, tokenizer.table())
-
-
-def test_slot_means_are_those_of_unseen_nodes_in_training() -> None:
-    stage, total, count = learner(), 0, 0
-    for batch in (pack_episodes(toy_episodes(4, seed=seed)) for seed in (1, 2)):
-        stage.update(batch)
-        full, seen = (obs_to_nodes(batch[name], LAYOUT) for name in ("full_obs", "obs"))
-        unseen = ~seen.any(-1) & (batch["obs"].any(-1) & ~batch.packing.closing[:, None])[..., None]
-        total, count = total + (full.double() * unseen[..., None]).sum((0, 1)), count + unseen.sum((0, 1))
-    assert torch.equal(stage.predictor.slot_count, count.double())
-    assert torch.allclose(stage.predictor.slot_sum, total, atol=1e-9)
+    predictor.table += 1e-5  # as computed on another device
+    trained = predictor.table.clone()
+    PredictorLearner(predictor, tokenizer, config, INFO, Dist())
+    assert torch.equal(predictor.table, trained), "a trained predictor is judged with the table that agents act with"
 
 
 def gradients(stage: Any) -> list[torch.Tensor]:

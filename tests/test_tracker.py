@@ -138,8 +138,8 @@ def test_the_mean_follows_the_weighted_likelihood_and_the_variance_the_likelihoo
     share = (sample.weight * ~sample.dead)[:, None] * real / real.sum(-1, keepdim=True)
     off, v = (mean - sample.target).detach(), out.variance.detach()
     of_mean, of_variance = share * 2 * off / v.sqrt(), share * v.sqrt() * (1 / v - (off / v).square())
-    of_dead = sample.weight * (out.dead.detach().sigmoid() - sample.dead.double())
-    parts = (mean, out.variance, out.dead), weights, (of_mean, of_variance, of_dead)
+    of_dead = sample.weight * (out.dead_logit.detach().sigmoid() - sample.dead.double())
+    parts = (mean, out.variance, out.dead_logit), weights, (of_mean, of_variance, of_dead)
     wanted = torch.autograd.grad(*parts, retain_graph=True)
     for found, value in zip(torch.autograd.grad(stage._loss(sample)[0], weights), wanted, strict=True):
         torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
@@ -242,10 +242,10 @@ def test_the_network_and_the_regression_count_in_standard_deviations_of_the_unit
 
 def test_the_step_is_known_between_corners_that_double() -> None:
     tracker = learner().predictor
-    tracker.limit = 90
-    steps = np.arange(100)
-    wanted = [np.interp(np.log2(np.minimum(steps, 90) + 1), np.arange(8), row) for row in np.eye(8)]
-    np.testing.assert_allclose(tracker._hats(torch.from_numpy(steps), torch.float64).T, wanted, atol=1e-12)
+    for limit in (90, 400):  # the last one stays
+        tracker.limit, steps = limit, np.arange(410)
+        wanted = [np.interp(np.log2(np.minimum(steps, limit) + 1), np.arange(8), row) for row in np.eye(8)]
+        np.testing.assert_allclose(tracker.step_basis(torch.from_numpy(steps), torch.float64).T, wanted, atol=1e-12)
 
 
 @pytest.mark.parametrize("at_once", [None, 2000])

@@ -139,7 +139,8 @@ class PredictorLearner(GraphLearner):
         loss = PredictorLoss(predictor, info, config.precision == "bf16")
         super().__init__("predictor", predictor, loss, config, info, dist)
         self.predictor, self.tokenizer = predictor, tokenizer.eval().requires_grad_(False)
-        predictor.bind(tokenizer.table())
+        if not predictor.table.any():  # a trained one keeps the table that it learned and acts with
+            predictor.bind(tokenizer.table())
         predictor.recompute = config.enable_gradient_checkpointing
 
     def update(self, batch: PackedBatch) -> Stats:
@@ -149,7 +150,6 @@ class PredictorLearner(GraphLearner):
         self._loss.train()
         parts = sample.parts(self.config.graph_frames_at_once)
         result = self._step(sample.weight.double().sum(), *((part,) for part in parts))
-        self._count_positions(graphs, result.finite)
         self.updates += 1
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
@@ -229,17 +229,6 @@ class PredictorLearner(GraphLearner):
         hidden = (drawn.view(seen.shape) < ratio) & seen
         hidden[..., 0] = False
         return hidden
-
-    @torch.no_grad()
-    def _count_positions(self, graphs: Graphs, finite: Tensor) -> None:
-        """Add the unseen nodes of all ranks to the baseline "position mean", if the update was `finite`."""
-        missing = graphs.missing.flatten(0, 1)
-        total = torch.einsum("rn,rnd->nd", missing.double(), graphs.full_nodes.flatten(0, 1).double())
-        both = torch.cat([total, missing.sum(0)[:, None].double()], dim=1)
-        both = self.dist.sum(both)
-        both = torch.where(finite & both.isfinite().all(), both, 0.0)
-        self.predictor.slot_sum += both[:, :-1]
-        self.predictor.slot_count += both[:, -1]
 
     def _evaluate(self, sample: Sample, graphs: Graphs) -> Stats:
         """Return the metrics of the masked tokens, with those of the true codes (`code`)."""

@@ -18,14 +18,14 @@ from omagd.config.env_info import EntityLayout
 from omagd.learners.belief_cases import bounded
 from omagd.learners.tracker_samples import Sample, sample_of
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
-from omagd.modules.graph_reconstructers.tracker import AGES, UNBOUNDED, Output, Tracker
+from omagd.modules.graph_reconstructers.tracker import AGES, N_CLASSES, UNBOUNDED, Output, Tracker
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
-CLASSES = len(AGES) + 1
 LEAST_SCALE = 1e-3
-COMMON = (100.0, 30.0, 10.0, 300.0, 1000.0)  # penalties of the shared models of the regression
-DEVIATION = (1e12, 10000.0, 3000.0, 1000.0, 300.0, 100.0, 30.0, 10.0)  # of the offsets of an age; the first: none
+# Penalties. Of equal errors the first wins, so it is the one where no episode is held out.
+COMMON = (100.0, 30.0, 10.0, 300.0, 1000.0)  # of the shared models of the regression
+DEVIATION = (1e12, 10000.0, 3000.0, 1000.0, 300.0, 100.0, 30.0, 10.0)  # of the offsets of an age; the first: no offset
 HELD_OUT = 5  # about every fifth training episode chooses the penalties
 MISSED = 0.035  # of the dead seen before that may be missed
 TAKEN = 0.001, 0.03  # of the living that may be taken for dead: never seen, seen before
@@ -68,15 +68,15 @@ def fit_regression(
 ) -> None:
     """Set the linear part to ridge regression, after `fit_scale`.
 
-    For each unit: what is left of a living unit's features after its base, in standard deviations, on everything that
-    the agent knows. There is a model for units never seen, and one for units seen before with an offset for each class
-    of age. Each has a penalty of its own for allies and for enemies, that with the smallest error on about every
-    `HELD_OUT`th episode when fitted on the others: classes with few cases keep to the shared model.
+    For each unit: what is left of a living unit's features after its base (without drift), in standard deviations, on
+    everything that the agent knows. There is a model for units never seen, and one for units seen before with an offset
+    for each class of age. Each has a penalty of its own for allies and for enemies, that with the smallest error on
+    about every `HELD_OUT`th episode when fitted on the others: classes with few cases keep to the shared model.
 
     batches: yields this rank's training episodes, each time that it is called.
     """
     types = tracker.types[1:]
-    weights = torch.zeros(len(types), CLASSES, tracker.n_known + 1, layout.node_dim).double()
+    weights = torch.zeros(len(types), N_CLASSES, tracker.n_known + 1, layout.node_dim).double()
     for kind in torch.unique(types):  # one after the other: the sums are large
         units = (types == kind).nonzero().flatten()
         weights[units.cpu()] = _ridge(_gram(tracker, batches(), layout, units + 1, dist), weights.shape[2]).cpu()
@@ -86,7 +86,7 @@ def fit_regression(
 def _gram(tracker: Tracker, batches: Iterable[PackedBatch], layout: EntityLayout, units: Tensor, dist: Dist) -> Tensor:
     """Return the sums [2, U, 6, size, size + D] of the regressions for units [U], and those of held-out episodes."""
     size, n_units = tracker.n_known + 1, len(units)
-    gram = torch.zeros(2 * n_units * CLASSES, size, size + layout.node_dim, dtype=torch.float64, device=units.device)
+    gram = torch.zeros(2 * n_units * N_CLASSES, size, size + layout.node_dim, dtype=torch.float64, device=units.device)
     number = torch.full((layout.n_nodes,), -1, device=units.device)  # of a node among `units`
     number[units] = torch.arange(n_units, device=units.device)
     for batch in bounded(batches):
@@ -100,7 +100,7 @@ def _gram(tracker: Tracker, batches: Iterable[PackedBatch], layout: EntityLayout
         no_drift = torch.zeros((*memory.age.shape, 2), dtype=tracker.scale.dtype, device=batch.device)
         known = tracker.look(memory, no_drift)
         left = (sample.target[counted] - known.base[row, agent, node]) / tracker.scale[node]
-        group = (_held_out(batch)[row] * n_units + number[node]) * CLASSES + age
+        group = (_held_out(batch)[row] * n_units + number[node]) * N_CLASSES + age
         order = group.argsort(stable=True)  # rows of a group stand together, so that each takes one product
         x = F.pad(known.features.double(), (0, 1), value=1.0)[row[order], agent[order]]
         rows = torch.cat([x, left[order].double()], dim=1)
@@ -108,7 +108,7 @@ def _gram(tracker: Tracker, batches: Iterable[PackedBatch], layout: EntityLayout
         for total, part in zip(gram, rows.split(counts), strict=True):
             if len(part):
                 total += part[:, :size].t() @ part
-    return dist.sum(gram.view(2, n_units, CLASSES, *gram.shape[1:]))
+    return dist.sum(gram.view(2, n_units, N_CLASSES, *gram.shape[1:]))
 
 
 def _held_out(batch: PackedBatch) -> Tensor:
@@ -122,19 +122,22 @@ def _held_out(batch: PackedBatch) -> Tensor:
 def _ridge(gram: Tensor, size: int) -> Tensor:
     """Return the models [U, 6, size, D] of units of one type from the sums [2, U, 6, size, size + D] of `_gram`."""
     common = torch.stack([gram[:, :, 0], gram[:, :, 1:].sum(2)], dim=2)
-    around = common.new_zeros(*common.shape[1:4], gram.shape[-1] - size)
-    models, tried = _with_best_penalty(common, around, around, COMMON, size)
-    seen, tried = (value[:, 1:].expand(-1, len(AGES), -1, -1) for value in (models, tried))
-    deviating, _ = _with_best_penalty(gram[:, :, 1:], seen, tried, DEVIATION, size)
+    zeros = common.new_zeros(*common.shape[1:4], gram.shape[-1] - size)
+    models, models_train = _with_best_penalty(common, zeros, zeros, COMMON, size)
+    center, center_train = (value[:, 1:].expand(-1, len(AGES), -1, -1) for value in (models, models_train))
+    deviating, _ = _with_best_penalty(gram[:, :, 1:], center, center_train, DEVIATION, size)
     return torch.cat([models[:, :1], deviating], dim=1)
 
 
 def _with_best_penalty(
-    gram: Tensor, around: Tensor, tried: Tensor, penalties: tuple[float, ...], size: int
+    gram: Tensor, center: Tensor, center_train: Tensor, penalties: tuple[float, ...], size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return models [U, C, size, D] that deviate from `around` under the best penalties, and those of the others alone.
+    """Return models [U, C, size, D] that are drawn to `center`, fitted on all episodes, and on those not held out.
 
-    gram: [2, U, C, size, size + D], the second of held-out episodes. tried: what the models without these deviate from.
+    A model B minimises the sum of |y - B'x|² plus a |B - C|², with the center C and a penalty a:
+    B = C + (X'X + aI)⁻¹ (X'Y - X'X C). The last input is 1, and its weight is penalised too.
+
+    gram: [2, U, C, size, size + D], the second of held-out episodes. center_train: the center without those episodes.
     penalties: the one with the smallest error on held-out episodes, summed over units, is taken for each of C.
     """
     eye = torch.eye(size, dtype=gram.dtype, device=gram.device)
@@ -146,10 +149,10 @@ def _with_best_penalty(
     inputs, targets = gram[1].split([size, gram.shape[-1] - size], dim=-1)
     errors = []
     for penalty in gram.new_tensor(penalties):
-        models = solved(gram[0], tried, penalty)
+        models = solved(gram[0], center_train, penalty)
         errors.append((models * (inputs @ models - 2 * targets)).sum((0, 2, 3)))
     best = gram.new_tensor(penalties)[torch.stack(errors).argmin(0)][:, None, None]
-    return solved(gram.sum(0), around, best), solved(gram[0], tried, best)
+    return solved(gram.sum(0), center, best), solved(gram[0], center_train, best)
 
 
 @torch.no_grad()
@@ -160,31 +163,31 @@ def calibrate(tracker: Tracker, samples: Iterable[Sample], dist: Dist) -> None:
     threshold of units seen before is the highest at which at most `MISSED` of the dead are missed. Units never seen are
     nearly always alive: theirs is 1/2. Both are raised until at most `TAKEN` of the living are taken for dead.
     """
-    kinds = len(tracker.gain[0])
+    n_types = len(tracker.gain[0])
     shape = 2, len(PAIRS), *tracker.gain.shape[1:]  # by how much the error is larger than the first pair's; squares
     sums = torch.zeros(shape, dtype=torch.float64, device=dist.device)
-    bins = torch.zeros(kinds, CLASSES, 2, BINS, dtype=torch.float64, device=dist.device)  # type, age, dead
+    bins = torch.zeros(n_types, N_CLASSES, 2, BINS, dtype=torch.float64, device=dist.device)  # type, age, dead
     for sample in samples:
         out = tracker(sample.memory, sample.packing)
-        kind = tracker.types[torch.nonzero(sample.memory.missing)[:, 2]]
-        sums += _errors_of_pairs(tracker, sample, out, kind)
-        place = ((out.dead.double().clamp(-LARGEST, LARGEST) + LARGEST) / (2 * LARGEST) * BINS).long()
-        group = (kind * CLASSES + sample.ages) * 2 + sample.dead.long()
+        types = tracker.types[sample.node]
+        sums += _errors_of_pairs(tracker, sample, out, types)
+        place = ((out.dead_logit.double().clamp(-LARGEST, LARGEST) + LARGEST) / (2 * LARGEST) * BINS).long()
+        group = (types * N_CLASSES + sample.ages) * 2 + sample.dead.long()
         bins += torch.bincount(group * BINS + place.clamp(max=BINS - 1), minlength=bins.numel()).view(bins.shape)
     sums, bins = dist.sum(sums), dist.sum(bins)
     tracker.gain.copy_(_gain(sums, bins[:, :, 0].sum(-1)))
     tracker.threshold.copy_(_threshold(torch.stack([bins[:, 0], bins[:, 1:].sum(1)], dim=1)))
 
 
-def _errors_of_pairs(tracker: Tracker, sample: Sample, out: Output, kind: Tensor) -> Tensor:
+def _errors_of_pairs(tracker: Tracker, sample: Sample, out: Output, types: Tensor) -> Tensor:
     """Return by how much the squared errors of living units, of the types [M], are larger than the first pair's.
 
     Sums of that and of its square by type, class of age and feature, [2, pairs, 3, 6, D].
     """
     living = ~sample.dead
-    node = torch.nonzero(sample.memory.missing)[living, 2]
+    node = sample.node[living]
     out = Output(*(value[living] for value in out))
-    target, place = sample.target[living], (kind[living], sample.ages[living])
+    target, place = sample.target[living], (types[living], sample.ages[living])
     sums = torch.zeros(2, len(PAIRS), *tracker.gain.shape[1:], dtype=torch.float64, device=target.device)
     first: Tensor | None = None
     for i, pair in enumerate(PAIRS):
@@ -196,7 +199,10 @@ def _errors_of_pairs(tracker: Tracker, sample: Sample, out: Output, kind: Tensor
 
 
 def _gain(sums: Tensor, count: Tensor) -> Tensor:
-    """Return the gains [2, 3, 6, D] from the sums of `_errors_of_pairs` and the number [3, 6] of living units."""
+    """Return the gains [2, 3, 6, D] from the sums of `_errors_of_pairs` and the number [3, 6] of living units.
+
+    The standard error takes cases for independent. Steps of an episode are alike, so it is too small.
+    """
     mean, square = sums / count[:, :, None].clamp(min=1)
     error = ((square - mean.square()).clamp(min=0) / count[:, :, None].clamp(min=1)).sqrt()
     pairs = torch.tensor(PAIRS, device=sums.device)
@@ -208,9 +214,9 @@ def _threshold(bins: Tensor) -> Tensor:
     below = bins.cumsum(-1)  # the end of each bin
     total = below[..., -1:]
     allowed = total[:, :, 0] * (1 - total.new_tensor(TAKEN)[:, None])
-    ends = 1 + (below[:, :, 0] < allowed).sum(-1)  # of the first bin with so few of the living above
-    recalls = (below[:, 1, 1] <= MISSED * total[:, 1, 1]).sum(-1)  # of the last bin with so few of the dead below
-    ends[:, 1] = torch.maximum(ends[:, 1], recalls)
-    threshold = (2 * LARGEST * ends.double() / BINS - LARGEST).sigmoid()
+    end_bin = 1 + (below[:, :, 0] < allowed).sum(-1)  # the first with so few of the living above
+    last_bin = (below[:, 1, 1] <= MISSED * total[:, 1, 1]).sum(-1)  # the last with so few of the dead below
+    end_bin[:, 1] = torch.maximum(end_bin[:, 1], last_bin)
+    threshold = (2 * LARGEST * end_bin.double() / BINS - LARGEST).sigmoid()
     threshold[:, 0] = threshold[:, 0].clamp(min=0.5)
     return threshold

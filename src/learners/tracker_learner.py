@@ -6,11 +6,12 @@ only training reads (from `full_obs`):
     sum of w_m × ((1 - dead_m) mean over features of (e² / sg(s) + sg(s) (sg(e)² / v + log v)) + BCE(p(dead), dead_m))
     / sum of w_m,                                                      e = y - mean, sg: no gradient
 
-The mean has the gradient of the likelihood weighted by s (Seitzer et al. 2022, arXiv:2203.09168, β = ½), which does not
-neglect what is hard to predict; the variance learns from the same state of the network without changing it. w_m is 1
-for the dead, and for the living the root of the inverse share of the node's class of age among living missing nodes so
-far, stages 2 and 3 together: units seen a moment ago are rare and must count. The learning rate falls from `graph_lr`
-to a fiftieth along a half cosine over `graph_pretrain_epochs`.
+The mean has the gradient of the likelihood weighted by s (twice the β-NLL of Seitzer et al. 2022, arXiv:2203.09168,
+β = ½), which does not neglect what is hard to predict; the variance learns from the same state of the network without
+changing it. w_m is 1 for the dead. For the living of class of age c it is proportional to 1 / sqrt(p_c), with mean 1
+over the living, where p_c, at least `RAREST`, is the share of the class among living missing nodes so far, stages 2 and
+3 together: units seen a moment ago are rare and must count. The learning rate falls from `graph_lr` to a fiftieth along
+a half cosine over `graph_pretrain_epochs`.
 Shapes: S packed rows, n agents, N nodes, D features, M missing nodes.
 """
 
@@ -33,7 +34,7 @@ from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
 from omagd.learners.tracker_samples import Sample, sample_of
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.graph_reconstructers.tracker import AGES, Output, Tracker
+from omagd.modules.graph_reconstructers.tracker import N_CLASSES, Output, Tracker
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
@@ -59,19 +60,19 @@ class TrackerLoss(LossModule):
 
     def of(self, out: Output, sample: Sample) -> tuple[Tensor, Stats]:
         """Return the same from what the tracker predicts."""
-        where = torch.nonzero(sample.memory.missing)[:, 2]
         dtype = out.base.dtype
-        real = self.tracker.real.to(dtype)[where - 1]
+        real = self.tracker.real.to(dtype)[sample.node - 1]
         error = (out.base + out.regressed + out.learned - sample.target.to(dtype)).square()
         spread = out.variance.detach().sqrt()
         likelihood = error / spread + (error.detach() / out.variance + out.variance.log()) * spread
         living = (~sample.dead).to(dtype)
         weight = sample.weight.to(dtype)
         each = living * (likelihood * real).sum(-1) / real.sum(-1)
-        each = each + F.binary_cross_entropy_with_logits(out.dead, 1 - living, reduction="none")
+        each = each + F.binary_cross_entropy_with_logits(out.dead_logit, 1 - living, reduction="none")
         loss = (weight * each).sum()
         with torch.no_grad():
-            taken = self.tracker.belief(out, sample.memory).taken_for_dead.to(dtype)
+            age = sample.memory.age[sample.memory.missing]
+            taken = self.tracker.taken_for_dead(out, sample.node, age).to(dtype)
             stats = {
                 "graph_loss": (loss.detach(), sample.weight.sum()),
                 "recall_absent": mean_of(taken, sample.dead),
@@ -100,7 +101,7 @@ class TrackerLearner(GraphLearner):
     def update(self, batch: PackedBatch) -> Stats:
         """Take an optimizer step on this rank's batch."""
         parts = [self.sample(part) for part in self.parts(batch)]
-        counts = torch.stack([torch.bincount(part.ages[~part.dead], minlength=len(AGES) + 1) for part in parts])
+        counts = torch.stack([torch.bincount(part.ages[~part.dead], minlength=N_CLASSES) for part in parts])
         counts = self.dist.sum(counts.sum(0).double())
         parts = [self._weighted(part, self.predictor.class_count + counts) for part in parts]
         share = min(1.0, self.updates / self.config.graph_pretrain_epochs)
@@ -127,11 +128,11 @@ class TrackerLearner(GraphLearner):
 
     @torch.no_grad()
     def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
-        """Return the missing nodes [S, n, N] bool of a batch, and the belief about each: what `decode: mean` shows."""
+        """Return the missing nodes [S, n, N] bool of a batch, and the belief about each as the agent receives it."""
         self._loss.eval()
         sample = self.sample(batch)
         out = self.predictor(sample.memory, sample.packing)
-        return sample.memory.missing, self.predictor.belief(out, sample.memory)
+        return sample.memory.missing, self.predictor.belief(out, sample.memory.age, sample.memory.missing)
 
     def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:
         """Set the means and scales of features, and the linear part to ridge regression; called by all ranks.
@@ -161,9 +162,8 @@ class TrackerLearner(GraphLearner):
 
     def _errors(self, out: Output, sample: Sample) -> Stats:
         """Return the feature error of all missing nodes and of the living ones, and the share of the dead."""
-        belief = self.predictor.belief(out, sample.memory)
-        where = torch.nonzero(sample.memory.missing)[:, 2]
-        error = feature_error(belief.features, sample.target, self.predictor.real[where - 1])
+        belief = self.predictor.belief(out, sample.memory.age, sample.memory.missing)
+        error = feature_error(belief.features, sample.target, self.predictor.real[sample.node - 1])
         return {
             "error_all": mean_of(error),
             "error_alive": mean_of(error, ~sample.dead),

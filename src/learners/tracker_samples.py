@@ -21,12 +21,13 @@ class Sample:
     """Whole episodes with what is true of their missing nodes.
 
     Attributes:
-        memory, packing: inputs. target: [M, D], zeros for the dead. dead: [M] bool. ages: [M], class of age.
-        weight: [M], of each node in the loss.
+        memory, packing: inputs. node: [M], number of each in its graph. target: [M, D], zeros for the dead. dead: [M]
+            bool. ages: [M], class of age. weight: [M], of each node in the loss.
     """
 
     memory: Memory
     packing: Packing
+    node: Tensor
     target: Tensor
     dead: Tensor
     ages: Tensor
@@ -44,7 +45,8 @@ def sample_of(batch: PackedBatch, layout: EntityLayout) -> Sample:
     target = full[missing]
     dead = (target == 0).all(-1)
     ages = age_class(memory.age[missing])
-    return Sample(memory, batch.packing, target, dead, ages, torch.ones_like(target[:, 0]))
+    node = torch.nonzero(missing)[:, 2]
+    return Sample(memory, batch.packing, node, target, dead, ages, torch.ones_like(target[:, 0]))
 
 
 def _memory_of(batch: PackedBatch, nodes: Tensor, seen: Tensor, missing: Tensor) -> Memory:

@@ -20,15 +20,14 @@ from torch import Tensor
 
 from omagd.config.env_info import EntityLayout
 from omagd.modules.graph_reconstructers.compiled import Array, Graph, from_half, graph_of, to_half
-from omagd.modules.graph_reconstructers.tracker import N_FLAGS, N_PLACE, SLOPE, Memory, Tracker
+from omagd.modules.graph_reconstructers.tracker import N_FLAGS, N_PLACE, NEAR, SLOPE, Tracker, age_features
 from omagd.modules.kernels.compiling import compiled_kernels
 from omagd.utils.compiling import Compiler
 
 compiler = Compiler(Path(__file__).resolve().parent, "kernels of the tracker", "about 3 s")
 function, kernel = compiler.function, compiler.kernel
 
-ZERO, ONE, NEGATIVE = np.float32(0.0), np.float32(1.0), np.float32(SLOPE)
-NEAR = np.float32(1e-12)
+ZERO, ONE, NEGATIVE, CLOSE = np.float32(0.0), np.float32(1.0), np.float32(SLOPE), np.float32(NEAR)
 ROWS_AT_ONCE = 1024  # rows that pass through the cell together, so that its gates stay in the cache
 
 
@@ -138,7 +137,7 @@ def read(t: Tables, z: Array, base: Array, drift: Array, row: Array) -> None:
         row[d], row[dim + d] = z[d], z[d] * z[dim]
     for c in range(N_FLAGS):
         row[2 * dim + c] = z[dim + c]
-    far = np.sqrt(x * x + y * y + NEAR)
+    far = np.sqrt(x * x + y * y + CLOSE)
     row[end], row[end + 1] = far, max(ONE - far, ZERO)
     row[end + 2], row[end + 3] = drift[0], drift[1]
 
@@ -320,9 +319,8 @@ class CompiledTracking:
             torch.from_numpy(part[:frames]).unsqueeze(1)
             for part in (self._found.base, self._found.known, self._found.age, self._found.missing)
         )
-        unread = age.new_zeros(frames)
-        memory = Memory(base, age, unread, base, unread, missing)
-        belief = self._tracker.belief(self._tracker.decode(after, x, base, known, memory, self._linear_part), memory)
+        out = self._tracker.decode(after, x, base, known, age, missing, self._linear_part)
+        belief = self._tracker.belief(out, age, missing)
         guessed, stored = np.zeros(held.age.shape, bool), np.zeros(obs.shape, np.uint16)
         features = belief.features.contiguous().numpy()
         write(self._graph, self._found.rows[:frames], self._found.missing[:frames], features, guessed, stored, obs)
@@ -359,9 +357,9 @@ class CompiledTracking:
 def tables_of(tracker: Tracker) -> Tables:
     """Return the tables of a tracker."""
     ages = torch.arange(tracker.limit + 2, dtype=torch.float32)
-    of_age = torch.stack([(ages / 8).tanh(), ages.log1p() / 3], dim=1)
+    of_age = torch.stack(age_features(ages), dim=1)
     of_action, of_change = tracker.motion.weight.detach().t().split([tracker.n_actions, tracker.dim])
-    hats = tracker._hats(torch.arange(tracker.limit + 1), torch.float32)
+    hats = tracker.step_basis(torch.arange(tracker.limit + 1), torch.float32)
     parts = (tracker.mean, tracker.scale, of_action, of_change, of_age, hats)
     place = np.array(tracker.layout.position, np.int64)
     return Tables._make((*(part.contiguous().clone().numpy() for part in parts), place))

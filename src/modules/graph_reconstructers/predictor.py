@@ -88,8 +88,6 @@ class MaskPredictor(nn.Module):
 
     code_features: Tensor
     table: Tensor
-    slot_sum: Tensor
-    slot_count: Tensor
     types: Tensor
 
     def __init__(self, config: MaskPredictorConfig, n_codes: int, layout: EntityLayout, episode_limit: int) -> None:
@@ -113,9 +111,6 @@ class MaskPredictor(nn.Module):
             self.feature_in, self.feature_out = nn.Linear(dim, d, bias=False), nn.Linear(2 * dim, d, bias=False)
         self.register_buffer("table", torch.zeros(n_codes, dim))
         self.register_buffer("code_features", torch.zeros(n_codes + N_SPECIAL, dim))
-        # Sums of the true features of unseen nodes in training. Their mean is the baseline "position mean".
-        self.register_buffer("slot_sum", torch.zeros(self.n_nodes, dim, dtype=torch.float64))
-        self.register_buffer("slot_count", torch.zeros(self.n_nodes, dtype=torch.float64))
         self.register_buffer("types", torch.tensor(layout.node_types), persistent=False)
         for table in (self.token, self.kind, self.position):
             nn.init.normal_(table.weight, std=0.5)

@@ -4,20 +4,21 @@ What an agent knows of a unit without any network is kept exactly: its features 
 (its *age*), and by how much the agent itself has moved since (its *drift*, a learned linear map of the own action and
 of the change of the own features, summed). The network predicts what is left:
 
-    base  = features when last seen, position + drift            (never seen: the mean of the type)
+    base  = features when last seen, the position moved by drift  (never seen: the mean of the type)
     z     = base in standard deviations of the type from the mean (never seen: zeros)
     m     = z, flags and ages of all units, own action, agent, step: one vector for each agent
-    x     = lrelu(W_x [z, seen now, flags, range, drift] + W_c relu(W_m m) + W_o own + e(agent, unit) + e(step))
+    x     = lrelu(W_x [z, z if seen now else 0, flags, r, relu(1 - r), drift] + W_c relu(W_m m)
+                  + W_o [own z, own action] + e(agent, unit) + e(step)),      r: range of the base in sight ranges
     h'    = GRU(x, h)                                             a state for each agent and unit
-    y     = W_y lrelu(W_z [h', x])                                those of dead have a W_z of their own
-    mean  = base + scale (f W_l m + g y_mean),  within the bounds of the type
-    variance = floor² + softplus(y_variance),  p(dead) = sigmoid(y_dead)
+    y     = W_y lrelu(W_z [h', x])                                the logit of being dead has a W_z of its own
+    mean  = base + scale (f (W_l m + b_l) + g y_mean),  within the bounds of the type
+    variance = floor² + softplus(y_variance), in the features' units,  p(dead) = sigmoid(y_dead)
 
-W_l is ridge regression, fitted before training, with a map for each unit and class of age. The network learns what
-regression misses. In training the gains f and g are 1 and there are no bounds; then the gains are chosen for each type,
-class of age and feature on validation episodes, between 0 and 1, so that what has been learned by heart does no harm:
-f = 1, g = 0 is the regression alone, f = g = 0 what was last seen, both with the drift. "Looked there and saw nothing"
-is in the range of the base: a place within sight from which nothing is seen is empty.
+W_l and b_l are ridge regression, fitted before training, with a map for each unit and class of age. The network learns
+what regression misses. In training the gains f and g are 1 and there are no bounds; then the gains are chosen for each
+type, class of age and feature on validation episodes, between 0 and 1, so that what has been learned by heart does no
+harm: f = 1, g = 0 is the regression alone, f = g = 0 what was last seen, both with the drift. "Looked there and saw
+nothing" is in the range of the base: a place within sight from which nothing is seen is empty.
 Shapes: S packed rows or B slots (R for both), n agents, N nodes of which N - 1 are other units, D features, M missing
 nodes, A actions, H = d_model.
 """
@@ -40,17 +41,27 @@ from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.packing import Packing
 
 AGES = (0, 1, 3, 7, 15)  # upper ends of the classes of age but the last
+N_CLASSES = len(AGES) + 1
 FLOOR = 0.02  # smallest standard deviation of a feature, in its own unit: positions are in sight ranges
 UNBOUNDED = 1e6  # larger than any feature
 N_FLAGS = 4  # seen, never seen, and the age in two forms
 SLOPE = 0.1  # of leaky ReLUs below 0, so that no unit dies
 N_HATS = 8  # functions of the step
+NEAR = 1e-12  # added to squared ranges, whose root has no gradient at 0
 N_PLACE = 4  # range of the base, how far inside of the sight it is, drift
 
 
 def age_class(age: Tensor) -> Tensor:
-    """Return the class of ages: 0 never seen (-1), then 1, 2-3, 4-7, 8-15, 16 and more steps since."""
+    """Return the class of ages: 0 never seen (-1), then 1, 2-3, 4-7, 8-15, 16 and more steps since.
+
+    Units that are seen now (0) also have class 0; nothing is predicted of them.
+    """
     return torch.bucketize(age.contiguous(), torch.tensor(AGES, device=age.device))
+
+
+def age_features(steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the steps since the last sight in two forms of about 0 to 1: fine for the first steps, and coarse."""
+    return (steps / 8).tanh(), steps.log1p() / 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,8 @@ class Memory:
     Attributes:
         last: [R, n, N, D], features when last seen, now included; zeros: never. age: [R, n, N] int64, steps since
             then; 0: seen now, -1: never. action: [R, n] int64, own last action, -1 at the start. change: [R, n, D] of
-            the own features since the step before; at the start nothing counts it. step: [R] int64.
+            the own features since the step before; meaningless in the first row, whose move no drift counts.
+            step: [R] int64.
             missing: [R, n, N] bool.
     """
 
@@ -79,7 +91,7 @@ class Output(NamedTuple):
     regressed: Tensor
     learned: Tensor
     variance: Tensor
-    dead: Tensor
+    dead_logit: Tensor
 
 
 class Known(NamedTuple):
@@ -144,14 +156,14 @@ class Tracker(nn.Module):
         self.join, self.join_dead = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
         self.head, self.spread, self.dead = nn.Linear(width, dim), nn.Linear(width, dim), nn.Linear(width, 1)
         self.register_buffer("threshold", torch.full((3, 2), 0.5))
-        self.register_buffer("linear_weight", torch.zeros(len(AGES) + 1, n_others * dim, self.n_known))
-        self.register_buffer("linear_bias", torch.zeros(len(AGES) + 1, n_others * dim))
-        self.register_buffer("gain", torch.ones(2, 3, len(AGES) + 1, dim))
+        self.register_buffer("linear_weight", torch.zeros(N_CLASSES, n_others * dim, self.n_known))
+        self.register_buffer("linear_bias", torch.zeros(N_CLASSES, n_others * dim))
+        self.register_buffer("gain", torch.ones(2, 3, N_CLASSES, dim))
         self.register_buffer("mean", torch.zeros(layout.n_nodes, dim))
         self.register_buffer("scale", torch.ones(layout.n_nodes, dim))
         unbounded = torch.full((layout.n_nodes, dim), UNBOUNDED)
         self.register_buffer("bounds", torch.stack([-unbounded, unbounded]))
-        self.register_buffer("class_count", torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("class_count", torch.zeros(N_CLASSES, dtype=torch.float64))
         self.register_buffer("real", feature_mask(layout)[1:].float(), persistent=False)
         self.register_buffer("types", torch.tensor(layout.node_types), persistent=False)
         nn.init.normal_(self.slot.weight, std=0.3)
@@ -167,9 +179,9 @@ class Tracker(nn.Module):
         bf16: whether the recurrence multiplies in bf16 on a CPU; all else gains little by it and stays in float32.
         """
         drift = self._drift(memory, packing)
-        x, base, known = self.encode(memory, drift)
+        x, base, features = self.encode(memory, drift)
         hidden = self.gru(x.flatten(1, 2), packing, bf16=bf16).view(x.shape)
-        return self.decode(hidden, x, base, known, memory)
+        return self.decode(hidden, x, base, features, memory.age, memory.missing)
 
     def moves(self, memory: Memory) -> Tensor:
         """Return by how much other units' relative positions change through the agent's own move, [R, n, 2]."""
@@ -186,17 +198,16 @@ class Tracker(nn.Module):
 
     def look(self, memory: Memory, drift: Tensor) -> Known:
         """Return what agents know of their units without the network. drift: [R, n, N, 2]."""
-        kind = drift.dtype
+        dtype = drift.dtype
         x, y = self.layout.position
         age, never = memory.age, (memory.age < 0)[..., None]
         shift = F.pad(drift[..., :1], (x, self.dim - 1 - x)) + F.pad(drift[..., 1:], (y, self.dim - 1 - y))
-        base = torch.where(never, self.mean, memory.last.to(kind)) + torch.where(never, 0.0, shift)
+        base = torch.where(never, self.mean, memory.last.to(dtype)) + torch.where(never, 0.0, shift)
         z = torch.where(never, 0.0, (base - self.mean) / self.scale)
-        steps = age.clamp(min=0).to(kind)
-        seen = (age == 0).to(kind)
-        flags = torch.stack([seen, never[..., 0].to(kind), (steps / 8).tanh(), steps.log1p() / 3], dim=-1)
-        agents = torch.eye(self.n_agents, dtype=kind, device=base.device).expand(len(age), -1, -1)
-        timed = self._hats(memory.step, kind)[:, None].expand(-1, self.n_agents, -1)
+        seen, since = (age == 0).to(dtype), age_features(age.clamp(min=0).to(dtype))
+        flags = torch.stack([seen, never[..., 0].to(dtype), *since], dim=-1)
+        agents = torch.eye(self.n_agents, dtype=dtype, device=base.device).expand(len(age), -1, -1)
+        timed = self.step_basis(memory.step, dtype)[:, None].expand(-1, self.n_agents, -1)
         units, acted = torch.cat([z, flags], dim=-1), self._one_hot(memory.action)
         return Known(base, z, flags, acted, torch.cat([units.flatten(2), acted, agents, timed], dim=-1))
 
@@ -210,7 +221,7 @@ class Tracker(nn.Module):
         context = context + self.own(torch.cat([known.z[:, :, 0], known.acted], dim=-1))
         context = context + F.embedding(memory.step.clamp(max=self.limit), self.step_table.weight)[:, None]
         others, z, flags = known.base[:, :, 1:], known.z[:, :, 1:], known.flags[:, :, 1:]
-        far = others[..., list(self.layout.position)].square().sum(-1, keepdim=True).add(1e-12).sqrt()
+        far = others[..., list(self.layout.position)].square().sum(-1, keepdim=True).add(NEAR).sqrt()
         place = torch.cat([far, F.relu(1 - far), drift[:, :, 1:]], dim=-1)
         shown = torch.where(memory.age[:, :, 1:, None] == 0, z, 0.0)
         static = self.slot.weight.view(self.n_agents, self.n_nodes - 1, -1)
@@ -218,20 +229,28 @@ class Tracker(nn.Module):
         return F.leaky_relu(inputs + context[:, :, None] + static, SLOPE), others, known.features
 
     def decode(
-        self, hidden: Tensor, x: Tensor, base: Tensor, known: Tensor, memory: Memory, linear: LinearPart | None = None
+        self,
+        hidden: Tensor,
+        x: Tensor,
+        base: Tensor,
+        features: Tensor,
+        age: Tensor,
+        missing: Tensor,
+        linear: LinearPart | None = None,
     ) -> Output:
         """Return the beliefs about the missing nodes from the cell's state and input [R, n, N - 1, H].
 
-        linear: computes the linear part as `_linear_part` does.
+        base, features: from `encode`. age, missing: of `Memory`. linear: computes the linear part, as
+            `_linear_part` does.
         """
-        where = memory.missing[:, :, 1:].flatten().nonzero().flatten()
+        where = missing[:, :, 1:].flatten().nonzero().flatten()
         chosen = (value.flatten(0, 2).index_select(0, where) for value in (hidden, x, base))
         state, given, base = chosen
         both = torch.cat([state, given], dim=-1)
         joined, joined_dead = (F.leaky_relu(part(both), SLOPE) for part in (self.join, self.join_dead))
-        ages = age_class(memory.age[:, :, 1:]).flatten().index_select(0, where)
-        regressed = (linear or self._linear_part)(known.flatten(0, 1), where, ages)
-        scale = self.scale[1:].repeat(len(known) * self.n_agents, 1).index_select(0, where)
+        ages = age_class(age[:, :, 1:]).flatten().index_select(0, where)
+        regressed = (linear or self._linear_part)(features.flatten(0, 1), where, ages)
+        scale = self.scale[1:].repeat(len(features) * self.n_agents, 1).index_select(0, where)
         variance = F.softplus(self.spread(joined.detach())) + FLOOR**2
         return Output(base, scale * regressed, scale * self.head(joined), variance, self.dead(joined_dead)[:, 0])
 
@@ -240,16 +259,18 @@ class Tracker(nn.Module):
         mean = out.base + gain[0] * out.regressed + gain[1] * out.learned
         return mean.clamp(*self.bounds[:, node])
 
-    def belief(self, out: Output, memory: Memory) -> Belief:
-        """Return the beliefs about the missing nodes as agents receive them."""
-        node = torch.nonzero(memory.missing)[:, 2]
+    def taken_for_dead(self, out: Output, node: Tensor, age: Tensor) -> Tensor:
+        """Return which of the missing nodes [M], of these ages [M], are taken for dead, [M] bool."""
+        return out.dead_logit.sigmoid() > self.threshold[self.types[node], (age > 0).long()]
+
+    def belief(self, out: Output, age: Tensor, missing: Tensor) -> Belief:
+        """Return the beliefs about the missing nodes as agents receive them. age, missing: of `Memory`."""
+        node, age = torch.nonzero(missing)[:, 2], age[missing]
         real = self.real.to(out.base.dtype)[node - 1]
-        kind, age = self.types[node], memory.age[memory.missing]
-        mean = self.mean_of(out, node, self.gain[:, kind, age_class(age)])
-        p_dead = out.dead.sigmoid()
-        taken = p_dead > self.threshold[kind, (age > 0).long()]
+        mean = self.mean_of(out, node, self.gain[:, self.types[node], age_class(age)])
+        taken = self.taken_for_dead(out, node, age)
         features = torch.where(taken[:, None], 0.0, mean * real)
-        return Belief(features.float(), p_dead, taken, out.variance.sqrt() * real)
+        return Belief(features.float(), out.dead_logit.sigmoid(), taken, out.variance.sqrt() * real)
 
     @torch.no_grad()
     def set_linear_part(self, weights: Tensor) -> None:
@@ -262,7 +283,7 @@ class Tracker(nn.Module):
         """Return the linear part [M, D] from known [R·n, known], the places [M] among R·n·(N - 1), and classes [M]."""
         out = known.new_zeros((len(where), self.dim))
         rows, units = where // (self.n_nodes - 1), where % (self.n_nodes - 1)
-        for age in range(len(AGES) + 1):
+        for age in range(N_CLASSES):
             chosen = (ages == age).nonzero().flatten()
             if len(chosen):
                 some, place = torch.unique(rows[chosen], return_inverse=True)
@@ -271,10 +292,10 @@ class Tracker(nn.Module):
                 out = out.index_copy(0, chosen, values)
         return out
 
-    def _hats(self, step: Tensor, kind: torch.dtype) -> Tensor:
-        """Return piecewise linear functions [R, 8] of the step [R], with corners at 0, 1, 3, 7, ... steps."""
-        at = step.clamp(max=self.limit).to(kind).add(1).log2()
-        return F.relu(1 - (at[:, None] - torch.arange(N_HATS, dtype=kind, device=step.device)).abs())
+    def step_basis(self, step: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return hat functions [R, 8] of the step [R]: linear in log2(1 + step), knots at 0 to 7; the last stays 1."""
+        at = step.clamp(max=self.limit).to(dtype).add(1).log2().clamp(max=N_HATS - 1)
+        return F.relu(1 - (at[:, None] - torch.arange(N_HATS, dtype=dtype, device=step.device)).abs())
 
     def _one_hot(self, action: Tensor) -> Tensor:
         """Return [R, n, A] of actions [R, n]; zeros for -1."""

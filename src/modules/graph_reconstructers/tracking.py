@@ -120,10 +120,11 @@ class TrackingReconstructor(Reconstructor):
         tracker, (seen, missing) = self.predictor, self.columns.sight(obs)
         nodes = self.columns.nodes(obs)
         memory, drift = self._remember(nodes, now, actions, seen, missing, state)
-        x, base, known = tracker.encode(memory, drift)
+        x, base, features = tracker.encode(memory, drift)
         hidden = tracker.gru.step(x.flatten(0, 1), state["hidden"].flatten(0, 1)).view(x.shape)
         after = {"last": memory.last, "age": memory.age, "own": nodes[:, :, 0], "drift": drift, "hidden": hidden}
-        belief = tracker.belief(tracker.decode(hidden, x, base, known, memory), memory)
+        out = tracker.decode(hidden, x, base, features, memory.age, missing)
+        belief = tracker.belief(out, memory.age, missing)
         guesses = torch.zeros_like(nodes)
         guesses[missing] = belief.features
         return self.made(obs, self.columns.obs(guesses).half(), missing), after
