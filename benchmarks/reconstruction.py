@@ -123,9 +123,9 @@ def aim(label: str, found: list[Rows], seeds: list[int]) -> str:
         lines.append(f"| {title} | {np.mean(counts):,.0f}, {dead:,.0f} | {' | '.join(numbers)} |")
     lines.append("")
     for seed, rows in zip(seeds, found, strict=True):
-        missed = [each.words for each in conditions(rows) if not each.met]
-        judged = "; ".join(missed) or "meets the aim" if "count" in rows.get("enemy", {}) else "nothing to judge"
-        lines.append(f"- seed {seed}: {judged}")
+        met = {state: [each.words for each in conditions(rows) if each.met is state] for state in (False, None)}
+        said = "; ".join(met[False]) or ("too few units to judge" if met[None] else "meets the aim")
+        lines.append(f"- seed {seed}: {said}")
     return "\n".join(lines)
 
 

@@ -30,7 +30,9 @@ from omagd.utils.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs" / "results"))
-script, study = importlib.import_module("make_reconstruction"), importlib.import_module("reconstruction_data")
+script, study, predictor = (
+    importlib.import_module(name) for name in ("make_reconstruction", "reconstruction_data", "reconstruction_predictor")
+)
 
 STEPS = (100_000, 200_000, 300_000)
 MAP = "skirmish 3m_mixed_sight6"
@@ -308,33 +310,41 @@ def rows_with(rows, name: str, change: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "state", "said"),
     [
-        ("enemy", {}, "**Holds.** Error at most 0.333 of the best simple guess's (row: all; asked: 0.9); error at"),
-        ("enemy", {("mse", "ridge"): math.nan}, "**Open.** Error at most unknown of ridge regression's"),
-        ("enemy", {("mse", "predictor"): math.nan}, "**Open.** Error at most unknown of the best simple guess"),
-        ("enemy_before", {("mse", "zeros"): None}, "**Open.** Error at most unknown of the best simple guess"),
-        ("enemy_before", {"taken_for_dead": None}, "**Open.** Unknown of those seen before taken for dead"),
-        ("enemy_before", {"taken_for_dead": 0.051}, "**Does not hold.** 0.051 of those seen before taken for dead"),
-        ("enemy", {"taken_for_dead": 0.3}, "**Holds.**"),  # nothing is asked of those never seen
-        ("enemy_before", {"recall_dead": 0.949}, "**Does not hold.** 0.949 of the dead that were seen before"),
-        ("enemy_before", {"recall_dead": None}, "**Open.** Unknown of the dead that were seen before recognised"),
-        ("enemy", {"recall_dead": 0.5}, "**Holds.**"),
-        ("enemy", {("health_r2", "ridge"): 0.41}, "**Does not hold.** R² of health 0.4000, of ridge regression 0.41"),
-        ("enemy", {("health_r2", "predictor"): None}, "**Open.** R² of health unknown, of ridge regression 0.3000"),
-        ("enemy_before", {"recall_dead": None, "taken_for_dead": 0.06}, "**Does not hold.** 0.060 of those seen"),
-        ("enemy_age16", {("mse", "ridge"): 0.01}, "**Holds.**"),  # of too few cases
-        ("enemy", {("mse", "ridge"): 0.0}, "**Does not hold.** Error at most inf of ridge regression's (row: all"),
+        ("enemy", {}, "yes", "error at most 0.333 of the best simple guess's (row: all; asked: 0.9); error at"),
+        ("enemy", {("mse", "ridge"): math.nan}, "open", "error at most unknown of ridge regression's"),
+        ("enemy", {("mse", "predictor"): math.nan}, "open", "error at most unknown of the best simple guess"),
+        ("enemy_before", {("mse", "zeros"): None}, "open", "error at most unknown of the best simple guess"),
+        ("enemy_before", {"taken_for_dead": None}, "open", "unknown of those seen before taken for dead"),
+        ("enemy_before", {"taken_for_dead": 0.051}, "no", "0.051 of those seen before taken for dead"),
+        ("enemy", {"taken_for_dead": 0.3}, "yes", ""),  # nothing is asked of those never seen
+        ("enemy_before", {"recall_dead": 0.949}, "no", "0.949 of the dead that were seen before"),
+        ("enemy_before", {"recall_dead": None}, "open", "unknown of the dead that were seen before recognised"),
+        ("enemy", {"recall_dead": 0.5}, "yes", ""),
+        ("enemy", {("health_r2", "ridge"): 0.41}, "no", "R² of health 0.4000, of ridge regression 0.41"),
+        ("enemy", {("health_r2", "predictor"): None}, "open", "R² of health unknown, of ridge regression 0.3000"),
+        ("enemy_before", {"recall_dead": None, "taken_for_dead": 0.06}, "no", "0.060 of those seen"),
+        ("enemy_age16", {("mse", "ridge"): 0.01}, "yes", ""),  # of too few cases
+        ("enemy", {("mse", "ridge"): 0.0}, "no", "error at most inf of ridge regression's (row: all"),
         ("enemy_age16", {("mse", "ridge"): 0.01, "count": 200},
-         "**Does not hold.** Error at most 10.000 of ridge regression's (row: 16"),
+         "no", "error at most 10.000 of ridge regression's (row: 16"),
     ],
 )  # fmt: skip
-def test_the_predictor_is_judged_in_every_row(name, change, said):
+def test_the_predictor_is_judged_in_every_row(name, change, state, said):
     rows = rows_with(ROWS, name, change)
-    assert script._predictor_verdict(rows, 3).startswith(said)
-    rows = dict(reversed(rows.items()))  # the largest number counts in any order
-    assert script._predictor_verdict(rows, 3).startswith(said.partition(" (row: all")[0])
-    assert script._predictor_verdict(rows, 2).startswith("**Open.**")
+    found = predictor_aim.judged(rows, 3, 3)
+    assert found.state == state and found.words.startswith(said)
+    assert bool(found.worst) == (state != "yes") and found.words.startswith(found.worst)
+    backwards = predictor_aim.judged(dict(reversed(rows.items())), 3, 3)  # the largest number counts in any order
+    assert backwards.state == state and backwards.words.startswith(said.partition(" (row: all")[0])
+    assert predictor_aim.judged(rows, 2, 3).state == "open"
+
+
+def test_the_last_sight_is_no_guess_of_units_that_were_never_seen():
+    row = {"mse": {"last_seen": 2.0, "ridge": 1.0}}
+    said = [predictor._guess(row, "mse", "last_seen", name, 1) for name in ("enemy_never", "enemy_before", "enemy")]
+    assert said == ["-", "2.0", "2.0"] and predictor._guess(row, "mse", "ridge", "enemy_never", 1) == "1.0"
 
 
 def test_the_simple_guesses_are_the_baselines_that_are_fitted():
@@ -345,12 +355,9 @@ def test_the_simple_guesses_are_the_baselines_that_are_fitted():
 @pytest.mark.parametrize("guess", ["zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant", "ridge"])
 def test_one_row_and_one_guess_are_enough_to_miss_what_was_asked(row, guess):
     rows = rows_with(ROWS, row, {("mse", guess): 0.099 if guess == "ridge" else 0.105})
-    words = (
-        "Error at most 1.010 of ridge regression"
-        if guess == "ridge"
-        else "Error at most 0.952 of the best simple guess"
-    )
-    assert script._predictor_verdict(rows, 3).startswith(f"**Does not hold.** {words}")
+    words = f"error at most {'1.010 of ridge regression' if guess == 'ridge' else '0.952 of the best simple guess'}"
+    found = predictor_aim.judged(rows, 3, 3)
+    assert found.state == "no" and found.words.startswith(words) and found.worst.startswith(words)
 
 
 def test_rows_are_means_over_seeds_and_missing_where_cases_are_few():
@@ -383,13 +390,13 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     assert f"| {MAP} | 0 | 1 | 2 |" in page and "\n| omagd | 0.500 | 0.510 | 0.520 |" in page
     assert "| 10 | 0.55 [" in rows["omagd"] and rows["omagd"].endswith("| 6.0 |")  # minutes
     assert f"| {MAP} | seen before | 33% | 3.1 | 0.2 | 0.3 | 0.5 |" in page, "where they are, in cells"
-    assert f"| {MAP} | 0.040 | 0.960 | 0.990 | 0.990 | 0.40, 0.30 | holds |" in page, "who is dead"
+    assert f"| {MAP} | 0.040 | 0.960 | 0.990 | 0.990 | 0.400, 0.300 | yes |" in page, "who is dead"
     assert "| all | 900 | 0.100 | - | 0.200 | 0.300 | 0.400 | 0.500 |" in page and "| 16 and more |" not in page
     assert (
         "| enemies, all, in battles of the arm's own teams | 900 | 0.150 | - | 0.200 | 0.300 | 0.400 | 0.500 |" in page
     )
     assert f"| plug-in | {MAP} | scripts | 512 | - | - | - | 0.250 | - |" in page
-    assert "**Holds.** Error at most 0.333 of the best simple guess's" in page
+    assert "**Meets what was asked: yes.** Error at most 0.333 of the best simple guess's" in page
     assert (
         f"88 runs, 8.8 core-hours.\n- Commit `{'ab' * 6}`, 88 runs. gate, {MAP}: `baseline` 3, `full_obs` 3; gate, "
         in page
@@ -424,7 +431,7 @@ def page_now() -> str:
 
 
 def test_what_is_resampled_does_not_depend_on_the_order_of_runs(site):
-    runs = study.Data(site).gate_runs
+    runs = study.Data(site).parts["gate"]
     ordered, reversed_ = (final_tests(study.by_arm(each), MAP)["baseline"] for each in (runs, runs[::-1]))
     assert ordered.tolist() == reversed_.tolist() == sorted(ordered)
 
@@ -462,7 +469,7 @@ def test_the_reduced_study_is_no_part_of_the_page_and_controls_need_no_gate(site
 def test_class_b_is_open_while_enough_maps_can_still_hold(site, monkeypatch):
     asked = "**Class b as a whole: {}.** Of 3 maps it holds on 1, 2 are undecided"
     for number, state in ((1, "holds"), (2, "open"), (7, "open"), (8, "does not hold")):
-        monkeypatch.setattr(script, "MAPS_ASKED", number)
+        monkeypatch.setattr(study, "MAPS_ASKED", number)
         assert asked.format(state) in page_now()
 
 
@@ -476,7 +483,7 @@ def test_the_predictor_of_each_map_is_judged_by_its_own_runs(site):
     page = page_now().split("<!-- begin errors")[1].split("<!-- end errors")[0]
     of_map, of_8m = page.split("### Errors on skirmish 8m")
     assert "| all | 900 | 0.100 | - | 0.200 |" in of_map and "; 10 seeds." in of_map
-    assert "| all | 400 | 0.100 | - | 0.150 |" in of_8m and of_8m.count("**Holds.**") == 1 and "; 5 seeds." in of_8m
+    assert "| all | 400 | 0.100 | - | 0.150 |" in of_8m and of_8m.count(" asked: yes.**") == 1 and "; 5 seeds." in of_8m
 
 
 def test_arms_show_numbers_once_they_have_their_seeds(site):
@@ -546,11 +553,11 @@ def test_variants_are_compared_with_the_arm_without_them_and_decide_no_verdict(s
     before = page_now()
     assert "<!-- begin variants" in before and before.split("<!-- begin variants")[1].split("\n")[1] == script.NOT_YET
     lines = [json.loads(line) for line in (site / "reconstruction_3_agents.jsonl").read_text().splitlines()]
-    path = site / f"{study.VARIANTS}.jsonl"
+    path = site / "reconstruction_variants.jsonl"
     for line in lines:
         if line["arm"] == "omagd" and line["seed"] < 5:
             for arm, won in (("sample", 0.9), ("masked", 0.3), ("masked_truth", 0.4)):
-                varied = {**line, "arm": arm, "study": study.VARIANTS, "identity": f"{arm}{line['seed']}"}
+                varied = {**line, "arm": arm, "study": "reconstruction_variants", "identity": f"{arm}{line['seed']}"}
                 append(path, json.loads(_with_wins(json.dumps(varied), won + 0.01 * line["seed"])))
     page = page_now()
     part = page.split("<!-- begin variants")[1].split("<!-- end variants")[0]
@@ -574,11 +581,11 @@ def test_a_gap_that_is_asked_for_once_more_decides_no_verdict(site):
     assert "`baseline` 9" in before
     for line in lines:
         if line["arm"] in ("baseline", "full_obs") and line["seed"] < 4:
-            again = {**line, "study": study.AGAIN, "identity": f"again {line['arm']}{line['seed']}"}
-            append(site / f"{study.AGAIN}.jsonl", json.loads(_with_wins(json.dumps(again), 0.5)))
+            again = {**line, "study": "reconstruction_float32", "identity": f"again {line['arm']}{line['seed']}"}
+            append(site / "reconstruction_float32.jsonl", json.loads(_with_wins(json.dumps(again), 0.5)))
     page = page_now()
-    part = page.split("<!-- begin again")[1].split("<!-- end again")[0]
-    assert f"| {MAP} | once more | 4, 4 | 0.500 | 0.500 | 0.000 [0.000, 0.000] |" in part
+    part = page.split("<!-- begin float32")[1].split("<!-- end float32")[0]
+    assert f"| {MAP} | float32 | 4, 4 | 0.500 | 0.500 | 0.000 [0.000, 0.000] |" in part
     assert "main study" not in part, "not before the study shows this map"
     for name in ("verdicts", "tables", "gate"):
         ours, theirs = (each.split(f"<!-- begin {name}")[1].split("<!-- end")[0] for each in (page, before))
@@ -587,7 +594,8 @@ def test_a_gap_that_is_asked_for_once_more_decides_no_verdict(site):
     for line in lines:  # now with all seeds
         if (line["arm"], line["seed"]) == ("baseline", 3):
             append(path, line)
-    both = "| main study and once more | 14, 14 | 0.318 | 0.675 | 0.357 ["  # ten of .245 or .745 and four of .5
+    # Ten of .245 and of .745 in the mean, and four of .5.
+    both = "| float32 and main study, runs counted singly | 14, 14 | 0.318 | 0.675 | 0.357 ["
     assert f"| {MAP} {both}" in page_now()
 
 
@@ -605,7 +613,7 @@ def test_parts_of_predictions_have_a_table_of_their_own_once_all_were_played(sit
     }
     ends = {"observation": played(0.05), "full": played(0.45)}
     with (site / "beliefs.jsonl").open("a") as file:
-        for number, name in enumerate(script.PREDICTORS, start=1):
+        for number, name in enumerate(predictor.PREDICTORS, start=1):
             page = page_now()
             assert page.split("<!-- begin parts")[1].split("<!-- end")[0].count("*Not run yet.*") == 1
             line = {**record, "reconstruction": name, "beliefs": {**ends, "reconstruction": played(number / 10)}}
@@ -620,15 +628,14 @@ def test_parts_of_predictions_have_a_table_of_their_own_once_all_were_played(sit
 
 def test_the_baseline_with_as_much_cpu_time_stands_beside_the_method_and_decides_nothing(site):
     before = page_now()
-    assert before.split("<!-- begin longer")[1].split("\n")[1] == ""
     lines = [json.loads(line) for line in (site / "reconstruction_3_agents.jsonl").read_text().splitlines()]
     for line in lines:
         if line["arm"] == "baseline" and line["seed"] < 5:
-            more = {"study": study.LONGER, "identity": f"longer {line['seed']}", "cpu_seconds": 3000.0}
+            more = {"study": "reconstruction_equal_time", "identity": f"longer {line['seed']}", "cpu_seconds": 3000.0}
             tests = {**line["tests"], "t_env": [1_000_000, 6_000_000], "test_battle_won_mean": [0.1, 0.45]}
-            append(site / f"{study.LONGER}.jsonl", {**line, **more, "tests": tests})
+            append(site / "reconstruction_equal_time.jsonl", {**line, **more, "tests": tests})
     page = page_now()
-    part = page.split("<!-- begin longer")[1].split("<!-- end longer")[0]
+    part = page.split("<!-- begin equal_time")[1].split("<!-- end equal_time")[0]
     assert f"| {MAP} | 10, 5 | 0.25 (6) | 0.55 (6) | 0.45 (50) | 6 million | 0.10 [0.0" in part
     for name in ("verdicts", "tables", "answer", "gate"):
         ours, theirs = (each.split(f"<!-- begin {name}")[1].split("<!-- end")[0] for each in (page, before))
@@ -669,8 +676,27 @@ def test_an_arm_with_runs_of_two_settings_is_named(site):
     path = site / "reconstruction_5_agents.jsonl"
     first, *others = path.read_text().splitlines(keepends=True)
     line = json.loads(first)
-    path.write_text("".join([json.dumps({**line, "card": {**line["card"], "method": "another"}}) + "\n", *others]))
-    assert "- **Runs of different settings are one arm**: `baseline` on skirmish 8m." in page_now()
+    line["card"]["recorded"]["settings"]["lr"] = 0.5
+    path.write_text("".join([json.dumps(line) + "\n", *others]))
+    assert "- **Runs of different settings are one arm**: `baseline` on skirmish 8m (main study)." in page_now()
+
+
+def test_a_key_that_is_gone_again_makes_no_other_arm_of_runs_that_had_its_default(site):
+    path = site / "reconstruction_5_agents.jsonl"
+    first, *others = path.read_text().splitlines(keepends=True)
+    for value, named in ((False, False), (True, True)):
+        line = json.loads(first)
+        line["card"]["recorded"]["settings"]["belief_inputs"] = value
+        path.write_text("".join([json.dumps(line) + "\n", *others]))
+        assert ("different settings" in page_now()) == named
+
+
+def test_results_of_no_part_of_the_study_are_rejected(site):
+    (site / "reconstruction_other.jsonl").write_text("")
+    with pytest.raises(UserError, match="reconstruction_other.jsonl: belongs to no part of the study"):
+        page_now()
+    files = {path.stem for path in (ROOT / "benchmarks" / "studies").glob("reconstruction_*.yaml")}
+    assert files == set(study.PART_OF)
 
 
 def test_a_map_without_a_predicted_class_is_refused(site):

@@ -5,20 +5,31 @@ The rules stand in docs/results/reconstruction.md; make_reconstruction.py draws 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from omagd.run.analysis import belief_tests
 from omagd.run.analysis.contrasts import LOWER, UPPER, GateRow, gate
 from omagd.run.analysis.curves import without_repeats
-from omagd.run.analysis.groups import Group
+from omagd.run.analysis.groups import Group, settings
 from omagd.run.analysis.runs import Run, load
 from omagd.run.analysis.verdicts import Kind, Verdict, needed_arms, unfinished, verdict
 from omagd.utils.errors import UserError
 
-GATE, SHORT = "reconstruction_gate", "reconstruction_short"
-"""The study of the gate, and the reduced study, which is no part of the page."""
+GATE, MAIN, FLOAT32, EQUAL_TIME, VARIANTS = "gate", "main study", "float32", "equal CPU time", "variants"
+"""Parts of the study. Only the main study decides verdicts."""
+
+PART_OF: dict[str, str | None] = {
+    "reconstruction_gate": GATE,
+    "reconstruction_3_agents": MAIN, "reconstruction_5_agents": MAIN,
+    "reconstruction_controls": MAIN, "reconstruction_control_8m": MAIN,
+    "reconstruction_float32": FLOAT32, "reconstruction_equal_time": EQUAL_TIME, "reconstruction_variants": VARIANTS,
+    "reconstruction_short": None,
+}  # fmt: skip
+"""Results files by name, and the part that each belongs to; None: read by no page."""
 
 ARMS = (
     "ff", "baseline", "last_seen", "map_constant", "team_obs", "omagd", "full_obs", "ma2e", "baseline_truth",
@@ -37,15 +48,14 @@ RESERVE: dict[str, Kind] = {
     "smax smacv2_10_units": "b",
 }  # fmt: skip
 CONTROLS = ("skirmish 8m", "skirmish 3m_hidden")
-LEAST_GAP, MAPS_ASKED, PREDICTOR_SEEDS, GATE_SEEDS = 0.15, 2, 3, 3
-VARIANTS = "reconstruction_variants"
-"""The study of variants of the method, which decide no verdict."""
+LEAST_GAP = 0.15
+"""Win rates by which `full_obs` must be better in the gate."""
 
-AGAIN = "reconstruction_float32"
-"""The study that asks once more for the gap of a map, in the precision of the gate. It decides no verdict."""
+MAPS_ASKED = 2
+"""Maps on which class b must hold."""
 
-LONGER = "reconstruction_equal_time"
-"""The study that gives `LOWER` as much CPU time as `METHOD` has. It decides no verdict."""
+PREDICTOR_SEEDS = GATE_SEEDS = 3
+"""Least numbers of seeds for a judgement of the predictor, and in the gate."""
 
 SEEDS = (5,)
 """How many seeds each arm needs. Two numbers: first a verdict with so many, later one with more; both are shown."""
@@ -61,32 +71,32 @@ class Data:
     """What the folder holds.
 
     Attributes:
-        gate_runs, study_runs: of the gate and of the main study.
-        again, longer, variants: of those that decide no verdict.
-        runs: all of them.
+        parts: the runs of each part of the study. runs: all of them.
+        places: the predicted class of each map.
+        begun: the arms of the main study with all their runs.
         shown: seeds of each arm that the page shows of a map, once each arm that its verdict needs has them.
-        study: the arms of the main study with the first seeds of those maps. Arms that no verdict needs may have as many
-            as were planned first; arms with fewer are left out.
+        study: the arms of the main study with the first seeds of those maps. Arms that no verdict needs may have as
+            many as were planned first; arms with fewer are left out.
         beliefs: records of tests.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        files = {path.stem: path for path in sorted(folder.glob("reconstruction_*.jsonl"))}
-        apart = (GATE, AGAIN, LONGER, VARIANTS)
-        self.gate_runs, self.again, self.longer, self.variants = (
-            _read([files[name]] if name in files else []) for name in apart
-        )
-        others = (*apart, SHORT)
-        self.study_runs = _read([path for name, path in files.items() if name not in others])
-        self.runs = [*self.gate_runs, *self.study_runs, *self.again, *self.longer, *self.variants]
+        files: dict[str | None, list[Path]] = {}
+        for path in sorted(folder.glob("reconstruction_*.jsonl")):
+            if path.stem not in PART_OF:
+                raise UserError(f"{path}: belongs to no part of the study. Write it into PART_OF, or remove it")
+            files.setdefault(PART_OF[path.stem], []).append(path)
+        self.parts = {part: _read(files.get(part, [])) for part in (GATE, MAIN, FLOAT32, EQUAL_TIME, VARIANTS)}
+        self.runs = [run for part in self.parts.values() for run in part]
         self.beliefs = belief_tests.records(folder)
         played = {run.place for run in self.runs}
         if unknown := played - MAPS.keys() - RESERVE.keys():
             names = ", ".join(sorted(unknown))
-            raise UserError(f"{folder}: has runs on {names}, of no predicted class. Write it into MAPS, or remove the runs")
+            fix = "Write it into MAPS, or remove the runs"
+            raise UserError(f"{folder}: has runs on {names}, of no predicted class. {fix}")
         self.places = {**MAPS, **{place: kind for place, kind in RESERVE.items() if place in played}}
-        self.begun = by_arm(self.study_runs)
+        self.begun = by_arm(self.parts[MAIN])
         self.shown = {place: count for place, kind in self.places.items() for count in seeds_of(place)
                       if not unfinished(self.begun, place, needed_arms(kind), count)}  # fmt: skip
         self.study = by_arm([run for place, most in self.shown.items() for group in self.begun
@@ -94,7 +104,8 @@ class Data:
 
     def first(self, place: str, count: int) -> list[Group]:
         """Return the first seeds of each arm on a map."""
-        return [replace(group, runs=tuple(group.at(place)[:count])) for group in self.begun]  # runs are sorted by seed
+        # Runs are sorted by seed.
+        return [replace(group, runs=tuple(group.at(place)[:count])) for group in self.begun]
 
     def entered(self) -> dict[str, bool]:
         """Return for each map whose gate is over whether it enters the main study."""
@@ -102,9 +113,9 @@ class Data:
 
     def gate(self) -> list[GateRow]:
         """Return the maps on which both arms of the gate have runs; those with fewer seeds than asked are open."""
-        if not {LOWER, UPPER} <= {run.arm for run in self.gate_runs}:
+        if not {LOWER, UPPER} <= {run.arm for run in self.parts[GATE]}:
             return []
-        rows = [row for row in gate(self.gate_runs, LOWER, UPPER, LEAST_GAP) if row.seeds]
+        rows = [row for row in gate(self.parts[GATE], LOWER, UPPER, LEAST_GAP) if row.seeds]
         return [row if row.seeds >= GATE_SEEDS else replace(row, enters=None, why="") for row in rows]
 
     def verdicts(self) -> list[Verdict]:
@@ -113,22 +124,43 @@ class Data:
         asked = [(place, kind) for place, kind in self.places.items() if entered.get(place, True)]
         return [self.verdict(place, kind) for place, kind in asked]
 
-    def waits(self, place: str) -> bool:
-        """Return whether more seeds of a map are planned than are shown."""
-        return self.shown.get(place) != seeds_of(place)[-1]
-
     def verdict(self, place: str, kind: Kind) -> Verdict:
-        """Return the verdict with as many seeds as are shown; it says what fewer said, and how many more are planned."""
+        """Return the verdict with as many seeds as are shown, and what fewer said; open while more are planned."""
         planned = seeds_of(place)
         found = [verdict(self.first(place, count), place, kind, count)
                  for count in planned if count <= self.shown.get(place, planned[0])]  # fmt: skip
         *earlier, last = found
         words = [f" With the first {count} seeds: {each.state}. {each.why}"
                  for each, count in zip(earlier, planned, strict=False)]  # fmt: skip
-        if place in self.shown and self.waits(place):
+        if place in self.shown and self.shown[place] != planned[-1]:
             so_far = f"With {self.shown[place]} of {planned[-1]} planned seeds it {last.state}. "
             last = replace(last, state="open", why=so_far + last.why, short="open")
         return replace(last, why="".join([last.why, *words]))
+
+    def class_b(self) -> str:
+        """Return the sentence on class b as a whole."""
+        entered = self.entered()
+        asked = [each for each in self.verdicts() if each.kind == "b"]
+        good = sum(each.state == "holds" and entered.get(each.place, False) for each in asked)  # through the gate
+        waiting = sum(each.state != "does not hold" for each in asked) - good
+        spare = 0 if sum(entered.values()) >= MAPS_ASKED else len(RESERVE.keys() - entered.keys())  # the gate goes on
+        state = "holds" if good >= MAPS_ASKED else "open" if good + waiting + spare >= MAPS_ASKED else "does not hold"
+        words = [f"**Class b as a whole: {state}.** Of {len(asked)} map{'s' * (len(asked) != 1)} it holds on {good},"
+                 f" {waiting} {'is' if waiting == 1 else 'are'} undecided (asked: at least {MAPS_ASKED})."]  # fmt: skip
+        if len(entered) >= len(MAPS.keys() - CONTROLS) and spare:
+            words.append(f"Maps of the reserve that are not tried yet: {spare}.")
+        if out := [place for place, enters in entered.items() if not enters]:
+            words.append(f"Not through the gate: {', '.join(out)}.")
+        return " ".join(words)
+
+    def mixed(self) -> list[str]:
+        """Return the arms, each with its map, whose runs in a part of the study differ in more than the seed."""
+        found: dict[tuple[str, str, str], set[tuple[Any, str]]] = {}
+        for part, runs in self.parts.items():
+            for run in runs:
+                method = json.dumps(settings(run), sort_keys=True, default=str)
+                found.setdefault((part, run.arm, run.place), set()).add((run.card.get("id"), method))
+        return [f"`{arm}` on {place} ({part})" for (part, arm, place), each in found.items() if len(each) > 1]
 
     def studied(self) -> list[str]:
         """Return the maps that are finished, in order."""

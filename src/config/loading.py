@@ -43,7 +43,7 @@ VERSIONS = frozenset({"game_version"})
 """Keys whose values are text that looks like a number: version 4.10 is not 4.1."""
 REMOVED: dict[str, tuple[Any, str]] = {
     "act_in_halves": (False, "it brought no measurable gain; leave it out"),
-    "belief_inputs": (False, "teams won less with it (docs/results/reconstruction.md); leave it out"),
+    "belief_inputs": (False, "teams won less with it (docs/results/reconstruction_details.md); leave it out"),
 }
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
 may hold them; unfinished runs continue where the key had its default."""

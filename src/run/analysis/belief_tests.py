@@ -65,7 +65,7 @@ def compared(won: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return the tests that a folder holds, of each kind, map and policy the last one. Errors: OSError."""
+    """Return the tests that a folder holds, of each kind, map, policy and predictor the last one. Errors: OSError."""
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in read_records(folder / FILE):
         if str(line.get("test")) in TITLES:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omagd.config.loading import HERE, read_yaml
+from omagd.config.loading import HERE, REMOVED, read_yaml
 from omagd.run.analysis.runs import Run, load
 from omagd.run.reporting.card import COVERED, METHOD, NO_EFFECT, ROUNDING, recorded_of
 from omagd.utils.errors import UserError, readable
@@ -29,8 +29,8 @@ LABELLED = frozenset({"name", "seed", "env", "evaluate"})
 def settings(run: Run) -> dict[str, Any]:
     """Return the values that make the method of a run, by dotted key: all but the seed, paths and what has no effect.
 
-    Missing keys of earlier versions have their defaults. Arguments of the environment that have its default are absent
-    if the run has a card. Batch and environments are those of all ranks.
+    Missing keys of earlier versions have their defaults, and removed keys are absent at theirs. Arguments of the
+    environment that have its default are absent if the run has a card. Batch and environments are those of all ranks.
     """
     if not run.config:
         return {}
@@ -50,6 +50,7 @@ def settings(run: Run) -> dict[str, Any]:
     if values["lr_scaling"] != "none":
         values["world_size"] = ranks
     unused = (NO_EFFECT | ROUNDING | LABELLED) - ({"world_size"} if values["lr_scaling"] != "none" else set())
+    unused |= {key for key, (default, _) in REMOVED.items() if values.get(key) == default}
     flat = flattened({key: value for key, value in values.items() if key not in unused})
     flat.pop("env_args.map_name", None)
     return flat

@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 SIMPLE = ("zeros", "slot_mean", "last_seen", "last_seen_or_mean", "map_constant")
-OF_SIMPLE, OF_RIDGE, MOST_TAKEN, LEAST_RECOGNISED, LEAST_CASES = 0.9, 1.0, 0.05, 0.95, 200
+OF_SIMPLE, OF_RIDGE = 0.9, 1.0
+"""Largest errors relative to the best simple baseline and to ridge regression."""
+
+MOST_TAKEN, LEAST_RECOGNISED = 0.05, 0.95
+"""Shares of the living taken for dead, and of the dead recognised."""
+
+LEAST_CASES = 200
+"""Living units that a row needs to be judged."""
+
 ROWS = {
     "enemy": "all", "enemy_never": "never seen", "enemy_before": "seen before", "enemy_age1": "1 step ago",
     "enemy_age2_3": "2-3", "enemy_age4_7": "4-7", "enemy_age8_15": "8-15", "enemy_age16": "16 and more",
@@ -38,6 +46,28 @@ class Condition:
 
     met: bool | None
     words: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether all of it is met.
+
+    Attributes:
+        state: `yes`, `no`, or `open` where a number is unknown or seeds are missing. worst: the first condition that is
+            not met, with its number. words: all conditions, the missed ones first.
+    """
+
+    state: str
+    worst: str
+    words: str
+
+
+def judged(rows: Mapping[str, Row], seeds: int, least_seeds: int) -> Judgement:
+    """Return whether what is asked is met. rows: as in `conditions`. seeds: behind the rows."""
+    order = (False, None, True)
+    found = sorted(conditions(rows), key=lambda each: order.index(each.met))
+    state = "open" if seeds < least_seeds else {False: "no", None: "open", True: "yes"}[found[0].met]
+    return Judgement(state, "" if found[0].met else found[0].words, "; ".join(each.words for each in found))
 
 
 def mean_row(rows: Sequence[Row]) -> Row:

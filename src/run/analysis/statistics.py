@@ -16,8 +16,8 @@ import numpy as np
 LEVEL = 0.95
 RESAMPLES = 2000
 FEW_SEEDS = 5
-FEW = f"intervals over fewer than {FEW_SEEDS} seeds are too narrow: they hold the true value in less than 95 % of cases"
-"""What a reader must know of intervals over few seeds; docs/plots.md has the measured coverage."""
+FEW = f"intervals over fewer than {FEW_SEEDS} seeds are much too narrow (3 seeds: right in about 75 % of cases)"
+"""What a reader must know of intervals over few seeds: docs/plots.md and benchmarks/interval_coverage.py."""
 
 ENTRIES_AT_ONCE = 4_000_000
 """Numbers of resampled scores in memory at a time."""
