@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,9 @@ from omagd.config.env_info import ALLY, ENEMY, EntityLayout
 from omagd.learners.graph_metrics import perplexity_stats, summarise
 from omagd.learners.predictor_learner import PredictorLearner, match_types
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
+from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
@@ -348,3 +351,11 @@ def test_evaluation_warm_up_and_empty_batches_change_nothing(stage: str) -> None
     made.update(pack_episodes(blank))
     assert equal(before, state_of(made))
     assert next(iter(made.modules().values())).training
+
+
+@pytest.mark.parametrize("gone", [None, "shape_key", "env", "mask_predictor_config"])
+def test_a_file_whose_entries_are_incomplete_is_no_file_of_a_predictor(gone: str | None) -> None:
+    config = toy_config()
+    meta = {key: value for key, value in describe(config, INFO, predictor=True).items() if key != gone}
+    with pytest.raises(UserError, match="x=y is not the file of a trained mask_predictor") if gone else nullcontext():
+        check(meta, config, INFO, predictor=True, source="x=y")

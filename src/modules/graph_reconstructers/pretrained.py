@@ -20,6 +20,9 @@ TOKENIZER_SHAPE = ("n_codes", "code_dim", "hidden_dim", "n_layers", "distance")
 KINDS = "tokenizer", "mask_predictor"
 """Names of the two kinds of files; the second one, as `predictor`, has index 1."""
 
+ENTRIES = {"kind", "env", "map_name", "shape_key", "tokenizer_config", "mask_predictor_config"}
+"""Those of a `meta` entry."""
+
 EARLIER = {"mask_predictor_config.kind": "masked"}
 """Values of keys that files of earlier versions do not have."""
 
@@ -43,7 +46,7 @@ def check(meta: object, config: Config, info: EnvInfo, *, predictor: bool, sourc
     user gave, as `key=value`. Errors: UserError.
     """
     kind = KINDS[predictor]
-    if not isinstance(meta, dict) or meta.get("kind") != kind:
+    if not isinstance(meta, dict) or meta.get("kind") != kind or not ENTRIES <= meta.keys():
         raise UserError(f"{source} is not the file of a trained {kind}; give the one that pre-training wrote")
     if meta["shape_key"] != info.shape_key():
         trained, here = f"{meta['env']} {meta['map_name']}".strip(), f"{info.name} {info.map_name}".strip()

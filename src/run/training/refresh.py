@@ -70,8 +70,9 @@ class Refresh:
     """Trains a copy of the predictor and hands its weights to the reconstructor of the agents.
 
     Args:
-        session: of the run. pretrained: modules of stages 1 and 2; they stay as they are. mac: whose reconstructor
-            acts, with a predictor of its own. replay: the team's episodes, with `full_obs`.
+        session: of the run. pretrained: modules of stages 1 and 2. Its predictor is replaced by a copy, since agents
+            may act with the object; the copy stays as it is. mac: whose reconstructor acts, with a predictor of its
+            own. replay: the team's episodes, with `full_obs`.
 
     Attributes:
         predictor: the copy. learner: of stage 2, over the copy. count: refreshes so far.
