@@ -75,7 +75,7 @@ def _contrast(found: Sequence[Group], place: str, references: Sequence[str]) -> 
                 for other in references]  # fmt: skip
         for of in (last, mean_height) if has_gap else ():
             inner = label not in (LOWER, UPPER) and iqm([of[UPPER]]) > iqm([of[LOWER]])  # else there is no gap
-            row.append(text_of(*gap_share([values if of is last else of[label]], [of[LOWER]], [of[UPPER]], iqm))
+            row.append(text_of(*gap_share([of[label]], [of[LOWER]], [of[UPPER]], iqm))
                        if inner else "-")  # fmt: skip
         took = minutes[label]
         rows.append([*row, *(["-" if math.isnan(took) else f"{took:.1f}"] if measured else [])])
