@@ -124,7 +124,8 @@ def aim(label: str, found: list[Rows], seeds: list[int]) -> str:
     lines.append("")
     for seed, rows in zip(seeds, found, strict=True):
         met = {state: [each.words for each in conditions(rows) if each.met is state] for state in (False, None)}
-        said = "; ".join(met[False]) or ("too few units to judge" if met[None] else "meets the aim")
+        unknown = f"not all known: {'; '.join(met[None])}" if met[None] else "meets the aim"
+        said = "; ".join(met[False]) or unknown
         lines.append(f"- seed {seed}: {said}")
     return "\n".join(lines)
 

@@ -115,7 +115,8 @@ def _kind(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     if get_origin(annotation) is dict:
         return "section"
     name = "none" if annotation is type(None) else annotation.__name__
-    return " ".join([name, *_limits(metadata)]).replace(" ≥ 0.0 ≤ 1.0", " 0 to 1")
+    text = " ".join([name, *_limits(metadata)])
+    return text.replace(" ≥ 0.0 ≤ 1.0", " 0 to 1").replace(" > 0.0 < 1.0", " between 0 and 1")
 
 
 def _limits(metadata: tuple[Any, ...]) -> Iterator[str]:

@@ -305,7 +305,9 @@ def test_tables_of_records_show_shares_of_the_living_and_the_last_test_of_each_r
     (tmp_path / "study.jsonl").write_text("")
     beside = [tmp_path / "study.jsonl", tmp_path / "another.jsonl"]
     (tmp_path / "another.jsonl").write_text("")
-    assert _belief_tests([], beside, []) == tables(found), "those beside results files, once"
+    of_map, other = (SimpleNamespace(place=f"skirmish {name}", folder=tmp_path / "x") for name in (census["map"], "no"))
+    assert _belief_tests([of_map], beside, []) == tables(found), "those beside results files, once"
+    assert _belief_tests([other], beside, []) == [], "of other maps"
     empty = {**census, "units": {"enemy": {**entry, "living": 0}}}
     odd = {**plug_in, "beliefs": {"full": {"win_rate": 0.5, "interval": [], "share": None}}}
     assert tables([empty, odd, *found]) == tables(found), "what cannot be shown is left out"

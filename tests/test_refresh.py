@@ -214,15 +214,34 @@ def test_a_resumed_run_refreshes_when_it_would_have(tmp_path: Path) -> None:
 
 def test_a_share_of_the_stage_is_its_steps_wherever_the_stage_ends(tmp_path: Path) -> None:
     """An end that moves, as an estimate does, moves the next refresh and brings none at once."""
-    steps, share = (
-        refresh_of("tracker", toy_episodes(3, seed=4), tmp_path, reconstructor_refresh=each)[0] for each in (50, 0.125)
-    )
+    episodes = toy_episodes(3, seed=4)
+    given: list[dict[str, Any]] = [
+        {"reconstructor_refresh": 50}, {"reconstructor_refresh": 0.125},
+        {"reconstructor_refresh": 0.125, "max_episodes": 100},
+    ]  # fmt: skip
+    steps, share, moving = (refresh_of("tracker", episodes, tmp_path, **each)[0] for each in given)
     times = range(7, 400, 9)
     assert [share.due(t, 400) for t in times] == [steps.due(t, 400) for t in times]
-    share.load(tmp_path, 120)
+    for each in (steps, share):
+        each.load(tmp_path, 140)
+        assert [each.due(t, 400) for t in (149, 150, 199, 200)] == [False, True, False, True]
+    moving.load(tmp_path, 120)
     asked = [(140, 400), (150, 400), (165, 440), (190, 400), (200, 400), (299, 800), (300, 800)]
-    assert [share.due(*each) for each in asked] == [False, True, False, False, True, False, True]
+    assert [moving.due(*each) for each in asked] == [False, True, False, False, True, False, True]
     assert refresh_warnings(share.session.config) == []
+
+
+def test_a_share_of_a_stage_that_episodes_end_refreshes_as_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refreshed = []
+    monkeypatch.setattr("omagd.run.reporting.plots.curves", lambda *_: None)
+    monkeypatch.setattr(Refresh, "run", lambda self, *_: (refreshed.append(self), {})[1])
+    words = [word for word in STAGES if not word.startswith(("t_max=", "reconstructor_refresh="))]
+    more = ("mask_predictor_config.kind=tracker", "max_episodes=40", "reconstructor_refresh=0.25")
+    result = omagd.run(config_from([*words, f"local_results_path={tmp_path}", *more]))
+    assert result["exit_state"] == "completed"
+    assert 2 <= len(refreshed) <= 4, "the end is an estimate"
 
 
 def test_files_of_a_step_and_checkpoints_continue_weights_and_optimizer(tmp_path: Path) -> None:

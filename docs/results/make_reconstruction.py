@@ -33,7 +33,6 @@ from omagd.run.analysis.contrasts import (
     METRIC,
     UPPER,
     contrasts,
-    cpu_hours,
     cpu_minutes,
     final_tests,
     gate,
@@ -212,7 +211,8 @@ def cost(data: Data) -> str:
     """Return how many runs there are, what they took, and which code each arm ran with."""
     if not data.runs:
         return NOT_YET
-    hours, unknown = cpu_hours(data.runs), sum(run.cpu_seconds is None for run in data.runs)
+    hours = sum(run.cpu_seconds or 0.0 for run in data.runs) / 3600
+    unknown = sum(run.cpu_seconds is None for run in data.runs)
     lines = [f"{len(data.runs)} runs, {hours:.1f} core-hours" + f" ({unknown} runs without a figure)" * bool(unknown)]
     commits: dict[str, dict[tuple[str, str], int]] = {}
     for part, runs in data.parts.items():

@@ -29,7 +29,8 @@ def _as_tuple(value: object) -> object:
 def _as_interval(value: object) -> object:
     """Return whole steps as an int, a share of the run as a float. Errors: ValueError for any other number."""
     value = as_whole(value)
-    if isinstance(value, float) and not 0 < value < 1 or isinstance(value, int) and value < 0:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not whole and not (isinstance(value, float) and 0 < value < 1):
         raise ValueError("give whole steps, or less than 1: a share of the run")
     return value
 
@@ -217,7 +218,7 @@ class Config(Frozen):
     graph_pretrain_random_share: Unit  # probability of a random action under `mixed`
     graph_pretrain_patience: Whole  # evaluations without a better model that end stages 1 and 2; 0: never
     graph_lr: Positive  # learning rate of Adam in stages 1 and 2
-    reconstructor_refresh: Interval  # steps, or share of stage 3's, between trainings of the predictor in it; 0: never
+    reconstructor_refresh: Interval  # steps between trainings of the predictor in stage 3, or their share; 0: never
     reconstructor_refresh_updates: Count  # updates of the predictor each time, on the team's own episodes
     tokenizer_config: TokenizerConfig
     mask_predictor_config: MaskPredictorConfig

@@ -139,7 +139,7 @@ class PredictorLearner(GraphLearner):
         loss = PredictorLoss(predictor, info, config.precision == "bf16")
         super().__init__("predictor", predictor, loss, config, info, dist)
         self.predictor, self.tokenizer = predictor, tokenizer.eval().requires_grad_(False)
-        if not predictor.table.any():  # a trained one keeps the table that it learned and acts with
+        if not predictor.bound:  # a trained one keeps the table that it has learned with and acts with
             predictor.bind(tokenizer.table())
         predictor.recompute = config.enable_gradient_checkpointing
 

@@ -111,10 +111,18 @@ class MaskPredictor(nn.Module):
             self.feature_in, self.feature_out = nn.Linear(dim, d, bias=False), nn.Linear(2 * dim, d, bias=False)
         self.register_buffer("table", torch.zeros(n_codes, dim))
         self.register_buffer("code_features", torch.zeros(n_codes + N_SPECIAL, dim))
+        # Nothing reads these two; files and checkpoints of earlier versions have them.
+        self.register_buffer("slot_sum", torch.zeros(self.n_nodes, dim, dtype=torch.float64))
+        self.register_buffer("slot_count", torch.zeros(self.n_nodes, dtype=torch.float64))
         self.register_buffer("types", torch.tensor(layout.node_types), persistent=False)
         for table in (self.token, self.kind, self.position):
             nn.init.normal_(table.weight, std=0.5)
         nn.init.normal_(self.head.weight, std=0.02)
+
+    @property
+    def bound(self) -> bool:
+        """Whether it has the features of a tokenizer's codes."""
+        return bool(self.table.any())
 
     @torch.no_grad()
     def bind(self, table: Tensor) -> None:

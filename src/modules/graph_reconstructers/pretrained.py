@@ -46,7 +46,9 @@ def check(meta: object, config: Config, info: EnvInfo, *, predictor: bool, sourc
     user gave, as `key=value`. Errors: UserError.
     """
     kind = KINDS[predictor]
-    if not isinstance(meta, dict) or meta.get("kind") != kind or not ENTRIES <= meta.keys():
+    sections = "tokenizer_config", "mask_predictor_config"
+    complete = isinstance(meta, dict) and ENTRIES <= meta.keys() and all(isinstance(meta[n], dict) for n in sections)
+    if not isinstance(meta, dict) or not complete or meta["kind"] != kind:
         raise UserError(f"{source} is not the file of a trained {kind}; give the one that pre-training wrote")
     if meta["shape_key"] != info.shape_key():
         trained, here = f"{meta['env']} {meta['map_name']}".strip(), f"{info.name} {info.map_name}".strip()

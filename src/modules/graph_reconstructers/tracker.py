@@ -293,8 +293,11 @@ class Tracker(nn.Module):
         return out
 
     def step_basis(self, step: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return hat functions [R, 8] of the step [R]: linear in log2(1 + step), knots at 0 to 7; the last stays 1."""
-        at = step.clamp(max=self.limit).to(dtype).add(1).log2().clamp(max=N_HATS - 1)
+        """Return hat functions [R, 8] of the step [R]: linear in log2(1 + step), with knots at 0 to 7.
+
+        The last one falls from 1 at step 127 to 0 at 255. After that only `step_table` tells the step.
+        """
+        at = step.clamp(max=self.limit).to(dtype).add(1).log2()
         return F.relu(1 - (at[:, None] - torch.arange(N_HATS, dtype=dtype, device=step.device)).abs())
 
     def _one_hot(self, action: Tensor) -> Tensor:

@@ -201,11 +201,6 @@ def mean_heights(found: Sequence[Group], place: str) -> dict[str, np.ndarray]:
     return {group.label: values for group in found if len(values := _values(group.at(place), _area))}
 
 
-def cpu_hours(runs: Sequence[Run]) -> float:
-    """Return the CPU hours of runs, of those where they are known."""
-    return sum(run.cpu_seconds or 0.0 for run in runs) / 3600
-
-
 def cpu_minutes(runs: Sequence[Run]) -> float:
     """Return the CPU minutes of one run, the mean over those where they are known; NaN where none is."""
     known = [run.cpu_seconds for run in runs if run.cpu_seconds]

@@ -16,7 +16,7 @@ import numpy as np
 LEVEL = 0.95
 RESAMPLES = 2000
 FEW_SEEDS = 5
-FEW = f"intervals over fewer than {FEW_SEEDS} seeds are much too narrow (3 seeds: right in about 75 % of cases)"
+FEW = f"intervals over fewer than {FEW_SEEDS} seeds are much too narrow (one arm, 3 seeds: 75 % in place of 95 %)"
 """What a reader must know of intervals over few seeds: docs/plots.md and benchmarks/interval_coverage.py."""
 
 ENTRIES_AT_ONCE = 4_000_000

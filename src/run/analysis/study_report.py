@@ -237,17 +237,18 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
 def _belief_tests(runs: Sequence[Run], folders: Sequence[Path], warnings: list[str]) -> list[belief_tests.Table]:
     """Return the tests of beliefs in the folders that the user named, then those of the runs, each once.
 
-    Those of a results file are beside it.
+    Beside a results file are those of other studies, too: of these only the maps of the runs are shown.
     """
-    named = [folder.parent if folder.is_file() else folder for folder in folders]
-    around = dict.fromkeys(folder.absolute() for folder in (*named, *(run.folder for run in runs)))
+    named = {folder.absolute(): None for folder in (*folders, *(run.folder for run in runs)) if not folder.is_file()}
+    beside = {folder.absolute().parent: {run.place for run in runs} for folder in folders if folder.is_file()}
     made = []
-    for folder in around:
+    for folder, places in {**beside, **named}.items():
         try:
             found = belief_tests.records(folder)
         except OSError as problem:
             warnings.append(f"{folder / belief_tests.FILE}: cannot be read ({problem.strerror})")
             continue
+        found = [each for each in found if places is None or f"{each.get('env')} {each.get('map')}" in places]
         shown = belief_tests.tables(found)
         made += shown
         if lost := len(found) - len(shown):

@@ -107,7 +107,8 @@ class Refresh:
         if self._interval < 1:
             every.interval = max(1, round(self._interval * end))
             # With `max_episodes` the end is an estimate: a multiple that moves must not be passed twice.
-            if t_env - last < every.interval / 2:
+            estimated = self.session.config.max_episodes is not None
+            if estimated and t_env - last < every.interval / 2:
                 return False
         return every.due(t_env)
 
