@@ -63,7 +63,7 @@ GOOD = {"baseline": 0.2, "last_seen": 0.22, "map_constant": 0.24, "baseline_trut
 @pytest.mark.parametrize(
     ("changed", "seeds", "state", "short", "said"),
     [
-        ({}, 6, "holds", "meets all conditions", "`omagd` closes 0.60 ["),
+        ({}, 6, "holds", "meets all conditions", "`omagd` closes 0.600 ["),
         ({}, 4, "open", "open", "Seeds so far, of 5: `omagd` 4, `baseline` 4, `full_obs` 4, `last_seen` 4"),
         ({"omagd": 0.44}, 6, "does not hold", "misses 1 of 5 conditions", "closes 0.48"),
         ({"omagd": 0.235}, 6, "does not hold", "misses 4 of 5 conditions", "closes 0.07"),
@@ -101,7 +101,7 @@ def test_a_verdict_has_the_numbers_of_an_independent_bootstrap():
           for other in ("baseline", *SIMPLE)),
     ]  # fmt: skip
     why = verdict(groups, MAP, "b").why
-    found = [list(map(float, each)) for each in re.findall(r"(-?\d\.\d\d) \[(-?\d\.\d\d), (-?\d\.\d\d)\]", why)]
+    found = [list(map(float, each)) for each in re.findall(r"(-?\d\.\d+) \[(-?\d\.\d+), (-?\d\.\d+)\]", why)]
     assert len(found) == 2 + len(SIMPLE)
     for (value, *ends), (true, samples) in zip(found, expected, strict=True):
         assert value == pytest.approx(true, abs=0.0051)
@@ -406,7 +406,7 @@ def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
     assert line in page and "(docs/results/reconstruction/final.png)" in readme
     cells = line.strip("| ").split(" | ")
     assert cells[1:5] == ["10", "0.25", "0.55", "0.75"] and cells[-2:] == ["1.0 to 1.0", "meets all conditions"]
-    assert cells[5].startswith("0.30 [0.2") and cells[6].startswith("0.60 [0.5")
+    assert cells[5].startswith("0.30 [0.2") and cells[6].startswith("0.600 [0.5")
     for name in ("final.png", "curves.png", "beliefs.png"):
         assert f"(reconstruction/{name})" in page and (site / name).read_bytes().startswith(b"\x89PNG")
     assert script.pages(study.Data(site)) == made

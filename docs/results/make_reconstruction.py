@@ -254,7 +254,7 @@ def answer(data: Data) -> str:
         kind, low = data.places[place], last[LOWER]
         share = "-"
         if UPPER in last and iqm([last[UPPER]]) > iqm([low]):
-            share = text_of(*gap_share([last[METHOD]], [low], [last[UPPER]], iqm))
+            share = text_of(*gap_share([last[METHOD]], [low], [last[UPPER]], iqm), 3)
         rates = [f"{float(iqm([last[arm]])):.2f}" if arm in last else "-" for arm in (LOWER, METHOD, UPPER)]
         gain = text_of(*difference([last[METHOD]], [low], iqm))
         short = data.verdict(place, kind).short

@@ -113,7 +113,7 @@ def _closes(found: Sequence[Group], place: str, last: Values) -> Finding:
     if not gap > 0:
         return False, "no gap to close", [f"there is no gap: `{UPPER}` - `{LOWER}` = {text_of(gap, ends)}", gain]
     share, ends = gap_share([last[METHOD]], [last[LOWER]], [last[UPPER]], iqm)
-    parts = [(share >= LEAST, f"`{METHOD}` closes {text_of(share, ends)} of the gap (asked: {LEAST})")]
+    parts = [(share >= LEAST, f"`{METHOD}` closes {text_of(share, ends, 3)} of the gap (asked: {LEAST})")]
     for label in SIMPLE:
         above, ends = difference([last[METHOD]], [last[label]], iqm)
         parts.append((_lower_end(ends) > 0, f"`{METHOD}` - `{label}` = {text_of(above, ends)}"))
