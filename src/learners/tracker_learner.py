@@ -71,8 +71,7 @@ class TrackerLoss(LossModule):
         each = each + F.binary_cross_entropy_with_logits(out.dead_logit, 1 - living, reduction="none")
         loss = (weight * each).sum()
         with torch.no_grad():
-            age = sample.memory.age[sample.memory.missing]
-            taken = self.tracker.taken_for_dead(out, sample.node, age).to(dtype)
+            taken = self.tracker.taken_for_dead(out, sample.node, sample.ages).to(dtype)
             stats = {
                 "graph_loss": (loss.detach(), sample.weight.sum()),
                 "recall_absent": mean_of(taken, sample.dead),

@@ -259,16 +259,16 @@ class Tracker(nn.Module):
         mean = out.base + gain[0] * out.regressed + gain[1] * out.learned
         return mean.clamp(*self.bounds[:, node])
 
-    def taken_for_dead(self, out: Output, node: Tensor, age: Tensor) -> Tensor:
-        """Return which of the missing nodes [M], of these ages [M], are taken for dead, [M] bool."""
-        return out.dead_logit.sigmoid() > self.threshold[self.types[node], (age > 0).long()]
+    def taken_for_dead(self, out: Output, node: Tensor, ages: Tensor) -> Tensor:
+        """Return which of the missing nodes [M], of these classes of age [M], are taken for dead, [M] bool."""
+        return out.dead_logit.sigmoid() > self.threshold[self.types[node], (ages > 0).long()]
 
     def belief(self, out: Output, age: Tensor, missing: Tensor) -> Belief:
         """Return the beliefs about the missing nodes as agents receive them. age, missing: of `Memory`."""
-        node, age = torch.nonzero(missing)[:, 2], age[missing]
+        node, ages = torch.nonzero(missing)[:, 2], age_class(age[missing])
         real = self.real.to(out.base.dtype)[node - 1]
-        mean = self.mean_of(out, node, self.gain[:, self.types[node], age_class(age)])
-        taken = self.taken_for_dead(out, node, age)
+        mean = self.mean_of(out, node, self.gain[:, self.types[node], ages])
+        taken = self.taken_for_dead(out, node, ages)
         features = torch.where(taken[:, None], 0.0, mean * real)
         return Belief(features.float(), out.dead_logit.sigmoid(), taken, out.variance.sqrt() * real)
 
