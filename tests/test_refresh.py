@@ -297,8 +297,11 @@ def test_an_interval_of_the_whole_run_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("runner", "kind", "truth"), [("parallel", "masked", 0.0), ("stream", "tracker", 0.0), ("parallel", "tracker", 0.5)]
-)
+    ("runner", "kind", "truth"), [
+        ("parallel", "masked", 0.0), ("stream", "tracker", 0.0), ("parallel", "tracker", 0.5),
+        ("resident", "masked", 0.5),
+    ],
+)  # fmt: skip
 def test_a_run_refreshes_between_episodes_and_saves_what_its_agents_act_with(
     runner: str, kind: str, truth: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,8 +393,7 @@ def test_a_run_that_ends_with_the_episodes_in_flight_is_tested_and_not_refreshed
 NO_REFRESH = {
     "use_graph_reconstruction=False": "has no predictor",
     "mask_predictor_config.kind=map_constant": "kind=map_constant is not trained by updates",
-    "runner=resident": "does not work with runner=resident",
-    "runner=ticks": "does not work with runner=ticks",
+    "runner=ticks": "learns from whole episodes, not with runner=ticks",
     "learner=ppo_learner": "keeps none",
     "env_args.map_name=3m,4m": "learns one map, not a set",
 }

@@ -97,7 +97,7 @@ def test_each_way_of_playing_has_a_loop_of_its_own():
 def test_a_round_that_was_left_early_leaves_nothing_behind():
     plays, mac = game()
     loop = plays._resident(mac, 2, False, True)
-    loop._begin(torch.arange(2 * SLOTS).view(2, SLOTS), 0.5)
+    loop._begin(torch.arange(2 * SLOTS).view(2, SLOTS), explore(0.5))
     with torch.no_grad():
         while not loop._closing.any():
             loop.tick()
@@ -126,7 +126,10 @@ def test_actions_explore_by_epsilon_and_only_among_those_available():
 
 
 def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
-    """Shared by agents, steps or both decisions, they would be correlated, which no frequency shows."""
+    """Shared by agents, steps or both decisions, they would be correlated, which no frequency shows.
+
+    Nor are they the one of the episode, which decides whether it shows all units.
+    """
     numbers: list[Tensor] = []
 
     def noted(number: Tensor, key: Tensor) -> Tensor:
@@ -137,7 +140,8 @@ def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
     steps, agents, actions = 40, 3, 5
     q = torch.zeros(steps, agents, actions)
     choose(q, q == 0, torch.tensor(0.5), torch.zeros(steps, dtype=torch.int64), torch.arange(steps))
-    assert torch.cat(numbers).unique().numel() == 2 * steps * agents
+    drawn = torch.cat(numbers).unique()
+    assert drawn.numel() == 2 * steps * agents and resident_loop.SHOWN not in drawn
 
 
 def test_each_key_has_a_stream_of_its_own():

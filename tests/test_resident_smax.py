@@ -42,7 +42,7 @@ def test_an_episode_follows_from_its_seed_and_a_tick_reads_no_value(env):
     first = played(plays, mac, explore=explore(0.5))
     with fixed_shapes():
         for loop in (plays._made[1], plays._resident(mac, 2, True, True)):
-            loop._begin(torch.zeros(loop.episodes, SLOTS, dtype=torch.int64), 0.5)
+            loop._begin(torch.zeros(loop.episodes, SLOTS, dtype=torch.int64), explore(0.5))
             for _ in range(3):
                 loop.tick()
     plays.stream.load_state_dict({"played": [0] * SLOTS, "generation": 0})

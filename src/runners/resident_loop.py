@@ -15,6 +15,7 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.controllers.basic_mac import BasicMAC
+from omagd.controllers.types import Exploration
 from omagd.envs.resident import Outcome, ResidentGame, Seen
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
@@ -26,6 +27,7 @@ RETURN, LENGTH, END, RESULTS = range(4)
 """Columns of `ResidentLoop.results`: return, length, the tick at which the episode ended, then the game's results."""
 
 GREEDY = -1.0  # an epsilon below every random number
+SHOWN = -1  # number of the draw of an episode that decides whether it shows all units; those of `choose` follow
 WARM_UP = 3  # ticks before a graph is captured: kernels are compiled and libraries set up by then
 LOOK_EVERY = 8  # ticks between two looks at whether slots still play
 
@@ -83,12 +85,12 @@ class ResidentLoop:
         columns = RESULTS + len(game.results)
         self.results = torch.zeros(episodes * slots, columns, dtype=torch.float64, device=device)
         self._returned = torch.zeros(slots, dtype=torch.float64, device=device)
-        self._epsilon = torch.zeros((), dtype=torch.float64, device=device)
+        self._epsilon, self._truth = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
         self._seeds, self._tick = counts(episodes, slots), counts()
         self._seed, self._step, self._number, self._slot = (counts(slots) for _ in range(4))
         self._slot += torch.arange(slots, device=device)
-        self._playing, self._closing, self._again = (
-            torch.zeros(slots, dtype=torch.bool, device=device) for _ in range(3)
+        self._playing, self._closing, self._again, self._showing = (
+            torch.zeros(slots, dtype=torch.bool, device=device) for _ in range(4)
         )
         self._last_action, self._chosen = (counts(slots, info.n_agents) for _ in range(2))
         self._start = self._actor.init_hidden(slots).detach().clone()
@@ -108,9 +110,9 @@ class ResidentLoop:
         return self._guesses is None or self._guesses.is_current
 
     @torch.no_grad()
-    def play(self, seeds: np.ndarray, epsilon: float | None, ticked: Callable[[bool], None]) -> None:
-        """Play all episodes. seeds: [K, B] int64. epsilon: None to act greedily. ticked: called before each tick."""
-        self._begin(torch.from_numpy(seeds), GREEDY if epsilon is None else epsilon)
+    def play(self, seeds: np.ndarray, explore: Exploration | None, ticked: Callable[[bool], None]) -> None:
+        """Play all episodes. seeds: [K, B] int64. explore: None to act greedily. ticked: called before each tick."""
+        self._begin(torch.from_numpy(seeds), explore)
         for tick in range(self.episodes * self._n_rows):
             ticked(True)
             self.tick()
@@ -122,10 +124,11 @@ class ResidentLoop:
         for part in self._parts:
             part()
 
-    def _begin(self, seeds: Tensor, epsilon: float) -> None:
+    def _begin(self, seeds: Tensor, explore: Exploration | None) -> None:
         everyone = torch.ones_like(self._playing)
         self._seeds.copy_(seeds)
-        self._epsilon.fill_(epsilon)
+        self._epsilon.fill_(GREEDY if explore is None else explore.epsilon)
+        self._truth.fill_(0.0 if explore is None else explore.truth)
         self._start.copy_(self._actor.init_hidden(len(everyone)))
         for counter in (self._tick, self._step, self._number, self._returned, self._closing):
             counter.zero_()
@@ -150,7 +153,8 @@ class ResidentLoop:
         shown = self._shown
         features, guessed = shown.full if self._reads_full else shown.obs, None
         if self._guesses is not None:
-            features, guessed = self._guesses.tick(shown.obs, self._step, self._playing | self._closing)
+            truth = (shown.full, self._showing) if self._see_all else None
+            features, guessed = self._guesses.tick(shown.obs, self._step, self._playing | self._closing, truth)
         q, hidden = self._actor.step(AgentInputs(features.to(self._dtype), self._last_action, guessed), self._hidden)
         actions = choose(q, shown.avail, self._epsilon, self._seed, self._step)
         self._chosen.copy_(actions.masked_fill(~self._playing.unsqueeze(1), 0))
@@ -182,6 +186,7 @@ class ResidentLoop:
         """Begin the episode `_number` of the slots `_again`, but for the game's own part."""
         which = self._again
         self._seed.copy_(torch.where(which, self._seeds.gather(0, self._number.unsqueeze(0)).squeeze(0), self._seed))
+        self._showing.copy_(uniform(torch.full_like(self._slot, SHOWN), self._seed) < self._truth)
         self._step.masked_fill_(which, 0)
         self._returned.masked_fill_(which, 0)
         self._last_action.masked_fill_(which.unsqueeze(1), -1)

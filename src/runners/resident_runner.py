@@ -86,9 +86,6 @@ class ResidentRunner(Runner):
             f"reconstructs with mask_predictor_config.kind=masked, not kind={kind}": (
                 config.use_graph_reconstruction and not issubclass(PREDICTORS.get(kind), TokenReconstructor)
             ),
-            "shows no units in place of guesses, so not with truth_until": (
-                config.truth_until > 0 and not config.evaluate
-            ),
             "reconstructs where it acts, so not with cpu_inference=True and use_graph_reconstruction=True": (
                 config.cpu_inference and config.use_graph_reconstruction
             ),
@@ -122,7 +119,7 @@ class ResidentRunner(Runner):
         loop = self._resident(policy, episodes_per_slot, full_obs, keep)
         origins = [self.stream.origins(np.ones(self.env.n_slots, bool)) for _ in range(episodes_per_slot)]
         seeds = np.stack([each.seed for each in origins])
-        loop.play(seeds, None if explore is None else explore.epsilon, self.ticked)
+        loop.play(seeds, explore, self.ticked)
         self.ticked(False)
         return self._collected(loop, origins)
 
@@ -130,6 +127,7 @@ class ResidentRunner(Runner):
         """Return the loop for such rounds; it keeps its memory from round to round."""
         key = (mac, episodes, full_obs, keep)
         if self._made is None or self._made[0] != key or not self._made[1].is_current:
+            self._made = None  # its memory first
             game = cast(CanBeResident, self.env).resident(mac.acting_device)
             self._made = key, ResidentLoop(game, mac, self.info, episodes, full_obs, keep)
         return self._made[1]

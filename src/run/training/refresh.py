@@ -61,9 +61,8 @@ def check_refresh(config: Config) -> None:
         raise UserError(f"{given}: mask_predictor_config.kind={kind} is not trained by updates. Use 0")
     if learner_class(config.learner).data != "replay":
         raise UserError(f"{given}: learns from a replay, and learner={config.learner} keeps none. Use 0")
-    runner = runners.REGISTRY.get(config.runner)
-    if runner.unit != "episodes" or config.runner == "resident":
-        raise UserError(f"{given}: does not work with runner={config.runner}. Use runner=parallel, episode or stream")
+    if runners.REGISTRY.get(config.runner).unit != "episodes":
+        raise UserError(f"{given}: learns from whole episodes, not with runner={config.runner}. Use runner=parallel")
 
 
 class Refresh:
