@@ -21,14 +21,16 @@ from runs import play, tests
 
 from omagd.run.reporting.card import Card, marks, read_card
 
+NO_HELP = ["truth_until=0", "reconstructor_refresh=0"]  # omagd_small trains on the truth, and refreshes its predictor
+SEES = ["use_graph_reconstruction=False", *NO_HELP]
 KINDS = {
-    "ff": ["use_graph_reconstruction=False", "agent=ff"],
-    "baseline": ["use_graph_reconstruction=False"],
-    "last_seen": ["use_graph_reconstruction=False", "fill_unseen=last_seen"],
-    "map_constant": ["mask_predictor_config.kind=map_constant"],
-    "team_obs": ["use_graph_reconstruction=False", "use_team_obs=True"],
+    "ff": [*SEES, "agent=ff"],
+    "baseline": SEES,
+    "last_seen": [*SEES, "fill_unseen=last_seen"],
+    "map_constant": ["mask_predictor_config.kind=map_constant", *NO_HELP],
+    "team_obs": [*SEES, "use_team_obs=True"],
     "omagd": [],
-    "full_obs": ["use_graph_reconstruction=False", "use_full_obs=True"],
+    "full_obs": [*SEES, "use_full_obs=True"],
 }
 COLOURS = {
     "ff": "#b9a44c", "baseline": "#8893a3", "last_seen": "#3f9b4f", "team_obs": "#6a5acd", "omagd": "#0f8f8a",

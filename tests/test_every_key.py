@@ -37,7 +37,7 @@ STAGES: dict[str, Any] = {
     },
     "graph_pretrain_epochs": 2, "graph_pretrain_episodes": 4, "graph_pretrain_batch_size": 2,
     "graph_pretrain_eval_interval": 1, "graph_pretrain_eval_episodes": 2, "graph_pretrain_test_episodes": 2,
-    "graph_frames_at_once": 64,
+    "graph_frames_at_once": 64, "truth_until": 0.0, "reconstructor_refresh_updates": 1,
 }  # fmt: skip
 SNAKES: dict[str, Any] = {**TINY, "ticks_per_iteration": 20, "buffer_size": 60, "rnn_hidden_dim": 8}
 TOKENIZER = {"pretrained_tokenizer_path": "all stages/models/pretrain_stage1_best"}
@@ -118,7 +118,7 @@ RUNS: dict[str, Run] = {
     "a tracker": Run(
         "omagd_small", "skirmish", STAGES, t_max=40, graph_pretrain_patience=1,
         mask_predictor_config={**STAGES["mask_predictor_config"], "kind": "tracker", "decode": "mean"},
-        reconstructor_refresh=20, reconstructor_refresh_updates=1,
+        reconstructor_refresh=20,
         truth_all_until=0.2, truth_until=0.5,
         makes=("models/pretrain_stage2_best/stage2_model.th", "plots/beliefs.png"),
     ),

@@ -23,6 +23,7 @@ from omagd.learners.nq_learner import NQLearner
 from omagd.learners.protocol import METHODS, learner_class
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.run.checkpoint.serialization import first_not_finite
+from omagd.run.checkpoint.weights import load_into
 from omagd.run.cli.main import config_from, main
 from omagd.run.training.stages.health import MOST_SKIPPED, Health
 from omagd.utils.errors import UserError
@@ -212,7 +213,17 @@ FILES = {
     "{step}/opt.th": "checkpoint_path",
     "pretrain_stage1_best/tokenizer.th": "pretrained_tokenizer_path",
     "pretrain_stage2_best/stage2_model.th": "pretrained_mask_predictor_path",
+    "{step}/stage2_model.th": "checkpoint_path",  # refreshed: agents act with this one
 }
+NOT_EVALUATED = ("opt.th", "pretrain_stage2_best/stage2_model.th")
+
+
+def test_weights_that_are_no_tensors_are_refused_in_one_line(tmp_path):
+    module = torch.nn.Linear(2, 3)
+    with pytest.raises(
+        UserError, match=r"key=.*weights.th does not fit: 'weight' is no tensor in the file, \[3, 2\] in"
+    ):
+        load_into(module, dict.fromkeys(module.state_dict(), "x"), tmp_path / "weights.th", "key")
 
 
 @pytest.mark.parametrize(("file", "key"), FILES.items())
@@ -225,14 +236,16 @@ def test_weights_that_are_not_finite_are_neither_played_nor_continued_from(small
     spoil(content)
     torch.save(content, path)
     words = f"pretrained_tokenizer_path={models}/pretrain_stage1_best checkpoint_path={run} auto_resume=False"
-    words += f" pretrained_mask_predictor_path={models}/pretrain_stage2_best local_results_path={tmp_path}"
+    words += f" pretrained_mask_predictor_path={models}/pretrain_stage2_best local_results_path={tmp_path} t_max=1000"
     attempts = [["--config=omagd_small", "with", *BUDGETS, *words.split()]]
-    if path.name != "opt.th":
+    if not str(path).endswith(NOT_EVALUATED):
         attempts.append(["evaluate", str(run)])
         with pytest.raises(UserError, match=f"{path} holds values that are not finite"):
             omagd.load_policy(run)
     for attempt in attempts:
         assert main(attempt) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: {key}={path} holds values that are not finite (in '")
+        refreshed = attempt[0] == "evaluate" and path.name == "stage2_model.th"
+        named = "pretrained_mask_predictor_path" if refreshed else key
+        assert line.startswith(f"error: {named}={path} holds values that are not finite (in '")
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]

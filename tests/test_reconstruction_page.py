@@ -626,17 +626,19 @@ def test_parts_of_predictions_have_a_table_of_their_own_once_all_were_played(sit
     assert page.count(f"| swap | {MAP} | a team |") == 1, "the parts are in their own table alone"
 
 
-def test_the_baseline_with_as_much_cpu_time_stands_beside_the_method_and_decides_nothing(site):
+@pytest.mark.parametrize(("won", "reached"), [(0.1, "never"), (0.58, "1.0 million (8)")])
+def test_the_baseline_with_as_much_cpu_time_stands_beside_the_method_and_decides_nothing(site, won, reached):
     before = page_now()
     lines = [json.loads(line) for line in (site / "reconstruction_3_agents.jsonl").read_text().splitlines()]
     for line in lines:
         if line["arm"] == "baseline" and line["seed"] < 5:
             more = {"study": "reconstruction_equal_time", "identity": f"longer {line['seed']}", "cpu_seconds": 3000.0}
-            tests = {**line["tests"], "t_env": [1_000_000, 6_000_000], "test_battle_won_mean": [0.1, 0.45]}
+            tests = {**line["tests"], "t_env": [1_000_000, 6_000_000], "test_battle_won_mean": [won, 0.45]}
             append(site / "reconstruction_equal_time.jsonl", {**line, **more, "tests": tests})
     page = page_now()
     part = page.split("<!-- begin equal_time")[1].split("<!-- end equal_time")[0]
     assert f"| {MAP} | 10, 5 | 0.25 (6) | 0.55 (6) | 0.45 (50) | 6 million | 0.10 [0.0" in part
+    assert f"] | {reached} |" in part
     for name in ("verdicts", "tables", "answer", "gate"):
         ours, theirs = (each.split(f"<!-- begin {name}")[1].split("<!-- end")[0] for each in (page, before))
         assert ours == theirs, name
@@ -706,6 +708,28 @@ def test_a_map_without_a_predicted_class_is_refused(site):
         script.main()
 
 
-def test_a_page_without_a_marker_is_refused():
-    with pytest.raises(UserError, match="begin maps"):
-        script.filled("no marker", {"maps": "x"})
+def test_a_page_without_a_marker_is_refused_and_nothing_is_written(site):
+    script.main()
+    page = script.PAGE
+    page.write_text(page.read_text().replace("<!-- begin verdicts", "<!-- begin verdictz"))
+    before = {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()}
+    with (site / "reconstruction_5_agents.jsonl").open("a") as file:  # so that pictures would change
+        for line in (site / "reconstruction_3_agents.jsonl").read_text().splitlines():
+            file.write(json.dumps({**json.loads(line), "map": "8m_mixed_sight6"}) + "\n")
+    before[site / "reconstruction_5_agents.jsonl"] = (site / "reconstruction_5_agents.jsonl").read_bytes()
+    with pytest.raises(UserError, match=f"{page.name}: needs one marker <!-- begin verdicts"):
+        script.main()
+    assert {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()} == before
+
+
+def test_a_second_result_of_a_seed_is_refused(site):
+    line = json.loads((site / "reconstruction_5_agents.jsonl").read_text().splitlines()[0])
+    append(site / "reconstruction_5_agents.jsonl", {**line, "job": "again"})
+    with pytest.raises(UserError, match=r"main study: baseline: the same map and seed again.*Remove the lines of one"):
+        page_now()
+
+
+def test_a_record_of_a_test_without_a_map_is_refused(site):
+    append(site / "beliefs.jsonl", {"test": "census"})
+    with pytest.raises(UserError, match=r"beliefs.jsonl: a census names no map. Remove its line"):
+        page_now()

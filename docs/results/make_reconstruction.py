@@ -10,6 +10,7 @@ needed. Tables are the same in every call.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ from omagd.run.analysis.groups import Group
 from omagd.run.analysis.plot import caption
 from omagd.run.analysis.runs import Run
 from omagd.run.analysis.statistics import difference, gap_share, iqm
+from omagd.run.analysis.verdicts import median_steps
 from omagd.run.watch.moments import write_png
 from omagd.run.watch.recording import Recording
 from omagd.utils.errors import UserError
@@ -239,9 +241,14 @@ def equal_time(data: Data) -> str:
             rates = [f"{float(iqm([last[label]])):.2f} ({minutes[label]:.0f})" for label in (LOWER, METHOD, name)]
             steps, seeds = longer[0].tests[-1]["t_env"] / 1e6, f"{len(last[METHOD])}, {len(last[name])}"
             gain = text_of(*difference([last[METHOD]], [last[name]], iqm))
-            rows.append([place, seeds, *rates, f"{steps:.0f} million", gain])
+            reached = median_steps(longer, float(iqm([last[METHOD]]))) / 1e6
+            sooner = (
+                f"{reached:.1f} million ({minutes[name] * reached / steps:.0f})" if math.isfinite(reached) else "never"
+            )
+            rows.append([place, seeds, *rates, f"{steps:.0f} million", gain, sooner])
     arms = f"`{LOWER}`", f"`{METHOD}`", f"`{LOWER}` with more steps"
-    return markdown(["map", "seeds", *arms, "steps of it", "`omagd` - that"], rows) if rows else NOT_YET
+    head = ["map", "seeds", *arms, "steps of it", "`omagd` - that", "reaches `omagd` after"]
+    return markdown(head, rows) if rows else NOT_YET
 
 
 def answer(data: Data) -> str:
@@ -302,30 +309,32 @@ def parts(data: Data) -> dict[Path, dict[str, str]]:
     }  # fmt: skip
 
 
-def filled(text: str, made: Mapping[str, str]) -> str:
+def filled(page: Path, made: Mapping[str, str]) -> str:
     """Return a page with other content between its markers. Errors: UserError for a marker that it does not have."""
+    text = page.read_text(encoding="utf-8")
     for name, content in made.items():
         pattern = rf"(<!-- begin {name}: .*? -->\n).*?(<!-- end {name} -->)"
         if len(re.findall(pattern, text, re.DOTALL)) != 1:
             marker = f"<!-- begin {name}: ... -->"
-            raise UserError(f"the page needs one marker {marker} and its end. Put it where the part belongs")
+            raise UserError(f"{page}: needs one marker {marker} and its end. Put it where the part belongs")
         text = re.sub(pattern, lambda found, new=content: f"{found[1]}{new}\n{found[2]}", text, flags=re.DOTALL)
     return text
 
 
 def pages(data: Data) -> dict[Path, str]:
     """Return the text of the pages."""
-    return {page: filled(page.read_text(encoding="utf-8"), made) for page, made in parts(data).items()}
+    return {page: filled(page, made) for page, made in parts(data).items()}
 
 
 def main() -> None:
-    """Write the pictures, then the pages."""
+    """Write the pictures and the pages; nothing if one of them cannot be made."""
     data = Data(DATA)
-    for name, content in figures(data).items():
-        replace_file(DATA / name, content)
+    drawn, texts = figures(data), pages(data)
     if (data.folder / BATTLE).is_file():
         write_png(Recording.read(data.folder / BATTLE), DATA / BELIEFS_PICTURE)
-    for page, text in pages(data).items():
+    for name, content in drawn.items():
+        replace_file(DATA / name, content)
+    for page, text in texts.items():
         replace_file(page, text.encode())
         print(page.relative_to(ROOT))
 

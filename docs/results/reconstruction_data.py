@@ -89,7 +89,13 @@ class Data:
             files.setdefault(PART_OF[path.stem], []).append(path)
         self.parts = {part: _read(files.get(part, [])) for part in (GATE, MAIN, FLOAT32, EQUAL_TIME, VARIANTS)}
         self.runs = [run for part in self.parts.values() for run in part]
+        for part, runs in self.parts.items():
+            if again := without_repeats(_arms(runs))[1]:
+                raise UserError(f"{folder}: {part}: {again[0]}. Remove the lines of one of them")
         self.beliefs = belief_tests.records(folder)
+        for record in self.beliefs:
+            if not {"env", "map"} <= record.keys():
+                raise UserError(f"{folder / belief_tests.FILE}: a {record['test']} names no map. Remove its line")
         played = {run.place for run in self.runs}
         if unknown := played - MAPS.keys() - RESERVE.keys():
             names = ", ".join(sorted(unknown))
@@ -191,6 +197,10 @@ def seeds_of(place: str) -> tuple[int, ...]:
 
 def by_arm(runs: Sequence[Run]) -> list[Group]:
     """Return the runs of each arm, in the order of `ARMS`, each seed once on a map."""
+    return without_repeats(_arms(runs))[0]
+
+
+def _arms(runs: Sequence[Run]) -> list[Group]:
     order = dict.fromkeys((*ARMS, *(run.arm for run in runs)))
     found = [Group(arm, {}, tuple(run for run in runs if run.arm == arm)) for arm in order]
-    return without_repeats([group for group in found if group.runs])[0]
+    return [group for group in found if group.runs]

@@ -159,8 +159,10 @@ def _refresh(config: Config) -> None:
     if not config.reconstructor_refresh or not _trains_agents(config):
         return
     if not config.use_graph_reconstruction:
-        given = f"reconstructor_refresh={config.reconstructor_refresh}"
-        raise UserError(f"{given}: use_graph_reconstruction=False has no predictor. Use --config=omagd_small, or 0")
+        raise UserError(
+            f"reconstructor_refresh={config.reconstructor_refresh}: use_graph_reconstruction=False has no predictor."
+            " Use a --config=fog_…, or reconstructor_refresh=0 truth_until=0"
+        )
     if config.truth_until and config.truth_all_until >= 1:
         raise UserError(
             f"truth_all_until={config.truth_all_until}: no training episode shows what the predictor believes, so"
@@ -190,12 +192,12 @@ def _truth(config: Config) -> None:
     if not config.use_graph_reconstruction and config.fill_unseen == "none":
         raise UserError(
             f"{given}: shows all units in place of guesses, and nothing is guessed. Use --config=omagd_tracker, a"
-            " fill_unseen, or 0"
+            " fill_unseen, or truth_until=0"
         )
     if config.use_graph_reconstruction and predictor.kind == "masked" and predictor.decode != "mean":
         raise UserError(
             f"{given}: mask_predictor_config.decode={predictor.decode} stores codes, which cannot say what is true. Use"
-            " decode=mean"
+            " decode=mean, or truth_until=0"
         )
 
 

@@ -58,6 +58,8 @@ def check_inferences(config: Config, info: EnvInfo) -> None:
         return
     given = f"mask_predictor_config.kind={config.mask_predictor_config.kind}"
     if config.truth_until:
-        raise UserError(f"{given}: fills in no units, so truth_until={config.truth_until} shows none. Use 0")
+        raise UserError(
+            f"{given}: fills in no units, so truth_until={config.truth_until} shows none. Use truth_until=0"
+        )
     if not getattr(agents.REGISTRY.get(config.agent), "reads_inferences", False):
         raise UserError(f"{given}: agent={config.agent} does not read what it infers. Use agent=n_rnn, rnn or ff")

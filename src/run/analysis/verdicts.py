@@ -133,22 +133,22 @@ def _fast(found: Sequence[Group], place: str, last: Values) -> Finding:
     heights = mean_heights(found, place)
     gap, ends = difference([heights[METHOD]], [heights[LOWER]], iqm)
     level = REACHED * float(iqm([last[LOWER]]))
-    steps = {label: _median_steps(found, place, label, level) for label in (METHOD, LOWER)}
+    steps = {label: median_steps(_trainings(found, place, label), level) for label in (METHOD, LOWER)}
     holds = _upper_end(ends) >= 0
-    sooner = ", ".join(f"`{label}` {each}" for label, each in steps.items())
+    words = {label: f"{each:,.0f}" if math.isfinite(each) else "never" for label, each in steps.items()}
+    sooner = ", ".join(f"`{label}` {each}" for label, each in words.items())
     return holds, "not found slower" if holds else "slower", [
         f"mean height of the curve, `{METHOD}` - `{LOWER}` = {text_of(gap, ends)}",
         f"median steps to a win rate of {level:.2f}: {sooner}",
     ]  # fmt: skip
 
 
-def _median_steps(found: Sequence[Group], place: str, label: str, level: float) -> str:
-    """Return the median over seeds of the steps of the first test at a level; seeds that never reach it count last."""
-    curves = [run.test_curve(METRIC) for run in _trainings(found, place, label)]
+def median_steps(runs: Sequence[Run], level: float) -> float:
+    """Return the median over runs of the steps of the first test at a win rate; infinity for runs that never reach it."""
+    curves = [run.test_curve(METRIC) for run in runs]
     firsts = [next((t for t, won in zip(steps, values, strict=True) if won >= level), math.inf)
               for steps, _, values in curves if len(values)]  # fmt: skip
-    middle = float(np.median(firsts))
-    return f"{middle:,.0f}" if math.isfinite(middle) else "never"
+    return float(np.median(firsts))
 
 
 def _lower_end(ends: Interval | None) -> float:

@@ -50,7 +50,7 @@ def load_into(module: nn.Module, weights: Mapping[str, Any], path: Path, key: st
     own = module.state_dict()
     for name in [*own, *weights]:
         here, there = own.get(name), weights.get(name)
-        if here is None or there is None or here.shape != there.shape:
+        if here is None or not isinstance(there, torch.Tensor) or here.shape != there.shape:
             sizes = f"{_shape(there)} in the file, {_shape(here)} in this configuration"
             fix = "use the --config, map and sizes that it was trained with"
             raise UserError(f"{key}={path} does not fit: '{name}' is {sizes}; {fix}")
@@ -130,8 +130,9 @@ def with_own_settings(saved: Any, own: Any) -> Any:
     return saved
 
 
-def _shape(tensor: torch.Tensor | None) -> str:
-    return "absent" if tensor is None else str(list(tensor.shape))
+def _shape(value: Any) -> str:
+    absent = "absent" if value is None else "no tensor"
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else absent
 
 
 def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path", source: str = "") -> Path:

@@ -169,7 +169,7 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
     import torch
 
     from omagd.modules.graph_reconstructers.pretrained import check
-    from omagd.run.checkpoint.weights import PREDICTOR_FILE, find_step_folder, load_file, load_learner
+    from omagd.run.checkpoint.weights import PREDICTOR_FILE, find_step_folder, load_file, load_learner, require_finite
     from omagd.run.checkpoint.whole_state import whole_state
     from omagd.run.training.build import build_plain_mac, load_agent, load_pretrained, of_checkpoint
     from omagd.run.training.evaluate import trained_team
@@ -206,8 +206,9 @@ def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
         elif config.checkpoint_path:
             _require_steps_left(config, load_learner(learner, folder))
             if config.reconstructor_refresh and (path := folder / PREDICTOR_FILE).is_file():
-                meta = load_file(path, "checkpoint_path").get("meta")
-                check(meta, config, info, predictor=True, source=f"checkpoint_path={path}")
+                content = load_file(path, "checkpoint_path")
+                check(content.get("meta"), config, info, predictor=True, source=f"checkpoint_path={path}")
+                require_finite(content.get("weights", {}), path, "checkpoint_path")
     return stages
 
 
