@@ -158,7 +158,7 @@ def test_training_shows_all_units_in_all_episodes_then_in_ever_fewer(tmp_path: P
 @pytest.mark.parametrize(("preset", "changes", "message"), [
     ("fog_baseline", {}, "truth_until=0.5: shows all units in place of guesses, and nothing is guessed"),
     ("fog_full_obs", {}, "nothing is guessed"),
-    ("omagd_small", {"mask_predictor_config.decode": "argmax"}, "decode=argmax stores codes.* Use decode=mean, or truth_until=0"),
+    ("omagd_small", {"mask_predictor_config.decode": "argmax"}, "argmax stores codes.* decode=mean, or truth_until=0"),
     ("fog_ma2e", {}, "kind=ma2e: fills in no units, so truth_until=0.5 shows none. Use truth_until=0"),
     ("omagd_tracker", {"truth_all_until": 0.6}, "truth_all_until=0.6: must be at most truth_until=0.5"),
     ("omagd_tracker", {"truth_all_until": 1.0, "truth_until": 1.0}, "truth_all_until=1.0: .* Give less than 1"),

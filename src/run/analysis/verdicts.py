@@ -144,7 +144,7 @@ def _fast(found: Sequence[Group], place: str, last: Values) -> Finding:
 
 
 def median_steps(runs: Sequence[Run], level: float) -> float:
-    """Return the median over runs of the steps of the first test at a win rate; infinity for runs that never reach it."""
+    """Return the median over runs of the steps of the first test at a win rate; runs that never reach it: infinity."""
     curves = [run.test_curve(METRIC) for run in runs]
     firsts = [next((t for t, won in zip(steps, values, strict=True) if won >= level), math.inf)
               for steps, _, values in curves if len(values)]  # fmt: skip
