@@ -50,7 +50,7 @@ STAGES = (
     "--config=omagd_small", "--env-config=skirmish", "with", "env_args.map_name=3m_mixed_sight6", *BUDGETS,
     "run=default", "t_max=600", "test_interval=100", "save_model_interval=100", "buffer_size=12",
     "graph_pretrain_eval_episodes=2", "graph_pretrain_test_episodes=2", "reconstructor_refresh=60",
-    "reconstructor_refresh_updates=2", "graph_lr=0.01",
+    "reconstructor_refresh_updates=2", "graph_lr=0.01", "truth_until=0",
 )  # fmt: skip
 
 
