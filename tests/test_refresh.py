@@ -146,7 +146,9 @@ def test_agents_act_with_new_weights_and_learn_from_what_they_received(kind: str
     assert total / count == pytest.approx(logged[f"refresh/{name}"])
 
 
-@pytest.mark.parametrize(("n", "learned", "newest"), [(9, range(5), range(5, 9)), (2, [0], [1]), (1, [0], [0])])
+@pytest.mark.parametrize(("n", "learned", "newest"), [
+    (9, range(5), range(5, 9)), (5, range(3), range(3, 5)), (2, [0], [1]), (1, [0], [0]),
+])  # fmt: skip
 def test_the_newest_episodes_are_measured_and_not_learned_from(
     n: int, learned: Any, newest: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +224,8 @@ def test_a_share_of_the_stage_is_its_steps_wherever_the_stage_ends(tmp_path: Pat
     steps, share, moving = (refresh_of("tracker", episodes, tmp_path, **each)[0] for each in given)
     times = range(7, 400, 9)
     assert [share.due(t, 400) for t in times] == [steps.due(t, 400) for t in times]
+    rounded, _ = refresh_of("tracker", episodes, tmp_path, reconstructor_refresh=0.29)
+    assert [rounded.due(t, 100) for t in (28, 29)] == [False, True], "to whole steps"
     for each in (steps, share):
         each.load(tmp_path, 140)
         assert [each.due(t, 400) for t in (149, 150, 199, 200)] == [False, True, False, True]
@@ -254,6 +258,9 @@ def test_files_of_a_step_and_checkpoints_continue_weights_and_optimizer(tmp_path
     other.load(tmp_path, 70)
     resumed, its = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path)
     resumed.load_state_dict(copy.deepcopy(made.state_dict()))
+    wanted = dict(leaves(made.predictor.state_dict()))
+    for acting in (theirs, its):
+        assert dict(leaves(acting.predictor.state_dict())) == wanted, "agents act with them at once"
     for one in (made, other, resumed):
         one.run(generator(1, "refresh"), "test")
     wanted = dict(leaves(made.predictor.state_dict()))
@@ -284,6 +291,20 @@ def test_weights_that_are_not_finite_reach_no_agent(tmp_path: Path) -> None:
     setattr(made, "_measured", lambda batch: measured)  # noqa: B010 where no episode shows it
     made.learner.calibrate = lambda batch: (inner(batch), made.predictor.head.bias.data.fill_(float("inf")))
     with pytest.raises(UserError, match=r"reconstructor_refresh in here: .*not finite.*smaller graph_lr"):
+        made.run(generator(0, "refresh"), "here")
+    assert dict(leaves(before)) == dict(leaves(reconstructor.predictor.state_dict()))
+
+
+def test_a_refresh_whose_loss_is_not_finite_or_whose_updates_are_skipped_reaches_no_agent(tmp_path: Path) -> None:
+    made, reconstructor = refresh_of("tracker", toy_episodes(9, seed=4), tmp_path, reconstructor_refresh_updates=10)
+    before = copy.deepcopy(reconstructor.predictor.state_dict())
+    measured, inner = made._measured, made.learner.update
+    setattr(made, "_measured", lambda batch: {"graph_loss": float("nan")})  # noqa: B010
+    with pytest.raises(UserError, match=r"reconstructor_refresh in here: refresh/graph_loss\S*=nan is not finite"):
+        made.run(generator(0, "refresh"), "here")
+    setattr(made, "_measured", measured)  # noqa: B010
+    made.learner.update = lambda batch: {**inner(batch), SKIPPED: (torch.ones(()), torch.ones(()))}
+    with pytest.raises(UserError, match="in here: the gradient was not finite in 10 updates in a row"):
         made.run(generator(0, "refresh"), "here")
     assert dict(leaves(before)) == dict(leaves(reconstructor.predictor.state_dict()))
 

@@ -54,11 +54,13 @@ def test_greedy_rounds_are_those_of_the_environment(monkeypatch, name, limit, op
         assert_same(one, other)
 
 
-def test_an_episode_follows_from_its_seed_whatever_plays_beside_it():
-    """With exploration: the same seeds in other slots, in another order, in rounds of another size."""
-    plays, mac = game()
-    first = played(plays, mac, explore=explore(0.4), episodes_per_slot=2)
-    again, mac = game(slots=2 * SLOTS)
+@pytest.mark.parametrize("guesses", [{}, {"mac": "n_graph_mac", "agent": "n_rnn", "use_graph_reconstruction": True}])
+def test_an_episode_follows_from_its_seed_whatever_plays_beside_it(guesses):
+    """With exploration, and some episodes that show all units: in other slots, another order and another round."""
+    how = {"explore": explore(0.4, 0.5), "full_obs": bool(guesses)}
+    plays, mac = game(**guesses)
+    first = played(plays, mac, **how, episodes_per_slot=2)
+    again, mac = game(slots=2 * SLOTS, **guesses)
     starts = sorted({int(entry["seed"]) for entry in first.log}, reverse=True)
 
     class Given(EpisodeSeeds):
@@ -66,13 +68,15 @@ def test_an_episode_follows_from_its_seed_whatever_plays_beside_it():
             return np.array(starts)
 
     again.stream = Given(1, "train")
-    second = played(again, mac, explore=explore(0.4))
+    second = played(again, mac, **how)
     by_seed = [{e.meta.seed: e for e in rollout.episodes} for rollout in (first, second)]
     assert set(by_seed[0]) == set(by_seed[1]) == set(starts)
     for seed in starts:
         one, other = by_seed[0][seed], by_seed[1][seed]
         assert torch.equal(one["actions"], other["actions"])
         assert torch.equal(one["obs"], other["obs"])
+        if guesses:
+            torch.testing.assert_close(one["recon"], other["recon"], atol=4e-3, rtol=4e-3)
     assert any(len(e["reward"]) != len(first.episodes[0]["reward"]) for e in first.episodes)
 
 
