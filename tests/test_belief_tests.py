@@ -308,6 +308,7 @@ def test_tables_of_records_show_shares_of_the_living_and_the_last_test_of_each_r
     of_map, other = (SimpleNamespace(place=f"skirmish {name}", folder=tmp_path / "x") for name in (census["map"], "no"))
     assert _belief_tests([of_map], beside, []) == tables(found), "those beside results files, once"
     assert _belief_tests([other], beside, []) == [], "of other maps"
+    assert _belief_tests([other], [beside[0], tmp_path], []) == tables(found), "all of a folder that was named"
     empty = {**census, "units": {"enemy": {**entry, "living": 0}}}
     odd = {**plug_in, "beliefs": {"full": {"win_rate": 0.5, "interval": [], "share": None}}}
     assert tables([empty, odd, *found]) == tables(found), "what cannot be shown is left out"
@@ -383,6 +384,11 @@ def test_the_gate_reads_a_finished_study(tmp_path, capsys):
     wide_out = capsys.readouterr().out
     row = next(line for line in wide_out.splitlines() if line.startswith("skirmish 3m"))
     assert re.search(r" 0\.200 \[0\.1\d\d, 0\.2\d\d\] ", row) and row.endswith("yes"), "as many places as the rates"
+    make_run(wide / "runs" / "played", seed=9, evaluate=True, checkpoint_path="x", finished=False)
+    jobs = json.loads((wide / "study.json").read_text())["jobs"]
+    write_json(wide / "study.json", {"jobs": [*jobs, {"job": {"name": "played", "arm": "baseline"}, "state": "done"}]})
+    assert main(["beliefs", "gate", str(wide)]) == 0
+    assert capsys.readouterr().out == wide_out, "an evaluation is no run of an arm"
     assert main(["beliefs", "gate", str(wide), "--least=0.25"]) == 0
     assert capsys.readouterr().out.splitlines()[2].endswith("no")
     wild = study(tmp_path / "wild", {"baseline": 0.2, "full_obs": 0.4}, seeds=1)
@@ -450,6 +456,8 @@ def test_each_column_of_a_comparison_by_hand(tmp_path):
     assert rows["omagd"]["win rate at the end, IQM"].startswith("0.40 [")
     assert rows["omagd"]["mean height of the curve"] == f"{height['omagd']:.3f}"
     assert rows["omagd"]["share of the gap"].startswith("0.50 [")
+    gains = [rows[arm]["omagd - arm, at the end"].split(" [")[0] for arm in lines]
+    assert gains == ["0.20", "-", "-0.20"]
     share = (height["omagd"] - height["baseline"]) / (height["full_obs"] - height["baseline"])
     assert rows["omagd"]["share of the gap, whole curve"].startswith(f"{share:.2f} [")
     for seed in range(1, 6):  # now everything seen is worth nothing: there is no gap to close

@@ -153,6 +153,10 @@ def test_arms_with_one_name_in_two_studies_are_one_group_only_where_their_settin
     assert found("mine", "s3") == [("lr=0.001", 4), ("lr=0.005", 2)]
     assert found("mine", "more") == [("qmix", 6)], "more seeds of one method"
     assert {run.study for run in load([tmp_path / "mine"])} == {"mine"}
+    for name in ("one", "other"):
+        make_run(tmp_path / name / "runs" / "r", seed=1, pretrained_tokenizer_path=f"results/{name}/tokenizer.th")
+        as_study(tmp_path / name, lambda _: "given")
+    assert found("one", "other") == [("given", 2)], "also of one seed with weights of two files"
     make_run(tmp_path / "mine" / "runs" / "zchanged", lr=0.005, seed=9)
     as_study(tmp_path / "mine", lambda _: "qmix")
     assert found("mine") == [("qmix", 5)], "within a study an arm is one group"

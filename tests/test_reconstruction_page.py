@@ -83,6 +83,18 @@ def test_class_b_asks_for_half_of_the_gap_and_for_more_than_simple_guesses(chang
     assert state != "does not hold" or said in found.text.split(";")[0]  # what fails comes first
 
 
+def test_a_difference_of_0_is_no_loss_and_no_gain():
+    def flat(**won: float) -> list[Group]:
+        return [Group(arm, {}, tuple(run(arm, i, each) for i in range(6))) for arm, each in won.items()]
+
+    assert [verdict(flat(baseline=0.25, omagd=0.25), MAP, kind).state for kind in ("a", "c")] == ["holds", "holds"]
+    won = {**dict.fromkeys(GOOD, 0.25), "omagd": 0.5, "full_obs": 0.75}
+    assert verdict(flat(**won), MAP, "b").state == "holds"
+    found = verdict(flat(**{**won, "last_seen": 0.5}), MAP, "b")
+    assert found.short == "misses 1 of 5 conditions" and "`omagd` - `last_seen` = 0.00 [0.00, 0.00]" in found.why
+    assert verdict(flat(**{**won, "full_obs": 0.25}), MAP, "b").short == "no gap to close"
+
+
 def test_a_verdict_has_the_numbers_of_an_independent_bootstrap():
     rng = np.random.default_rng(5)
     scores = {arm: rng.normal(middle, 0.05, 10) for arm, middle in GOOD.items()}
@@ -138,7 +150,8 @@ def test_class_a_asks_for_the_area_under_the_curve_whatever_the_end_is():
     assert verdict(swapped, MAP, "a").short == "slower"
     hardly = verdict(arms(baseline=0.6, omagd=0.595), MAP, "a")
     assert hardly.state == "holds"  # the interval of the difference holds 0
-    played = replace(slow[0].runs[0], summary={"kind": "evaluation"}, given=slow[0].runs[0].given[-1:])
+    ended = {"kind": "evaluation", "exit_state": "failed"}
+    played = replace(slow[0].runs[0], summary=ended, given=slow[0].runs[0].given[-1:])
     again = [Group("baseline", {}, (*slow[0].runs, *[replace(played, folder=Path(f"e{i}")) for i in range(9)])), *fast]
     assert verdict(again, MAP, "a").why == found.why, "an evaluation is no curve"
     never = verdict([*arms(baseline=0.6), *arms(omagd=0.3)], MAP, "a")
@@ -187,6 +200,11 @@ def test_one_seed_many_times_is_one_seed():
     repeated = [Group(arm, {}, tuple(run(arm, 1, won) for _ in range(6))) for arm, won in GOOD.items()]
     found = verdict(repeated, MAP, "b")
     assert found.state == "open" and found.why.startswith("Seeds so far, of 5: `omagd` 1, `baseline` 1,")
+    given = arms(5, baseline=0.2, omagd=0.3)
+    for seed, state in ((9, "holds"), (None, "open")):  # a run whose seed nobody knows is none
+        config = {**given[0].runs[0].config, "seed": seed}
+        each = [replace(g, runs=(replace(g.runs[0], config=config), *g.runs[1:])) for g in given]
+        assert verdict(each, MAP, "c").state == state
 
 
 def test_no_verdict_looks_at_numbers_before_each_arm_has_its_seeds():
@@ -323,6 +341,7 @@ def rows_with(rows, name: str, change: dict) -> dict:
         ("enemy_before", {"recall_dead": None}, "open", "unknown of the dead that were seen before recognised"),
         ("enemy", {"recall_dead": 0.5}, "yes", ""),
         ("enemy", {("health_r2", "ridge"): 0.41}, "no", "R² of health 0.4000, of ridge regression 0.41"),
+        ("enemy", {("health_r2", "ridge"): 0.4}, "yes", ""),  # as good is enough
         ("enemy", {("health_r2", "predictor"): None}, "open", "R² of health unknown, of ridge regression 0.3000"),
         ("enemy_before", {"recall_dead": None, "taken_for_dead": 0.06}, "no", "0.060 of those seen"),
         ("enemy_age16", {("mse", "ridge"): 0.01}, "yes", ""),  # of too few cases
@@ -358,21 +377,29 @@ def test_one_row_and_one_guess_are_enough_to_miss_what_was_asked(row, guess):
     words = f"error at most {'1.010 of ridge regression' if guess == 'ridge' else '0.952 of the best simple guess'}"
     found = predictor_aim.judged(rows, 3, 3)
     assert found.state == "no" and found.words.startswith(words) and found.worst.startswith(words)
+    assert f"(row: {'all' if row == 'enemy' else 'seen before'}; asked" in found.worst
 
 
 def test_rows_are_means_over_seeds_and_missing_where_cases_are_few():
     row = predictor_aim.mean_row([ROWS[0], {**ROWS[0], "count": 100, "mse": {**ERRORS, "ridge": 0.4}}])
     assert row["count"] == 500 and row["mse"]["ridge"] == pytest.approx(0.3) and row["recall_dead"] == 0.99
     assert predictor_aim.mean_row([ROWS[2]]) == predictor_aim.mean_row([]) == {}
+    assert predictor_aim.mean_row([{**ROWS[2], "count": 200}])["count"] == 200, "as many as asked are enough"
 
 
-def test_one_command_redraws_the_page_from_the_lines_alone(site, capsys):
+def test_one_command_redraws_the_page_from_the_lines_alone(site, monkeypatch):
     episode = {"env": "skirmish", "map_name": "m", "seed": 1, "policy": "p", "values": "Q-values", "results": {}}
     scene = {"ids": ["a0", "e0"], "teams": [0, 1], "kinds": ["", ""], "team_names": ["agents", "enemies"], "sight": [6]}
     moment = {"x": [0, 9], "y": [0, 0], "alive": [True, True], "seen": ["1"], "beliefs": [[[1, 8, 0, None]]]}
     episode |= {"scene": {**scene, "actions": [], "bounds": [-9, -9, 9, 9]}, "moments": [moment, moment]}
     Recording.model_validate({"episodes": [episode]}).write(site / "battle.json.gz")
+    drawn, render = {}, script.render
+    monkeypatch.setattr(script, "render", lambda *args: (drawn.update({args[1].kind: args}), render(*args))[1])
     script.main()
+    assert all("IQM" in words for _, _, words, *_ in drawn.values()), "as the page says"
+    (panel, *_), axes, *_ = drawn["final"]
+    ends = {line.label: float(line.x[0]) for line in panel.lines}
+    assert axes.gap == ("baseline", "full_obs") and ends["omagd"] == pytest.approx(0.545)
     made = {page: page.read_text() for page in (script.PAGE, script.DETAILS, script.README)}
     page, readme = made[script.PAGE] + made[script.DETAILS], made[script.README]
     assert "**skirmish 3m_mixed_sight6, class b: holds.**" in page and "asked: at least 2" in page
