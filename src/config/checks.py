@@ -161,7 +161,7 @@ def _refresh(config: Config) -> None:
     if not config.use_graph_reconstruction:
         raise UserError(
             f"reconstructor_refresh={config.reconstructor_refresh}: use_graph_reconstruction=False has no predictor."
-            " Use a --config=fog_…, or reconstructor_refresh=0 truth_until=0"
+            " Use --config=fog_baseline, or reconstructor_refresh=0 truth_until=0"
         )
     if config.truth_until and config.truth_all_until >= 1:
         raise UserError(

@@ -304,7 +304,10 @@ def _training(config: Config, world_size: int, environments: int) -> dict[str, A
         }
     from omagd.learners.protocol import updates_per_iteration
 
-    return _observations(config) | {
+    reads = _observations(config)
+    if config.truth_until:
+        reads[READS] += f"; in training first everything (truth_until={config.truth_until})"
+    return reads | {
         "environments": environments,
         "updates_per_round": updates_per_iteration(config),
         **({"ticks_per_round": config.ticks_per_iteration} if config.runner == "ticks" else {}),

@@ -117,6 +117,8 @@ class Refresh:
         rng: for the draws. when: stage and time, for messages. Errors: UserError where training has diverged.
         """
         config, replay = self.session.config, self._replay
+        count, updates = self.count + 1, config.reconstructor_refresh_updates
+        self.session.logger.info(f"{when}: refresh {count} of the predictor, {updates} updates on the team's battles")
         # Whole rounds of all slots, as in stage 2: the last episodes of a round are its longest.
         newest = self.session.rounds(min(MEASURED, config.graph_pretrain_eval_episodes)) * self.session.env.n_slots
         learned_from = len(replay) - min(newest, len(replay) // 2)
