@@ -513,5 +513,5 @@ def test_the_picture_of_beliefs_is_the_moment_with_most_to_guess(tmp_path, monke
     assert not any(unit["guessed"] for view in ("seen", "truth") for unit in shown[view])
     living = marks & full.any(-1)
     ((words, error),) = shown["info"]["errors"].items()
-    assert words.startswith(f"MSE at this moment, {living.sum()} living unseen unit")
+    assert words.startswith(f"MSE of {living.sum()} living unseen unit") and words.endswith("at this moment:")
     assert error == pytest.approx(np.mean((made - full)[living] ** 2), abs=2e-3) and error > 0.01

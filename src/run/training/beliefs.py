@@ -156,4 +156,4 @@ def _errors(nodes: dict[str, np.ndarray], guessed: np.ndarray) -> dict[str, floa
         return {}
     error = float(np.mean((nodes["reconstructed"][living] - nodes["truth"][living]) ** 2))
     units = "1 living unseen unit" if living.sum() == 1 else f"{living.sum()} living unseen units"
-    return {f"MSE at this moment, {units}": error}
+    return {f"MSE of {units} at this moment:": error}
