@@ -131,8 +131,9 @@ def with_own_settings(saved: Any, own: Any) -> Any:
 
 
 def _shape(value: Any) -> str:
-    absent = "absent" if value is None else "no tensor"
-    return str(list(value.shape)) if isinstance(value, torch.Tensor) else absent
+    if value is None:
+        return "absent"
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else "no tensor"
 
 
 def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path", source: str = "") -> Path:
