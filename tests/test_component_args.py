@@ -28,7 +28,7 @@ from omagd.modules.mixers.vdn import VDNMixer
 from omagd.run.checkpoint import resuming
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
-from omagd.run.training.build import complete_args
+from omagd.run.training.checks import complete_args
 from omagd.utils.errors import UserError
 
 add_example()

@@ -16,7 +16,7 @@ from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.critics import REGISTRY as CRITICS
 from omagd.modules.mixers import REGISTRY as MIXERS
-from omagd.run.training.build import plays_any_map
+from omagd.run.training.checks import plays_any_map
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
 

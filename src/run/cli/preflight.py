@@ -69,7 +69,7 @@ def preflight(config: Config) -> PreflightResult:
     _check_replays(config)
     plan = make_plan(config)  # imports torch; the checks above do not
     from omagd.modules.graph_reconstructers import check_inferences
-    from omagd.run.training.build import check_data, check_tasks, complete_args, with_maps
+    from omagd.run.training.checks import check_data, check_tasks, complete_args, with_maps
     from omagd.run.training.device import check_machine
     from omagd.run.training.experiment import check_stages
     from omagd.run.training.groups import check_groups
@@ -111,7 +111,7 @@ def describe_env(config: Config) -> EnvInfo:
     """
     from omagd.envs.factory import described_env, make_env
     from omagd.run.launch.watchdog import ended_if_hung
-    from omagd.run.training.build import check_args
+    from omagd.run.training.checks import check_args
     from omagd.run.training.session import BUILDING, CLOSING
     from omagd.utils.dist_utils import Dist
     from omagd.utils.signals import stoppable

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel
 
-from omagd import controllers, learners, runners
-from omagd.components import action_selectors
+from omagd import controllers, runners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import changed, config_names, find_yaml, read_preset
-from omagd.config.messages import typed_args
-from omagd.config.schema import COMPONENT_ARGS, Config
+from omagd.config.schema import Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
-from omagd.envs.task_sets.sets import is_file, task_set
 from omagd.envs.task_sets.shapes import unit_features
-from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import Learner, learner_class
-from omagd.modules import agents, mixers
 from omagd.modules import graph_reconstructers as reconstructers
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.entity_agents import EntityAgent
@@ -49,29 +41,18 @@ from omagd.run.checkpoint.weights import (
 from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.ahead import compile_ahead
+from omagd.run.training.checks import complete_args
 from omagd.run.training.session import BUILDING, Session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.tasks import episode_starts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
-from omagd.utils.run_folder import RunFolder, plain
+from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import seed_everything
 from omagd.utils.storage import read_entry, read_json
 
 PURPOSES = ("train", "test", "pretrain", "held_out", "pretrain_test", "beliefs")
-REPLAY_KEYS = "buffer_size updates_per_iteration epsilon_start epsilon_finish epsilon_anneal_time epsilon_speed".split()
-"""Keys of replay and of epsilon-greedy exploration: on-policy learners reject values other than the defaults."""
-
-TARGET_KEYS = {
-    "td_lambda": "has a key of its own, learner_args.gae_lambda, where it has a critic",
-    **dict.fromkeys(("double_q", "target_update_interval", "target_update_updates"), "has no target networks"),
-}
-"""Keys of Q-learning's targets, and what PPO and RLOO have instead: they reject values other than the defaults."""
-
-
-class NoArgs(BaseModel):
-    """Keys of a component that has none."""
 
 
 def n_slots(config: Config) -> int:
@@ -109,133 +90,6 @@ def build_session(
     log = EpisodeLog(folder.episode_log(dist.rank))
     checkpointer = Checkpointer(config, dist, folder, plan)
     return Session(config, dist, env, info, folder, logger, made, checkpointer, log, profiler)
-
-
-def check_tasks(config: Config, info: EnvInfo) -> None:
-    """Reject what cannot learn or play maps of different sizes. Errors: UserError."""
-    if not info.tasks:
-        return
-    what = f"env_args.map_name={config.map_name}"
-    if config.use_graph_reconstruction:
-        raise UserError(f"use_graph_reconstruction=True: learns one map, not a set ({what}). Give one map")
-    if not info.padded:
-        return
-    if not plays_any_map(agents.REGISTRY.get(config.agent)):
-        fitting = []
-        for name in agents.REGISTRY.names():
-            with suppress(UserError):  # the agent of a broken plug-in, which this run does not need
-                fitting += [name] if plays_any_map(agents.REGISTRY.get(name)) else []
-        raise UserError(
-            f"agent={config.agent}: reads a fixed number of units, but the maps of {what} have different ones. Use"
-            f" agent={' or '.join(fitting)}"
-        )
-    if config.obs_agent_id:
-        raise UserError(f"obs_agent_id=True: ties the agent to one number of units. Use obs_agent_id=False for {what}")
-    if not config.share_parameters:
-        raise UserError(
-            f"share_parameters=False: ties the agents to one number of units. Use share_parameters=True for {what}"
-        )
-
-
-def plays_any_map(agent: type) -> bool:
-    """Return whether agents of a class read any number of units."""
-    return bool(getattr(agent, "any_number_of_units", False))
-
-
-def complete_args(config: Config, sections: Sequence[str] = COMPONENT_ARGS) -> Config:
-    """Return `config` with all keys of the learner, the agent and the mixer: those that were given, and defaults.
-
-    Errors: UserError for keys and values that their `args_model` rejects, and for keys of one that has no model.
-    """
-    registries = dict(zip(COMPONENT_ARGS, (learners.REGISTRY, agents.REGISTRY, mixers.REGISTRY), strict=True))
-    complete = {}
-    for section in sections:
-        name = getattr(config, section.removesuffix("_args"))
-        model = getattr(registries[section].get(name), "args_model", NoArgs)
-        complete[section] = _as_json(section, check_args(config, section, model))
-        check_args(config.model_copy(update=complete), section, model)  # as config.json will hold them
-    return config.model_copy(update=complete)
-
-
-def with_maps(config: Config) -> Config:
-    """Return `config` with the content of the file that names a set of maps: the file may move or change later."""
-    given = config.env_args.get("map_name")
-    if not is_file(given) or (found := task_set(given)) is None:
-        return config
-    return config.model_copy(update={"env_args": {**config.env_args, "map_name": found.as_values()}})
-
-
-def check_args(config: Config, section: str, model: type[BaseModel]) -> BaseModel:
-    """Return the typed keys of a section. Errors: UserError, which names the preset if that sets the unknown key."""
-    kind, given = section.removesuffix("_args"), getattr(config, section)
-    if kind == "env" and (tasks := task_set(given.get("map_name"))) is not None:
-        given = {**given, "map_name": tasks.maps[0]}  # a list is no value of the environment of one map
-    owner = f"{kind}={getattr(config, kind)}"
-    return typed_args(section, owner, model, given, lambda key: _set_by(config, kind, given, key, section))
-
-
-def _set_by(config: Config, kind: str, given: Mapping[str, Any], key: str, section: str = "") -> str:
-    """Return the fix where the value of `key` in `given` is from the preset `name`; empty where it is not.
-
-    kind: of component that rejects the key. section: that holds the key, if any.
-    """
-    with suppress(UserError):  # a file given by its path, or another name
-        path = find_yaml("algs", config.name)
-        preset = read_preset("algs", config.name)
-        values = preset.get(section) if section else preset
-        values = values if isinstance(values, dict) else {}
-        for name in config_names("envs") if kind == "env" and key in values else ():
-            file = read_preset("envs", name)
-            if values.keys() <= file.get(section, {}).keys():
-                return f" {path.name} is for env={file.get('env')}: add --env-config={name}"
-        if values.get(key, ...) == given[key]:
-            return f" {path.name} sets it for another {kind}: use a --config with {kind}={getattr(config, kind)}"
-    return ""
-
-
-def _as_json(section: str, args: BaseModel) -> dict[str, Any]:
-    """Return arguments as `config.json` holds them. Errors: UserError for values that JSON has no form for."""
-    try:
-        values = args.model_dump(mode="json")
-    except (ValueError, RecursionError) as problem:  # pydantic's serialization errors are ValueErrors
-        raise UserError(f"{section}: a value cannot be saved as JSON ({' '.join(str(problem).split())})") from None
-    for key, value in values.items():
-        if plain(value) != value:
-            raise UserError(f"{section}.{key}={value}: must be finite, so that config.json can hold it")
-    return values
-
-
-def check_data(config: Config) -> None:
-    """Reject keys that contradict the learner's kind of data or its precisions. Errors: UserError."""
-    given, learner = f"learner={config.learner}", learner_class(config.learner)
-    if config.precision not in getattr(learner, "precisions", (config.precision,)):
-        fix = " or ".join(learner.precisions)
-        raise UserError(f"precision={config.precision}: {given} does not support it. Use precision={fix}")
-    if learner.data == "replay":
-        if config.batch_size > config.buffer_size:
-            raise UserError(f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}")
-        if action_selectors.draws(config.action_selector):
-            raise UserError(
-                f"action_selector={config.action_selector}: draws from logits, but {given} learns values. Use"
-                " action_selector=epsilon_greedy, or learner=ppo_learner"
-            )
-        return
-    if runners.REGISTRY.get(config.runner).unit != "episodes":
-        raise UserError(
-            f"runner={config.runner}: {given} learns from whole episodes. Use runner=parallel, episode or stream"
-        )
-    for key in ("t_max", "max_episodes"):  # an episode has at least one step
-        if (limit := getattr(config, key)) is not None and config.batch_size > limit:
-            raise UserError(
-                f"batch_size={config.batch_size}: {given} plays so many episodes before its first update, more than"
-                f" {key}={limit} allows. Lower batch_size"
-            )
-    why = dict.fromkeys(REPLAY_KEYS, "learns on-policy: each batch_size episodes are used once")
-    if issubclass(learner, PolicyLearner):  # others may have targets
-        why |= TARGET_KEYS
-    for key, (value, default) in changed(config, why).items():
-        fix = _set_by(config, "learner", {key: value}, key) or f" Leave it out ({key}={default})"
-        raise UserError(f"{key}={value}: has no meaning for {given}, which {why[key]}.{fix}")
 
 
 def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:
