@@ -81,7 +81,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path):
 def test_a_rank_ends_with_a_known_launcher_but_not_with_a_shell(name, watched, monkeypatch):
     found = []
     monkeypatch.setattr(processes, "_when_over", lambda wait, launcher: found.append(launcher))
-    for each in processes.LAUNCHERS:
+    for each in processes.WATCHED:
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "0")
     processes.end_with_launcher()

@@ -23,6 +23,7 @@ from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import AGENT_REWARD, LOST_IN_A_ROW, Observation
 from omagd.envs.task_sets.sets import task_set
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+from omagd.run.launchers import join_tasks, require_one_task
 from omagd.run.run import run_seeds
 from omagd.run.training import build
 from omagd.run.training.battles import load_mac
@@ -53,6 +54,7 @@ def run(config: Config) -> dict[str, Any]:
     """
     from omagd.run.cli.preflight import preflight
 
+    join_tasks()
     return run_seeds(None, preflight(config).config)
 
 
@@ -68,6 +70,7 @@ def study(
         `seed`, `state`, `error` and `folder` of each.
     Errors: UserError for what the study gets wrong, before anything starts. A failed run is no error.
     """
+    require_one_task("study")
     from omagd.run.studies.spec import load
     from omagd.run.studies.study import outcome, run_study
 

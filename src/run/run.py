@@ -14,9 +14,10 @@ from omagd.config.loading import validate
 from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import identity_of, is_trusted
 from omagd.run.launch.launcher import launch
+from omagd.run.launchers import is_main
 from omagd.run.reporting.report import render_summary, seeds_table
 from omagd.run.reporting.sacred_sink import SacredRelay
-from omagd.run.topology import is_main, make_plan
+from omagd.run.topology import make_plan
 from omagd.utils.errors import readable, visible
 from omagd.utils.logging import setup_logging
 from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json, make_token

@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omagd.config.schema import Config
+from omagd.run.launchers import TORCHRUN, launcher_of, local_rank, number_of, ranks_here
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """Environment variables by which a launcher describes its tasks.
-
-    Attributes:
-        size: number of tasks; the launcher is used only if this equals the number of ranks.
-        local_rank: index of the task on this host. here: number of tasks on this host.
-        each: numbers of tasks on all hosts, as SLURM writes them: "4(x2),3". node: index of this host.
-    """
-
-    size: str
-    local_rank: str
-    here: tuple[str, ...]
-    each: tuple[str, ...] = ()
-    node: str = ""
-
-
-LAUNCHERS = (
-    Launcher(
-        "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_NTASKS_PER_NODE",),
-        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "SLURM_NODEID",
-    ),
-    Launcher("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-    Launcher("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_LOCAL_SIZE",)),
-    Launcher("PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
-)  # fmt: skip
-"""srun, Open MPI, MVAPICH, Intel MPI and MPICH."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +37,11 @@ class Plan:
 
 
 def make_plan(config: Config) -> Plan:
-    """Derive the plan from the configuration, the devices and the variables that torchrun sets.
+    """Derive the plan from the configuration, the devices and the variables of torchrun (those of `join_tasks`, too).
 
     Errors: UserError for more ranks than devices, and for keys that contradict torchrun's group.
     """
-    _check_torchrun(config)
+    _check_tasks(config)
     joins = config.run == "ddp" and {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     if joins:
         _check_group()
@@ -89,61 +60,12 @@ def make_plan(config: Config) -> Plan:
     if backend == "nccl" and not cuda:
         raise UserError("dist_backend=nccl needs a GPU and use_cuda=True; leave it out, or use dist_backend=gloo")
     # Tasks of srun and MPI may each see other GPUs; `require_own_gpus` checks that later.
-    if cuda and local > cards and backend == "nccl" and not (joins and _launcher(world_size)):
+    if cuda and local > cards and backend == "nccl" and not (joins and launcher_of(world_size) != TORCHRUN):
         raise UserError(
             f"world_size={world_size} is more than the {cards} visible GPUs of this machine:"
             " give at most that many, or dist_backend=gloo to let ranks share GPUs"
         )
     return Plan(world_size, backend, cuda, joins)
-
-
-def ranks_here(world_size: int) -> int:
-    """Return how many of the ranks run on this host.
-
-    Read from LOCAL_WORLD_SIZE, else from srun or MPI, else one rank per visible GPU; without a launcher all ranks.
-    """
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return min(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
-    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return world_size
-    launcher = _launcher(world_size)
-    if count := _tasks_here(launcher) if launcher is not None else 0:
-        return min(world_size, count)
-    import torch
-
-    return min(world_size, torch.cuda.device_count() or world_size)
-
-
-def local_rank(world_size: int) -> int:
-    """Return this rank's index on this host: from LOCAL_RANK, srun or MPI, else from its rank."""
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
-    launcher = _launcher(world_size)
-    if launcher is not None and launcher.local_rank in os.environ:
-        return _number(launcher.local_rank, 0, world_size - 1)
-    return int(os.environ["RANK"]) % ranks_here(world_size)
-
-
-def _launcher(world_size: int) -> Launcher | None:
-    """Return the launcher that started this rank as one of `world_size` tasks; None for torchrun or if unknown."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return None
-    return next((known for known in LAUNCHERS if os.environ.get(known.size) == str(world_size)), None)
-
-
-def _tasks_here(launcher: Launcher) -> int:
-    """Return how many tasks a launcher has started on this host, 0 if unknown. Errors: UserError."""
-    for name in launcher.each:
-        counts: list[int] = []
-        for part in filter(None, os.environ.get(name, "").split(",")):
-            found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
-            if found is None:
-                raise UserError(f"{name}={os.environ[name]}: must be as SLURM sets it, such as 4(x2),3. Unset it")
-            counts += [int(found[1])] * int(found[2] or 1)
-        node = int(os.environ.get(launcher.node, "0")) if os.environ.get(launcher.node, "0").isdigit() else 0
-        if node < len(counts):
-            return counts[node]
-    return next((_number(name, 1, 10**6) for name in launcher.here if name in os.environ), 0)
 
 
 def require_own_gpus(places: Sequence[tuple[str, str]]) -> None:
@@ -160,23 +82,20 @@ def require_own_gpus(places: Sequence[tuple[str, str]]) -> None:
             )
 
 
-def is_main() -> bool:
-    """Return whether this process writes to the terminal: rank 0, or not part of a group."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _check_torchrun(config: Config) -> None:
-    """Reject keys that contradict torchrun's group. Errors: UserError."""
+def _check_tasks(config: Config) -> None:
+    """Reject keys that contradict the group of torchrun, srun or MPI. Errors: UserError."""
     ranks = os.environ.get("WORLD_SIZE", "1")
+    launcher = launcher_of(number_of("WORLD_SIZE", 1, 10**6, "1"))
     if config.run == "default" and ranks != "1":
-        raise UserError(f"run=default: this process is one of {ranks} (WORLD_SIZE={ranks}). Use run=ddp")
+        rank = os.environ.get("RANK", "0")
+        raise UserError(f"run=default: this is task {rank} of {ranks} of {launcher}. Use run=ddp, or start one task")
     if "RANK" in os.environ and config.world_size is not None and str(config.world_size) != ranks:
-        fix = f"Start {config.world_size} (--nproc_per_node), or give world_size={ranks}"
-        raise UserError(f"world_size={config.world_size}: torchrun started {ranks} processes. {fix}").on_all_ranks()
+        fix = f"Start {config.world_size}, or give world_size={ranks}"
+        raise UserError(f"world_size={config.world_size}: {launcher} started {ranks} tasks. {fix}").on_all_ranks()
     if "RANK" in os.environ and len(config.seeds) > 1:
         seeds = ",".join(map(str, config.seeds))
         raise UserError(
-            f"seeds={seeds}: torchrun's group runs one seed. Start torchrun once for each, with seed=…"
+            f"seeds={seeds}: the tasks of {launcher} train one seed together. Start them once for each, with seed=…"
         ).on_all_ranks()
 
 
@@ -201,22 +120,11 @@ def has_gpus(folder: str = "/dev") -> bool:
 
 def _check_group() -> None:
     """Reject invalid or contradicting variables of torchrun. Errors: UserError."""
-    world_size = _number("WORLD_SIZE", 1, 10**6)
-    _number("RANK", 0, world_size - 1)
-    here = _number("LOCAL_WORLD_SIZE", 1, world_size, str(world_size))
-    _number("LOCAL_RANK", 0, here - 1, "0")
+    world_size = number_of("WORLD_SIZE", 1, 10**6)
+    number_of("RANK", 0, world_size - 1)
+    here = number_of("LOCAL_WORLD_SIZE", 1, world_size, str(world_size))
+    number_of("LOCAL_RANK", 0, here - 1, "0")
     local_rank(world_size)
-    _number("MASTER_PORT", 1, 65535)
+    number_of("MASTER_PORT", 1, 65535)
     if not os.environ.get("MASTER_ADDR"):
         raise UserError("MASTER_ADDR: is not set, though RANK and WORLD_SIZE are. Start with torchrun, or unset them")
-
-
-def _number(name: str, least: int, most: int, default: str | None = None) -> int:
-    """Return an environment variable as an integer. Errors: UserError."""
-    text = os.environ.get(name, default)
-    if text is None:
-        raise UserError(f"{name}: is not set, though RANK and WORLD_SIZE are. Start with torchrun, or unset them")
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
-        takes = f"a whole number from {least}" + (f" to {most}" if most < 10**6 else "")
-        raise UserError(f"{name}={text}: must be {takes}, as torchrun sets it. Start with torchrun, or unset RANK")
-    return int(text)

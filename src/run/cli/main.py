@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from omagd.run import REGISTRY
+from omagd.run.launchers import is_main, join_tasks, require_one_task
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RunFailed, UserError, exit_line, libraries_of, nearest, visible
 from omagd.utils.signals import Stopped
 from omagd.utils.writing import drop_lost_output, print_out
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        if not error.said_by_rank_0 or _is_first():
+        if not error.said_by_rank_0 or is_main():
             _print_error(error.render())
         else:
             time.sleep(RANK_0_SECONDS)
@@ -79,17 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(f"error: {exit_line(error)}")
         return 1
     except Stopped as stop:
-        if _is_first():
+        if is_main():
             _print_error(visible(stop.render()))
         return stop.exit_code
     except KeyboardInterrupt:
         _print_error("interrupted")
         return INTERRUPTED_EXIT_CODE
-
-
-def _is_first() -> bool:
-    """Return whether this process is rank 0 or not part of a group."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _print_error(text: str) -> None:
@@ -129,6 +124,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 def _main(argv: list[str]) -> int:
     command = COMMANDS.get(argv[0]) if argv else None
     if command is not None and command.module:
+        require_one_task(argv[0])
         return _own(command, argv)
     options = _options(argv)
     if options.help:
@@ -204,6 +200,7 @@ def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _run(options: argparse.Namespace, config: Config) -> None:
     """Check the configuration, then print it (`--dry-run`) or run it."""
+    join_tasks()
     if not options.dry_run:
         from omagd.run.launch.processes import preload
 
@@ -218,7 +215,6 @@ def _run(options: argparse.Namespace, config: Config) -> None:
         print_out(resolved(config, checked))
         return
     from omagd.run.reporting.sacred_record import run_recorded
-    from omagd.run.topology import is_main
 
     sacred_options = {f"--{name}": getattr(options, name) for name in ("comment", "name", "loglevel")}
     run_recorded(

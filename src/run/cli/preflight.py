@@ -157,7 +157,7 @@ def _check_replays(config: Config) -> None:
 def _check_token(config: Config, plan: Plan) -> None:
     """Reject a `unique_token` that exists, unless this start may resume that run."""
     from omagd.run.checkpoint.resuming import require_free_token
-    from omagd.run.topology import is_main
+    from omagd.run.launchers import is_main
 
     again = plan.joins and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if is_main() and not again and (config.evaluate or not config.auto_resume):

@@ -124,7 +124,7 @@ def exit_code(error: BaseException) -> int:
 
 @contextmanager
 def naming_a_lost_rank(rank: int) -> Iterator[None]:
-    """Reduce an exchange that broke because another rank ended to one line; torchrun reports which rank, and why."""
+    """Reduce an exchange that broke because another rank ended to one line; the report of that rank says why."""
     try:
         yield
     except (UserError, RankFailed):
@@ -135,7 +135,7 @@ def naming_a_lost_rank(rank: int) -> Iterator[None]:
         if not words:
             raise
         line = f"rank {rank}: the connection to another rank broke ({words}): that rank has ended"
-        raise RankFailed(f"{line}; torchrun's report names the first one") from error
+        raise RankFailed(f"{line}; its own report, above or below, says why") from error
 
 
 def require_shared_folder(dist: Dist, path: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -19,8 +20,9 @@ from omagd.run.launch.failures import Notes, Verdict, verdict
 from omagd.run.launch.group import exit_code, joined_group, naming_a_lost_rank, require_shared_folder
 from omagd.run.launch.processes import Ranks, end_with_launcher, end_with_parent
 from omagd.run.launch.watchdog import ended_if_hung, leave_hung
+from omagd.run.launchers import is_main, local_rank
 from omagd.run.reporting.card import read_card
-from omagd.run.topology import Plan, is_main, local_rank, make_plan
+from omagd.run.topology import Plan, make_plan
 from omagd.run.training.experiment import run_experiment
 from omagd.run.training.records import first_summary
 from omagd.utils.dist_utils import Dist, open_rendezvous
@@ -107,10 +109,22 @@ def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[st
         joined_group(rank, plan, local_rank(plan.world_size), port, config, attempt, leave_hung) as dist,
         ExitStack() as held,
     ):
+        _require_one_configuration(config, dist)
         lock = _lock_together(config, token, dist, held)
         held.enter_context(_resume_hint(config, lock.path))
         require_shared_folder(dist, lock.path)
         return run_experiment(lock.config, dist, lock.path, channel if rank == 0 else None, attempt=attempt)
+
+
+def _require_one_configuration(config: Config, dist: Dist) -> None:
+    """Reject ranks with other keys than rank 0, as by `seed=$SLURM_PROCID`: they would have no effect."""
+    given = [json.loads(text) for text in dist.gather(config.model_dump_json())]
+    if differ := [key for key in given[0] if any(each[key] != given[0][key] for each in given)]:
+        found = "; ".join(f"{key}={', '.join(str(each[key]) for each in given)}" for key in differ)
+        raise UserError(
+            f"{found}: the tasks of one group must have the same keys. For separate runs unset the variable of the"
+            " launcher that numbers its tasks, such as SLURM_PROCID"
+        ).on_all_ranks()
 
 
 def _lock_together(config: Config, token: str, dist: Dist, held: ExitStack) -> RunLock:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omagd.run.checkpoint.run_lock import ProcessIdentity, start_ticks
+from omagd.run.launchers import WATCHED
 from omagd.utils.signals import BOUNDARY_SECONDS, CLOSING_SECONDS, SAVING, SAVING_SECONDS, STARTED_BY, ask_to_end
 
 if TYPE_CHECKING:
@@ -37,11 +38,6 @@ MODULES = (
     "omagd.run.training.experiment",
 )
 """Imports of a rank, which the fork server loads ahead of time."""
-
-LAUNCHERS = frozenset(
-    {"TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID"}
-)
-"""Variables that torchrun, srun and MPI launchers set for the ranks that they start."""
 
 NAME = re.compile(r"omagd_(?:launch_)?(?P<pid>[0-9a-f]{1,8})-(?P<started>[0-9a-f]+)-(?P<here>[0-9a-f]*-[0-9a-f]*)_\w+")
 """Name of a temporary folder: process id and start time (in clock ticks) of its owner, PID namespace and boot id."""
@@ -184,9 +180,9 @@ def end_with_parent() -> None:
 def end_with_launcher() -> None:
     """End this rank, as on Ctrl-C, once the launcher that started it is gone.
 
-    Only known launchers (`LAUNCHERS`) are watched, not a shell in which RANK was set by hand.
+    Only known launchers (`WATCHED`) are watched, not a shell in which RANK was set by hand.
     """
-    if not LAUNCHERS & os.environ.keys() or STARTED_BY == 0:  # 0: the parent is outside this container
+    if not WATCHED & os.environ.keys() or STARTED_BY == 0:  # 0: the parent is outside this container
         return
     _when_over(lambda: _wait_for_end(STARTED_BY), STARTED_BY)
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from omagd.run.launchers import without_tasks
 from omagd.utils.errors import readable, visible
 from omagd.utils.writing import open_lines
 
@@ -34,7 +35,7 @@ def start_run(
         cpus: cores that it may use, all for none. threads: of NumPy and its like; None: as in this process.
     Errors: OSError.
     """
-    environment = dict(os.environ)
+    environment = without_tasks(os.environ)
     if threads is not None:
         environment |= dict.fromkeys(THREADS, str(threads))
     handle = open_lines(log)

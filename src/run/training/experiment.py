@@ -17,9 +17,9 @@ from omagd.run.checkpoint.recovery import recover
 from omagd.run.checkpoint.resuming import rank_at_work
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.state import StageResult
+from omagd.run.launchers import ranks_here
 from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.card import changed_versions, make_card, read_card, resumed, versions_of
-from omagd.run.topology import ranks_here
 from omagd.run.training.build import build_session, load_pretrained, require_same_weights, restore_pretrained
 from omagd.run.training.device import deterministic_algorithms, keep_freed_memory, limit_memory
 from omagd.run.training.evaluate import evaluate, trained_card

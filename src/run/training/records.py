@@ -11,10 +11,10 @@ from omagd.config.schema import Config
 from omagd.learners.protocol import learner_class, updates_per_iteration
 from omagd.run.checkpoint.plan import ResumePlan
 from omagd.run.checkpoint.state import StageResult
+from omagd.run.launchers import ranks_here
 from omagd.run.memory_budget import memory_warnings
 from omagd.run.reporting.card import Card, final_card, start_lines
 from omagd.run.reporting.log_sinks import make_logger
-from omagd.run.topology import ranks_here
 from omagd.run.training.build import n_slots
 from omagd.run.training.session import Session
 from omagd.utils.dist_utils import Dist

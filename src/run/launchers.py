@@ -1,0 +1,221 @@
+"""Who started this process: torchrun, or srun and MPI, whose tasks get the variables that torchrun would set.
+
+Imports no package that may be missing: the command line reads it first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from omagd.utils.errors import UserError
+
+TORCHRUN = "torchrun"
+PLACE = {"MASTER_ADDR": "<host of task 0>", "MASTER_PORT": "<a free port on the host of task 0>"}
+PORTS = range(10000, 30000)
+"""Ports for ranks to meet on; below those that systems give to outgoing connections."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Environment variables by which a launcher describes its tasks; of several names the first one that is set counts.
+
+    Attributes:
+        name: for messages. rank: index of the task. size: number of tasks; "" if the launcher does not tell.
+        batch: a batch script that is no task has `rank` as well, but no `size`.
+        sizes: more names of the number of tasks, read only if RANK and WORLD_SIZE are set by hand.
+        local_rank: index of the task on this host. here: number of tasks on this host.
+        each: numbers of tasks on all hosts, as SLURM writes them: "4(x2),3". node: index of this host.
+        nodes: number of hosts. hosts: their names, as SLURM writes them: "gpu[17-18],login".
+        job: equal in all tasks of a group, and different in another group on the same host.
+    """
+
+    name: str
+    rank: str
+    size: str = ""
+    batch: bool = False
+    sizes: tuple[str, ...] = ()
+    local_rank: tuple[str, ...] = ()
+    here: tuple[str, ...] = ()
+    each: tuple[str, ...] = ()
+    node: str = ""
+    nodes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+
+
+LAUNCHERS = (
+    Launcher(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        here=("OMPI_COMM_WORLD_LOCAL_SIZE",), job=("PMIX_NAMESPACE",),
+    ),
+    Launcher(
+        "MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        here=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Launcher(
+        "MPI", "PMI_RANK", "PMI_SIZE", local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        here=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), job=("PALS_APID",),
+    ),
+    Launcher(
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", True, ("SLURM_NTASKS",), ("SLURM_LOCALID",),
+        ("SLURM_NTASKS_PER_NODE",), ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "SLURM_NODEID",
+        ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+    Launcher("PMIx", "PMIX_RANK"),
+)  # fmt: skip
+"""Inner ones first: MPI may start its helpers by srun, whose variables its tasks then have as well."""
+
+WATCHED = frozenset({"TORCHELASTIC_RUN_ID", *(launcher.rank for launcher in LAUNCHERS)})
+"""Variables that show that a launcher has started this process."""
+
+
+def is_main() -> bool:
+    """Return whether this process writes to the terminal: rank 0, or not part of a group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def join_tasks() -> None:
+    """Set the variables of torchrun that are missing, if a launcher has started this process as one of several tasks.
+
+    Errors: UserError where the number of tasks, or where they meet, is unknown.
+    """
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys() or (launcher := _several()) is None:
+        return
+    rank, size = _task(launcher)
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": str(size), **_meeting(_of_size(size), size)}.items():
+        os.environ.setdefault(name, value)
+    lacking = [name for name in PLACE if not os.environ.get(name)]
+    if lacking:
+        fix = ", ".join(f"{name}={PLACE[name]}" for name in lacking)
+        raise UserError(
+            f"{' and '.join(lacking)}: not set, and this is task {rank} of {size} of {launcher.name}, which must meet."
+            f" For all tasks set {fix}"
+        )
+
+
+def require_one_task(command: str) -> None:
+    """Reject a command that each of several tasks would repeat. Errors: UserError."""
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        rank, size = number_of("RANK", 0, 10**6), number_of("WORLD_SIZE", 1, 10**6)
+        name = launcher_of(size)
+    elif launcher := _several():
+        (rank, size), name = _task(launcher), launcher.name
+    else:
+        return
+    if size > 1:
+        raise UserError(f"omagd {command}: this is task {rank} of {size} of {name}; start it as one task")
+
+
+def without_tasks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for a process that is no task of the launcher of this one."""
+    own = WATCHED | {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return {name: value for name, value in environment.items() if name not in own}
+
+
+def launcher_of(world_size: int) -> str:
+    """Return the name of the launcher of a group; `TORCHRUN` also where variables are set by hand."""
+    return next((launcher.name for launcher in _of_size(world_size)), TORCHRUN)
+
+
+def ranks_here(world_size: int) -> int:
+    """Return how many of the ranks run on this host.
+
+    Read from LOCAL_WORLD_SIZE, else from srun or MPI, else one rank per visible GPU; without a launcher all ranks.
+    """
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return min(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return world_size
+    if count := _tasks_here(_of_size(world_size), world_size):
+        return min(world_size, count)
+    import torch
+
+    return min(world_size, torch.cuda.device_count() or world_size)
+
+
+def local_rank(world_size: int) -> int:
+    """Return this rank's index on this host: from LOCAL_RANK, srun or MPI, else from its rank."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    for name in (name for launcher in _of_size(world_size) for name in launcher.local_rank if name in os.environ):
+        return number_of(name, 0, world_size - 1)
+    return int(os.environ["RANK"]) % ranks_here(world_size)
+
+
+def _several() -> Launcher | None:
+    """Return the launcher that started this process as one of several tasks, or of an unknown number of tasks."""
+    found = [launcher for launcher in LAUNCHERS if launcher.rank in os.environ]
+    told = [launcher for launcher in found if launcher.size in os.environ]
+    several = [launcher for launcher in told if os.environ[launcher.size] != "1"]
+    return next(iter(several or [launcher for launcher in found if not told and not launcher.batch]), None)
+
+
+def _task(launcher: Launcher) -> tuple[int, int]:
+    """Return the index of this task and the number of tasks. Errors: UserError."""
+    if launcher.size not in os.environ:
+        raise UserError(
+            f"{launcher.rank}={os.environ[launcher.rank]}: {launcher.name} does not tell how many tasks it has started."
+            f" Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each, or unset {launcher.rank}"
+        )
+    size = number_of(launcher.size, 1, 10**6)
+    return number_of(launcher.rank, 0, size - 1), size
+
+
+def _meeting(launchers: Sequence[Launcher], size: int) -> dict[str, str]:
+    """Return address and port where tasks can meet, as far as their launchers tell."""
+    found = {}
+    hosts = _first(launcher.hosts for launcher in launchers)
+    if _tasks_here(launchers, size) == size:
+        found["MASTER_ADDR"] = "127.0.0.1"
+    elif hosts and (first := re.match(r"(?:[^,\[]|\[[^\]]*\])+", os.environ[hosts])):
+        found["MASTER_ADDR"] = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0])
+    jobs = [job for launcher in launchers if (job := [os.environ.get(name, "") for name in launcher.job]) and job[0]]
+    if jobs:
+        found["MASTER_PORT"] = str(PORTS[zlib.crc32(f"{os.getuid()} {jobs[0]}".encode()) % len(PORTS)])
+    return found
+
+
+def _first(names: Iterable[Iterable[str]]) -> str:
+    """Return the first of the variables that is set, else an empty string."""
+    return next((name for group in names for name in group if os.environ.get(name)), "")
+
+
+def _of_size(world_size: int) -> list[Launcher]:
+    """Return the launchers that started this rank as one of `world_size` tasks; none for torchrun."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return []
+    return [known for known in LAUNCHERS if str(world_size) in map(os.environ.get, (known.size, *known.sizes))]
+
+
+def _tasks_here(launchers: Sequence[Launcher], size: int) -> int:
+    """Return how many tasks the launchers have started on this host, 0 if unknown. Errors: UserError."""
+    for launcher in launchers:
+        for name in launcher.each:
+            counts: list[int] = []
+            for part in filter(None, os.environ.get(name, "").split(",")):
+                found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+                if found is None:
+                    raise UserError(f"{name}={os.environ[name]}: must be as SLURM sets it, such as 4(x2),3. Unset it")
+                counts += [int(found[1])] * int(found[2] or 1)
+            node = int(os.environ.get(launcher.node, "0")) if os.environ.get(launcher.node, "0").isdigit() else 0
+            if node < len(counts):
+                return counts[node]
+    if name := _first(launcher.here for launcher in launchers):
+        return number_of(name, 1, 10**6)
+    return size if os.environ.get(_first(launcher.nodes for launcher in launchers)) == "1" else 0
+
+
+def number_of(name: str, least: int, most: int, default: str | None = None) -> int:
+    """Return an environment variable as an integer. Errors: UserError."""
+    text = os.environ.get(name, default)
+    if text is None:
+        raise UserError(f"{name}: is not set, though RANK and WORLD_SIZE are. Start with torchrun, or unset them")
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
+        takes = f"a whole number from {least}" + (f" to {most}" if most < 10**6 else "")
+        raise UserError(f"{name}={text}: must be {takes}, as its launcher sets it. Correct or unset it")
+    return int(text)
