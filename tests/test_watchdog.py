@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +25,7 @@ from omagd.run.cli.preflight import describe_env
 from omagd.run.launch.watchdog import Heartbeat, Watchdog, ended_if_hung
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.session import BUILDING, CLOSING, Session
+from omagd.utils.compiling import Compiler, compiled_or_reference
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
 from omagd.utils.signals import Stopped, stoppable, uninterrupted
@@ -117,6 +120,31 @@ def watch(dist: Dist, timeout: float, work: Callable[[Callable[[], None]], None]
     with Watchdog(dist, timeout, lambda line, stack: found.append((line, stack))):
         work(stuck)
     return found
+
+
+@pytest.mark.parametrize("how", ["loading", "no cache", "another process compiles"])
+def test_kernels_that_take_longer_than_the_limit_are_no_hang(how, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" if how == "no cache" else tmp_path))
+    (tmp_path / "file").touch()
+    compiler = Compiler(tmp_path, "sums", "1 s", quiet=how != "no cache")
+    dist = Dist()
+
+    def work(_: object) -> None:
+        with dist.waits.doing(BUILDING):
+            if how == "loading":
+                compiled_or_reference(lambda: time.sleep(0.5), None)
+            elif how == "no cache":
+                compiler.prepare(lambda: time.sleep(0.5))
+            else:
+                with (compiler.folder / "lock").open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    held = threading.Timer(0.5, fcntl.flock, (lock, fcntl.LOCK_UN))
+                    held.start()
+                    with suppress(IndexError):  # it has no kernels
+                        compiler.prepare(lambda: None)
+                    held.join()
+
+    assert watch(dist, 0.1, work) == []
 
 
 def test_a_rank_without_progress_is_named_with_slot_seed_and_stack():

@@ -43,20 +43,36 @@ KEPT_DAYS = 60  # folders of earlier versions that nobody has used for so long a
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 _calls: list[Callable[[], None]] = []  # see `when_compiling`
+_under_way: list[bool] = []  # one for each block of `_no_hang`
 _warnings: list[bool] = []  # what has been said, see `warn_no_more`
 T = TypeVar("T")
 
 
 def compiled_or_reference(compiled: Callable[[], T], reference: T) -> T:
     """Return what `compiled` loads or, where Numba is missing, the `reference`, with one warning for all kernels."""
-    problem = numba_problem()
-    if not problem:
-        return compiled()
+    with _no_hang():
+        problem = numba_problem()
+        if not problem:
+            return compiled()
     if not _warnings:
         cure = "" if problem == SWITCHED_OFF else f". pip install 'numba~={'.'.join(map(str, OLDEST))}.0'"
         print_warning(f"Numba {problem}: {SLOWER}{cure}")
     warn_no_more()
     return reference
+
+
+def under_way() -> bool:
+    """Return whether Numba or kernels are being loaded, compiled, or awaited from another process: that is no hang."""
+    return bool(_under_way)
+
+
+@contextmanager
+def _no_hang() -> Iterator[None]:
+    _under_way.append(True)
+    try:
+        yield
+    finally:
+        _under_way.pop()
 
 
 def warn_no_more() -> None:
@@ -278,6 +294,10 @@ class Compiler:
 
         The first process says that it compiles; others on this machine wait for it. Returns whether they may be used.
         """
+        with _no_hang():
+            return self._prepare(call_all)
+
+    def _prepare(self, call_all: Callable[[], None]) -> bool:
         if not self._problem:
             try:
                 with (self.folder / "lock").open("w") as lock:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from omagd.run.training.session import BUILDING, CLOSING, COUNTING
+from omagd.utils.compiling import under_way
 from omagd.utils.dist_utils import Dist, Store
 from omagd.utils.errors import RankFailed
 from omagd.utils.signals import CLOSING_SECONDS, ending, raise_in_main_thread
@@ -175,7 +176,8 @@ class Watchdog(Watch):
     """Detects that this rank makes no progress. The thread that calls the constructor is watched.
 
     Progress is a tick of the environments, another slot, a backward pass, an exchange or another phase. While a rank
-    waits in an exchange, `Heartbeat` is responsible: it can name the rank that is missing.
+    waits in an exchange, `Heartbeat` is responsible: it can name the rank that is missing. Kernels that are compiled,
+    in one call of many seconds, are progress as well.
     """
 
     def __init__(self, dist: Dist, timeout: float, hung: Hung) -> None:
@@ -189,7 +191,7 @@ class Watchdog(Watch):
         waits = self.dist.waits
         stage, phase, since = waits.place()
         mark = (waits.ticks, waits.entered, stage, phase, since, self._slots())
-        busy = (waits.playing or phase in WATCHED) and not waits.inside
+        busy = (waits.playing or phase in WATCHED) and not waits.inside and not under_way()
         self._quiet = self._quiet + passed if mark == self._mark and busy else 0.0
         self._mark = mark
         return (self._line(_place(stage, phase)), self._stack()) if self._quiet >= self.timeout else None
