@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers import n_inferred
+from omagd.modules.kernels.forms import is_only, require_step
 from omagd.modules.kernels.linear import ROWS_AT_ONCE, lookup_relu
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.packing import Packing
@@ -132,6 +133,7 @@ class RecurrentAgent(Agent):
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
+        require_step(self, "encode or values")
         self.n_agents, self.checkpointing = info.n_agents, config.enable_gradient_checkpointing
 
     @abstractmethod
@@ -219,7 +221,7 @@ class InputLinear(nn.Linear):
 
         rounded: whether the result may be in bf16 where products are, because its reader rounds it anyway.
         """
-        if features.is_cuda or not self.looks_up:
+        if features.is_cuda or not self.looks_up or not is_only(self, InputLinear):
             return F.relu(self(features, last_action))
         of_features, table, index = self.lookup(last_action)
         bf16 = self.bf16 and features.dtype == torch.float32

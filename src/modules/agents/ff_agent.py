@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent, AgentInputs, InputLinear, Marks
+from omagd.modules.kernels.forms import is_only
 from omagd.modules.kernels.linear import SMALL, FastLinear, three_layers
 from omagd.utils.packing import Packing
 
@@ -53,7 +54,8 @@ class Trunk(nn.Module):
         """Whether `three_layers` computes the same: float32 on a CPU, no one-hots, too small for oneDNN."""
         if self.fc1.looks_up or fc2.bf16 or features.is_cuda:
             return False
-        return 2 * features.shape[:-1].numel() * fc2.weight.numel() < SMALL
+        small = 2 * features.shape[:-1].numel() * fc2.weight.numel() < SMALL
+        return small and is_only(self, Trunk, InputLinear, FastLinear)
 
 
 class FFAgent(Agent):
@@ -97,7 +99,9 @@ class FFAgent(Agent):
         more = ("obs_last_action", "obs_agent_id", *shown)
         silent = ("an agent that does not talk (agent=ddpg)",) if cls.talks else ()
         filled = ("fill_unseen=none",) if config.fill_unseen != "none" else ()
-        return (*silent, *(f"{key}=False" for key in more if getattr(config, key)), *filled)
+        plain = all(getattr(cls, name) is getattr(FFAgent, name) for name in ("forward", "step"))
+        own = () if plain else ("an agent without a forward of its own (agent=ff)",)
+        return (*silent, *own, *(f"{key}=False" for key in more if getattr(config, key)), *filled)
 
     def layers(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return copies of weight [out, in] and bias [out] of each layer, with ReLU between them.
@@ -105,7 +109,7 @@ class FFAgent(Agent):
         Errors: ValueError where agents read more than their observation, or communicate.
         """
         trunk = self.trunk
-        if trunk.fc2 is None or trunk.fc1.looks_up:
+        if trunk.fc2 is None or trunk.fc1.looks_up or not is_only(trunk, Trunk, InputLinear, FastLinear):
             raise ValueError("this agent is more than layers over an observation")
         layers = (trunk.fc1, trunk.fc2, trunk.fc3)
         weights = [[p.detach().cpu().float().numpy().copy() for p in (part.weight, part.bias)] for part in layers]

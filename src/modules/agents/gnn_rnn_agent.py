@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import AgentInputs, InputLinear, Marks, RecurrentAgent
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
+from omagd.modules.kernels.forms import is_only
 from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs, graph_kernels_for, in_lanes
 from omagd.modules.kernels.linear import fast_linear
 from omagd.modules.kernels.recurrent import PackedGRU
@@ -79,7 +82,7 @@ class GNNRNNAgent(RecurrentAgent):
         n_numbers = inputs.last_action.numel() * self.layout.n_nodes * self.embed_ally.out_features
         kernels = None if self.bf16 else graph_kernels_for(inputs.features, n_numbers)
         marks = self.marks.of(inputs)
-        if kernels is not None:
+        if kernels is not None and is_only(self, *KINDS):
             return self._encode_by(kernels, inputs, marks)
         chunks = zip(*(x.split(rows) for x in (inputs.features, inputs.last_action, marks)), strict=True)
         pooled, enemies = zip(*(self._encode_chunk(*chunk) for chunk in chunks), strict=True)
@@ -101,7 +104,7 @@ class GNNRNNAgent(RecurrentAgent):
             obs, of_nodes = inputs.features.flatten(0, 1), marks.flatten(2).flatten(0, 1)
             graphs = inputs.kept[sizes] = Graphs(kernels, obs, of_nodes, index.flatten(), self.layout, *sizes)
         embeddings = (p for layer in (self.embed_ally, self.embed_enemy) for p in (layer.weight, layer.bias))
-        convolutions = (layer for layer in self.convolutions if isinstance(layer, FullGraphConv))
+        convolutions = cast("Iterable[FullGraphConv]", self.convolutions)
         layers = (p for layer in convolutions for p in layer.shared(self.layout.n_nodes))
         weights = in_lanes(kernels.LANES, table, of_features, *embeddings, *layers)
         pooled, enemies = EncodeGraphs.apply(graphs, self.entity, *weights)  # type: ignore[no-untyped-call]
@@ -128,6 +131,10 @@ class GNNRNNAgent(RecurrentAgent):
             self.embed_enemy(enemies),
         ]
         return self.convolutions(torch.cat(embedded, dim=-2).relu_())
+
+
+KINDS = GNNRNNAgent, InputLinear, nn.Linear, nn.Sequential, FullGraphConv, PackedGRU
+"""What the kernels compute."""
 
 
 def _layout(config: Config, info: EnvInfo) -> EntityLayout:

@@ -9,6 +9,7 @@ L = k·N tokens of a frame, d = d_model, M seen or missing nodes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from omagd.config.env_info import EntityLayout
-from omagd.modules.graph_reconstructers.frozen import PLACES, ROUND, FrozenPredictor, FrozenTokenizer
+from omagd.modules.graph_reconstructers.frozen import PLACES, ROUND, FrozenPredictor
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import N_SPECIAL, SlotHistory
 from omagd.utils.compiling import Compiler
@@ -245,8 +246,9 @@ class CompiledTick:
     """
 
     def __init__(
-        self, layout: EntityLayout, n_agents: int, n_slots: int, tokenizer: FrozenTokenizer, predictor: FrozenPredictor
-    ) -> None:
+        self, layout: EntityLayout, n_agents: int, n_slots: int, tokenizer: Callable[[torch.Tensor], torch.Tensor],
+        predictor: FrozenPredictor,
+    ) -> None:  # fmt: skip
         ready()
         self.n_slots = n_slots
         self._tokenizer, self._predictor = tokenizer, predictor

@@ -2,7 +2,8 @@
 
 Weights are fixed here, so everything that depends on them alone is computed once: scaled and joined attention weights,
 sums of embeddings, weights in oneDNN's layout. Results equal those of `Tokenizer` and `MaskPredictor` in eval mode up
-to rounding: tests/test_reconstruction.py.
+to rounding: tests/test_reconstruction.py. That holds for exactly these classes: `freeze` and `freeze_tokenizer` let
+subclasses act by their own methods.
 
 Shapes: F frames, k stacked frames, L = k·N tokens of a frame (N with the GRU), M tokens to guess, d = d_model, K codes.
 """
@@ -10,6 +11,7 @@ Shapes: F frames, k stacked frames, L = k·N tokens of a frame (N with the GRU),
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import cast
 
@@ -20,7 +22,8 @@ from torch import Tensor, nn
 
 from omagd.modules.graph_reconstructers.history import Frames
 from omagd.modules.graph_reconstructers.predictor import Block, Guess, MaskPredictor
-from omagd.modules.graph_reconstructers.tokenizer import Tokenizer, first_largest
+from omagd.modules.graph_reconstructers.tokenizer import MLP, Tokenizer, first_largest
+from omagd.modules.kernels.forms import is_only
 from omagd.modules.kernels.linear import prefers_onednn
 
 WIDE = 128  # smaller products cost less through torch's default than through oneDNN
@@ -317,3 +320,32 @@ class FrozenPredictor:
     def _shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         share = _exp(logits.sub_(logits.amax(-1, keepdim=True)))
         return share, F.linear(share, self._decode)
+
+
+class ByForward:
+    """`MaskPredictor.guess` of the logits of the predictor's own forward, for acting.
+
+    Args: as of `FrozenPredictor`.
+    """
+
+    def __init__(self, predictor: MaskPredictor, bf16: bool = False) -> None:
+        self._predictor, self._bf16 = predictor, bf16
+
+    @torch.inference_mode()
+    def __call__(self, frames: Frames, which: Tensor) -> Guess:
+        """Predict the tokens `which` [M] of F·N, ascending."""
+        masked = torch.zeros(frames.last_ids.numel(), dtype=torch.bool, device=which.device)
+        masked[which] = True
+        return self._predictor.guess(self._predictor(frames, masked.view(frames.last_ids.shape), self._bf16))
+
+
+def freeze(predictor: MaskPredictor, bf16: bool = False) -> FrozenPredictor | ByForward:
+    """Return a predictor for acting with its current weights."""
+    parts = nn.Embedding, nn.Linear, nn.LayerNorm, nn.GRU, nn.ModuleList
+    return (FrozenPredictor if is_only(predictor, MaskPredictor, Block, *parts) else ByForward)(predictor, bf16)
+
+
+def freeze_tokenizer(tokenizer: Tokenizer) -> Callable[[Tensor], Tensor]:
+    """Return what gives the ids [M] of nodes [M, D] with the tokenizer's current weights."""
+    parts = nn.Linear, nn.ReLU, nn.LayerNorm, nn.Dropout
+    return FrozenTokenizer(tokenizer) if is_only(tokenizer, Tokenizer, MLP, *parts) else tokenizer.ids

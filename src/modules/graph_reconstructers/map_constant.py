@@ -59,9 +59,14 @@ class MapConstantReconstructor(Reconstructor):
         """Return a table of zeros."""
         return MapConstant(info)
 
+    @torch.no_grad()
     def begin(self, n_slots: int) -> None:
         """Use the current table: of each step the observations [n, obs_dim] in which every other unit is filled in."""
-        self._filled = self.columns.obs(self.predictor.table.permute(2, 0, 1, 3)).half()
+        n_agents, n_nodes, n_steps, _ = self.predictor.table.shape
+        sizes = (torch.arange(size, device=self.device) for size in (n_steps, n_agents, n_nodes))
+        step, agent, node = torch.cartesian_prod(*sizes).unbind(1)
+        features = self.predictor(agent, node, step).view(n_steps, n_agents, n_nodes, -1)
+        self._filled = self.columns.obs(features).half()
 
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
         missing = self.columns.sight(obs)[1] & played[:, None, None]

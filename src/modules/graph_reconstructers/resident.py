@@ -12,8 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from omagd.modules.graph_reconstructers.frozen import FrozenPredictor
 from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
+from omagd.utils.errors import UserError
 
 FLOATS_AT_ONCE = 1 << 26
 """Floats of the widest layer that a GPU computes together: a part of its memory, and few launches."""
@@ -49,10 +51,19 @@ class ResidentReconstruction:
 
     Attributes:
         stored: [B, ...] the field of the last tick, as of `Reconstruction.fields`.
+
+    Errors: UserError for a predictor with a forward of its own, whose work has no fixed shapes.
     """
 
     def __init__(self, reconstructor: TokenReconstructor, n_slots: int) -> None:
-        self._of, (self._tokenizer, self._predictor) = reconstructor, reconstructor.frozen()
+        self._of, (self._tokenizer, predictor) = reconstructor, reconstructor.frozen()
+        if not isinstance(predictor, FrozenPredictor):
+            kind = type(reconstructor.predictor).__name__
+            raise UserError(
+                f"runner=resident: cannot act with a forward of its own, as the predictor {kind} or a part of it has."
+                " Use runner=parallel"
+            )
+        self._predictor = predictor
         self.field, device = reconstructor.field, reconstructor.device
         shape = n_slots, reconstructor.n_agents, reconstructor.layout.n_nodes
         frames, n_nodes = n_slots * shape[1], shape[2]

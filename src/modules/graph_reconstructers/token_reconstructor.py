@@ -8,6 +8,7 @@ Shapes: B slots, n agents, R = B·n rows, N nodes, D features, F frames with a m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.frozen import FrozenPredictor, FrozenTokenizer
+from omagd.modules.graph_reconstructers.frozen import ByForward, FrozenPredictor, freeze, freeze_tokenizer
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.history import SlotHistory
 from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor
@@ -29,6 +30,10 @@ from omagd.utils.compiling import compiled_or_reference
 if TYPE_CHECKING:
     from omagd.components.episode_codec import Spec
     from omagd.modules.graph_reconstructers.compiled import CompiledTick
+
+
+Acting = tuple[Callable[[Tensor], Tensor], FrozenPredictor | ByForward]
+"""Tokenizer and predictor with fixed weights."""
 
 
 class TokenReconstructor(Reconstructor):
@@ -63,7 +68,7 @@ class TokenReconstructor(Reconstructor):
         self.n_agents = info.n_agents
         require_one_pretraining(tokenizer, predictor)
         self._bf16 = config.acting_precision == "bf16"
-        self._frozen: tuple[FrozenTokenizer, FrozenPredictor] | None = None
+        self._frozen: Acting | None = None
         self._version = -1
         self._compiled: CompiledTick | None = None
         self.begin(0)
@@ -83,25 +88,26 @@ class TokenReconstructor(Reconstructor):
         assert info.layout is not None
         return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes))}
 
-    def frozen(self) -> tuple[FrozenTokenizer, FrozenPredictor]:
+    def frozen(self) -> Acting:
         """Return both modules for acting with their current weights; the same objects until these change."""
         modules = self.tokenizer, self.predictor
         version = sum(value._version for module in modules for value in module.state_dict(keep_vars=True).values())
         if self._frozen is None or version != self._version:
-            self._frozen = FrozenTokenizer(self.tokenizer), FrozenPredictor(self.predictor, self._bf16)
+            self._frozen = freeze_tokenizer(self.tokenizer), freeze(self.predictor, self._bf16)
             self._version, self._compiled = version, None
         return self._frozen
 
     def begin(self, n_slots: int) -> None:
         """Start with empty histories in `n_slots` slots, and with the current weights of both modules."""
-        frozen = self.frozen()
+        tokenizer, predictor = self.frozen()
         config, specials = self.predictor.config, self.predictor.specials
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
         self._history = SlotHistory(shape, config, specials, self.device)
         if self._compiled is None or self._compiled.n_slots != n_slots:
             kind = compiled_tick() if self.has_kernels else None
-            parts = self.layout, self.n_agents, n_slots, *frozen
-            self._compiled = None if kind is None else kind(*parts)
+            self._compiled = None
+            if kind is not None and isinstance(predictor, FrozenPredictor):
+                self._compiled = kind(self.layout, self.n_agents, n_slots, tokenizer, predictor)
 
     @property
     def has_kernels(self) -> bool:

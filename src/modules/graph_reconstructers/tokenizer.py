@@ -119,7 +119,9 @@ class Tokenizer(nn.Module):
             return torch.cat([first_largest(of_part) for of_part in scores]).reshape(encoded.shape[:-1])
 
     def ids(self, nodes: Tensor) -> Tensor:
-        """Return the ids [...] of nodes [..., D]."""
+        """Return the ids [...] of nodes [..., D], as `forward` does."""
+        if type(self).forward is not Tokenizer.forward:
+            return self(nodes).ids
         return self.quantize(self.encode(nodes))
 
     def forward(self, nodes: Tensor, bf16: bool = False) -> Quantized:
@@ -139,7 +141,7 @@ class Tokenizer(nn.Module):
         """Return the decoded features of all codes, [K, D], without dropout."""
         training = self.training
         self.eval()
-        table: Tensor = self.decoder(self.codebook)
+        table = self.decode(torch.arange(self.n_codes, device=self.codebook.device))
         self.train(training)
         return table
 

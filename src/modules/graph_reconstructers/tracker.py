@@ -37,6 +37,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import MaskPredictorConfig
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.graphs import feature_mask
+from omagd.modules.kernels.forms import require_step
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.packing import Packing
 
@@ -139,6 +140,7 @@ class Tracker(nn.Module):
 
     def __init__(self, config: MaskPredictorConfig, info: EnvInfo) -> None:
         super().__init__()
+        require_step(self, "encode or decode")
         layout = info.layout
         assert layout is not None
         self.config, self.layout, self.limit = config, layout, info.episode_limit
@@ -182,6 +184,15 @@ class Tracker(nn.Module):
         x, base, features = self.encode(memory, drift)
         hidden = self.gru(x.flatten(1, 2), packing, bf16=bf16).view(x.shape)
         return self.decode(hidden, x, base, features, memory.age, memory.missing)
+
+    def step(self, memory: Memory, drift: Tensor, hidden: Tensor) -> tuple[Output, Tensor]:
+        """Return the beliefs at one step, and the state after it; the same as `forward` for acting.
+
+        drift: [B, n, N, 2]. hidden: [B, n, N - 1, H], the state before the step.
+        """
+        x, base, features = self.encode(memory, drift)
+        hidden = self.gru.step(x.flatten(0, 1), hidden.flatten(0, 1)).view(x.shape)
+        return self.decode(hidden, x, base, features, memory.age, memory.missing), hidden
 
     def moves(self, memory: Memory) -> Tensor:
         """Return by how much other units' relative positions change through the agent's own move, [R, n, 2]."""

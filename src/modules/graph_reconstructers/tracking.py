@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.graph_reconstructers.tracker import Memory, Tracker
+from omagd.modules.kernels.forms import is_only
+from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.utils.compiling import compiled_or_reference
 
 if TYPE_CHECKING:
@@ -97,7 +99,8 @@ class TrackingReconstructor(Reconstructor):
     @property
     def has_kernels(self) -> bool:
         """Whether `compiled_tracking.py` computes the same."""
-        return self.device.type == "cpu" and self.predictor.scale.dtype == torch.float32
+        here = self.device.type == "cpu" and self.predictor.scale.dtype == torch.float32
+        return here and is_only(self.predictor, Tracker, nn.Linear, nn.Embedding, PackedGRU)
 
     def _by_kernels(
         self, kind: type[CompiledTracking], obs: Tensor, now: Tensor, played: Tensor, actions: Tensor
@@ -120,10 +123,8 @@ class TrackingReconstructor(Reconstructor):
         tracker, (seen, missing) = self.predictor, self.columns.sight(obs)
         nodes = self.columns.nodes(obs)
         memory, drift = self._remember(nodes, now, actions, seen, missing, state)
-        x, base, features = tracker.encode(memory, drift)
-        hidden = tracker.gru.step(x.flatten(0, 1), state["hidden"].flatten(0, 1)).view(x.shape)
+        out, hidden = tracker.step(memory, drift, state["hidden"])
         after = {"last": memory.last, "age": memory.age, "own": nodes[:, :, 0], "drift": drift, "hidden": hidden}
-        out = tracker.decode(hidden, x, base, features, memory.age, missing)
         belief = tracker.belief(out, memory.age, missing)
         guesses = torch.zeros_like(nodes)
         guesses[missing] = belief.features

@@ -59,7 +59,9 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, bf16: boo
 
 
 def apply_linear(x: Tensor, layer: nn.Linear, bf16: bool = False) -> Tensor:
-    """Return `layer` applied to x by `fast_linear`; whether in bf16 is decided by each call."""
+    """Return `layer` applied to x, by `fast_linear` where it is no subclass; whether in bf16 is each call's choice."""
+    if type(layer) is not nn.Linear:
+        return layer(x)
     return fast_linear(x, layer.weight, layer.bias, bf16)
 
 

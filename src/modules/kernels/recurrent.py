@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from omagd.modules.kernels.compiled_unroll import CompiledUnroll, TiledUnroll
 from omagd.modules.kernels.compiling import kernels_for, tile_kernels
+from omagd.modules.kernels.forms import require_step
 from omagd.modules.kernels.linear import ROUNDING, no_autocast, padded_rows, to_bf16
 from omagd.utils.packing import Packing
 
@@ -52,6 +53,7 @@ class PackedGRU(nn.Module):
 
     def __init__(self, input_dim: int, hidden_dim: int, bf16: bool = False) -> None:
         super().__init__()
+        require_step(self, "the layers around it")
         self.hidden_dim = hidden_dim
         self.bf16 = bf16
         self.weight_ih = nn.Parameter(torch.empty(3 * hidden_dim, input_dim))

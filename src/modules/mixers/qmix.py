@@ -9,6 +9,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.kernels.compiled_mixing import CompiledMix
 from omagd.modules.kernels.compiling import kernels_for
+from omagd.modules.kernels.forms import is_only
 from omagd.modules.kernels.linear import PADDING, FastLinear
 
 
@@ -35,7 +36,7 @@ class QMixer(nn.Module):
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
         """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
         kernels = kernels_for(state, state.shape[0] * self.first.out_features)
-        if kernels is not None:
+        if kernels is not None and is_only(self, QMixer, FastLinear, nn.Linear):
             layers = (self.first, self.weight1, self.weight2, self.bias2)
             weights = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
             bf16 = self.first.bf16 and len(state) >= PADDING
