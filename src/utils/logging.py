@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.utils.errors import visible
+from omagd.utils.held_folder import FolderGone
 from omagd.utils.progress import BarSafeHandler
 from omagd.utils.writing import STORAGE, AppendFile
 
@@ -121,6 +122,8 @@ class Sink(ABC):
     def _guarded(self) -> Iterator[None]:
         try:
             yield
+        except FolderGone:
+            raise
         except Exception as error:
             if self.essential:
                 raise
@@ -275,6 +278,8 @@ class _FileHandler(logging.Handler):
         try:
             with STORAGE.logging():
                 self._file.write((self.format(record) + "\n").encode(errors="backslashreplace"))
+        except FolderGone:  # the next write of the run itself ends it
+            return
         except Exception:  # noqa: BLE001 (like every logging handler)
             self.handleError(record)
 

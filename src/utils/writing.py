@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from omagd.utils.errors import readable, visible
+from omagd.utils.held_folder import FolderGone, make_folder, require_held
 
 KEPT_BYTES = 256 << 20
 """Of files that could not be written, the newest ones stay in memory up to this size."""
@@ -159,7 +160,8 @@ class Storage:
 
     def close(self) -> None:
         """Try for the last time, log what was lost, and forget it. Nothing is logged after that."""
-        self.retry()
+        with contextlib.suppress(FolderGone):  # its error ends the run
+            self.retry()
         for file in list(self.open):
             file.close()
         with self._guard:
@@ -228,12 +230,13 @@ class AppendFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write what is pending, if possible."""
+        """Write what is pending, if possible. Errors: FolderGone."""
         name = STORAGE.name(self.path)
         with self._guard:
             if not self._pending:
                 return
             try:
+                require_held(self.path)
                 if self._handle is None:
                     self._handle = self._opens(self.path)
                     self._size = os.fstat(self._handle).st_size
@@ -248,7 +251,10 @@ class AppendFile:
 
     def close(self) -> None:
         """Write what is pending, if possible, and close the file. May be called twice."""
-        self.flush()
+        try:
+            self.flush()
+        except FolderGone:  # its error ends the run
+            self._pending.clear()
         with self._guard:
             while self._pending:
                 self._lose()
@@ -284,14 +290,18 @@ class AppendFile:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file whole or not at all: into a temporary file beside it, which then takes its name. Errors: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file whole or not at all: into a temporary file beside it, which then takes its name.
+
+    Errors: OSError, FolderGone.
+    """
+    make_folder(path.parent)
     beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        require_held(path)  # writing may have taken long
         os.replace(beside, path)
     finally:
         with contextlib.suppress(OSError):
@@ -306,7 +316,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def open_records(path: Path) -> int:
     """Open a file for appending, and return its descriptor."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     return os.open(path, APPEND, 0o644)
 
 

@@ -29,6 +29,7 @@ from omagd.run.checkpoint.weights import checksum
 from omagd.run.checkpoint.writer import CheckpointWriter, Snapshot, SnapshotWriter
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError
+from omagd.utils.held_folder import require_held
 from omagd.utils.metrics import added
 from omagd.utils.run_folder import RunFolder, rank_of
 from omagd.utils.seeding import random_state, set_random_state
@@ -105,8 +106,9 @@ class Checkpointer:
         self._flags = self.dist.sum_later(torch.tensor(flags, dtype=torch.int64))
 
     def boundary(self, stage: SavedStage) -> None:
-        """End an iteration: save if that is due; stop if a rank was asked to. Errors: Stopped."""
+        """End an iteration: save if that is due; stop if a rank was asked to. Errors: Stopped, FolderGone."""
         self.iteration += 1
+        require_held(self.folder.path)
         if not self.enabled:
             return
         assert self._flags is not None

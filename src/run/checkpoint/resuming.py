@@ -22,6 +22,7 @@ from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, bus
 from omagd.run.checkpoint.store import SAVED, digest
 from omagd.run.checkpoint.whole_state import CONTINUED, continue_whole
 from omagd.utils.errors import UserError, readable
+from omagd.utils.held_folder import Identity, held
 from omagd.utils.logging import PACKAGE, setup_logging
 from omagd.utils.owned_folder import Untrusted, closed_to_others, require_own
 from omagd.utils.progress import duration
@@ -65,10 +66,11 @@ KEYS_SHOWN, KEY_LENGTH = 8, 100
 
 @dataclass(frozen=True)
 class RunLock:
-    """A locked run folder and the configuration to run there."""
+    """A locked run folder and the configuration to run there. identity: of the folder, for other processes."""
 
     path: str
     config: Config
+    identity: Identity
 
 
 @contextmanager
@@ -92,9 +94,10 @@ def locked_folder(config: Config, token: str, waits: Callable[[], object] = lamb
     folder, lock = claimed
     STORAGE.begin(folder.path)
     try:
-        with closed_to_others():
-            adopted = (folder.path / CONTINUED).exists()
-            yield RunLock(str(folder.path), config.model_copy(update={"checkpoint_path": ""}) if adopted else config)
+        with closed_to_others(), held(folder.path, RUN_FILE) as place:
+            if (folder.path / CONTINUED).exists():
+                config = config.model_copy(update={"checkpoint_path": ""})
+            yield RunLock(str(folder.path), config, place)
             # Last: a run that is killed while it writes its final files must be resumed.
             keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
     finally:
@@ -365,12 +368,12 @@ def _try_lock(folder: RunFolder) -> Lock:
 @contextmanager
 def rank_at_work(folder: RunFolder) -> Iterator[None]:
     """Mark a folder as used by a rank, until the context or this process ends."""
-    try:
-        mark = mark_rank(folder.path)
-    except OSError as problem:
-        raise _not_writable(folder.path, problem) from problem
-    try:
-        with closed_to_others():
+    with held(folder.path, RUN_FILE), closed_to_others():
+        try:
+            mark = mark_rank(folder.path)
+        except OSError as problem:
+            raise _not_writable(folder.path, problem) from problem
+        try:
             yield
-    finally:
-        mark.release()
+        finally:
+            mark.release()

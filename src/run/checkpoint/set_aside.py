@@ -22,6 +22,7 @@ from omagd.run.checkpoint.plan import STAGES, Position, ResumePlan
 from omagd.run.checkpoint.store import SAVED, Damaged, clean, folders, note_saved, read_checkpoint, read_saved
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
+from omagd.utils.held_folder import make_folder, require_held
 from omagd.utils.run_folder import RunFolder, rank_of
 from omagd.utils.storage import listed, sync
 from omagd.utils.writing import atomic_file
@@ -56,6 +57,7 @@ def cut_back(folder: RunFolder, dist: Dist, plan: ResumePlan) -> ResumePlan:
 
 def _cut(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> tuple[str, dict[str, int]]:
     """Cut on rank 0; return the folder of what was set aside, and the missing bytes by file."""
+    require_held(folder.path)
     aside = Aside(folder)
     for path in [*folder.files(), folder.path / SAVED, *folder.episode_logs()]:
         if path.exists() and not path.is_file():  # for example a folder: the run could not write its file
@@ -160,7 +162,7 @@ class Aside:
     def _place(self, path: Path) -> Path:
         """Return the new place of a path of the run, and create its folder."""
         target, is_new = self.path / path.relative_to(self.root), not self.path.exists()
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         for changed in (self.path, self.path.parent, self.root) if is_new else ():
             sync(changed)
         return target

@@ -28,6 +28,7 @@ from omagd.run.checkpoint.store import (
     remove_kept,
 )
 from omagd.utils.dist_utils import Dist
+from omagd.utils.held_folder import make_folder, require_held
 from omagd.utils.logging import Logger
 from omagd.utils.run_folder import RunFolder, plain, write_json
 from omagd.utils.storage import RETRY_SECONDS, Unreadable, listed, read_json, sync
@@ -66,7 +67,7 @@ class CheckpointWriter:
     def keep(self, name: str, write: Callable[[Path], object]) -> str:
         """Let `write` write the shared file `kept/<name>` of this checkpoint; return its name in the manifest."""
         file, path = f"kept/{name}", self.store.path / "kept" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._new.add(file)
         write(path)
         self.files[file] = {"bytes": path.stat().st_size, "sha256": digest(path)}
@@ -104,6 +105,7 @@ class CheckpointWriter:
         for rank in range(self.store.world_size):
             (self.path / f"report_{rank}.json").unlink()
         sync(self.path)
+        require_held(self.final)
         self.path.rename(self.final)
         return self.final
 
@@ -132,6 +134,7 @@ class CheckpointWriter:
         while not path.exists():
             if time.monotonic() > min(deadline, self.store.waits_until):
                 raise OSError(None, f"rank {rank} has not written its part")
+            require_held(path)
             time.sleep(POLL_SECONDS)
         report = read_json(path, MOST_BYTES)
         if "failed" in report:
@@ -228,6 +231,7 @@ class SnapshotWriter:
 
     def _remove_old(self, iteration: int, logger: Logger) -> None:
         """Make a complete checkpoint durable and remove what it replaces. What goes wrong does not undo it."""
+        require_held(self.store.path)  # before anything is removed
         try:
             for path in (self.folder.checkpoints, self.folder.path, self.folder.path.parent):
                 sync(path)

@@ -19,6 +19,7 @@ from typing import Any
 
 from omagd.utils.dist_utils import broken_exchange
 from omagd.utils.errors import RankFailed, RunFailed, UserError, exit_line
+from omagd.utils.held_folder import make_folder, require_held
 from omagd.utils.signals import SAVING, Stopped
 
 RESERVES, RESERVE_BYTES = 3, 1 << 15
@@ -59,10 +60,11 @@ class Notes:
     def opened(self) -> Iterator[None]:
         """Make the folder for the duration of a block; remove those of killed attempts."""
         path = self.folder.parent
+        require_held(path)
         for stale in path.glob(".attempt_*"):
             shutil.rmtree(stale, ignore_errors=True)
         try:
-            self.folder.mkdir(parents=True)
+            make_folder(self.folder)
         except OSError as problem:
             raise UserError(f"local_results_path: {path} cannot be written ({problem.strerror})") from problem
         with suppress(OSError):
@@ -76,6 +78,7 @@ class Notes:
     def write(self, name: str, content: Any) -> None:
         """Write a note, completely or not at all."""
         temporary, text = self.folder / f".{name}", json.dumps(content).encode()
+        require_held(self.folder)
         try:
             temporary.write_bytes(text)
         except OSError:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from omagd.config.schema import Config
@@ -26,9 +27,10 @@ from omagd.run.topology import Plan, make_plan
 from omagd.run.training.experiment import run_experiment
 from omagd.run.training.records import first_summary
 from omagd.utils.dist_utils import Dist, open_rendezvous
-from omagd.utils.errors import RankFailed, UserError, exit_line
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line
+from omagd.utils.held_folder import FolderGone, hold, require_held
 from omagd.utils.logging import append_to_log, setup_logging
-from omagd.utils.run_folder import RunFolder, keep_json
+from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json
 from omagd.utils.signals import Stopped, stop_requested, stoppable, uninterrupted
 from omagd.utils.storage import read_entry
 from omagd.utils.writing import STORAGE, drop_lost_output
@@ -51,7 +53,7 @@ def launch(
         with locked_folder(config, token) as lock, _resume_hint(config, lock.path):
             started(lock.path)
             if plan.spawns:
-                return _spawn(lock.config, plan, lock.path, channel)
+                return _spawn(lock, plan, channel)
             return _run_alone(lock.config, plan, lock.path, channel)
 
 
@@ -144,10 +146,14 @@ def _lock_together(config: Config, token: str, dist: Dist, held: ExitStack) -> R
     return lock
 
 
-def worker(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> None:
+def worker(rank: int, lock: RunLock, plan: Plan, port: int, channel: Any, attempt: int) -> None:
     """Run one spawned rank and exit: 0, 1 for an error, 2 for a user error, 128 + n after signal n."""
     end_with_parent()
-    code = _work(rank, config, plan, path, port, channel, attempt)
+    try:
+        hold(Path(lock.path), lock.identity, RUN_FILE)
+        code = _work(rank, lock.config, plan, lock.path, port, channel, attempt)
+    except (FolderGone, OSError):  # notes are in the folder, too; the launcher finds out itself
+        code = USER_ERROR_EXIT_CODE
     STORAGE.close()
     drop_lost_output()
     # Skip Python's finalization: threads of collectives that outlive it can abort a rank that has finished its work
@@ -196,8 +202,9 @@ def _stopped_together() -> Iterator[None]:
         raise
 
 
-def _spawn(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any]:
+def _spawn(lock: RunLock, plan: Plan, channel: Any) -> dict[str, Any]:
     """Run all ranks on this host, restart them after one was killed, and return the summary."""
+    config, path = lock.config, lock.path
     started, exit_state, attempt = time.time(), "failed", 0
     allowed = config.max_restarts if config.enable_checkpointing else 0
     rendezvous = open_rendezvous(config.ddp_port)
@@ -205,7 +212,7 @@ def _spawn(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any
         setup_logging(None).info(f"ddp_port={config.ddp_port} is taken; using {rendezvous.port}")
     try:
         while True:
-            ended = _attempt(config, plan, path, rendezvous.port, channel, attempt)
+            ended = _attempt(lock, plan, rendezvous.port, channel, attempt)
             if not isinstance(ended, Verdict):
                 return ended
             if not ended.killed or attempt == allowed:
@@ -221,14 +228,15 @@ def _spawn(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any
         _ensure_summary(config, plan, path, started, exit_state, attempt)
 
 
-def _attempt(config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> dict[str, Any] | Verdict:
+def _attempt(lock: RunLock, plan: Plan, port: int, channel: Any, attempt: int) -> dict[str, Any] | Verdict:
     """Start all ranks and wait for them; return the summary, or the verdict on a failure."""
-    ranks, notes, hung = Ranks(saves=config.enable_checkpointing), Notes(path, attempt), False
+    ranks, notes, hung = Ranks(saves=lock.config.enable_checkpointing), Notes(lock.path, attempt), False
     with notes.opened():
         try:
             with uninterrupted():
-                ranks.start(worker, (config, plan, path, port, channel, attempt), plan.world_size)
+                ranks.start(worker, (lock, plan, port, channel, attempt), plan.world_size)
             failed = ranks.watch(hopeless=notes.name_a_hang)
+            require_held(Path(lock.path))
             hung = notes.name_a_hang()
         except Stopped as stop:
             ranks.forward(stop.number)

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from omagd.run.memory_budget import resident_bytes
 from omagd.utils.dist_utils import Dist
+from omagd.utils.held_folder import make_folder
 from omagd.utils.metrics import weighted_means
 from omagd.utils.writing import STORAGE
 
@@ -146,7 +147,7 @@ class Tracer:
         if not self.iterations:
             return False
         with STORAGE.attempt(STORAGE.name(self.path), RuntimeError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             running.export_chrome_trace(str(self.path))
         return self.path.is_file()
 

@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from sacred.serializer import flatten
 from omagd.config.loading import to_plain
 from omagd.config.schema import Config
 from omagd.utils.errors import UserError
-from omagd.utils.logging import setup_logging
+from omagd.utils.held_folder import FolderGone, hold
+from omagd.utils.logging import PACKAGE, setup_logging
 from omagd.utils.writing import STORAGE, AppendFile, open_records
 
 MOST = 500
@@ -61,7 +62,9 @@ class BoundedObserver(FileStorageObserver):
     def started_event(self, *args: Any, **facts: Any) -> str | None:
         """Start a record and return its name; if the folder cannot be written, warn and continue without a record."""
         try:
-            return str(super().started_event(*args, **facts))  # type: ignore[no-untyped-call]
+            name = str(super().started_event(*args, **facts))  # type: ignore[no-untyped-call]
+            hold(Path(str(self.dir)))
+            return name
         except OSError as problem:
             if self.dir is not None:
                 with suppress(OSError):
@@ -79,7 +82,9 @@ class BoundedObserver(FileStorageObserver):
     def save_json(self, obj: Any, filename: str) -> None:
         """Write a file of the record."""
         if self.dir is not None:
-            STORAGE.write(Path(str(self.dir)) / filename, json.dumps(flatten(obj), sort_keys=True, indent=2).encode())
+            content = json.dumps(flatten(obj), sort_keys=True, indent=2).encode()
+            with self._while_there():
+                STORAGE.write(Path(str(self.dir)) / filename, content)
 
     def save_cout(self) -> None:
         """Append the new output."""
@@ -88,7 +93,17 @@ class BoundedObserver(FileStorageObserver):
         if new and self.dir is not None:
             if not hasattr(self, "_cout"):
                 self._cout = AppendFile(Path(str(self.dir)) / "cout.txt", open_records)
-            self._cout.write(new.encode(errors="backslashreplace"))
+            with self._while_there():
+                self._cout.write(new.encode(errors="backslashreplace"))
+
+    @contextmanager
+    def _while_there(self) -> Iterator[None]:
+        """End the record, with a warning, where its folder was taken away: the run goes on without it."""
+        try:
+            yield
+        except FolderGone:
+            reason, self.dir = f"{self.dir} was moved or deleted", None
+            logging.getLogger(PACKAGE).warning(f"the Sacred record ends here: {reason}")
 
     def log_metrics(self, metrics_by_name: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
         """Add new values, {name: {"values", "steps", "timestamps"}}, and write the file."""

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter
 from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, take
 from omagd.run.studies.executors import Job
 from omagd.utils.errors import UserError, readable
+from omagd.utils.held_folder import held
 from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, write_json
 from omagd.utils.storage import read_entry, read_json, try_folder
 from omagd.utils.writing import replace_file
@@ -211,13 +212,14 @@ def locked_study(folder: Path) -> Iterator[StudyState]:
             left.unlink(missing_ok=True)
         state = StudyState.read(folder) if (folder / STATE).exists() else StudyState(folder)
         state.launcher = ProcessIdentity.own()
-        try:
-            yield state
-        finally:
-            state.launcher = None
-            if state.records:
-                state.changed()
-                with suppress(OSError):
-                    state.save(now=True)
+        with held(folder):
+            try:
+                yield state
+            finally:
+                state.launcher = None
+                if state.records:
+                    state.changed()
+                    with suppress(OSError):
+                        state.save(now=True)
     finally:
         lock.release()

@@ -34,6 +34,7 @@ from omagd.run.watch.panel import (
 )  # fmt: skip
 from omagd.run.watch.recording import Belief, Episode, Moment, Recording, is_drawable
 from omagd.utils.errors import UserError
+from omagd.utils.held_folder import make_folder
 from omagd.utils.writing import atomic_file
 
 WIDTH, HEADER, FOOTER, GAP = 860 * TWICE, 58 * TWICE, 90 * TWICE, 10 * TWICE
@@ -346,7 +347,7 @@ def write_mp4(recording: Recording, path: Path, agent: int) -> Path:
     images = (image for episode in recording.episodes for image in _held(pictures(episode, agent)))
     first = next(images)
     beside = path.with_name(f".{path.stem}.tmp.mp4")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     writer = ffmpeg.write_frames(str(beside), first.size, fps=1000 / MS, macro_block_size=4, ffmpeg_log_level="error")
     try:
         writer.send(None)

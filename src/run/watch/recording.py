@@ -217,7 +217,6 @@ class Recording(_Part):
 
     def write(self, path: Path) -> Path:
         """Write the file, all of it or nothing."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, self.packed())
         return path
 
