@@ -91,7 +91,7 @@ def test_without_outcomes_they_are_not_compared():
     make_learner(config).update(pack_episodes(groups_of((1.0, 0.0), (math.nan,))), episodes=0)  # compared with none
     config = config_of()
     for updates in ({}, {"enable_dynamic_sampling": True}, {"n_starts": 5, "rollout_skip_threshold": 2}):
-        given = config.model_copy(update={"learner_args": {"score": "return"} if updates else {"score": "outcome"}})
+        given = config.model_copy(update={"learner_args": {"score": "return"} if updates else {}})  # default: outcome
         given, info = given.model_copy(update=updates), describe_env(config)
         check_groups(given, info)
         with pytest.raises(UserError, match="battle_won"):

@@ -207,6 +207,9 @@ def test_ranks_draw_the_minibatches_of_one_process_with_the_episodes_of_all(monk
     for wanted, *parts in zip(*drawn, strict=True):
         found = [batch["t"][part.rows] for batch, part in zip(batches, parts, strict=True) if part is not None]
         assert sorted(torch.cat(found).tolist()) == sorted(pack_episodes(episodes)["t"][wanted.rows].tolist())
+    alone, *others = [list(each.draw(64, np.random.default_rng(0))) for each in (whole, *ranks)]
+    assert len(alone) == 3 + 1 + 4 + 1 + 2 and None not in alone, "no minibatch is empty on all ranks"
+    assert all(sum(part is not None for part in parts) == 1 for parts in zip(*others, strict=True))
 
 
 def test_the_learning_rate_falls_to_0_at_t_max_also_after_a_restore():
@@ -235,6 +238,29 @@ def test_every_epoch_draws_other_minibatches(monkeypatch):
     assert len(seen) == 6 and len({str(part) for part in seen}) > 2
     assert learner.updates == learner.steps_per_batch(learner.config) == 6
     assert stats["entropy"][1] == 3 * learner.all_rows(batch).weight.sum(), "each sample once in each epoch"
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_minibatches_without_a_chunk_take_no_step(chunk):
+    batch = pack_episodes(episodes_of(5, 2, 4))
+    chunks = 6 if chunk else 3
+    many, few = (ppo(epochs=2, minibatches=count, chunk_length=chunk) for count in (64, chunks))
+    (total, steps), *_ = (learner.update(batch, episodes=0)["grad_norm"] for learner in (many, few))
+    assert steps == many.updates == few.updates == 2 * chunks and total > 0
+    assert all(map(torch.equal, many._step.parameters, few._step.parameters))
+
+
+def test_a_step_without_a_sample_is_no_update():
+    """Nobody has a choice, as where all agents are dead."""
+    episodes = episodes_of(3)
+    episodes[0]["avail_actions"] = torch.zeros_like(episodes[0]["avail_actions"])
+    episodes[0]["avail_actions"][..., 0] = 1
+    episodes[0]["actions"] = torch.zeros_like(episodes[0]["actions"])
+    learner = ppo(epochs=2)
+    before = [weight.clone() for weight in learner._step.parameters]
+    stats = learner.update(pack_episodes(episodes), episodes=0)
+    assert learner.updates == 0 and stats["grad_norm"] == (0, 0)
+    assert all(map(torch.equal, before, learner._step.parameters))
 
 
 @pytest.mark.parametrize(("name", "more"), [("mappo", {}), ("rloo", {"group_size": 8})])

@@ -94,8 +94,12 @@ class Minibatches:
         self._rank = dist.rank
 
     def draw(self, count: int, rng: np.random.Generator) -> Iterator[Chunks | None]:
-        """Yield this rank's part of each of `count` minibatches of about as many chunks; None where it has none."""
-        for chosen in np.array_split(rng.permutation(len(self._chunks)), count):
+        """Yield this rank's part of each minibatch; None where only other ranks have chunks of it.
+
+        There are `count` minibatches of about as many chunks, and no empty ones: fewer where there are fewer chunks.
+        """
+        order = rng.permutation(len(self._chunks))
+        for chosen in np.array_split(order, count)[: len(order)]:  # the first ones are the larger ones
             drawn = (self._chunks[i] for i in chosen)
             own = [Chunk(self._episode[place], first, end) for place, rank, first, end in drawn if rank == self._rank]
             yield pack_chunks(self._packing, own) if own else None

@@ -168,7 +168,7 @@ class PolicyLearner(ABC, Generic[Args]):
         loss = self.make_loss(config.precision == "bf16")
         self.optimizer = Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
-        self.updates = 0
+        self.updates = 0  # optimisation steps taken; the clock counts by it
         self.steps = 0  # environment steps learned from, over all ranks
 
     def make_loss(self, bf16: bool) -> PolicyLoss[Args]:
@@ -181,7 +181,7 @@ class PolicyLearner(ABC, Generic[Args]):
 
     @classmethod
     def steps_per_batch(cls, config: Config) -> int:
-        """Return epochs times minibatches."""
+        """Return epochs times minibatches, the most steps that a batch can have; `updates` counts those taken."""
         args = cls.args_model.model_validate(config.learner_args)
         return int(args.epochs * args.minibatches)
 
@@ -206,7 +206,7 @@ class PolicyLearner(ABC, Generic[Args]):
         self._step.warm_up(rows)
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
-        """Take `epochs` times `minibatches` steps; return their merged stats. `episodes` is not used."""
+        """Take a step on each minibatch of each epoch; return their merged stats. `episodes` is not used."""
         rows = self.all_rows(batch)
         hidden = self._hidden_states(rows)
         minibatches = Minibatches(batch, self.args.chunk_length, self.dist)
@@ -220,7 +220,7 @@ class PolicyLearner(ABC, Generic[Args]):
                 same = [parts] if self.args.minibatches == 1 else []
                 count = torch.stack([part.weight.sum() for part in parts]).sum()
                 result = self._step(count, *((part,) for part in parts))
-                self.updates += 1
+                self.updates += result.stepped
                 merged = merge(merged, {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped})
         return merged
 

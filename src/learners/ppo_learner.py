@@ -23,7 +23,8 @@ from omagd.modules.kernels.linear import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
-NORM_DECAY = 0.99  # of the value normaliser, per update
+NORM_DECAY = 0.99  # of the value normaliser, per batch; MAPPO's code has 0.99999 per minibatch
+LEAST_VARIANCE = 1e-4  # MAPPO's code has 0.01
 
 
 class PPOArgs(PolicyArgs):
@@ -81,9 +82,10 @@ class PPOLoss(PolicyLoss[PPOArgs]):
 
 
 class ValueNorm:
-    """Running mean and deviation of the critic's targets, the same on all ranks (as in MAPPO's published code).
+    """Running mean and deviation of the critic's targets, the same on all ranks.
 
-    Exponential averages over updates, corrected for their start at 0 as in Adam. Unlike PopArt (van Hasselt et al.
+    Exponential averages over batches, corrected for their start at 0 as in Adam: MAPPO's value normalisation with other
+    constants, so that means follow returns within some hundred batches. Unlike PopArt (van Hasselt et al.
     2016), the critic's last layer is not rescaled when they change.
     """
 
@@ -103,7 +105,7 @@ class ValueNorm:
         weight, first, second = self.moments
         some = weight.clamp(min=1e-30)
         mean = first / some
-        deviation = (second / some - mean.square()).clamp(min=1e-4).sqrt()
+        deviation = (second / some - mean.square()).clamp(min=LEAST_VARIANCE).sqrt()
         return mean, torch.where(weight > 0, deviation, 1.0)
 
 
@@ -126,8 +128,8 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         """Return advantages, the critic's values and its targets, [S, n] each.
 
         GAE(lambda) is the lambda-return minus the value. An episode that was truncated bootstraps from the value of its
-        closing row. Each agent learns from its own reward where the critic values agents one by one and the environment
-        reports rewards of agents.
+        closing row; at their step limit most environments terminate (`continuing_episode=False`). Each agent learns
+        from its own reward where the critic values agents one by one and the environment reports rewards of agents.
         """
         with autocast_bf16(state.device, self.config.precision == "bf16"):
             predicted = self.critic(inputs, state).to(weight.dtype)

@@ -51,6 +51,7 @@ class Learner(Trainable, Protocol):
         data: "replay" learns from batches sampled from the replay buffer; "on_policy" from the episodes that were
             collected last, which are then discarded. An on-policy learner also has a static method
             `steps_per_batch(config) -> int`: the optimisation steps of one `update` (epochs times minibatches).
+            Those of `PolicyLearner` may take fewer, and count them in `updates`.
     """
 
     data: Data

@@ -36,7 +36,11 @@ class RLOOArgs(PolicyArgs):
 
 
 class RLOOLearner(PolicyLearner[RLOOArgs]):
-    """Trains a controller's agent on groups of episodes that were just collected."""
+    """Trains a controller's agent on groups of episodes that were just collected.
+
+    `normalise_advantages` is over the samples of all ranks (agents at steps with a choice), not over episodes or
+    groups: an episode counts by its number of samples.
+    """
 
     args_model: ClassVar[type[Any]] = RLOOArgs
     needs_groups: ClassVar[bool] = True

@@ -50,8 +50,8 @@ class UpdateResult:
         stepped: False if no rank had a sample; True also if only the device knows that.
         finite: scalar bool on the device: whether the gradient norm is finite (and `where` held). If not, nothing
             changed, `skipped` is (1, 1) and all other sums and counts are 0, which leaves the update out of the means.
-        norm: (global gradient norm before clipping, 1). skipped: (0, 1), the pair for `SKIPPED`. stats: of the loss
-            module.
+        norm: (global gradient norm before clipping, 1). skipped: (0, 1), the pair for `SKIPPED`. Both counts are 0 if
+            no rank had a sample. stats: of the loss module.
     """
 
     stepped: bool
@@ -188,7 +188,7 @@ class SyncedOptimizer:
             self._step_unless(idle if waits else torch.maximum(skipped, (some <= 0).to(skipped)))
             self._count_writes()
         self.optimizer.zero_grad(set_to_none=True)
-        one = torch.ones_like(grad_norm)
+        one = torch.full_like(grad_norm, float(stepped)) if waits else (some > 0).to(grad_norm)
         named = {**stats, _NORM: (grad_norm, one)}
         named = named if plain else _zeros_unless(finite, named)
         return UpdateResult(stepped, finite, named.pop(_NORM), (skipped, one), named)

@@ -221,7 +221,7 @@ class MAPPOLearner:
         """Yield this rank's share of random minibatches of whole episodes, which are drawn alike on all ranks."""
         order = generator(self.config.seed, "minibatches", self.updates).permutation(len(owners))
         position = {place: i for i, place in enumerate(batch.sample_index)}
-        for chosen in np.array_split(order, self.args.minibatches):
+        for chosen in np.array_split(order, self.args.minibatches)[: len(order)]:  # no empty ones
             own = [position[owners[i][0]] for i in chosen if owners[i][1] == self.dist.rank]
             yield Sample(batch.select(own)) if own else Sample(batch.select([0]), weight=0.0)
 

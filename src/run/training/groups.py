@@ -10,6 +10,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.loading import changed
 from omagd.config.schema import Config
 from omagd.learners.protocol import learner_class
+from omagd.run.training.build import complete_args
 from omagd.run.training.session import Session
 from omagd.run.training.stages.health import MOST_SKIPPED
 from omagd.runners.starts import DealtStarts, TaskStarts
@@ -41,7 +42,7 @@ def check_groups(config: Config, info: EnvInfo) -> None:
         raise UserError(f"{given}: needs runner=parallel, where groups begin together, not runner={config.runner}")
     if config.batch_size_run % config.group_size:
         raise UserError(f"{given}: must divide batch_size_run={config.batch_size_run}, the slots that groups fill")
-    if config.learner_args.get("score") == "outcome" and not info.has_win:
+    if complete_args(config, ("learner_args",)).learner_args.get("score") == "outcome" and not info.has_win:
         raise UserError(
             f"learner_args.score=outcome: env={config.env} has battles without a winner (no battle_won). Use"
             " learner_args.score=return"

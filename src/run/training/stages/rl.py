@@ -15,6 +15,7 @@ from omagd.components.groups import GroupData
 from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.fixed_updates import uses_graph_updates
+from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import Learner, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, far_step, find_step_folder, load_learner, save_learner
@@ -249,8 +250,10 @@ class RLStage(Stage):
         for _ in range(self.data.batches_per_iteration):
             with self.session.profiler.phases("sample"):
                 batch = next(batches)
+            counting = self.learner if isinstance(self.learner, PolicyLearner) else None
+            before = 0 if counting is None else counting.updates
             self.learned.add(self.health.note(self.learner.update(batch, episodes=self.clock.episodes)))
-            self.clock.updates += self._steps_per_batch
+            self.clock.updates += self._steps_per_batch if counting is None else counting.updates - before
 
     def advance(self) -> None:
         """Add what all ranks have played to the clock."""
