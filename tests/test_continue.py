@@ -26,13 +26,15 @@ import omagd
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.learners import REGISTRY as LEARNERS
+from omagd.modules.agents.agent import AgentInputs
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.checkpoint.store import folders as checkpoints
 from omagd.run.checkpoint.store import read_checkpoint
 from omagd.run.checkpoint.weights import checksum, far_step, find_step_folder, load_learner, save_learner
 from omagd.run.cli.main import config_from, main
-from omagd.run.cli.preflight import preflight
+from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
+from omagd.run.training.battles import load_mac
 from omagd.run.training.loop import fit
 from omagd.run.training.stages import testing
 from omagd.utils.clock import Counters
@@ -74,6 +76,53 @@ def test_a_folder_that_does_not_exist_is_named(name, tmp_path, monkeypatch, caps
     assert readable(f"evaluate {name}: no such folder. Give a run's folder") in capsys.readouterr().err
     assert main(["--config=qmix", "with", f"checkpoint_path={name}"]) == 2
     assert re.search("no such folder|invalid path", capsys.readouterr().err)
+
+
+class PyMARLAgent(torch.nn.Module):
+    """PyMARL's recurrent agent: its layers by their names, and its inputs, which are concatenated."""
+
+    def __init__(self, n_inputs: int, hidden: int, n_actions: int) -> None:
+        super().__init__()
+        self.fc1 = torch.nn.Linear(n_inputs, hidden)
+        self.rnn = torch.nn.GRUCell(hidden, hidden)
+        self.fc2 = torch.nn.Linear(hidden, n_actions)
+
+    def values(self, obs: torch.Tensor, last_actions: torch.Tensor) -> torch.Tensor:
+        """Return [T, n, A] of an episode: obs [T, n, obs_dim], last_actions [T, n], -1: a one-hot of zeros."""
+        n, n_actions = last_actions.shape[1], self.fc2.out_features
+        hidden, made = torch.zeros(n, self.rnn.hidden_size), []
+        for seen, last in zip(obs, last_actions, strict=True):
+            one_hot = torch.eye(n_actions + 1)[last][:, :n_actions]
+            hidden = self.rnn(self.fc1(torch.cat([seen, one_hot, torch.eye(n)], dim=1)).relu(), hidden)
+            made.append(self.fc2(hidden))
+        return torch.stack(made)
+
+
+@pytest.mark.parametrize(("agent", "as_zip"), [("n_rnn", True), ("rnn", False)])
+def test_agents_of_pymarl_load_and_have_their_values(agent, as_zip, tmp_path):
+    config = resolve("pymarl_qmix", "matrix_game", {"agent": agent, "use_cuda": False})
+    info = describe_env(config)
+    torch.manual_seed(0)
+    theirs = PyMARLAgent(info.obs_dim + info.n_actions + info.n_agents, config.rnn_hidden_dim, info.n_actions)
+    torch.save(theirs.state_dict(), tmp_path / "agent.th", _use_new_zipfile_serialization=as_zip)
+    mac = load_mac(config, info, torch.device("cpu"), tmp_path, "checkpoint_path")
+    obs = torch.randn(6, info.n_agents, info.obs_dim)
+    last = torch.cat([torch.full((1, info.n_agents), -1), torch.randint(info.n_actions, (5, info.n_agents))])
+    with torch.inference_mode():
+        hidden, ours = mac.actor.init_hidden(1), []
+        for seen, taken in zip(obs.split(1), last.split(1), strict=True):
+            values, hidden = mac.actor.step(AgentInputs(seen, taken), hidden)
+            ours.append(values[0])
+    torch.testing.assert_close(torch.stack(ours), theirs.values(obs, last), atol=1e-6, rtol=1e-5)
+    paths = {"checkpoint_path": str(tmp_path), "local_results_path": str(tmp_path / "results")}
+    given = config.model_copy(update=paths)
+    played = launch(given.model_copy(update={"evaluate": True, "test_nepisode": 2}), "played")
+    assert played["stages"]["stage3"]["clock"] == {"t_env": 0}
+    with pytest.raises(UserError, match=r"^checkpoint_path=.*mixer.th does not exist"):
+        preflight(given)
+    torch.save({"hyper_w_1.0.weight": torch.zeros(64, info.state_dim)}, tmp_path / "mixer.th")
+    with pytest.raises(UserError, match=r"^checkpoint_path=.*mixer.th does not fit: 'first.weight' is absent"):
+        preflight(given)
 
 
 def test_a_run_without_weights_says_when_there_will_be_some(tmp_path, capsys):

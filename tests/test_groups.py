@@ -335,7 +335,8 @@ def test_the_folder_of_a_run_with_another_learner_or_other_starts_means_its_weig
     assert shown.count("so this one starts from the weights") == 1 and f"a run with {reason}" in shown
     assert summary["stages"]["stage3"]["clock"]["t_env"] >= 40
     begun = find_step_folder(str(run))
-    assert f"continuing from {begun} at t_env {begun.name}" in (Path(summary["folder"]) / "logs/rank_0.log").read_text()
+    logged = (Path(summary["folder"]) / "logs/rank_0.log").read_text()
+    assert f"continuing from {begun} at t_env {begun.name}: steps count on from there to t_max" in logged
     state = config.model_copy(update={"checkpoint_path": str(run / "checkpoints")})
     for start in (preflight, lambda asked: launch(asked, "third")):
         with pytest.raises(UserError, match=f"a state with {reason}. Give {run}/models"):

@@ -259,7 +259,7 @@ def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
             return
     if config.auto_resume and _is_unfinished(config):
         return
-    fix = f"Give a larger {key}"
+    fix = f"Give a larger {key}, which counts on from there"
     with suppress(UserError):  # an interrupted run may have no weights yet
         find_step_folder(config.checkpoint_path, config.load_step)
         fix += f", or evaluate it: python -m omagd evaluate {config.checkpoint_path}"

@@ -125,7 +125,8 @@ class RLStage(Stage):
                 require_same_weights(self.session.dist, module, f"checkpoint_path={folder}")
             if warning := far_step(folder, self.session.config.load_step):
                 self.session.logger.warning(warning)
-            self.session.logger.info(f"continuing from {folder} at t_env {self.clock.t_env}")
+            where = f"t_env {self.clock.t_env}: steps count on from there to t_max {self.session.config.t_max}"
+            self.session.logger.info(f"continuing from {folder} at {where}")
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
             self.opponents.apply()
