@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from command_budgets import BUDGETS
+from command_harness import MAIN
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
+from omagd.run import limits
 from omagd.run.topology import Plan
 from omagd.run.training import device
 from omagd.run.training.device import (
@@ -136,3 +141,46 @@ def test_freed_memory_is_kept_for_the_next_request():
     if not keep_freed_memory():
         pytest.skip("not glibc")
     assert min(page_faults() for _ in range(20)) < 10  # a mapped block has at least 20, also with huge pages
+
+
+@pytest.mark.processes
+def test_too_few_open_files_are_made_enough_or_named_before_the_run(tmp_path):
+    """Four workers need more than a soft limit of 24; 24 workers more than a hard limit of 100."""
+    words = (
+        MAIN,
+        "-u",
+        "--config=qmix",
+        "--env-config=matrix_game",
+        "with",
+        *BUDGETS,
+        "env_processes=True",
+        "t_max=20",
+    )
+    for kind, workers, rc in (("-Sn 24", 4, 0), ("-n 100", 24, 2)):
+        given = (*words, f"batch_size_run={workers}", f"local_results_path={tmp_path}")
+        command = ("bash", "-c", f'ulimit {kind}; exec "$@"', "bash", sys.executable, *given)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+        assert ended.returncode == rc, ended.stderr
+    assert len(list(tmp_path.iterdir())) == 1 and ended.stderr.count("\n") == 1
+    assert "batch_size_run=24: 24 environments in processes" in ended.stderr and "(ulimit -Hn)" in ended.stderr
+
+
+def test_processes_are_counted_per_user_and_per_control_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (500, 500))
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    for number in range(3):
+        (proc / str(number) / "task" / "1").mkdir(parents=True)
+    (proc / "self").mkdir()
+    assert limits.processes_left(proc, groups) == (497, "ulimit -u: 500")
+    (proc / "self" / "cgroup").write_text("0::/slice/job/step\n")
+    (groups / "slice" / "job" / "step").mkdir(parents=True)
+    for folder, most in (("slice", "max"), ("slice/job", "100"), ("slice/job/step", "400")):
+        (groups / folder / "pids.max").write_text(most)
+        (groups / folder / "pids.current").write_text("90")
+    left, why = limits.processes_left(proc, groups)
+    assert left == 10 and "100" in why
+    plan, config = Plan(2, "gloo", False, False), resolve("qmix", "matrix_game", {})
+    monkeypatch.setattr(device, "processes_left", lambda: (left, why))
+    with pytest.raises(UserError, match="world_size=2: 2 ranks need .* 10 are left .pids.max"):
+        device._check_limits(config, plan)

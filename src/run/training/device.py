@@ -12,9 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omagd import runners
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.run.launchers import ranks_here
+from omagd.run.limits import (
+    LEAST_SHARED,
+    SHARED,
+    files_needed,
+    largest_file,
+    most_files,
+    processes_left,
+    processes_needed,
+)
 from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
 from omagd.run.topology import Plan
 from omagd.utils.errors import UserError
@@ -56,6 +66,7 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
     if config.graph_updates:
         _check_graph_updates(config, plan)
     _check_gpu_memory(config, plan, info)
+    _check_limits(config, plan)
 
 
 @contextmanager
@@ -139,6 +150,39 @@ def _check_triton() -> None:
         if torch.cuda.get_device_capability(card)[0] < LEAST_COMPILED:
             name = torch.cuda.get_device_name(card)
             raise UserError(f"compile=True: Triton does not compile for {name}. Use compile=False")
+
+
+def workers_of(config: Config) -> int:
+    """Return the number of worker processes of each rank."""
+    return int(runners.REGISTRY.get(config.runner).slots(config)) if config.env_processes else 0
+
+
+def _check_limits(config: Config, plan: Plan) -> None:
+    """Reject more open files and more processes than this user can have. Errors: UserError."""
+    workers, ranks = workers_of(config), ranks_here(plan.world_size)
+    keys = f"batch_size_run={config.batch_size_run}" if workers else f"world_size={plan.world_size}"
+    what = f"{workers} environments in processes for each of {ranks} ranks" if workers else f"{plan.world_size} ranks"
+    lower = f"Lower {keys.partition('=')[0]}, or raise the limit"
+    if (files := files_needed(workers, plan.world_size)) > (most := most_files()):
+        raise UserError(f"{keys}: {what} need {files} open files, a process may have {most} (ulimit -Hn). {lower}")
+    left, why = processes_left()
+    if (needed := processes_needed(workers, ranks, config.torch_threads)) > left:
+        raise UserError(f"{keys}: {what} need {needed} processes and threads, {left} are left ({why}). {lower}")
+
+
+def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool) -> list[str]:
+    """Return a line for each limit that a run may hit later. on_gpus: whether several ranks exchange through NCCL."""
+    found = []
+    if on_gpus and SHARED.is_dir() and (left := shutil.disk_usage(SHARED).free) < LEAST_SHARED * GIGABYTE:
+        found.append(f"{SHARED}: {left / GIGABYTE:.2f} GB left, NCCL may need more. In a container: --shm-size=1g")
+    if config.enable_checkpointing and config.stage in {"stage3", "all"} and not config.pretrain_only:
+        need, key = replay_bytes(config, info), data_key(config)
+        what = f"{key}={getattr(config, key)}: a rank's part of a checkpoint may take {need / GIGABYTE:.1f} GB"
+        if need > (size := largest_file()):
+            found.append(f"{what}, a file at most {size / GIGABYTE:.1f} GB (ulimit -f). Lower {key}")
+        if 2 * need > (left := shutil.disk_usage(folder).free):  # the earlier one is removed last
+            found.append(f"{what}, twice while it is replaced; {folder} has {left / GIGABYTE:.1f} GB left. Lower {key}")
+    return found
 
 
 def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:

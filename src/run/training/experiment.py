@@ -18,10 +18,11 @@ from omagd.run.checkpoint.resuming import rank_at_work
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.launchers import ranks_here
+from omagd.run.limits import files_needed, raise_limits
 from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.card import changed_versions, make_card, read_card, resumed, versions_of
 from omagd.run.training.build import build_session, load_pretrained, require_same_weights, restore_pretrained
-from omagd.run.training.device import deterministic_algorithms, keep_freed_memory, limit_memory
+from omagd.run.training.device import deterministic_algorithms, keep_freed_memory, limit_memory, workers_of
 from omagd.run.training.evaluate import evaluate, trained_card
 from omagd.run.training.loop import fit
 from omagd.run.training.records import (
@@ -68,6 +69,7 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
     started = time.time()
     torch.set_num_threads(config.torch_threads)
     keep_freed_memory()
+    raise_limits(files_needed(workers_of(config), dist.world_size))
     limit_memory(dist.device, config.max_memory_per_gpu_gb)
     if dist.rank % ranks_here(dist.world_size):  # the first rank of a host warns
         warn_no_more()

@@ -16,6 +16,7 @@ from omagd.run.memory_budget import memory_warnings
 from omagd.run.reporting.card import Card, final_card, start_lines
 from omagd.run.reporting.log_sinks import make_logger
 from omagd.run.training.build import n_slots
+from omagd.run.training.device import limit_warnings
 from omagd.run.training.session import Session
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RunFailed
@@ -68,7 +69,9 @@ def log_start(session: Session, card: Card) -> None:
         )
     for line in start_lines(card, sizes, batch):
         session.logger.info(line)
-    for line in (*memory_warnings(config, info, ranks_here(dist.world_size)), *refresh_warnings(config)):
+    ranks = ranks_here(dist.world_size)
+    limits = limit_warnings(config, info, session.folder.path, dist.device.type == "cuda" and ranks > 1)
+    for line in (*memory_warnings(config, info, ranks), *limits, *refresh_warnings(config)):
         session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
 

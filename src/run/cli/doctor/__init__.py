@@ -21,6 +21,7 @@ CHECKS = (
     Check("gpu", checks.gpu, fix="see the line on torch"),
     Check("compiler", checks.compiler, fix="leave compile=False"),
     Check("memory", checks.memory, fix="see the line on torch"),
+    Check("limits", checks.limits, fix="see ulimit -a"),
     Check("shared memory", checks.shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),
     Check("disk", checks.disk, ALL, fix=checks.MORE_ROOM),
     Check("ddp port", checks.ddp_port, fix="give another ddp_port, such as ddp_port=12400"),

@@ -17,6 +17,15 @@ from typing import Any
 from omagd.envs.sc2.install import INSTALL as INSTALL_GAME
 from omagd.envs.sc2.install import build_of, builds, game_folder
 from omagd.run.cli.doctor.findings import INSTALL, Finding, Settings, missing, ok, warning
+from omagd.run.limits import (
+    LEAST_SHARED,
+    SHARED,
+    files_needed,
+    largest_file,
+    most_files,
+    processes_left,
+    processes_needed,
+)
 from omagd.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -28,8 +37,7 @@ GET_MAPS = f"{INSTALL_GAME} --maps-only"
 GIGABYTE = 2.0**30
 INSTALL_SMAX = "pip install -e .[smax] -c constraints.txt"
 MORE_ROOM = "give local_results_path=… on a disk with enough space"
-LEAST_DISK, LEAST_MEMORY, LEAST_SHARED = 2.0, 2.0, 0.25
-SHARED = Path("/dev/shm")
+LEAST_DISK, LEAST_MEMORY = 2.0, 2.0
 
 
 def python(_settings: Settings) -> Finding:
@@ -159,6 +167,20 @@ def memory(_settings: Settings) -> Finding:
         return warning("unknown on this system", "watch memory/rss_mb in the log")
     text = f"{left / GIGABYTE:.1f} GB left"
     return ok(text) if left >= LEAST_MEMORY * GIGABYTE else warning(text, "lower buffer_size and batch_size_run")
+
+
+def limits(settings: Settings) -> Finding:
+    """Check the numbers of open files and processes, and the size of a file, against the needs of a run."""
+    workers, ranks = settings.batch_size_run if settings.env_processes else 0, settings.world_size or 1
+    files, most = files_needed(workers, ranks), most_files()
+    processes, (left, why) = processes_needed(workers, ranks, settings.torch_threads), processes_left()
+    size = largest_file()
+    room = f"{left} processes left ({why})" if why else "any number of processes"
+    text = f"{most} open files ({files} needed), {room}"
+    text += f" ({processes} needed), files of {'any size' if size == sys.maxsize else f'{size / GIGABYTE:.1f} GB'}"
+    if files > most or processes > left:
+        return missing(text, "raise the limit (ulimit -Hn, ulimit -u), or lower batch_size_run and world_size")
+    return ok(text) if size >= LEAST_DISK * GIGABYTE else warning(text, "raise the limit: ulimit -f unlimited")
 
 
 def shared_memory(_settings: Settings) -> Finding:

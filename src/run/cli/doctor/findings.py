@@ -22,6 +22,8 @@ class Settings:
     local_results_path: str = "results"
     torch_threads: int = 1
     world_size: int | None = None
+    batch_size_run: int = 8
+    env_processes: bool = False
     game_version: str | None = None
 
     @classmethod
