@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import sacred
+import sacred.observers
 from many_runs import STEPS, make_run, make_run_on_a_set, make_study, without
 from matplotlib import image
 
@@ -473,3 +477,56 @@ def test_help_of_plot_names_its_options(capsys):
     parser = argparse.ArgumentParser()
     plot.arguments(parser)
     assert all(action.option_strings[-1] in text for action in parser._actions if action.option_strings)
+
+
+def record_as_pymarl(folder: Path, won: tuple[float, ...], scalars: bool, **config: object) -> None:
+    """Write a run as Sacred does for PyMARL; with `scalars` as for EPyMARL."""
+    found = sacred.Experiment("pymarl", save_git_info=False, base_dir=str(folder.parent))
+    found.observers.append(sacred.observers.FileStorageObserver(str(folder)))
+    found.add_config({"env": "skirmish", "env_args": {"map_name": "3m"}, "lr": 0.0005, **config})
+
+    @found.main
+    def run(_run):
+        for step, rate in zip(STEPS, won, strict=True):
+            value = np.float64(rate)
+            _run.info.setdefault(WON, []).append(value)
+            _run.info.setdefault(f"{WON}_T", []).append(step)
+            _run.info.setdefault("loss", []).append(0.1)
+            _run.info.setdefault("loss_T", []).append(step + 7)
+            if scalars:
+                _run.log_scalar(WON, value, step)
+
+    root, before = logging.getLogger(), logging.getLogger().level
+    handlers = list(root.handlers)
+    try:
+        found.run(options={"--loglevel": "ERROR", "--capture": "no"})
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(before)
+
+
+def test_runs_of_pymarl_and_epymarl_are_drawn_beside_own_ones(tmp_path, capsys, caplog):
+    theirs, nested = tmp_path / "pymarl" / "sacred", tmp_path / "epymarl" / "results" / "sacred" / "vdn" / "3m"
+    for seed, end in ((1, 0.5), (2, 0.7)):
+        record_as_pymarl(theirs, (0.0, 0.2, 0.4, end), False, name="qmix", seed=seed)
+        record_as_pymarl(nested, (0.0, 0.1, 0.2, end / 2), True, name="vdn", seed=seed)
+    record_as_pymarl(nested, (0.0, 0.0, 0.0, 0.1), True, name="vdn", seed=1, lr=0.001)
+    make_run(tmp_path / "own" / "run", (0.0, 0.25, 0.5, 0.75))
+    places = [tmp_path / "own", theirs, tmp_path / "epymarl"]
+    (panel,) = curves.curve_panels(groups(load(places)), WON, "steps", None)
+    found = {line.label: (line.x.tolist(), line.y[-1], line.seeds) for line in panel.lines}
+    ends = {"qmix": (0.75, 1), "qmix (Sacred)": (0.6, 2)}
+    ends |= {"vdn (Sacred) lr=0.0005": (0.3, 2), "vdn (Sacred) lr=0.001": (0.1, 1)}
+    assert found == {label: (list(STEPS), pytest.approx(end), (n, n)) for label, (end, n) in ends.items()}
+    for file in (theirs / "1" / "info.json", nested / "1" / "metrics.json"):
+        (line,) = lines_of(file)["skirmish 3m"].values()
+        assert line.x.tolist() == list(STEPS)
+    assert main(["plot", *map(str, places), "--out", str(tmp_path / "figure")]) == 0
+    assert (tmp_path / "figure.png").is_file() and "is not comparable" in caplog.text
+    assert main(["compare", *map(str, places)]) == 0
+    table = capsys.readouterr().out
+    assert "qmix (Sacred)*" in table and "0.600" in table
+    (nested / "1" / "metrics.json").write_text("[1]")
+    (nested / "1" / "info.json").write_text('{"test_battle_won_mean": 3, "test_battle_won_mean_T": [{"value": null}]}')
+    assert main(["plot", str(nested / "1")]) == 2
+    assert capsys.readouterr().err.startswith("error: plot: ")

@@ -32,7 +32,7 @@ def settings(run: Run) -> dict[str, Any]:
     Missing keys of earlier versions have their defaults, and removed keys are absent at theirs. Arguments of the
     environment that have its default are absent if the run has a card. Batch and environments are those of all ranks.
     """
-    if not run.config:
+    if not run.config or run.foreign:
         return {}
     values = {**_defaults(), **run.config}
     compared = run.card.get("compared", {})
@@ -72,7 +72,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return the keys in which the settings of runs differ, each with its values in the order of the runs."""
-    return _differing([settings(run) for run in runs if run.config])
+    return _differing([values for run in runs if (values := settings(run))])
 
 
 def _differing(known: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -115,7 +115,7 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     known = {run.folder: settings(run) for run in runs}
     keys: dict[str, None] = {}
     for place in dict.fromkeys((run.place, run.kind) for run in runs):
-        there = [known[run.folder] for run in runs if (run.place, run.kind) == place and run.config]
+        there = [known[run.folder] for run in runs if (run.place, run.kind) == place and known[run.folder]]
         keys |= dict.fromkeys(_differing(there))
     keys |= {key: None for key in differing(runs) if key in METHOD}
     own: dict[Path, str] = {}
@@ -133,7 +133,11 @@ def groups(runs: Sequence[Run]) -> list[Group]:
             path = [known[run.folder].get(key) for key in WEIGHTS] if repeated(part) and not run.arm else []
             paths.setdefault(frozen(path), []).append(run)
         split += paths.values()
-    values = [{key: known[part[0].folder][key] for key in keys if key in known[part[0].folder]} for part in split]
+    values = [
+        dict.fromkeys(keys, "?") if part[0].foreign
+        else {key: known[part[0].folder][key] for key in keys if key in known[part[0].folder]}
+        for part in split
+    ]  # fmt: skip
     labels = _labels(split, values)
     return [Group(*each) for each in zip(labels, values, map(tuple, split), strict=True)]
 

@@ -18,6 +18,8 @@ import numpy as np
 
 from omagd.config.env_info import map_label
 from omagd.config.schema import COMPONENT_ARGS
+from omagd.run.analysis.sacred_runs import FILES as SACRED_FILES
+from omagd.run.analysis.sacred_runs import read_sacred, sacred_folders, tell_apart
 from omagd.run.reporting.card import COVERED, METHOD, Card, is_card, recorded_of
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder
@@ -38,6 +40,7 @@ class Run:
         finished: whether it has ended and will not be resumed. arm: its name in a study, else "".
         given: its records, if they do not come from `metrics.jsonl`. study: the name of its study, else "".
         cpu_seconds, commit: of its processes and of the code, from a results file; None, "" if not known.
+        foreign: another program's; of its configuration only name, environment, map and seed are read.
     """
 
     folder: Path
@@ -50,6 +53,7 @@ class Run:
     study: str = ""
     cpu_seconds: float | None = None
     commit: str = ""
+    foreign: bool = False
 
     @property
     def label(self) -> str:
@@ -138,7 +142,8 @@ def load(paths: Iterable[str | Path], command: str = "load", found_none: str = "
     """Return the runs in folders, in the order of the paths, those of one folder by name.
 
     Args:
-        paths: each a run, a folder of runs, a study, or the results file of a study (`.jsonl`).
+        paths: each a run, a folder of runs, a study, or the results file of a study (`.jsonl`); or a folder or file of
+            Sacred's that another program wrote.
         command: for the message if there is none.
         found_none: end of that message, what to give instead.
     Errors: UserError where no run can be read. A damaged run among others is one warning.
@@ -158,7 +163,8 @@ def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -
         if place.suffix == ".jsonl" and os.path.isfile(place):
             problems += _add_lines(runs, path, place)
             continue
-        folders = folders_of_runs(place)
+        place = place.parent if place.name in SACRED_FILES else place
+        folders = folders_of_runs(place) or dict.fromkeys(sacred_folders(place), ("", ""))
         if not folders:
             problems.append(f"{path}: holds no run: no config.json and no summary.json that can be read")
         for folder, study in folders.items():
@@ -173,7 +179,24 @@ def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -
         first = problems[0] if problems else "no folder was given"
         fix = found_none or "Give the folder of a run, a folder of runs, or a study"
         raise UserError(f"{command} {first}. {fix}")
-    return list(runs.values()), problems
+    return _foreign_arms(list(runs.values())), problems
+
+
+def _foreign_arms(runs: list[Run]) -> list[Run]:
+    """Return the runs, those of other programs with an arm: the name, and what tells apart those of one name."""
+    configs = [run.config for run in runs if run.foreign]
+    labels = iter(tell_apart(configs))
+    found = []
+    for run in runs:
+        if run.foreign:
+            given = run.config.get("env_args")
+            args = given if isinstance(given, dict) else {}
+            about = {key: run.config.get(key) for key in ("name", "env", "seed")}
+            about["env_args"] = {"map_name": args.get("map_name") or args.get("key")}
+            arm = readable(f"{about['name'] or run.folder.name} (Sacred) {next(labels)}".strip())
+            run = replace(run, config=about, arm=arm)
+        found.append(run)
+    return found
 
 
 def _add_lines(runs: dict[object, Run], path: Path, place: Path) -> list[str]:
@@ -260,6 +283,11 @@ def _read(folder: Path, of: tuple[str, str]) -> Run | None:
     files = RunFolder(folder)
     config, summary = read_entry(files.config_json), read_entry(files.summary_json)
     summary = summary if _is_summary(summary) else {}
+    if not os.path.lexists(files.metrics_jsonl) and (other := read_sacred(folder)):
+        config, records = other
+        values = {name: value for record in records for name, value in record.items()}
+        stages = {"stage3": {"values": values, "clock": {"t_env": values["t_env"]}}}
+        return Run(folder, {"name": folder.name, **config}, {}, {"stages": stages}, True, given=records, foreign=True)
     if not config and not summary:
         return None
     card = read_entry(files.card_json) or summary.get("card")
