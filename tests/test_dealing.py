@@ -45,7 +45,7 @@ def config_of(results: Path | str = "results", **updates) -> Config:
 class Data:
     """What a stage reckons with."""
 
-    explores = False
+    sampled = False
 
     def expect(self, episodes: int, batch_size: int) -> None:
         self.episodes, self.batch_size = episodes, batch_size

@@ -20,7 +20,7 @@ from q_toys import equal, state_of
 import omagd
 from omagd import learners
 from omagd.learners.nq_learner import NQLearner
-from omagd.learners.protocol import METHODS, learner_class
+from omagd.learners.protocol import learner_class
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.run.checkpoint.serialization import first_not_finite
 from omagd.run.checkpoint.weights import load_into
@@ -174,10 +174,16 @@ def test_a_loss_under_any_name_is_checked(tmp_path, monkeypatch) -> None:
         with pytest.raises(UserError, match=message):
             train(tmp_path / name, f"learner={name}")
         assert all("completed" not in file.read_text() for file in tmp_path.glob(f"{name}/*/summary.json"))
-    Old = type("Old", (), dict.fromkeys(METHODS, lambda self: None))
+
+    class Old:
+        warm_up, update = NQLearner.warm_up, NQLearner.update
+        modules, state_dict, load_state_dict = NQLearner.modules, NQLearner.state_dict, NQLearner.load_state_dict
+
+        def __init__(self, mac: Any, config: Any, info: Any, dist: Any) -> None: ...
+
     monkeypatch.setitem(learners.REGISTRY._objects, "old", Old)
     assert learner_class("old").data == "replay" and Old.loss_name == "loss_td"
-    Old.data = "neither"
+    monkeypatch.setitem(learners.REGISTRY._objects, "old", type("Neither", (Old,), {"data": "neither"}))
     with pytest.raises(UserError, match="learner=old: .*neither.*replay, on_policy"):
         learner_class("old")
 

@@ -5,18 +5,45 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from omagd.utils.compiling import numba_problem
 from omagd.utils.registry import Registry
 
-REGISTRY: Registry[type] = Registry("action_selector", "omagd.action_selectors")
+REGISTRY: Registry[type] = Registry(
+    "action_selector", "omagd.action_selectors", protocol="omagd.components.action_selectors:protocol_of"
+)
 
 
 LOG_PROB = "log_prob"
 """The field with the log-probability of each action that was drawn, [S, n] float32."""
+
+
+class Selector(Protocol):
+    """Chooses actions by the agent's outputs."""
+
+    def __init__(self) -> None: ...
+
+    def select(
+        self, q: np.ndarray, available: np.ndarray, epsilon: float, rng: np.random.Generator | None
+    ) -> np.ndarray:
+        """Return [B, n] int64; shapes as in `Greedy`."""
+
+
+class DrawingSelector(Selector, Protocol):
+    """Draws actions from the agent's outputs, which are logits: its class sets `draws = True`."""
+
+    def choose(
+        self, q: np.ndarray, available: np.ndarray, rng: np.random.Generator | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return [B, n] int64, and the log-probabilities [B, n] float32; the likeliest action without `rng`."""
+
+
+def protocol_of(found: Any) -> type:
+    """Return the protocol that a selector follows."""
+    return DrawingSelector if getattr(found, "draws", False) else Selector
 
 
 def draws(name: str) -> bool:

@@ -21,12 +21,12 @@ class DataSource(Protocol):
     """What the training loop asks of a source of batches. All methods concern this rank alone.
 
     Attributes:
-        log_name: of its episodes in checkpoints. explores: whether policies explore by epsilon.
+        log_name: of its episodes in checkpoints. sampled: whether episodes serve several batches, drawn at random.
         batches_per_iteration: number of batches that `batches` yields.
     """
 
     log_name: ClassVar[str]
-    explores: ClassVar[bool]
+    sampled: ClassVar[bool]
     batches_per_iteration: int
     buffer: EpisodeBuffer
 
@@ -57,7 +57,7 @@ class ReplayData:
     """
 
     log_name: ClassVar[str] = "replay"
-    explores: ClassVar[bool] = True
+    sampled: ClassVar[bool] = True
     wants_more = False
 
     buffer: EpisodeBuffer
@@ -105,7 +105,7 @@ class OnPolicyData:
     """
 
     log_name: ClassVar[str] = "on_policy"
-    explores: ClassVar[bool] = False
+    sampled: ClassVar[bool] = False
     batches_per_iteration = 1
 
     def __init__(self, config: Config, device: torch.device) -> None:

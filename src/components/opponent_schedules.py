@@ -33,7 +33,11 @@ class OpponentSchedule(ABC):
         """Return the level at progress `share` ≥ 0; None where the ladder is not used."""
 
 
-REGISTRY: Registry[type[OpponentSchedule]] = Registry("opponent_difficulty_strategy", "omagd.opponent_schedules")
+REGISTRY: Registry[type[OpponentSchedule]] = Registry(
+    "opponent_difficulty_strategy",
+    "omagd.opponent_schedules",
+    protocol="omagd.components.opponent_schedules:OpponentSchedule",
+)
 
 
 @REGISTRY.register("none")

@@ -138,12 +138,12 @@ def _layers(kind: str, name: str) -> list[tuple[Path, dict[str, Any]]]:
         values = read_yaml(path)
         extends, base = EXTENDS in values, values.pop(EXTENDS, None)
         layers.insert(0, (path, values))
-        if not extends:
-            return layers
-        if kind == "algs" and "name" not in values:  # not the name of what it extends
+        if kind == "algs" and "name" not in values:
             if path.stem in config_names(kind) and path != find_yaml(kind, path.stem):
                 raise UserError(f"{path}: has the name of the preset {path.stem}. Add a line `name:` with another one")
             values["name"] = path.stem
+        if not extends:
+            return layers
         path = _extended(kind, path, base)
         if any(path.resolve() == other.resolve() for other, _ in layers):
             circle = " -> ".join(str(each) for each in (path, *(other for other, _ in layers)))

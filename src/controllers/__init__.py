@@ -19,4 +19,5 @@ REGISTRY: Registry[type[MAC]] = Registry(
         "n_graph_mac": "omagd.controllers.graph_mac:NGraphMAC",
         "gnn_graph_mac": "omagd.controllers.graph_mac:GNNGraphMAC",
     },
+    protocol="omagd.controllers.types:MAC",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,15 +50,15 @@ class BasicMAC:
         self.info = info
         self.device = device
         self.wants_full_obs = config.use_full_obs or config.use_team_obs
-        kind = agents.REGISTRY.get(config.agent)
-        agent = kind(config, info) if config.share_parameters else SeparateAgents(kind, config, info)
+        make = partial(agents.REGISTRY.build, config.agent)
+        agent = make(config, info) if config.share_parameters else SeparateAgents(make, config, info)
         self.agent: Agent = agent.to(device)
         self.acting_device = torch.device("cpu") if config.cpu_inference else device
         self._teams = self._views(config, info)
         self._copied = self.acting_device != device
         self._actor = copy.deepcopy(self.agent).to(self.acting_device) if self._copied else _twin(self.agent)
         self._actor.eval()
-        self.selector = action_selectors.REGISTRY.get(config.action_selector)()
+        self.selector = action_selectors.REGISTRY.build(config.action_selector)
         self._draws = action_selectors.draws(config.action_selector)
         self.begin(0)
 

@@ -16,4 +16,5 @@ REGISTRY: Registry[type] = Registry(
         "matrix_game": "omagd.envs.sanity:MatrixGame",
         "memory_game": "omagd.envs.sanity:MemoryGame",
     },
+    protocol="omagd.envs.protocol:protocol_of",
 )

@@ -72,7 +72,7 @@ def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool)
     cls: Any = REGISTRY.get(name)
     if not issubclass(cls, MultiAgentEnv):
         if not processes:
-            env: BatchedEnv = cls(args, n_slots)
+            env: BatchedEnv = REGISTRY.build(name, args, n_slots)
             return env
         if not cls.divisible:
             raise UserError(f"env_processes=True: env={name} computes all battles at once; use env_processes=False")

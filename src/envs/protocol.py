@@ -93,6 +93,10 @@ class BatchedEnv(ABC):
     n_slots: int
     _begun: np.ndarray
 
+    def __init__(self, args: BaseModel | None = None, n_slots: int = 1) -> None:
+        """Do nothing with the arguments; subclasses use them."""
+        super().__init__()
+
     @abstractmethod
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new episodes in the slots `which` ([B] bool), slot b from `seeds[b]` ([B] int64 ≥ 0)."""
@@ -209,8 +213,12 @@ class MultiAgentEnv(ABC):
     deterministic: ClassVar[bool] = False
     scripted_policies: tuple[str, ...] = ()
 
+    def __init__(self, args: BaseModel | None = None) -> None:
+        """Do nothing with the arguments; subclasses use them."""
+        super().__init__()
+
     @abstractmethod
-    def reset(self, seed: int | None = None) -> Any:
+    def reset(self, *, seed: int) -> Any:
         """Start an episode. What it returns is ignored (SMAC's observations and state)."""
 
     @abstractmethod
@@ -261,3 +269,9 @@ class MultiAgentEnv(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Release everything."""
+
+
+def protocol_of(found: Any) -> type:
+    """Return the base class that an environment has, or comes nearest to: `BatchedEnv` or `MultiAgentEnv`."""
+    single = isinstance(found, type) and issubclass(found, MultiAgentEnv)
+    return BatchedEnv if not single and hasattr(found, "observe") else MultiAgentEnv

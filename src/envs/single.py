@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, BatchedEnv, MultiAgentEnv, Observation, StepResult
+from omagd.utils.plugins import built
 
 
 def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvInfo:
@@ -165,7 +167,11 @@ class OneSlot(BatchedAsSingle):
         return {**info, TRUNCATED: result.truncated.item(0), "lost": result.lost.item(0)}
 
 
-def single_env(env_cls: Any, args: BaseModel) -> MultiAgentEnv:
-    """Return a single environment; a batched class becomes one with a single slot."""
-    env: MultiAgentEnv = OneSlot(env_cls(args, 1)) if issubclass(env_cls, BatchedEnv) else env_cls(args)
+def single_env(env_cls: Any, args: BaseModel, name: str) -> MultiAgentEnv:
+    """Return a single environment; a batched class becomes one with a single slot. name: for errors.
+
+    Errors: UserError for an error in the constructor of a plug-in.
+    """
+    make = partial(built, f"env={name}", env_cls, args)
+    env: MultiAgentEnv = OneSlot(make(1, protocol=BatchedEnv)) if issubclass(env_cls, BatchedEnv) else make()
     return env

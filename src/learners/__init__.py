@@ -17,6 +17,7 @@ REGISTRY: Registry[type] = Registry(
         "ddpg_learner": "omagd.learners.ddpg_learner:DDPGLearner",
         "ddpg_learner_ddp": "omagd.learners.ddpg_learner_ddp:DDPGLearnerDDP",
     },
+    protocol="omagd.learners.protocol:protocol_of",
 )
 
 PREDICTORS: Registry[type] = Registry(
@@ -28,5 +29,6 @@ PREDICTORS: Registry[type] = Registry(
         "map_constant": "omagd.learners.map_constant_learner:MapConstantLearner",
         "ma2e": "omagd.learners.masked_autoencoder_learner:MaskedAutoencoderLearner",
     },
+    protocol="omagd.learners.protocol:PretrainingLearner",
 )
 """Learners of stage 2 by the kind of predictor; `omagd.modules.graph_reconstructers.REGISTRY` has the same names."""

@@ -82,7 +82,7 @@ class QLoss(LossModule):
         valid_mask = taken.valid_mask.to(joint.dtype).view(-1, *[1] * (joint.dim() - 1))
         error = (joint - target) * valid_mask
         n_values = joint.shape[1:].numel()  # per row: one joint value, or one of each agent, which are averaged
-        loss = 0.5 * error.square().sum() / n_values
+        loss = self.error_loss(error).sum() / n_values
         with torch.no_grad():
             count = valid_mask.sum()
             per_agent = count * q.shape[1]
@@ -93,6 +93,10 @@ class QLoss(LossModule):
                 "target_mean": ((target * valid_mask).sum(), per_agent),
             }
         return loss, stats
+
+    def error_loss(self, error: Tensor) -> Tensor:
+        """Return the loss of each TD error, [S] or [S, n]; 0 for an error of 0, which closing rows have."""
+        return 0.5 * error.square()
 
 
 class NQLearner:
@@ -114,7 +118,7 @@ class NQLearner:
         self.config = config
         self.info = info
         self.device = dist.device
-        self.mixer: nn.Module = mixers.REGISTRY.get(config.mixer)(config, info).to(self.device, mac.dtype)
+        self.mixer: nn.Module = mixers.REGISTRY.build(config.mixer, config, info).to(self.device, mac.dtype)
         loss = self.loss_class(mac.agent, self.mixer, config.precision == "bf16")
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = Adam(loss.parameters(), lr=lr)

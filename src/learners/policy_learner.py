@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,8 +25,10 @@ from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale, merge
-from omagd.modules.agents.agent import AgentInputs
+from omagd.modules import agents
+from omagd.modules.agents.agent import AgentInputs, StartsInside
 from omagd.modules.kernels.linear import autocast_bf16
+from omagd.utils.contracts import faults
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
@@ -165,6 +167,11 @@ class PolicyLearner(ABC, Generic[Args]):
         self.mac, self.config, self.info, self.dist = mac, config, info, dist
         self.lr = config.lr * lr_scale(config, dist.world_size)
         self.args: Args = self.args_model.model_validate(config.learner_args)
+        if self.args.chunk_length and (wrong := faults(agents.REGISTRY.get(config.agent), StartsInside)):
+            raise UserError(
+                f"learner_args.chunk_length={self.args.chunk_length}: agent={config.agent} cannot start within an"
+                f" episode ({'; '.join(wrong)}). Use chunk_length=0, or see StartsInside in docs/extending.md"
+            )
         loss = self.make_loss(config.precision == "bf16")
         self.optimizer = Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
@@ -277,7 +284,7 @@ class PolicyLearner(ABC, Generic[Args]):
         if not self.args.chunk_length:
             return None
         with autocast_bf16(rows.state.device, self.config.precision == "bf16"):
-            return self.mac.agent.hidden_states(rows.inputs, rows.packing)
+            return cast(StartsInside, self.mac.agent).hidden_states(rows.inputs, rows.packing)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""

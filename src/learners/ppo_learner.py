@@ -120,7 +120,7 @@ class PPOLearner(PolicyLearner[PPOArgs]):
 
     def make_loss(self, bf16: bool) -> PPOLoss:
         """Return the loss, which holds agent and critic."""
-        made = critics.REGISTRY.get(self.args.critic)(self.config, self.info, self.args.critic_hidden)
+        made = critics.REGISTRY.build(self.args.critic, self.config, self.info, self.args.critic_hidden)
         self.critic: nn.Module = made.to(self.dist.device, self.mac.dtype)
         return PPOLoss(self.mac.agent, self.critic, self.args, bf16)
 

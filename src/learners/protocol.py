@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
 from omagd.components.resident_buffer import FixedDraw
+from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.controllers.types import MAC
 from omagd.learners import REGISTRY
 from omagd.learners.synced_optimizer import Stats
-from omagd.utils.errors import UserError
+from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
 Data = Literal["replay", "on_policy"]
-METHODS = ("warm_up", "update", "modules", "state_dict", "load_state_dict")
 
 
 class Trainable(Protocol):
@@ -25,7 +26,7 @@ class Trainable(Protocol):
         loss_name: name of the loss in the stats of `update`. The run ends with an error when its mean is not finite.
     """
 
-    loss_name: str
+    loss_name: str = "loss_td"
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
@@ -49,12 +50,12 @@ class Learner(Trainable, Protocol):
 
     Attributes:
         data: "replay" learns from batches sampled from the replay buffer; "on_policy" from the episodes that were
-            collected last, which are then discarded. An on-policy learner also has a static method
-            `steps_per_batch(config) -> int`: the optimisation steps of one `update` (epochs times minibatches).
-            Those of `PolicyLearner` may take fewer, and count them in `updates`.
+            collected last, which are then discarded.
     """
 
-    data: Data
+    data: Data = "replay"
+
+    def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None: ...
 
     def warm_up(self) -> None:
         """Run discarded passes on a made-up batch, before anything is loaded; fixes the order of sums over ranks."""
@@ -65,6 +66,24 @@ class Learner(Trainable, Protocol):
         On-policy learners take all their steps on the batch, the same number on all ranks, and return merged stats.
         episodes: number of episodes collected so far by all ranks.
         """
+
+
+class OnPolicyLearner(Learner, Protocol):
+    """A learner with `data = "on_policy"`.
+
+    Attributes:
+        explores: whether actions are explored by the schedule of epsilon, as by learners from replay.
+    """
+
+    explores: bool = False
+
+    @staticmethod
+    def steps_per_batch(config: Config) -> int:
+        """Return the optimisation steps of one `update`: epochs times minibatches.
+
+        Those of `PolicyLearner` may take fewer, and count them in `updates`.
+        """
+        raise NotImplementedError
 
 
 class PretrainingLearner(Trainable, Protocol):
@@ -96,24 +115,21 @@ class PretrainingLearner(Trainable, Protocol):
 
 
 def learner_class(name: str) -> type[Any]:
-    """Return the learner called `name`, after checking that it has what the training loop calls.
+    """Return the learner called `name`; a class without `data` or `loss_name` gets the protocol's.
 
-    A class without `data` or `loss_name` (written before these existed) gets "replay" and "loss_td".
     Errors: UserError naming what is missing or wrong.
     """
-    found: type[Any] = REGISTRY.get(name)
-    missing = [method for method in METHODS if not callable(getattr(found, method, None))]
-    if missing:
-        raise UserError(f"learner={name}: {found.__name__} has no {', '.join(missing)}. See docs/extending.md")
-    for attribute, default in (("data", "replay"), ("loss_name", "loss_td")):
-        if not hasattr(found, attribute):
-            setattr(found, attribute, default)
-    if found.data not in get_args(Data):
-        options = ", ".join(get_args(Data))
-        raise UserError(f"learner={name}: {found.__name__}.data={found.data} must be one of {options}")
-    if found.data == "on_policy" and not callable(getattr(found, "steps_per_batch", None)):
-        raise UserError(f"learner={name}: {found.__name__} has no steps_per_batch. See docs/extending.md")
-    return found
+    return REGISTRY.get(name)
+
+
+def protocol_of(found: Any) -> type:
+    """Return the protocol of a learner with its kind of data."""
+    return OnPolicyLearner if getattr(found, "data", "") == "on_policy" else Learner
+
+
+def explores(learner: Any) -> bool:
+    """Return whether the actions of a learner, or of its class, are explored by the schedule of epsilon."""
+    return bool(learner.data == "replay" or learner.explores)
 
 
 def updates_per_iteration(config: Config) -> int:

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from omagd.config.schema import Config
+from omagd.utils.contracts import defined_at
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.plugins import owner_of
 
 Stats = Mapping[str, tuple[Tensor, Tensor]]
 """Named sums with their counts: (sum, count), both scalars."""
@@ -140,18 +143,20 @@ class SyncedOptimizer:
         self.max_norm = max_norm
         self._wrapped = dist.wrap(loss_module, bucket_cap_mb)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._checked = False
 
     def warm_up(self, *batch: object) -> int:
         """Run two discarded passes and return their number.
 
         DDP rebuilds its buckets after the first pass; from then on the order of sums is fixed. The random state and the
-        buffers of the loss module are restored.
+        buffers of the loss module are restored. Errors: UserError for parameters without a gradient.
         """
         with torch.random.fork_rng(devices=[self.dist.device] if self.dist.device.type == "cuda" else []):
             kept = {name: value.clone() for name, value in self.loss_module.named_buffers()}
             for _ in range(WARM_UP_PASSES):
                 loss, _ = self._wrapped(*batch)
                 (loss * 0.0).backward()
+                self._require_gradients()
             for name, value in self.loss_module.named_buffers():
                 value.copy_(kept[name])
         self.optimizer.zero_grad(set_to_none=True)
@@ -176,6 +181,7 @@ class SyncedOptimizer:
                     scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0).to(loss_sum.device)
                 self.dist.backward(loss_sum * scale, self._wrapped)
             stats = merge(stats, of_part)
+        self._require_gradients()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm).detach()
         finite = grad_norm < torch.inf if where is None else (grad_norm < torch.inf) & where
         plain = grad_norm.device.type == "cpu" and bool(finite)  # nothing has to be decided on a device
@@ -192,6 +198,33 @@ class SyncedOptimizer:
         named = {**stats, _NORM: (grad_norm, one)}
         named = named if plain else _zeros_unless(finite, named)
         return UpdateResult(stepped, finite, named.pop(_NORM), (skipped, one), named)
+
+    def _require_gradients(self) -> None:
+        """Reject trainable parameters that the first backward pass gave no gradient: DDP would wait for it."""
+        if self._checked:
+            return
+        self._checked = True
+        unused: dict[str, list[str]] = {}
+        for name, parameter in self.loss_module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                owner, own_name = self._component(name)
+                unused.setdefault(owner, []).append(own_name)
+        if unused:
+            found = "; ".join(f"{owner}: {', '.join(dict.fromkeys(names))}" for owner, names in unused.items())
+            raise UserError(
+                f"{found}: no gradient, since they take no part in the loss. Use these parameters in every forward,"
+                " remove them, or freeze them (requires_grad_(False))"
+            ).on_all_ranks()
+
+    def _component(self, name: str) -> tuple[str, str]:
+        """Return the component of a parameter, `agent=rnn` or the class of the loss, and the parameter's name there."""
+        module, parts = self.loss_module, name.split(".")
+        for number, part in enumerate(parts[:-1], start=1):
+            module = getattr(module, part)
+            if owner := owner_of(type(module)):
+                return owner, ".".join(parts[number:])
+        kind = type(self.loss_module)
+        return f"{kind.__name__} ({defined_at(kind)})", name
 
     def replayed(self) -> None:
         """Count what a call would have counted on the host; a CUDA graph of a call does only its work on the device."""

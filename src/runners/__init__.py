@@ -19,4 +19,5 @@ REGISTRY: Registry[type[Runner]] = Registry(
         "stream": "omagd.runners.stream_runner:StreamRunner",
         "ticks": "omagd.runners.stream_runner:TickRunner",
     },
+    protocol="omagd.runners.runner:Runner",
 )

@@ -18,6 +18,7 @@ from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv, ManyTasks
 from omagd.runners.recorder import Recorder
 from omagd.runners.starts import NO_GROUP, EpisodeSeeds, Origins
 from omagd.utils.packing import Episode, EpisodeMeta, RecordedEpisode
+from omagd.utils.plugins import locate
 
 OF_TASKS = ("return", "ep_length", "battle_won")  # results that are also counted for each task of a set
 
@@ -179,10 +180,20 @@ class RolloutLoop:
 
     def _reset(self, which: np.ndarray, origins: Origins) -> None:
         """Start the episodes of `origins` in the slots `which` [B] bool."""
-        self.asked(which, origins.seed)
-        if isinstance(self.env, ManyTasks):
-            self.env.set_tasks(which, origins.task)
-        self.env.reset(which, origins.seed)
+        with self._asking(which, origins.seed, np.zeros_like(origins.seed)):
+            if isinstance(self.env, ManyTasks):
+                self.env.set_tasks(which, origins.task)
+            self.env.reset(which, origins.seed)
+
+    @contextmanager
+    def _asking(self, which: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> Iterator[None]:
+        """Mark a call of the environment about the slots `which` [B] bool, whose episodes its errors name."""
+        self.asked(which, seeds)
+        try:
+            yield
+        except Exception as error:
+            locate(error, [(slot, int(seeds[slot]), int(steps[slot])) for slot in np.flatnonzero(which).tolist()])
+            raise
 
     @property
     def over(self) -> bool:
@@ -208,8 +219,8 @@ class RolloutLoop:
         slots = active.nonzero()[0]
         if not len(slots):
             return
-        self.asked(active, clock.seed)
-        shown = self.env.observe(self.see_all)
+        with self._asking(active, clock.seed, clock.step):
+            shown = self.env.observe(self.see_all)
         seen = self._checks.observation(shown, active, clock.seed, clock.step, self.see_all)
         steps, lasting = clock.step[slots], self.env.steps_apart
         if recorder is not None and not lasting:  # the next call of the environment overwrites the observation
@@ -224,8 +235,8 @@ class RolloutLoop:
             upcoming = self.seeds.origins(again).where(again, clock.origins)
             self._reset(again, upcoming)
         if stepping.any():
-            self.asked(stepping, clock.seed)
-            self.env.step_start(actions, stepping)
+            with self._asking(stepping, clock.seed, clock.step):
+                self.env.step_start(actions, stepping)
             clock.stepping |= stepping
         if recorder is not None:
             if lasting:  # copied while the slots step
@@ -244,8 +255,8 @@ class RolloutLoop:
         slots = stepped.nonzero()[0]
         if not len(slots):
             return
-        self.asked(stepped, clock.seed)
-        returned = self.env.step_finish(stepped)
+        with self._asking(stepped, clock.seed, clock.step):
+            returned = self.env.step_finish(stepped)
         clock.stepping[:] = False
         result = self._checks.result(returned, stepped, clock.seed, clock.step)
         if self.recorder is not None:

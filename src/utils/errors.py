@@ -56,11 +56,20 @@ def visible(text: str, kept: str = "") -> str:
 
 
 class RunFailed(RuntimeError):
-    """A run has failed; the text is one line with the reason."""
+    """A run has failed; the last line of the text is the reason, the lines above are those of a plug-in that failed."""
+
+    def render(self) -> str:
+        """Return the text for the terminal."""
+        above, newline, reason = str(self).rpartition("\n")
+        return visible(f"{above}{newline}error: {reason}", kept="\n")
 
 
 class RankFailed(RunFailed):
     """One of several ranks has failed; the text holds its number and its traceback."""
+
+    def render(self) -> str:
+        """Return the text for the terminal."""
+        return visible(f"error: {self}", kept="\n")
 
 
 def exit_line(error: SystemExit) -> str:

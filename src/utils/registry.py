@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from omagd.utils.contracts import defined_at, faults
 from omagd.utils.errors import UserError, unknown_name
+from omagd.utils.plugins import NAMES, built, in_one_line
 
 T = TypeVar("T")
 
@@ -19,11 +21,15 @@ class Registry(Generic[T]):
         kind: of the objects, singular, for messages ("learner").
         group: entry-point group that other packages use ("omagd.learners").
         lazy: import strings "package.module:attribute" by name, imported at the first use.
+        protocol: import string of the class that describes the objects, or of a function that returns it for one;
+            empty: objects are not checked.
     """
 
-    def __init__(self, kind: str, group: str, lazy: dict[str, str] | None = None) -> None:
+    def __init__(self, kind: str, group: str, lazy: dict[str, str] | None = None, protocol: str = "") -> None:
         self.kind = kind
         self.group = group
+        self.protocol = protocol
+        self._fits: dict[str, T] = {}
         self._objects: dict[str, T] = {}
         self._lazy: dict[str, str] = dict(lazy or {})
         self._plugins_read = False
@@ -41,11 +47,41 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """Return the object called `name`. Errors: UserError that lists the known names."""
+        """Return the object called `name`.
+
+        Errors: UserError that lists the known names, or all that the object lacks for its protocol.
+        """
         self.require(name)
         if name not in self._objects:
             self._objects[name] = self._load(name)
-        return self._objects[name]
+        found = self._objects[name]
+        if self._fits.get(name) is not found:
+            self._require_fit(name, found)
+            self._fits[name] = found
+        return found
+
+    def build(self, name: str, *args: Any) -> Any:
+        """Return an instance of `name`. Errors: UserError, also for an error in the constructor of a plug-in."""
+        found = self.get(name)
+        return built(f"{self.kind}={name}", found, *args, protocol=self._protocol_of(found))
+
+    def _protocol_of(self, found: T) -> type | None:
+        """Return the class that describes an object; None where objects of this registry are not checked."""
+        if not self.protocol:
+            return None
+        module, _, attribute = self.protocol.partition(":")
+        described = getattr(importlib.import_module(module), attribute)
+        return described if isinstance(described, type) else described(found)
+
+    def _require_fit(self, name: str, found: T) -> None:
+        """Reject an object that does not fit its protocol. Errors: UserError."""
+        NAMES[found] = f"{self.kind}={name}"
+        protocol = self._protocol_of(found)
+        if protocol is not None and (wrong := faults(found, protocol)):
+            what = f"{self.kind}={name}: {getattr(found, '__name__', found)} ({defined_at(found)})"
+            raise UserError(
+                f"{what} {'; '.join(wrong)}. See {protocol.__module__}.{protocol.__name__}, docs/extending.md"
+            )
 
     def require(self, name: str) -> None:
         """Reject an unknown name, without importing the object of a known one. Errors: UserError."""
@@ -64,7 +100,8 @@ class Registry(Generic[T]):
         """Import the object called `name`. Errors: UserError if its package does not have it."""
         module, _, attribute = self._lazy[name].partition(":")
         try:
-            loaded = importlib.import_module(module)
+            with in_one_line(f"{self.kind}={name} cannot be imported", module.partition(".")[0]):
+                loaded = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise

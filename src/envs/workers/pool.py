@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from omagd.envs.workers.shared_memory import AnonymousMemory, Arrays, Specs, array_views, total_size
 from omagd.envs.workers.slot import CLOSE, History
 from omagd.envs.workers.worker import FAILED, NOTE, Links, stack_of, work
+from omagd.utils.plugins import carrying
 
 CLOSE_GRACE_SECONDS = 5.0
 DEATHS_IN_A_ROW = 10
@@ -196,8 +197,8 @@ class WorkerPool:
             return None
         kind, content = message[:1], message[1:]
         if kind == FAILED:
-            text, user_error = pickle.loads(content)
-            raise user_error or EnvWorkerError(f"environment worker {number} failed:\n{text}")
+            text, user_error, crash = pickle.loads(content)
+            raise user_error or carrying(EnvWorkerError(f"environment worker {number} failed:\n{text}"), crash)
         return kind, content
 
     def replace(self, number: int, histories: dict[int, History]) -> None:

@@ -55,7 +55,7 @@ class ProcessEnvs(VectorEnv):
         self._finalizer = weakref.finalize(self, self._workers.close)
         slots = [range(first, min(first + per_process, n_slots)) for first in range(0, n_slots, per_process)]
         try:
-            self._workers.start(pickle.dumps(partial(single_env, env_cls, args)), slots)
+            self._workers.start(pickle.dumps(partial(single_env, env_cls, args, name or env_cls.__name__)), slots)
             self._setup(env_cls, args, pickle.loads(self._workers.facts()), name)
             self._workers.share(array_specs(self.info, n_slots))
         except BaseException:

@@ -12,6 +12,7 @@ from omagd.envs.outputs import fault, numeric_array, wrong_flag, wrong_number, z
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.envs.workers.shared_memory import MAX_INFO, Arrays, slot_scripts
 from omagd.utils.errors import UserError
+from omagd.utils.plugins import locate
 from omagd.utils.seeding import generator
 
 # Commands to a slot (0: none). CLOSE ends the worker process.
@@ -48,7 +49,14 @@ class EnvSlot:
         self._row = {name: arrays[name][slot] for name in names}
 
     def execute(self, command: int) -> None:
-        """Execute one command; CLOSE is the worker's own."""
+        """Execute one command; CLOSE is the worker's own. An error of the environment names slot, seed and step."""
+        try:
+            self._execute(command)
+        except Exception as error:
+            locate(error, [(self.slot, self._seed, self._steps)])
+            raise
+
+    def _execute(self, command: int) -> None:
         if command == STEP:
             self._step()
         elif command == RESET:

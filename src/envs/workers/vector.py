@@ -242,7 +242,7 @@ class SerialEnvs(VectorEnv):
 
     def __init__(self, env_cls: type, args: BaseModel, n_slots: int, name: str | None = None) -> None:
         self.n_slots = n_slots
-        self._envs: list[MultiAgentEnv] = [single_env(env_cls, args) for _ in range(n_slots)]
+        self._envs: list[MultiAgentEnv] = [single_env(env_cls, args, name or env_cls.__name__) for _ in range(n_slots)]
         self._setup(env_cls, args, self._envs[0].get_env_info(), name)
         specs = array_specs(self.info, n_slots)
         self._arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in specs.items()}

@@ -27,6 +27,7 @@ from omagd.envs.protocol import MultiAgentEnv
 from omagd.envs.workers.shared_memory import AnonymousMemory, Specs, array_views
 from omagd.envs.workers.slot import CLOSE, EnvSlot, History
 from omagd.utils.errors import UserError
+from omagd.utils.plugins import crash_of
 
 # First byte of a message from a worker; those of its slots are in `slot`.
 READY, FACTS, FAILED = b".", b"i", b"e"
@@ -83,7 +84,8 @@ def work(links: Links, number: int, slots: range, parent_pid: int, payload: byte
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         with contextlib.suppress(OSError):
             user_error = error if isinstance(error, UserError) else None
-            links.conn.send_bytes(FAILED + pickle.dumps((traceback.format_exc(), user_error)))
+            crash = crash_of(error) if user_error is None else None
+            links.conn.send_bytes(FAILED + pickle.dumps((traceback.format_exc(), user_error, crash)))
             os.write(links.done.fileno(), NOTE.pack(number, 1))
     finally:
         for env_slot in env_slots:

@@ -17,4 +17,5 @@ REGISTRY: Registry[type] = Registry(
         "attention_rnn": "omagd.modules.agents.entity_agents:AttentionAgent",
         "gnn_rnn": "omagd.modules.agents.gnn_rnn_agent:GNNRNNAgent",
     },
+    protocol="omagd.modules.agents.agent:Agent",
 )

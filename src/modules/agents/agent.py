@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,24 +106,31 @@ class Agent(nn.Module, ABC):
 
     number: int = 0
 
+    def __init__(self, config: Config | None = None, info: EnvInfo | None = None) -> None:
+        """Make a module without parameters; subclasses use the arguments."""
+        super().__init__()
+
     @abstractmethod
     def init_hidden(self, n_slots: int) -> Tensor:
         """Return the hidden state at the start of episodes, [B, n, H]; H = 0 for an agent without memory."""
 
     @abstractmethod
-    def forward(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> Tensor:
-        """Return the values [S, n, A] of whole episodes, from inputs of S packed rows.
-
-        start: [B, n, H], hidden state before the first rows, where these are not the first rows of episodes.
-        """
-
-    def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
-        """Return the hidden state after each row of whole episodes, [S, n, H]. Learners that cut episodes call it."""
-        raise NotImplementedError(f"{type(self).__name__} has no hidden_states: its episodes cannot be cut in chunks")
+    def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
+        """Return the values [S, n, A] of whole episodes, from inputs of S packed rows."""
 
     @abstractmethod
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values [B, n, A] of one step and the new hidden state [B, n, H]."""
+
+
+class StartsInside(Protocol):
+    """An agent that can also start within an episode, for learners that cut episodes in chunks (`chunk_length`)."""
+
+    def forward(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> Tensor:
+        """Return the values [S, n, A] of packed rows. start: [B, n, H], hidden states before the first rows."""
+
+    def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
+        """Return the hidden state after each row of whole episodes, [S, n, H]."""
 
 
 class RecurrentAgent(Agent):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import Agent, AgentInputs
+from omagd.modules.agents.agent import Agent, AgentInputs, StartsInside
 from omagd.utils.packing import Packing
 
 
@@ -22,12 +24,12 @@ class SeparateAgents(Agent):
     """n networks of one class, one for each agent (`share_parameters=False`).
 
     Args:
-        cls: class of the networks. config, info: the run and its environment.
+        make: makes a network. config, info: the run and its environment.
     """
 
-    def __init__(self, cls: type[Agent], config: Config, info: EnvInfo) -> None:
+    def __init__(self, make: Callable[[Config, EnvInfo], Agent], config: Config, info: EnvInfo) -> None:
         super().__init__()
-        self.each = nn.ModuleList(cls(*alone(config, info)) for _ in range(info.n_agents))
+        self.each = nn.ModuleList(make(*alone(config, info)) for _ in range(info.n_agents))
         for i, agent in enumerate(self._agents()):
             agent.number = i
 
@@ -44,7 +46,7 @@ class SeparateAgents(Agent):
 
     def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
         """Return the hidden state after each row, [S, n, H]."""
-        each = enumerate(self._agents())
+        each = enumerate(cast(list[StartsInside], self._agents()))
         return torch.cat([agent.hidden_states(inputs.agent(i), packing) for i, agent in each], dim=1)
 
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,4 +17,5 @@ REGISTRY: Registry[Callable[..., nn.Module]] = Registry(
         "observation": "omagd.modules.critics.flat:observation_critic",
         "set": "omagd.modules.critics.set_critic:SetCritic",
     },
+    protocol="omagd.modules.critics.flat:Critic",
 )

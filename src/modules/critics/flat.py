@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,15 @@ from omagd.config.schema import Config
 from omagd.modules.agents.agent import AgentInputs, InputLinear, Marks
 from omagd.modules.agents.separate import alone
 from omagd.modules.kernels.linear import FastLinear
+
+
+class Critic(Protocol):
+    """A module that values a moment; it, or the function that makes it, is called as `cls(config, info, width)`."""
+
+    def __init__(self, config: Config, info: EnvInfo, width: int) -> None: ...
+
+    def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
+        """Return [S], or [S, n] from the agents' inputs and the state [S, state_dim]."""
 
 
 class FlatCritic(nn.Module):

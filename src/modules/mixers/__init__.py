@@ -13,4 +13,5 @@ REGISTRY: Registry[type] = Registry(
         "vdn": "omagd.modules.mixers.vdn:VDNMixer",
         "none": "omagd.modules.mixers.vdn:NoMixer",
     },
+    protocol="omagd.modules.mixers.mixer:protocol_of",
 )

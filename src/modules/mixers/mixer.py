@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,34 @@ class MixerInputs:
     def greedy(self) -> Tensor:
         """Largest value over the available actions, [S, n]."""
         return self.q.gather(-1, greedy_actions(self.q, self.avail_actions).unsqueeze(-1)).squeeze(-1)
+
+
+class AnyMixer(Protocol):
+    """A module that combines the agents' values, built as `cls(config, info)`."""
+
+    def __init__(self, config: Config, info: EnvInfo) -> None: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters, as `nn.Module` does."""
+
+
+class Mixer(AnyMixer, Protocol):
+    """A mixer of the values of the chosen actions; it must be monotonic in them."""
+
+    def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
+        """Return the joint values [S], or [S, n], from `agent_qs` [S, n] and `state` [S, state_dim]."""
+
+
+class MixerOfAllValues(AnyMixer, Protocol):
+    """A mixer that reads the values of all actions: its class sets `reads_all_values = True`."""
+
+    def forward(self, inputs: MixerInputs) -> Tensor:
+        """Return the joint values [S] of `inputs.actions`."""
+
+
+def protocol_of(found: Any) -> type:
+    """Return the protocol that a mixer follows."""
+    return MixerOfAllValues if getattr(found, "reads_all_values", False) else Mixer
 
 
 def mix(mixer: nn.Module, inputs: MixerInputs) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from omagd.run import REGISTRY
 from omagd.run.launchers import is_main, join_tasks, require_one_task
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RunFailed, UserError, exit_line, libraries_of, nearest, visible
+from omagd.utils.plugins import explained
 from omagd.utils.signals import Stopped
 from omagd.utils.writing import drop_lost_output, print_out
 
@@ -67,13 +70,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
+        if error.__cause__ is not None and _wants_tracebacks(sys.argv[1:] if argv is None else argv):
+            _print_error("".join(traceback.format_exception(error.__cause__)).rstrip())
         if not error.said_by_rank_0 or is_main():
             _print_error(error.render())
         else:
             time.sleep(RANK_0_SECONDS)
         return USER_ERROR_EXIT_CODE
     except RunFailed as error:
-        _print_error(visible(f"error: {error}", kept="\n"))
+        _print_error(error.render())
+        return 1
+    except Exception as error:
+        if (failed := explained(error)) is None:
+            raise
+        _print_error(failed.render())
         return 1
     except SystemExit as error:  # raised by an environment that is checked
         _print_error(f"error: {exit_line(error)}")
@@ -85,6 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _print_error("interrupted")
         return INTERRUPTED_EXIT_CODE
+
+
+def _wants_tracebacks(argv: Sequence[str]) -> bool:
+    """Return whether `--loglevel=DEBUG` is among the arguments."""
+    return any(re.fullmatch(r"((--loglevel|-l)=?)?DEBUG", word, re.IGNORECASE) for word in argv)
 
 
 def _print_error(text: str) -> None:

@@ -15,6 +15,7 @@ from omagd.config.loading import validate
 from omagd.config.schema import Config
 from omagd.run.topology import Plan, make_plan
 from omagd.utils.errors import UserError
+from omagd.utils.plugins import in_one_line, is_plugin
 from omagd.utils.registry import Registry
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
@@ -53,6 +54,7 @@ class PreflightResult:
     config: Config
 
 
+@in_one_line()
 def preflight(config: Config) -> PreflightResult:
     """Check a configuration against this machine and its files, without writing anything.
 
@@ -77,6 +79,7 @@ def preflight(config: Config) -> PreflightResult:
     from omagd.run.training.refresh import check_refresh
     from omagd.run.training.tasks import check_dealing
 
+    _require_fits(config)
     check_stages(config)
     config = complete_args(config)
     info = describe_env(config)  # before the file of a set is replaced by its content, so that errors name the file
@@ -102,6 +105,18 @@ def preflight(config: Config) -> PreflightResult:
         result = PreflightResult(_check_paths(config, info), plan, info, config)
     _check_token(config, plan)
     return result
+
+
+def _require_fits(config: Config) -> None:
+    """Import the named components. Errors: UserError on all of them that do not fit their protocols."""
+    wrong = []
+    for key, package in NAMED.items():
+        try:
+            registry_of(package).get(getattr(config, key))
+        except UserError as error:
+            wrong.append(error)
+    if wrong:
+        raise UserError("; ".join(error.message for error in wrong)) from wrong[0].__cause__
 
 
 def describe_env(config: Config) -> EnvInfo:
@@ -288,7 +303,6 @@ def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> No
 
 def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
     """Build the learner of stage 3 once, so that its errors appear before stages 1 and 2 run."""
-    from omagd.learners.protocol import learner_class
     from omagd.run.training.build import build_plain_mac
     from omagd.utils.dist_utils import Dist
 
@@ -299,4 +313,9 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
     if single and (config.obs_last_action or mac.agent.init_hidden(1).numel()):
         fix = "use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
         raise UserError(f"runner={config.runner}: learners get single steps, nothing from before: {fix}")
-    return learner_class(config.learner)(mac, config, info, Dist())
+    learner = registry_of("omagd.learners").build(config.learner, mac, config, info, Dist())
+    if any(
+        is_plugin(registry_of(NAMED[key]).get(getattr(config, key))) for key in ("agent", "mixer", "mac", "learner")
+    ):
+        learner.warm_up()  # finds errors of forward passes, and parameters without a gradient
+    return learner

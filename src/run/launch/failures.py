@@ -20,6 +20,7 @@ from typing import Any
 from omagd.utils.dist_utils import broken_exchange
 from omagd.utils.errors import RankFailed, RunFailed, UserError, exit_line
 from omagd.utils.held_folder import make_folder, require_held
+from omagd.utils.plugins import explained
 from omagd.utils.signals import SAVING, Stopped
 
 RESERVES, RESERVE_BYTES = 3, 1 << 15
@@ -103,6 +104,7 @@ class Notes:
 
     def error(self, rank: int, error: BaseException) -> None:
         """Note the error of a rank; only its first error counts."""
+        error = explained(error) or error
         if isinstance(error, UserError):
             self._first(rank, user=error.message)
         elif isinstance(error, SystemExit):

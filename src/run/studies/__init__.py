@@ -17,4 +17,5 @@ EXECUTORS: Registry[type[Executor]] = Registry(
         "slurm": "omagd.run.studies.slurm:SlurmExecutor",
         "ray": "omagd.run.studies.ray_tasks:RayExecutor",
     },
+    protocol="omagd.run.studies.executors:Executor",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel
 
@@ -72,7 +72,7 @@ class Executor(Protocol):
             engine saves it. Jobs in `Place.references` that still exist are in progress from the beginning.
     """
 
-    args_model: type[BaseModel]
+    args_model: ClassVar[type[BaseModel]]
     slots: Sequence[tuple[int, ...]]
     words: tuple[str, ...]
     references: dict[str, str]

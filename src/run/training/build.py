@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from omagd import controllers, runners
+from omagd import controllers, learners, runners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -18,7 +18,7 @@ from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
 from omagd.envs.task_sets.shapes import unit_features
-from omagd.learners.protocol import Learner, learner_class
+from omagd.learners.protocol import Learner
 from omagd.modules import graph_reconstructers as reconstructers
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.entity_agents import EntityAgent
@@ -65,7 +65,6 @@ def build_session(
 ) -> Session:
     """Return one rank's session: environment, its facts, runners by purpose. plan: what it continues from."""
     torch.set_num_threads(config.torch_threads)
-    runner_class = runners.REGISTRY.get(config.runner)
     if dist.device.type == "cpu":
         compile_ahead()
     with dist.waits.doing(BUILDING):
@@ -81,7 +80,9 @@ def build_session(
             " use --config=qmix"
         )
     made = {
-        purpose: runner_class(env, config, info, episode_starts(config, info, purpose, dist.rank))
+        purpose: runners.REGISTRY.build(
+            config.runner, env, config, info, episode_starts(config, info, purpose, dist.rank)
+        )
         for purpose in PURPOSES
     }
     for runner in made.values():
@@ -177,7 +178,8 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
         reconstructor = kind(*frozen, config, info)
     seed_everything(config.seed, "agent")
     config = complete_args(config, ("agent_args",))
-    return controllers.REGISTRY.get(config.mac)(config, info, device, reconstructor)
+    mac: MAC = controllers.REGISTRY.build(config.mac, config, info, device, reconstructor)
+    return mac
 
 
 def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> MAC:
@@ -231,7 +233,7 @@ def build_learner(session: Session, pretrained: PretrainedModules) -> tuple[MAC,
     """Return the controller and the learner of stage 3."""
     mac = build_mac(session.config, session.info, session.dist.device, pretrained)
     config = session.config
-    learner: Learner = learner_class(config.learner)(mac, config, session.info, session.dist)
+    learner: Learner = learners.REGISTRY.build(config.learner, mac, config, session.info, session.dist)
     seed_everything(session.config.seed, "stage3 dropout", session.dist.rank)
     return mac, learner
 

@@ -16,13 +16,16 @@ from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.envs.task_sets.sets import is_file, task_set
 from omagd.learners.policy_learner import PolicyLearner
-from omagd.learners.protocol import learner_class
+from omagd.learners.protocol import explores, learner_class
 from omagd.modules import agents, mixers
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import plain
 
-REPLAY_KEYS = "buffer_size updates_per_iteration epsilon_start epsilon_finish epsilon_anneal_time epsilon_speed".split()
-"""Keys of replay and of epsilon-greedy exploration: on-policy learners reject values other than the defaults."""
+REPLAY_KEYS = ("buffer_size", "updates_per_iteration")
+"""Keys of replay: on-policy learners reject values other than the defaults."""
+
+EPSILON_KEYS = ("epsilon_start", "epsilon_finish", "epsilon_anneal_time", "epsilon_speed")
+"""Keys of the schedule of epsilon: learners that do not explore by it reject values other than the defaults."""
 
 TARGET_KEYS = {
     "td_lambda": "has a key of its own, learner_args.gae_lambda, where it has a critic",
@@ -154,7 +157,8 @@ def check_data(config: Config) -> None:
                 f"batch_size={config.batch_size}: {given} plays so many episodes before its first update, more than"
                 f" {key}={limit} allows. Lower batch_size"
             )
-    why = dict.fromkeys(REPLAY_KEYS, "learns on-policy: each batch_size episodes are used once")
+    unread = (*REPLAY_KEYS, *(() if explores(learner) else EPSILON_KEYS))
+    why = dict.fromkeys(unread, "learns on-policy: each batch_size episodes are used once")
     if issubclass(learner, PolicyLearner):  # others may have targets
         why |= TARGET_KEYS
     for key, (value, default) in changed(config, why).items():

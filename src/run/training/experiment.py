@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -44,9 +45,10 @@ from omagd.run.training.stages.prediction import Stage2
 from omagd.run.training.stages.pretraining import Stage1
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.compiling import warn_no_more
-from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import UserError
-from omagd.utils.logging import Logger
+from omagd.utils.dist_utils import Dist, broken_exchange
+from omagd.utils.errors import RunFailed, UserError
+from omagd.utils.logging import Logger, append_to_log
+from omagd.utils.plugins import crash_of, explain
 from omagd.utils.progress import close_bars
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, stop_requested, uninterrupted
@@ -109,6 +111,7 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     except BaseException as error:
         # When another rank stops first, this rank may see only a broken connection.
         exit_state = "interrupted" if isinstance(error, KeyboardInterrupt) or stop_requested() else "failed"
+        _explain(error, config, dist, folder)
         dist.waits.on_error(error)
         raise
     finally:
@@ -117,6 +120,19 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
             summary.update(exit_state=exit_state, wall_seconds=round(seconds, 1))
             _close(config, folder, session, logger, summary, dist.is_main)
     return summary
+
+
+def _explain(error: BaseException, config: Config, dist: Dist, folder: RunFolder) -> None:
+    """Add the short form to an error in a plug-in's code, and write its traceback into the log."""
+    if isinstance(error, UserError | RunFailed) or not isinstance(error, Exception) or broken_exchange(error):
+        return
+    if (crash := crash_of(error)) is None:
+        return
+    log = folder.log(dist.rank)
+    append_to_log(log, "".join(traceback.format_exception(error)).rstrip())
+    owner = crash.owner or (f"env={config.env}" if crash.place else "a plug-in")
+    where = ", ".join(part for part in (f"rank {dist.rank}" * (dist.world_size > 1), owner, crash.place) if part)
+    explain(error, f"{crash.frames}\n{where}: {crash.error} (the whole traceback: {log})")
 
 
 def _close(

@@ -77,7 +77,7 @@ class Opponents:
     def __init__(self, session: Session, policy: MAC, clock: Counters) -> None:
         self._session, self._policy, self._clock = session, policy, clock
         config = session.config
-        self._schedule = REGISTRY.get(config.opponent_difficulty_strategy)()
+        self._schedule = REGISTRY.build(config.opponent_difficulty_strategy)
         self._change = change(config)
         self.playing: list[str] = []
         self._pool: list[tuple[str, Any]] = []  # name and layers, oldest first

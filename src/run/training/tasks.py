@@ -138,7 +138,7 @@ class TrainingTasks:
         if not isinstance(starts, DealtStarts):
             return
         size = starts.group_size
-        rounds = 1 if data.explores else -(-self.config.batch_size // self._n_slots)
+        rounds = 1 if data.sampled else -(-self.config.batch_size // self._n_slots)
         plan = self._plan(self.dist.world_size * rounds * (self._n_slots // size))
         self._iteration += 1
         if self.config.dealing == "queue":

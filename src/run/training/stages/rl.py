@@ -16,7 +16,7 @@ from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.policy_learner import PolicyLearner
-from omagd.learners.protocol import Learner, updates_per_iteration
+from omagd.learners.protocol import Learner, explores, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, far_step, find_step_folder, load_learner, save_learner
 from omagd.run.training.battles import means
@@ -57,7 +57,7 @@ class RLStage(Stage):
             self.register("groups", self.groups)
         self._steps_per_batch = updates_per_iteration(config) // self.data.batches_per_iteration
         self.maps = training_tasks(session) if session.info.tasks else None
-        self.schedule = epsilon_schedule(config)
+        self.schedule = epsilon_schedule(config) if explores(learner) else None
         self.opponents = Opponents(session, self.mac, self.clock)
         wanted = config.reconstructor_refresh > 0
         self.refresh = Refresh(session, pretrained, self.mac, self.data.buffer) if wanted else None
@@ -201,7 +201,7 @@ class RLStage(Stage):
         if self.groups is not None:
             self.played.add(self.groups.data.stats())
         self.session.say_first_episodes()
-        said = {"epsilon": self.data.explores, "truth": self.session.config.truth_until > 0}
+        said = {"epsilon": self.schedule is not None, "truth": self.session.config.truth_until > 0}
         shown = {key: (getattr(explore, key), 1.0) for key, known in said.items() if known}
         self.played.add(shown | self.opponents.stats())
 
@@ -216,7 +216,7 @@ class RLStage(Stage):
         self._store(rollout)
 
     def _exploration(self) -> Exploration:
-        epsilon = self.schedule.value(self.clock.t_env) if self.data.explores else 0.0
+        epsilon = 0.0 if self.schedule is None else self.schedule.value(self.clock.t_env)
         truth = self.session.config.truth_share(self.clock.t_env / self._end())
         return Exploration(epsilon, self.rng("explore"), truth)
 

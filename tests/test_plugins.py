@@ -1,0 +1,351 @@
+"""Plug-ins that do not fit, fail or train in part: what is wrong, where, and in which episode; nothing half-written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plugin_toys import add_example
+from pydantic import BaseModel
+from torch import nn
+
+import omagd
+from omagd import controllers, envs, learners, runners
+from omagd.components import action_selectors, opponent_schedules
+from omagd.config.env_info import EnvInfo
+from omagd.config.loading import config_names, resolve
+from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
+from omagd.learners.nq_learner import NQLearner, QLoss
+from omagd.modules import agents, critics, mixers
+from omagd.modules.agents.agent import Agent, InputLinear
+from omagd.modules.agents.rnn_agent import RNNAgent
+from omagd.run.cli.main import config_from, main
+from omagd.run.cli.preflight import _build_learner, preflight
+from omagd.run.studies import EXECUTORS
+from omagd.utils.errors import UserError
+
+SIZES = "t_max=60 batch_size=2 batch_size_run=2 test_nepisode=2 checkpoint_interval=0 use_cuda=False"
+REGISTRIES = {
+    "env": envs.REGISTRY, "learner": learners.REGISTRY, "agent": agents.REGISTRY, "mixer": mixers.REGISTRY,
+    "mac": controllers.REGISTRY, "runner": runners.REGISTRY,
+}  # fmt: skip
+
+
+class Args(BaseModel):
+    fails_in: str = ""
+
+
+class Clock(MultiAgentEnv):
+    """Five steps; fails in the method that its arguments name, in the third episode of an instance."""
+
+    args_model = Args
+
+    def __init__(self, args):
+        self.fails_in, self.t, self.episodes = args.fails_in, 0, 0
+        self.fail("init")
+
+    def fail(self, where):
+        if where == self.fails_in:
+            raise LookupError(f"no luck in {where}")
+
+    def reset(self, seed=None):
+        self.t, self.episodes = 0, self.episodes + 1
+        if self.episodes == 3:
+            self.fail("reset")
+
+    def step(self, actions):
+        if self.episodes == 3 and self.t == 2:
+            self.fail("step")
+        self.t += 1
+        return 1.0, self.t == 5, {}
+
+    def get_obs(self, no_range_limit=False):
+        return np.zeros((2, 3), np.float32)
+
+    def get_state(self):
+        return np.full(4, self.t, np.float32)
+
+    def get_avail_actions(self):
+        return np.ones((2, 3), bool)
+
+    def get_env_info(self):
+        self.fail("info")
+        return {"n_agents": 2, "n_actions": 3, "obs_shape": 3, "state_shape": 4, "episode_limit": 5}
+
+
+class Clocks(BatchedEnv):
+    """The same, batched."""
+
+    args_model = Args
+
+    def __init__(self, args, n_slots):
+        self.n_slots, self.t, self.fails = n_slots, np.zeros(n_slots, int), args.fails_in == "step"
+        if args.fails_in != "nothing":
+            self.info = EnvInfo("clocks", "", 2, 3, 3, 4, 5)
+
+    def reset(self, which, seeds):
+        self.t[which] = 0
+
+    def step(self, actions, active):
+        if self.fails and self.t.max() == 2:
+            raise LookupError("no luck in step")
+        self.t += active
+        return StepResult(active.astype(np.float32), active & (self.t == 5), np.zeros(self.n_slots, bool), {})
+
+    def observe(self, full=False):
+        zeros = np.zeros((self.n_slots, 2, 3), np.float32)
+        return Observation(zeros, np.zeros((self.n_slots, 4), np.float32), zeros == 0, zeros if full else None)
+
+
+class PymarlEnv:
+    """PyMARL's interface."""
+
+    def __init__(self, **kwargs): ...
+    def reset(self): ...
+    def step(self, actions): ...
+    def get_obs(self): ...
+    def get_state(self): ...
+    def get_avail_actions(self): ...
+    def get_env_info(self): ...
+
+
+class PymarlAgent(nn.Module):
+    def __init__(self, input_shape, args, more): ...
+    def init_hidden(self): ...
+    def forward(self, inputs, hidden_state): ...
+
+
+class PymarlMixer(nn.Module):
+    def __init__(self, args): ...
+    def forward(self, agent_qs): ...
+
+
+class PymarlMAC:
+    def __init__(self, scheme, groups, args): ...
+    def select_actions(self, ep_batch, t_ep, t_env): ...
+    def act(self): ...
+
+
+class PymarlRunner:
+    def __init__(self, args, logger): ...
+    def run(self, test_mode=False): ...
+
+
+class PymarlLearner:
+    def __init__(self, mac, scheme, logger, args): ...
+    def train(self, batch, t_env, episode_num): ...
+    def update(self, batch): ...
+
+
+MISFITS: dict[str, tuple[type, str]] = {
+    "env": (PymarlEnv, "no subclass of omagd.envs.protocol.MultiAgentEnv; has no args_model; cannot be built .*; "
+            "reset takes no seed; get_obs takes no no_range_limit"),
+    "agent": (PymarlAgent, r"no subclass of .*Agent; has no step; cannot be built .*; init_hidden takes no n_slots"),
+    "mixer": (PymarlMixer, r"cannot be built as PymarlMixer\(config, info\).*; forward takes no state"),
+    "mac": (PymarlMAC, "has no .*inputs.*refresh.*; cannot be built .*; act takes no tick, explore"),
+    "runner": (PymarlRunner, "no subclass of .*Runner; cannot be built .*; run takes no explore"),
+    "learner": (PymarlLearner, "has no .*warm_up.*load_state_dict; update takes no episodes"),
+}  # fmt: skip
+
+
+class Spare(RNNAgent):
+    """Has a head that no forward uses."""
+
+    def __init__(self, config, info):
+        super().__init__(config, info)
+        self.head = nn.Linear(config.rnn_hidden_dim, 4)
+        self.fixed = nn.Linear(2, 2).requires_grad_(False)
+
+
+class SpareMixer(mixers.REGISTRY.get("vdn")):
+    def __init__(self, config, info):
+        super().__init__(config, info)
+        self.unused = nn.Parameter(torch.ones(1))
+
+
+class SpareLoss(QLoss):
+    def __init__(self, agent, mixer, bf16=False):
+        super().__init__(agent, mixer, bf16)
+        self.temperature = nn.Parameter(torch.ones(1))
+
+
+class SpareLearner(NQLearner):
+    loss_class = SpareLoss
+
+
+class Tired(NQLearner):
+    def update(self, batch, *, episodes):
+        raise LookupError("no luck in update")
+
+
+class Blind(RNNAgent):
+    def encode(self, inputs):
+        raise LookupError("no luck in encode")
+
+
+class NoChunks(Agent):
+    """Has what an agent must have, and no more."""
+
+    def __init__(self, config, info):
+        super().__init__()
+        self.n, self.layer = info.n_agents, InputLinear(info.obs_dim, info.n_actions, config, info)
+
+    def init_hidden(self, n_slots):
+        return self.layer.weight.new_zeros(n_slots, self.n, 0)
+
+    def step(self, inputs, hidden):
+        return self.layer(inputs.features, inputs.last_action), hidden
+
+    def forward(self, inputs, packing):
+        return self.layer(inputs.features, inputs.last_action)
+
+
+@pytest.fixture
+def plug(monkeypatch):
+    """Return a function that registers classes under the names of their keys, for one test."""
+
+    def register(**classes: type) -> None:
+        for key, kind in classes.items():
+            monkeypatch.setitem(REGISTRIES[key]._objects, f"my_{key}", kind)
+
+    return register
+
+
+def words(results: Path, *more: str, config: str = "qmix", env: str = "matrix_game") -> list[str]:
+    sizes = [*SIZES.split(), f"local_results_path={results}"]
+    return [f"--config={config}", f"--env-config={env}", "with", *sizes, *more]
+
+
+def clock(tmp_path: Path, fails_in: str) -> str:
+    """Return a file of `--env-config` for an environment called my_env."""
+    (tmp_path / "clock.yaml").write_text(f"env: my_env\nenv_args:\n  fails_in: {fails_in}\n")
+    return str(tmp_path / "clock.yaml")
+
+
+@pytest.mark.parametrize("key", MISFITS)
+def test_a_class_that_does_not_fit_is_told_all_it_lacks_in_one_line(key, plug, tmp_path, capsys):
+    kind, message = MISFITS[key]
+    plug(**{key: kind})
+    more = ["env_args={}"] if key == "env" else []
+    assert main(words(tmp_path / "results", f"{key}=my_{key}", *more)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(rf"{key}=my_{key}: {kind.__name__} \({re.escape(__file__)}:\d+\).*{message}", line), line
+    assert not (tmp_path / "results").exists()
+
+
+def test_all_that_do_not_fit_are_named_at_once(plug, tmp_path):
+    plug(mixer=PymarlMixer, agent=PymarlAgent)
+    with pytest.raises(UserError, match="agent=my_agent: .*mixer=my_mixer: ") as error:
+        preflight(config_from(words(tmp_path, "mixer=my_mixer", "agent=my_agent")))
+    assert "\n" not in error.value.message
+
+
+def test_all_that_this_repository_and_the_example_register_fits():
+    add_example()
+    others = (critics.REGISTRY, action_selectors.REGISTRY, opponent_schedules.REGISTRY, learners.PREDICTORS, EXECUTORS)
+    for registry in (*REGISTRIES.values(), *others):
+        assert registry.protocol and all(registry.get(name) for name in registry.names())
+
+
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "broken_plug.py").write_text("import no_such_package_anywhere\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(agents.REGISTRY._lazy, "broken", "broken_plug:Agent")
+    assert main(words(tmp_path, "agent=broken")) == 2
+    assert re.search(
+        r"agent=broken cannot be imported: ModuleNotFoundError: .*broken_plug.py:1", capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "fails_in", "message"),
+    [(Clock, "init", "env=my_env cannot be built: LookupError: no luck in init"), (Clock, "info", "no luck in info"),
+     (Clocks, "nothing", "Clocks .* sets no info")],
+)  # fmt: skip
+def test_an_environment_that_cannot_be_built_is_one_line(env, fails_in, message, plug, tmp_path, capsys):
+    plug(env=env)
+    command = words(tmp_path / "results", config="vdn", env=clock(tmp_path, fails_in))
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line) and f"{__file__}:" in line and not (tmp_path / "results").exists()
+    if env is Clock:
+        assert main(["--loglevel=DEBUG", *command]) == 2
+        assert "Traceback" in (shown := capsys.readouterr().err) and shown.endswith(line + "\n")
+
+
+def failed_run(results: Path, capsys: Any, *more: str, env: str = "matrix_game") -> tuple[list[str], str]:
+    """Run a training that fails; return the lines of its error, and its log."""
+    code = main(["--unobserved", *words(results, *more, config="vdn", env=env)])
+    (log,) = results.glob("*/logs/rank_0.log")
+    lines = capsys.readouterr().err.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("  File"))
+    assert code == 1 and (log.parents[1] / "summary.json").exists()
+    return lines[first:], log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("env", "fails_in", "processes", "where"),
+    [(Clock, "reset", False, r"slot [01], seed \d+, step 0: "),
+     (Clock, "step", False, r"slot [01], seed \d+, step 2: "),
+     (Clocks, "step", False, r"one of slot 0, seed \d+, step 2; slot 1, seed \d+, step 2: "),
+     pytest.param(Clock, "step", True, r"slot [01], seed \d+, step 2: ", marks=pytest.mark.processes)],
+)  # fmt: skip
+def test_an_error_of_an_environment_shows_its_own_lines_and_the_episode(
+    env, fails_in, processes, where, plug, tmp_path, capsys
+):
+    plug(env=env)
+    given = f"env_processes={processes}"
+    shown, log = failed_run(tmp_path / "results", capsys, given, env=clock(tmp_path, fails_in))
+    assert re.match(rf"error: env=my_env, {where}LookupError: no luck in {fails_in} \(.*rank_0.log\)", shown[-1]), shown
+    files = {line.split('"')[1] for line in shown if line.startswith("  File")}
+    assert files == {__file__}
+    assert "Traceback" in log and "rollout.py" in log
+
+
+def test_an_error_of_a_learner_names_it(plug, tmp_path, capsys):
+    plug(learner=Tired)
+    shown, _ = failed_run(tmp_path, capsys, "learner=my_learner")
+    assert re.match(r"error: learner=my_learner: LookupError: no luck in update \(.*rank_0.log\)", shown[-1]), shown
+    with pytest.raises(LookupError, match="no luck"):  # Python's callers get the error itself
+        omagd.run(config_from(words(tmp_path / "api", "learner=my_learner")))
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "message"),
+    [("agent", Spare, r"agent=my_agent: head\.weight, head\.bias: "), ("mixer", SpareMixer, "mixer=my_mixer: unused: "),
+     ("learner", SpareLearner, r"SpareLoss \(.*test_plugins.py:\d+\): temperature: ")],
+)  # fmt: skip
+@pytest.mark.parametrize("shared", [True, False])
+def test_parameters_without_a_gradient_are_named_before_a_run_has_files(key, kind, message, shared, plug, tmp_path):
+    plug(**{key: kind})
+    command = words(tmp_path / "results", f"{key}=my_{key}", f"share_parameters={shared}")
+    with pytest.raises(UserError, match=message) as error:
+        preflight(config_from(command))
+    assert "fixed" not in error.value.message and not (tmp_path / "results").exists()
+
+
+def test_an_error_of_a_forward_is_found_before_a_run_has_files(plug, tmp_path):
+    plug(agent=Blind)
+    with pytest.raises(UserError, match=rf"agent=my_agent: LookupError: no luck in encode \({re.escape(__file__)}:\d+"):
+        preflight(config_from(words(tmp_path / "results", "agent=my_agent")))
+
+
+@pytest.mark.parametrize("name", [name for name in config_names("algs") if "omagd" not in name])
+def test_every_parameter_of_a_preset_takes_part(name):
+    """As `_require_gradients` finds in the discarded passes before training."""
+    env = "snakes" if "snakes" in name else "skirmish"
+    config = resolve(name, env, {"world_size": 1, "use_cuda": False})
+    _build_learner(config, preflight(config).info, torch.device("cpu")).warm_up()
+
+
+def test_an_agent_without_chunks_is_rejected_where_a_learner_cuts_episodes(plug, tmp_path):
+    plug(agent=NoChunks)
+    command = words(tmp_path, "agent=my_agent", config="mappo")
+    assert preflight(config_from(command)).stages == ("stage3",)
+    message = "learner_args.chunk_length=2: agent=my_agent .*has no hidden_states; forward takes no start"
+    with pytest.raises(UserError, match=message):
+        preflight(config_from([*command, "learner_args.chunk_length=2"]))
