@@ -281,6 +281,14 @@ def test_a_file_may_empty_a_section_and_must_not_be_called_as_a_preset(tmp_path,
         resolve(updates={"extends": "vdn"})
 
 
+def test_a_file_without_a_name_is_named_after_itself(tmp_path):
+    (tmp_path / "pqn.yaml").write_text("gamma: 0.9\n")
+    (tmp_path / "qmix.yaml").write_text("gamma: 0.9\n")
+    assert resolve(str(tmp_path / "pqn.yaml")).name == "pqn"
+    with pytest.raises(UserError, match="has the name of the preset qmix"):
+        resolve(str(tmp_path / "qmix.yaml"))
+
+
 def test_a_file_that_ends_in_episodes_has_no_end_in_steps_from_below(tmp_path, monkeypatch):
     """Also where its keys and those that it extends are written to one file, as for the best trial of a sweep."""
     monkeypatch.chdir(tmp_path)
