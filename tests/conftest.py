@@ -59,7 +59,7 @@ def sc2_game(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def qmix_run(tmp_path_factory):
     """Return the folder of a run of QMIX without graphs, in one process."""
-    words = "--config=qmix --env-config=skirmish with env_args.map_name=3m"
+    words = "--config=qmix --env-config=skirmish with env_args.map_name=3m keep_checkpoints=True"
     return made_once(tmp_path_factory, "qmix", words)
 
 
@@ -73,7 +73,7 @@ def small_run(tmp_path_factory):
 def published_run(tmp_path_factory):
     """Return the folder of the published command's run: all stages on 5m_vs_6m with two ranks."""
     words = "--config=omagd --env-config=skirmish with env_args.map_name=5m_vs_6m run=ddp "
-    more = "learner=nq_graph_learner_ddp use_ddp=True world_size=2 ddp_port=12355"
+    more = "learner=nq_graph_learner_ddp use_ddp=True world_size=2 ddp_port=12355 keep_checkpoints=True"
     return made_once(tmp_path_factory, "published", words + more)
 
 

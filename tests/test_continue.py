@@ -52,11 +52,23 @@ def test_the_nearest_saved_step_is_taken(tmp_path):
         (tmp_path / "models" / str(step)).mkdir(parents=True)
         (tmp_path / "models" / str(step) / "agent.th").write_bytes(b"")
     (tmp_path / "models" / "pretrain_stage1").mkdir()
-    (tmp_path / "models" / "2000").mkdir()  # torn: without weights
     for given in (tmp_path, tmp_path / "models"):
         steps = [int(find_step_folder(str(given), wanted).name) for wanted in (0, 1, 170, 180, 999, 5000)]
         assert steps == [1000, 100, 100, 250, 1000, 1000]
     assert find_step_folder(str(tmp_path / "models" / "250"), 1000).name == "250"
+
+
+def test_a_newest_step_that_was_cut_short_is_named_and_not_passed_over(tmp_path, capsys):
+    for step, whole in ((100, True), (2000, False)):
+        (tmp_path / "models" / str(step)).mkdir(parents=True)
+        (tmp_path / "models" / str(step) / ("agent.th" if whole else "opt.th")).write_bytes(b"")
+    newest = re.escape(str(tmp_path / "models" / "2000"))
+    with pytest.raises(UserError, match=f"{newest} holds no agent.th .*models/100"):
+        omagd.load_policy(tmp_path)
+    for command in ("evaluate", "watch"):
+        assert main([command, str(tmp_path)]) == 2
+        assert re.search(f"{newest} holds no agent.th", capsys.readouterr().err)
+    assert find_step_folder(str(tmp_path), 101).name == "100"
 
 
 def test_a_step_far_from_the_one_asked_for_is_pointed_out(tmp_path):

@@ -46,7 +46,8 @@ STAGES = ["stage1", "stage2", "stage3"]
 
 
 def config(results: Path, *more: str, base: str = "qmix") -> Config:
-    words = [f"--config={base}", *QMIX[1:], *SIZES, f"local_results_path={results}", "auto_resume=True", *more]
+    given = f"local_results_path={results}", "auto_resume=True", "keep_checkpoints=True"
+    words = [f"--config={base}", *QMIX[1:], *SIZES, *given, *more]
     return config_from(words)
 
 

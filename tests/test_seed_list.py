@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from omagd.envs.snakes.draws import draw, keys_of
 from omagd.run.cli.main import config_from
 from omagd.run.launch import launcher as launching
 from omagd.run.run import run_seeds
+from omagd.utils.errors import UserError
 from omagd.utils.run_folder import write_json
 from omagd.utils.seeding import GOLDEN, splitmix64, uniform
 from omagd.utils.signals import Stopped
@@ -108,17 +108,50 @@ def test_other_lists_other_keys_and_lists_without_auto_resume_start_from_scratch
     assert trainer.took() == [2]
 
 
-def test_a_list_whose_file_is_damaged_or_planted_trusts_nothing_in_it(trainer, tmp_path):
-    """A run that is not finished, of another configuration or elsewhere is not taken for a finished seed."""
+DAMAGED = (
+    "{",
+    "[]",
+    "",
+    '{"runs": {}}',
+    '{"runs": {"1": ".."}}',
+    '{"runs": {"1": 7}}',
+    '{"runs": {"1": "gone"}}',
+    '{"runs": 3}',
+)
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_list_whose_file_is_damaged_trains_no_finished_seed_again(content, trainer, tmp_path, capsys):
+    """Nor does it take a run of another configuration, or one elsewhere, for a finished seed."""
+    interrupt(trainer, 2, "seeds=1,2", "lr=0.01")
     interrupt(trainer, 2, "seeds=1,2")
-    other = json.loads((Path(trainer.runs[0][1]) / "run.json").read_text()) | {"identity": "another"}
     trainer.took()
-    (file,) = (tmp_path / "results").glob(".seeds_*.json")
-    (tmp_path / "run.json").write_text(json.dumps(other))
-    for content in ("{", "[]", '{"runs": {"1": ".."}}', '{"runs": {"1": 7}}', '{"runs": {"1": "gone"}}', '{"runs": 3}'):
-        file.write_text(content)
-        interrupt(trainer, 2, "seeds=1,2", "auto_resume=True")
-        assert trainer.took() == [1, 2], content
+    files = sorted((tmp_path / "results").glob(".seeds_*.json"), key=lambda path: path.stat().st_mtime_ns)
+    write_json(tmp_path / "run.json", {"identity": "another", "finished": True})
+    files[-1].write_text(content)
+    trainer.interrupted = None
+    found = start("seeds=1,2", "auto_resume=True")
+    assert trainer.took() == [2] and [run["seed"] for run in found["runs"]] == [1, 2]
+    assert f"{files[-1]} is damaged" in capsys.readouterr().out
+    files[-1].write_text(content)
+    with pytest.raises(UserError, match="is damaged, and each of seeds=1,2 has a finished run"):
+        start("seeds=1,2", "auto_resume=True")
+    assert trainer.took() == []
+    start("seeds=1,2")
+    assert trainer.took() == [1, 2]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "{"])
+def test_a_run_whose_note_is_damaged_is_known_by_its_configuration(content, trainer, capsys):
+    interrupt(trainer, 2, "seed=2")
+    ((_, first),) = trainer.runs
+    (Path(first) / "run.json").write_text(content)
+    trainer.interrupted = None
+    assert start("seed=2", "auto_resume=True")["folder"] == first
+    (Path(first) / "run.json").write_text(content)
+    with pytest.raises(UserError, match="is finished already"):
+        start("seed=2", "auto_resume=True", f"unique_token={Path(first).name}")
+    assert "run.json was damaged" in capsys.readouterr().out
 
 
 def test_splitmix64_gives_the_published_vectors_and_all_streams_keep_their_bits():

@@ -1064,34 +1064,6 @@ def test_the_line_of_a_run_has_the_code_the_cost_and_the_beliefs_of_each_stage(t
     assert [line[key] for key in ("commit", "seconds", "cpu_seconds")] == ["abc", 12.3, 5.7]
 
 
-def test_a_checkout_is_named_by_its_commit_and_an_installed_package_by_none(tmp_path, monkeypatch):
-    def git(*words):
-        names = [word for key in ("user.name", "user.email") for word in ("-c", f"{key}=x@y.z")]
-        done = subprocess.run(["git", "-C", tmp_path, *names, *words], capture_output=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.decode().strip()
-
-    package = tmp_path / "src"
-    code = package / "run" / "studies" / "results.py"
-    code.parent.mkdir(parents=True)
-    code.write_text("1")
-    monkeypatch.setattr(results, "__file__", str(code))
-    assert results.commit_of_code() == ""
-    git("init", "-q")
-    assert results.commit_of_code() == ""  # a package within somebody's repository
-    git("add", ".")
-    git("commit", "-q", "-m", "one")
-    assert results.commit_of_code() == git("rev-parse", "HEAD")
-    (tmp_path / "results.jsonl").write_text("of the study")
-    git("add", "results.jsonl")
-    (package / "notes").write_text("not part of it")
-    assert results.commit_of_code() == git("rev-parse", "HEAD")
-    code.write_text("2")
-    assert results.commit_of_code() == git("rev-parse", "HEAD") + "-dirty"
-    monkeypatch.setenv("PATH", "")
-    assert results.commit_of_code() == ""
-
-
 def test_lines_of_many_processes_do_not_mix_and_are_on_the_disk(tmp_path, monkeypatch):
     path, synced, held = tmp_path / "results.jsonl", [], []
     fsync = os.fsync

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,3 +83,15 @@ def test_both_ranks_end_and_nothing_is_made_again(tmp_path):
     assert ended.code == 2, ended.text
     assert str(folder.with_name("elsewhere")) in ended.err.splitlines()[-1]
     assert "Traceback" not in ended.text and not folder.exists()
+
+
+@pytest.mark.processes
+def test_a_temporary_folder_that_was_removed_leaves_no_traceback(tmp_path):
+    words = ["--config=qmix", "with", "run=ddp", "world_size=2", "use_cuda=False"]
+    code = (
+        "import glob, shutil; from omagd.run.cli.main import config_from; from omagd.run.launch import processes;"
+        f" processes.preload(config_from({words})); (made,) = glob.glob('{tmp_path}/omagd_*'); shutil.rmtree(made)"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "RANK"} | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -233,6 +233,7 @@ class Config(Frozen):
     enable_checkpointing: bool  # write checkpoints/, from which a killed run resumes bit for bit
     checkpoint_interval: Annotated[float, Field(ge=0.0)]  # seconds between checkpoints; 0: one after every iteration
     max_checkpoints_to_keep: Annotated[Int, Field(ge=2, le=10**6)]  # the newest ones; the best one is kept as well
+    keep_checkpoints: bool  # also keep the replay of a finished run, which a longer one can then continue bit for bit
     auto_resume: bool  # resume the newest unfinished run of this configuration, if there is one
     auto_resume_wait: Annotated[float, Field(ge=0.0)]  # minutes to wait while another process uses that run; 0: reject
     resume: Literal["exact", "lossy", "weights"]  # lossy: a damaged run may lose episodes; weights: all but weights

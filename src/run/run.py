@@ -12,16 +12,16 @@ from typing import Any
 
 from omagd.config.loading import validate
 from omagd.config.schema import Config
-from omagd.run.checkpoint.resuming import identity_of, is_trusted
+from omagd.run.checkpoint.resuming import identity_of, is_trusted, same_runs
 from omagd.run.launch.launcher import launch
 from omagd.run.launchers import is_main
 from omagd.run.reporting.report import render_summary, seeds_table
 from omagd.run.reporting.sacred_sink import SacredRelay
 from omagd.run.topology import make_plan
-from omagd.utils.errors import readable, visible
+from omagd.utils.errors import UserError, readable, visible
 from omagd.utils.logging import setup_logging
 from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json, make_token
-from omagd.utils.storage import read_entry
+from omagd.utils.storage import patiently, read_entry
 from omagd.utils.writing import OUTPUT, STORAGE
 
 
@@ -103,7 +103,7 @@ class SeedList:
     """The runs of `seeds=1,2,3`, which a later start can resume.
 
     A file in `local_results_path` names the run folder of each seed that has started. It is written before the run
-    trains, so finished runs are always found.
+    trains. Where it is damaged, the newest run of each seed counts.
 
     Args:
         config: with all its `seeds`.
@@ -124,22 +124,42 @@ class SeedList:
             return {}
         console = setup_logging(None)
         named = ",".join(map(str, self.config.seeds))
-        entry = read_entry(self.file).get("runs")
-        if entry is None and os.path.isfile(self.file):
-            console.warning(f"auto_resume=True: {self.file} cannot be read; the list seeds={named} starts from scratch")
-        started = {str(seed): name for seed, name in entry.items()} if isinstance(entry, dict) else {}
+        entry = patiently(self.file, partial(read_entry, self.file, strict=True)).get("runs")
+        started = dict(entry) if isinstance(entry, dict) else {}
+        damaged = not started and os.path.lexists(self.file)
         found = {}
         for single in self.singles:
-            summary = self._summary(single, started.get(str(single.seed)))
+            name = started.get(str(single.seed))
+            if damaged or (name is not None and not self._is_run(single, name)):
+                damaged, name = True, self._newest(single)
+                started[str(single.seed)] = name
+            summary = self._summary(single, name)
             if summary is not None:
                 found[single.seed] = summary
         if len(found) == len(self.singles):
+            if damaged:
+                raise UserError(
+                    f"auto_resume=True: {self.file} is damaged, and each of seeds={named} has a finished run:"
+                    " auto_resume=False starts a new list, or remove that file"
+                )
             console.info(f"auto_resume=True: all runs of seeds={named} are finished already; a new list begins")
             return {}
+        if damaged:
+            console.warning(f"auto_resume=True: {self.file} is damaged; the newest run of each seed counts instead")
         self._folders = {seed: name for seed, name in started.items() if isinstance(name, str)} if found else {}
         for seed, summary in found.items():
             console.info(f"auto_resume=True: seed {seed} is finished: {readable(summary['folder'])}")
         return found
+
+    def _is_run(self, single: Config, name: object) -> bool:
+        """Return whether a name is that of a folder with a run of this seed."""
+        if not isinstance(name, str) or Path(name).name != name:
+            return False
+        return read_entry(self.root / name / RUN_FILE).get("identity") == identity_of(single)
+
+    def _newest(self, single: Config) -> str | None:
+        """Return the name of the folder of the newest run of a seed."""
+        return next((path.name for path in same_runs(self.root, identity_of(single))), None)
 
     def started(self, seed: int, folder: str) -> None:
         """Record the run folder of a seed before it trains."""
@@ -149,11 +169,10 @@ class SeedList:
 
     def _summary(self, single: Config, name: object) -> dict[str, Any] | None:
         """Return the summary of a seed's finished run; None if there is none."""
-        if not isinstance(name, str) or Path(name).name != name:
+        if not self._is_run(single, name):
             return None
-        folder = RunFolder(self.root / name)
-        run = read_entry(folder.path / RUN_FILE)
-        if not run.get("finished") or run.get("identity") != identity_of(single):
+        folder = RunFolder(self.root / str(name))
+        if not read_entry(folder.path / RUN_FILE).get("finished"):
             return None
         if not is_trusted(folder.path, "does not count as finished"):
             return None

@@ -27,7 +27,7 @@ class RunFacts:
         name: of the configuration. env, map_name: environment and map. world_size: ranks.
         config: the resolved configuration as plain values.
         totals: where each clock ends, by its name ("t_env", "epoch"), and `episode` if that ends the run.
-        card: the comparability card, see `omagd.run.reporting.card`.
+        card: the comparability card, see `omagd.run.reporting.card`. made_by: code, command line, host and versions.
         saved: state of the sinks by name, from the checkpoint that this run resumes.
         wandb_project: empty for a name made by `wandb_naming`. wandb_entity: empty for the user's own.
     """
@@ -41,6 +41,7 @@ class RunFacts:
     config: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
+    made_by: dict[str, Any] = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
     wandb_project: str = ""
     wandb_entity: str = ""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omagd.utils.held_folder import release
 from omagd.utils.writing import STORAGE, replace_file
 
 STUDY_FILE, STUDY_RUNS = "study.json", "runs"
@@ -94,6 +95,7 @@ class RunFolder:
             path = root / (unique_token if number == 1 else f"{unique_token}_{number}")
             try:
                 path.mkdir(mode=0o755)  # with any umask: who else could write here could plant links
+                release(path)  # of an earlier folder there
                 break
             except FileExistsError:
                 if left:

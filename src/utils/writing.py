@@ -66,8 +66,10 @@ class Storage:
         with self._files:
             if self._kept:
                 self.retry()
-            waits = any(other.parent == path.parent and other != path for other in self._kept)
-            if waits or not self._replace(path, content):
+            before = [other for other in self._kept if other.parent == path.parent and other != path]
+            for other in before[:1]:
+                self._broken.setdefault(self.name(path), self.why(other))
+            if before or not self._replace(path, content):
                 self._keep(path, content)
                 return False
             self._kept.pop(path, None)
@@ -155,8 +157,9 @@ class Storage:
         """Count what is lost: records of a file, or the whole file."""
         with self._guard:
             self._lost[name] = self._lost.get(name, 0) + records
-            reason = self._broken.get(name) if records else self._broken.pop(name, None)
-            self._reasons |= {reason} if reason else set()
+            self._reasons |= {reason} if (reason := self._broken.get(name)) else set()
+            if not records:
+                self._broken.pop(name, None)
 
     def close(self) -> None:
         """Try for the last time, log what was lost, and forget it. Nothing is logged after that."""
@@ -225,9 +228,10 @@ class AppendFile:
         with self._guard:
             self._pending.append(record)
             self.waiting += len(record)
+        self.flush()
+        with self._guard:
             while self.waiting > PENDING_BYTES:
                 self._lose()
-        self.flush()
 
     def flush(self) -> None:
         """Write what is pending, if possible. Errors: FolderGone."""

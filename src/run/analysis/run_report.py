@@ -326,14 +326,16 @@ def preset_differences(run: Run) -> tuple[str, Table]:
 
 
 def card_rows(run: Run) -> Table:
-    """Return the entries of the card: what must be equal, then what may differ."""
+    """Return the entries of the card: what must be equal, then what may differ and what made the run."""
     card = run.card
     if not card:
         return []
     recorded = recorded_of(card)
     rows = [["id", str(card["id"])], ["method", str(card.get("method", "-"))]]
     rows += [[key, _value(value)] for key, value in card["compared"].items()]
+    made_by = run.summary.get("made_by")
     kept = {**recorded, **(recorded.get("versions") or {}), **(card.get("reached") or {})}
+    kept |= made_by if isinstance(made_by, dict) else {}
     return rows + [[key, _value(value)] for key, value in kept.items() if not isinstance(value, dict)]
 
 

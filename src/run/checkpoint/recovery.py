@@ -10,10 +10,12 @@ from typing import Any
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers import pretraining
 from omagd.run.checkpoint import store
+from omagd.run.checkpoint.freeing import episode_files
 from omagd.run.checkpoint.plan import RecoveredState, ResumePlan, SavedWeights
 from omagd.run.checkpoint.store import Checkpoint, Damaged, Foreign, folders, read_checkpoint, read_part, read_saved
 from omagd.run.checkpoint.weights import AGENT_FILE, LEARNER_FILE, PREDICTOR_FILE, TOKENIZER_FILE
-from omagd.run.reporting.card import read_card, recorded_of, versions
+from omagd.run.reporting.card import read_card, recorded_of
+from omagd.run.reporting.provenance import versions
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
@@ -38,8 +40,7 @@ class _Judged:
             return ""
         if not self.faults and (newest or mode != "weights"):
             return "exact"
-        manifest = self.checkpoint.manifest
-        episodes = {part["file"] for rank in manifest["logs"] for log in rank.values() for part in log["parts"]}
+        episodes = episode_files(self.checkpoint.manifest)
         if mode == "lossy" and self.faults.keys() <= episodes:
             return "lossy"
         own = {name for name in self.faults if Path(name).name.startswith("rank_")}

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from omagd.config.env_info import map_label
-from omagd.config.loading import REMOVED
+from omagd.config.loading import REMOVED, read_saved, validate
 from omagd.config.schema import COMPONENT_ARGS, Config
+from omagd.run.checkpoint.freeing import free_finished
 from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, busy_rank, mark_rank, take
 from omagd.run.checkpoint.store import SAVED, digest
 from omagd.run.checkpoint.whole_state import CONTINUED, continue_whole
@@ -35,14 +36,8 @@ ELSEWHERE = frozenset(
     {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
     | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "wandb_naming"}
     | {"use_tensorboard", "log_interval", "runner_log_interval", "learner_log_interval", "profile", "log_memory_usage"}
-    | {
-        "log_video",
-        "distributed_debug",
-        "enable_checkpointing",
-        "checkpoint_interval",
-        "max_checkpoints_to_keep",
-        "max_restarts",
-    }
+    | {"log_video", "distributed_debug", "enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep"}
+    | {"keep_checkpoints", "max_restarts"}
     | {"auto_resume", "auto_resume_wait", "resume", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
     | {"graph_updates"}
 )
@@ -99,7 +94,9 @@ def locked_folder(config: Config, token: str, waits: Callable[[], object] = lamb
                 config = config.model_copy(update={"checkpoint_path": ""})
             yield RunLock(str(folder.path), config, place)
             # Last: a run that is killed while it writes its final files must be resumed.
-            keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
+            written = keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
+            if written and not config.keep_checkpoints:
+                free_finished(folder)
     finally:
         lock.release()
 
@@ -232,7 +229,7 @@ def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> t
     it, or `unique_token` is the name of another run.
     """
     finished = None
-    for path in _same_runs(Path(config.local_results_path).expanduser(), identity):
+    for path in same_runs(Path(config.local_results_path).expanduser(), identity):
         if config.unique_token not in {"", path.name}:
             continue
         if read_entry(path / RUN_FILE).get("finished"):
@@ -311,17 +308,35 @@ def _place(values: dict[str, Any]) -> tuple[Any, ...]:
     return values.get("name"), values.get("env"), map_name, values.get("seed")
 
 
-def _same_runs(root: Path, identity: str) -> list[Path]:
-    """Return the folders that hold a run of this identity, newest first. Errors: UserError."""
+def same_runs(root: Path, identity: str) -> list[Path]:
+    """Return the folders that hold a run of this identity, newest first. Errors: UserError.
+
+    A damaged note on what a run is, is written again.
+    """
     found: list[tuple[float, Path]] = []
     for path in (Path(entry.path) for entry in listed(root)):
         entry = patiently(path / RUN_FILE, partial(read_entry, path / RUN_FILE, strict=True))
         if "identity" not in entry and os.path.lexists(path / RUN_FILE):  # False where the folder cannot be entered
-            LOG.warning(f"auto_resume=True: {readable(str(path / RUN_FILE))} is damaged: that run is not continued")
+            entry = _noted_again(path, identity)
         if entry.get("identity") == identity:
             with suppress(OSError):
                 found.append(((path / RUN_FILE).stat().st_mtime, path))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def _noted_again(path: Path, identity: str) -> dict[str, Any]:
+    """Write a run's damaged note again if its configuration has this identity; return the note, empty otherwise."""
+    folder, note = RunFolder(path), readable(str(path / RUN_FILE))
+    with suppress(UserError, OSError):  # no configuration of this version, or nothing can be written
+        theirs = validate(read_saved(folder.config_json, note))
+        if is_trusted(path, "is not continued") and identity_of(theirs) == identity:
+            ended = read_entry(folder.summary_json).get("exit_state") == "completed"
+            entry = {"identity": identity, **({"finished": True} if ended else {})}
+            write_json(path / RUN_FILE, entry)
+            LOG.warning(f"auto_resume=True: {note} was damaged, and is written again from config.json and summary.json")
+            return entry
+    LOG.warning(f"auto_resume=True: {note} is damaged: that run is not continued")
+    return {}
 
 
 def _locked(folder: RunFolder, minutes: float, waits: Callable[[], object]) -> Lock:

@@ -156,6 +156,20 @@ def take(folder: Path) -> Lock:
     return _flocked(folder / LOCK, fcntl.LOCK_EX) or _take_numbered(folder)
 
 
+def busy_run(folder: Path) -> Busy | None:
+    """Return who has the lock of a run's folder, or works there as a rank; changes nothing. Errors: OSError."""
+    for name in (LOCK, RANKS):
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(folder / name, FLAGS)
+            try:
+                if _flock(handle, fcntl.LOCK_EX) is False:
+                    return Busy(_holder(handle))
+            finally:
+                os.close(handle)
+    numbered = [_numbered(folder, number)] if (number := _last(folder)) else []
+    return next(filter(None, map(_busy, (*numbered, *folder.glob(f"{RANKS}.*")))), None)
+
+
 def mark_rank(folder: Path) -> Lock:
     """Mark that a rank works in a folder, until `release` or the end of this process."""
     lock = _flocked(folder / RANKS, fcntl.LOCK_SH, wait=True)

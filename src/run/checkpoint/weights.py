@@ -141,7 +141,7 @@ def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path"
 
     `path` is a run folder, its `models/`, or a step's folder; among several steps the one nearest to `load_step` is
     taken, the last one for 0. key: configuration key that named it; `source`: what the message names instead of
-    `key=path`. Errors: UserError if there is none.
+    `key=path`. Errors: UserError if there is none, or if that step has no agent: an earlier one is not taken unasked.
     """
     source = source or f"{key}={path}"
     try:
@@ -154,10 +154,17 @@ def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path"
     if (given / AGENT_FILE).is_file():
         return given
     for folder in (given / "models", given):
-        steps = [p for p in folder.glob("*") if p.name.isdecimal() and (p / AGENT_FILE).is_file()]
-        if steps:
+        steps = [p for p in folder.glob("*") if p.name.isdecimal() and p.is_dir()]
+        whole = [p for p in steps if _has_agent(p)]
+        if whole:
             wanted = load_step or max(int(p.name) for p in steps)
-            return min(steps, key=lambda p: abs(int(p.name) - wanted))
+            found, other = (min(each, key=lambda p: abs(int(p.name) - wanted)) for each in (steps, whole))
+            if found not in whole:
+                raise UserError(
+                    f"{source}: {found} holds no {AGENT_FILE} that can be read: its save was cut short, or is not over."
+                    f" Give {other}, or remove the first"
+                )
+            return found
     run = given.parent if given.name == "models" else given
     if (run / "run.json").is_file() or (run / "config.json").is_file():
         raise UserError(
@@ -166,6 +173,14 @@ def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path"
             " save_model_interval"
         )
     raise UserError(f"{source}: holds no {AGENT_FILE}. Give a run's folder, its models/ or a folder in it")
+
+
+def _has_agent(folder: Path) -> bool:
+    """Return whether a folder has the file of the agent, which a save writes last; False if it cannot be entered."""
+    try:
+        return (folder / AGENT_FILE).is_file()
+    except OSError:
+        return False
 
 
 def far_step(folder: Path, load_step: int) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omagd.config.schema import Config
+from omagd.run.checkpoint.freeing import episode_files, was_freed
 from omagd.run.checkpoint.set_aside import link
 from omagd.run.checkpoint.store import Checkpoint, Damaged, folders, read_checkpoint
 from omagd.utils.errors import UserError
@@ -71,7 +72,7 @@ def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
         for path in candidates:
             try:
                 found = read_checkpoint(path)
-                found.check()
+                _require_files(config, found)
                 found.common()
                 for rank in range(found.manifest["world_size"]):
                     found.of_rank(rank)
@@ -95,6 +96,24 @@ def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
             " continue from saved weights"
         )
     return None
+
+
+def _require_files(config: Config, found: Checkpoint) -> None:
+    """Compare the files of a checkpoint with its manifest; with `resume=lossy` episodes may be missing.
+
+    Errors: Damaged; UserError where the replay was removed when the run had finished.
+    """
+    try:
+        found.check()
+    except Damaged:
+        if config.resume == "lossy" and found.faults().keys() <= episode_files(found.manifest):
+            return
+        if not was_freed(found):
+            raise
+        raise UserError(
+            f"checkpoint_path={config.checkpoint_path}: its replay was removed when it finished (keep_checkpoints="
+            "True would have kept it). resume=lossy continues with an empty replay, models/ from the weights"
+        ) from None
 
 
 def _unlike(config: Config, found: Checkpoint) -> str:
@@ -132,8 +151,10 @@ def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
     old = RunFolder(source.path.parents[1])
     if folder.checkpoints.exists():  # half of one that was removed meanwhile
         shutil.rmtree(folder.checkpoints)
+    lost = episode_files(source.manifest)  # with `resume=lossy`
     for name in [*source.manifest["files"], f"{source.path.name}/manifest.json"]:
-        link(source.path.parent / name, folder.checkpoints / name)
+        if name not in lost or (source.path.parent / name).exists():
+            link(source.path.parent / name, folder.checkpoints / name)
     for path in (old.metrics_jsonl, old.card_json, *old.episode_logs()):
         if path.exists():
             target = folder.path / path.relative_to(old.path)

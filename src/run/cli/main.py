@@ -310,6 +310,9 @@ COMMANDS = {
             "omagd.run.cli.beliefs",
         ),
         Command("study FILE.yaml", "run arms x environments x seeds; `study status FOLDER`", "omagd.run.cli.study"),
+        Command(
+            "clean FOLDER ...", "free what finished runs no longer need (--dry-run shows it)", "omagd.run.cli.clean"
+        ),
         Command("sweep FILE.yaml", "search the best keys with Optuna; `sweep status FOLDER`", "omagd.run.cli.sweep"),
         Command(
             "watch RUN [key=value ...]",

@@ -62,23 +62,15 @@ def preload(config: Config) -> None:
 
     forkserver.set_forkserver_preload(list(MODULES))
     folder = ExitStack()
-    # After multiprocessing's own folder (-100), which stands inside and is there even if the start fails.
     util.Finalize(None, folder.close, exitpriority=-200)
     with contextlib.suppress(OSError):  # a path too long for a socket: ranks are spawned
         path = folder.enter_context(temporary_folder("omagd_"))
-        with _sockets_in(path), _stop_signals_blocked():
+        # For its sockets: after a kill the next start removes the folder. If multiprocessing made one of its own, it
+        # would print a traceback at the end where somebody has removed that.
+        multiprocessing.current_process()._config["tempdir"] = str(path)  # type: ignore[attr-defined]
+        with _stop_signals_blocked():
             forkserver.ensure_running()
         _preloading = True
-
-
-@contextmanager
-def _sockets_in(folder: Path) -> Iterator[None]:
-    """Let multiprocessing create its folder for sockets in `folder`, which the next start removes after a kill."""
-    before, tempfile.tempdir = tempfile.tempdir, str(folder)
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import omagd
 from omagd import runners
 from omagd.config.schema import COMPONENT_ARGS, Config
+from omagd.run.reporting.provenance import versions
 from omagd.utils.errors import readable
 from omagd.utils.run_folder import RunFolder, fingerprint, plain
 from omagd.utils.storage import read_entry
@@ -34,7 +34,7 @@ NO_EFFECT = frozenset(
     | {"use_wandb", "wandb_project", "wandb_entity", "wandb_naming", "use_tensorboard", "profile", "log_memory_usage"}
     | {"log_video"}
     | {"log_interval", "runner_log_interval", "learner_log_interval", "distributed_debug", "save_pretrain_buffer"}
-    | {"enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "max_restarts"}
+    | {"enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "keep_checkpoints", "max_restarts"}
     | {"auto_resume", "auto_resume_wait", "resume"}
 )
 """Keys that do not change a result: where a run is executed, what it logs and saves. They are not on the card, which
@@ -163,7 +163,17 @@ def differences(card: Card | None, first: Card | None) -> str:
         words = [f"{kind}, not {first_kind}"]
         names = [name for name in names if name.startswith("env_args.") or name in ours and name in theirs]
     words += [f"{name} {_shown(ours, name)}, not {_shown(theirs, name)}" for name in names]
-    return "; ".join([*words, IF_MEANT] if names == [READS] else words)
+    if names == [READS] and _code(card) == _code(first):
+        words.append(IF_MEANT)
+    elif _code(card) != _code(first):
+        words.append(f"code omagd {_code(card)}, not {_code(first)}")
+    return "; ".join(words)
+
+
+def _code(card: Card) -> str:
+    """Return the version and the commit with which a result was made."""
+    found = recorded_of(card).get("versions")
+    return str(found.get("omagd", "unknown")) if isinstance(found, dict) else "unknown"
 
 
 def marks(cards: Sequence[Card | None], labels: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -347,15 +357,6 @@ def _may_differ(config: Config, world_size: int, device: torch.device, compared:
         "device": device.type + card,
         "versions": versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that the exact bits of a result depend on."""
-    import numpy
-    import torch
-
-    found = {"omagd": omagd.__version__, "torch": torch.__version__, "numpy": numpy.__version__}
-    return {**found, "Python": platform.python_version()}
 
 
 def _shown(compared: Mapping[str, Any], name: str) -> str:

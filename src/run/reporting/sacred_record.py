@@ -18,7 +18,7 @@ from sacred.serializer import flatten
 from omagd.config.loading import to_plain
 from omagd.config.schema import Config
 from omagd.utils.errors import UserError
-from omagd.utils.held_folder import FolderGone, hold
+from omagd.utils.held_folder import FolderGone, hold, release
 from omagd.utils.logging import PACKAGE, setup_logging
 from omagd.utils.writing import STORAGE, AppendFile, open_records
 
@@ -63,7 +63,8 @@ class BoundedObserver(FileStorageObserver):
         """Start a record and return its name; if the folder cannot be written, warn and continue without a record."""
         try:
             name = str(super().started_event(*args, **facts))  # type: ignore[no-untyped-call]
-            hold(Path(str(self.dir)))
+            self.dir = os.path.abspath(str(self.dir))
+            hold(Path(self.dir))
             return name
         except OSError as problem:
             if self.dir is not None:
@@ -166,6 +167,8 @@ def run_recorded(
     finally:
         logger.removeFilter(_is_needed)
         STORAGE.close()
+        for observer in experiment.observers:
+            release(Path(str(observer.dir)))
     return returned[0]
 
 

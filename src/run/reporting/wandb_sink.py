@@ -82,6 +82,7 @@ class WandbSink(Sink):
         facts = self.facts
         project, group, tags = names(facts, self._stage, self._naming)
         about = {"stage": self._stage, "world_size": facts.world_size, "token": facts.token, "card": facts.card}
+        about["made_by"] = facts.made_by
         return wandb.init(
             id=self._ids[self._stage],
             resume="allow",

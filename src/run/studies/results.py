@@ -5,9 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +63,7 @@ def line_of(
     summary = read_entry(folder.summary_json)
     final = read_entry(folder.card_json) or card
     versions = recorded_of(final).get("versions", {})
-    skipped = {"card", "folder", "artifacts", "stages", "phases"}
+    skipped = {"card", "folder", "artifacts", "stages", "phases", "made_by"}
     given = summary.get("stages")
     stages = {
         name: _stage(stage)
@@ -98,20 +96,6 @@ def _shorter(value: Any) -> Any:
     if isinstance(value, list):
         return [_shorter(each) for each in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def commit_of_code() -> str:
-    """Return the commit of the checkout that this code runs from, and `-dirty` if it was changed; "" without one."""
-    code = Path(__file__).resolve()
-    package = str(code.parents[2])
-    asked = (["ls-files", "--error-unmatch", str(code)], ["rev-parse", "HEAD"],
-             ["status", "--porcelain", "--untracked-files=no", "--", package])  # fmt: skip
-    git = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=20)
-    try:
-        _, commit, changes = (git(["git", "-C", package, *words]).stdout for words in asked)
-    except (OSError, subprocess.SubprocessError):  # no git, no checkout, or installed within a foreign one
-        return ""
-    return commit.strip() + "-dirty" * bool(changes.strip())
 
 
 def tests_of(metrics: Path) -> dict[str, list[float | None]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from omagd.run.reporting.card import IF_MEANT, READS
+from omagd.run.reporting.provenance import code
 from omagd.run.studies import EXECUTORS, engine, results
 from omagd.run.studies.executors import Executor, Job, Place
 from omagd.run.studies.processes import bound, children_seconds
@@ -158,7 +159,7 @@ class _Results:
     def __init__(self, study: Study, state: StudyState, warn: Callable[[str], None]) -> None:
         self._path, self._name, self._state, self._warn = study.results_file, study.folder.name, state, warn
         self._known: dict[results.Key, dict[str, Any]] = {}
-        self._commit = results.commit_of_code() if self._path is not None else ""
+        self._commit = code().label if self._path is not None else ""
         if self._path is None:
             return
         try:

@@ -15,6 +15,7 @@ from omagd.run.launchers import ranks_here
 from omagd.run.memory_budget import memory_warnings
 from omagd.run.reporting.card import Card, final_card, start_lines
 from omagd.run.reporting.log_sinks import make_logger
+from omagd.run.reporting.provenance import made_by
 from omagd.run.training.build import n_slots
 from omagd.run.training.device import limit_warnings
 from omagd.run.training.session import Session
@@ -41,6 +42,7 @@ def open_logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, car
         config=config.model_dump(mode="json"),
         totals={"epoch": config.graph_pretrain_epochs, **_ends(config)},
         card=card,
+        made_by=made_by(),
         saved={} if plan.state is None else plan.state.common["run"]["sinks"],
         wandb_project=config.wandb_project,
         wandb_entity=config.wandb_entity,
@@ -142,6 +144,7 @@ def first_summary(
         "effective_batch": config.batch_size * world_size,
         "updates_per_iteration": updates_per_iteration(config),
         "card": card,
+        "made_by": made_by(),
         "folder": str(folder.path),
         "started": started,
         "stages": {},
