@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -41,7 +42,7 @@ INJECTED = "echo injected >>"
 LINKS = {
     "logs/rank_0.log": "bashrc", "logs": "thesis", "models": "thesis", "models/100": "thesis/100",
     "metrics.jsonl": "metrics.jsonl", "episodes/rank_0.jsonl": "metrics.jsonl", "checkpoints": "thesis",
-    "lock.ranks": "bashrc", "wandb": "thesis", "wandb/latest-run": "thesis", "card.json": "nothing", "run.json": None,
+    "lock.ranks": "bashrc", "wandb": "thesis", "tb/stage3": "thesis", "card.json": "nothing", "run.json": None,
     ".": None,
 }  # fmt: skip
 
@@ -152,14 +153,36 @@ def test_a_file_with_a_second_name_gets_a_content_of_its_own(run, home):
     assert list(run.rglob(".*")) == []
 
 
-def test_the_links_that_wandb_makes_are_no_obstacle(run):
-    (run / "wandb" / "offline-run-1" / "logs").mkdir(parents=True)
-    (run / "wandb" / "latest-run").symlink_to("offline-run-1")
-    (run / "wandb" / "debug.log").symlink_to("offline-run-1/logs/debug.log")
-    require_own(run)
-    (run / "wandb" / "up").symlink_to("offline-run-1/../../logs")
-    with pytest.raises(Untrusted, match="wandb/up"):
-        require_own(run)
+@pytest.mark.processes
+def test_what_other_programs_leave_in_the_folder_neither_ends_nor_changes_anything(run, home, monkeypatch, capsys):
+    """W&B's links, TensorBoard's and a plug-in's files: links, sockets, hard links, open and unreadable folders."""
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
+    for name in ("wandb/offline-run-1/logs", "tb/plugins/profile", "own sink", "sacred/1", ".cache.1.tmp", "models"):
+        left = run / name
+        left.mkdir(parents=True, exist_ok=True)
+        (left / "debug-core.log").symlink_to(home / "metrics.jsonl")
+        (left / "latest").symlink_to(home / "thesis")
+        (left / "gone").symlink_to("../../nowhere")
+        os.link(home / "bashrc", left / "copy")
+        (left / ".half.1.tmp").write_text("theirs") if name != "models" else None
+        os.mkfifo(left / "pipe")
+        (left / "closed").mkdir()
+        (left / "closed").chmod(0)
+        (left / "open").mkdir()
+        (left / "open").chmod(0o777)
+        with socket.socket(socket.AF_UNIX) as server:
+            monkeypatch.chdir(left)  # the name of a socket must be short
+            server.bind("socket")
+    monkeypatch.chdir(run.parent)
+    (run / "notes").symlink_to(home)
+    left = [path for path in run.rglob("*") if path.name in {"copy", "open", "closed", "pipe", ".half.1.tmp"}]
+    before = contents(home), {path: path.lstat() for path in left}
+    assert len(left) == 6 * 4 + 5
+    assert main([*COMMAND, f"local_results_path={run.parent}"]) == 0
+    assert list(run.parent.iterdir()) == [run] and summary_of(run)["exit_state"] == "completed"
+    assert before == (contents(home), {path: path.lstat() for path in left})
+    assert (run / "models" / "latest").is_symlink()
+    assert "warning" not in "".join(capsys.readouterr())
 
 
 def test_an_own_entry_that_cannot_be_read_is_no_reason_to_start_from_scratch(run, monkeypatch, capsys):

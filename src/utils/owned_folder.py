@@ -1,4 +1,6 @@
-"""Check that a folder found on disk is safe to write: it is the user's own, and nothing in it leads outside.
+"""Check that a run's folder is safe to write: it is the user's own, and no name that a run uses leads outside.
+
+Other programs keep files there too (W&B, TensorBoard, plug-ins): these are neither looked at nor changed.
 
 All checks use descriptors of the folders and follow no links. A world-writable folder is first closed to others, so
 what has been checked stays unchanged. The group is trusted: the user decides whether it may write (umask, or a folder
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -19,11 +22,19 @@ from omagd.utils.errors import readable
 from omagd.utils.storage import opened
 
 FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW
-WRITTEN_ONCE = frozenset({"checkpoints", "models", "set_aside"})
-"""Folders whose files are replaced as a whole, never changed: another name of such a file elsewhere is safe."""
+OWN = re.compile(
+    r"(config|env_info|card|summary|run|saved|continued_from|wandb)\.json|metrics\.jsonl|lock(\..+)?"
+    r"|plots|replays|pretrain_buffer|set_aside|wandb|tb(/stage\d)?|logs(/rank_\d+\.log)?|episodes(/rank_\d+\.jsonl)?"
+    r"|profile(/.+_rank\d+\.json)?|checkpoints(/.*)?|models(/(\d+|pretrain_stage\d(_best)?)(/.*)?)?",
+    re.DOTALL,
+)
+"""What a run reads or writes in its folder. Other files of its own are replaced as a whole or get new names."""
 
-HAS_LINKS = "wandb"
-"""W&B keeps links there from one of its own files to another."""
+ENTERED = re.compile(r"tb|logs|episodes|profile|models(/.+)?|checkpoints(/.+)?", re.DOTALL)
+"""Folders in which a run uses names of its own."""
+
+WRITTEN_ONCE = frozenset({"checkpoints", "models"})
+"""Folders whose files are replaced as a whole, never changed: another name of such a file elsewhere is safe."""
 
 
 class Untrusted(Exception):
@@ -75,7 +86,7 @@ def _own_ids(found: int, root: int) -> frozenset[int]:
 
 
 def _check(handle: int, place: tuple[str, ...], own: frozenset[int]) -> None:
-    """Check an open folder and what is in it, depth first. Errors: Untrusted, OSError."""
+    """Check an open folder and the names in it that a run uses, depth first. Errors: Untrusted, OSError."""
     about = os.fstat(handle)
     if about.st_uid not in own:
         raise Untrusted(f"{_named(place)} belongs to another user")
@@ -83,24 +94,21 @@ def _check(handle: int, place: tuple[str, ...], own: frozenset[int]) -> None:
         os.fchmod(handle, stat.S_IMODE(about.st_mode) & ~stat.S_IWOTH)
     for name in os.listdir(handle):
         here = (*place, name)
+        if not OWN.fullmatch("/".join(here)):
+            continue
         found = os.stat(name, dir_fd=handle, follow_symlinks=False)
         if stat.S_ISLNK(found.st_mode):
-            if not _stays_in_wandb(handle, here):
-                raise Untrusted(f"it contains a link, {_named(here)}")
+            raise Untrusted(f"it contains a link, {_named(here)}")
         elif found.st_uid not in own:
             raise Untrusted(f"{_named(here)} belongs to another user")
         elif stat.S_ISDIR(found.st_mode):
-            with opened(name, FOLDER, handle) as inner:
-                _check(inner, here, own)
+            if ENTERED.fullmatch("/".join(here)):
+                with opened(name, FOLDER, handle) as inner:
+                    _check(inner, here, own)
         elif not stat.S_ISREG(found.st_mode):
             raise Untrusted(f"it contains something that is neither a file nor a folder, {_named(here)}")
         elif found.st_nlink > 1 and here[0] not in WRITTEN_ONCE:
             _copy_in_place(handle, name)
-
-
-def _stays_in_wandb(handle: int, place: tuple[str, ...]) -> bool:
-    target = os.readlink(place[-1], dir_fd=handle)
-    return place[0] == HAS_LINKS and len(place) > 1 and not target.startswith("/") and ".." not in target.split("/")
 
 
 def _copy_in_place(handle: int, name: str) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,6 +137,13 @@ class RunFolder:
         """Return the `t_env` of all saved stage-3 weights, ascending."""
         found = self.models.iterdir() if self.models.is_dir() else ()
         return sorted(int(path.name) for path in found if path.name.isdecimal() and path.is_dir())
+
+    def half_written(self) -> list[Path]:
+        """Return the temporary files that a killed process has left; none of another program's folder."""
+        others = (self.path / name for name in ("episodes", "pretrain_buffer"))
+        below = self.models, self.checkpoints, self.plots, self.replays, *others
+        found = [*self.path.glob(".*.tmp"), *(path for folder in below for path in folder.rglob(".*.tmp"))]
+        return [path for path in found if stat.S_ISREG(path.lstat().st_mode)]
 
     def artifacts(self) -> dict[str, str]:
         """Return the absolute paths of what is there, by name: files, folders of weights, pictures."""

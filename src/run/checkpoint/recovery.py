@@ -18,6 +18,7 @@ from omagd.run.reporting.card import read_card, recorded_of
 from omagd.run.reporting.provenance import versions
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
+from omagd.utils.owned_folder import OWN
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import Unreadable, listed
 
@@ -127,10 +128,16 @@ def _survey(folder: RunFolder) -> tuple[list[str], int | None, bool]:
         if path.exists() and not path.is_dir():
             raise UserError(f"{path} is not a folder: move it away, then start again; nothing was changed")
     names = [path.name for path in folders(folder.checkpoints)]
-    entries = [*listed(folder.models), *listed(folder.checkpoints / "kept")]
-    logs = [Path(entry.path) for entry in listed(folder.path / "episodes")]
+    entries = [*_own(folder, folder.models), *listed(folder.checkpoints / "kept")]
+    logs = _own(folder, folder.path / "episodes")
     others = bool(entries) or any(path.exists() and path.stat().st_size for path in (folder.metrics_jsonl, *logs))
     return names, read_saved(folder), others
+
+
+def _own(folder: RunFolder, part: Path) -> list[Path]:
+    """Return what a run itself has written into a part of its folder. Errors: Unreadable."""
+    found = [Path(entry.path) for entry in listed(part)]
+    return [path for path in found if OWN.fullmatch(str(path.relative_to(folder.path)))]
 
 
 def _judge(path: Path, dist: Dist) -> _Judged:

@@ -316,7 +316,8 @@ def same_runs(root: Path, identity: str) -> list[Path]:
     found: list[tuple[float, Path]] = []
     for path in (Path(entry.path) for entry in listed(root)):
         entry = patiently(path / RUN_FILE, partial(read_entry, path / RUN_FILE, strict=True))
-        if "identity" not in entry and os.path.lexists(path / RUN_FILE):  # False where the folder cannot be entered
+        # A run has logs/; a record of Sacred has a run.json, too. False where the folder cannot be entered.
+        if "identity" not in entry and os.path.lexists(path / RUN_FILE) and os.path.isdir(path / "logs"):
             entry = _noted_again(path, identity)
         if entry.get("identity") == identity:
             with suppress(OSError):

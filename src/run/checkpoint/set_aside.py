@@ -73,7 +73,7 @@ def _cut(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> tuple[
         for path in later:
             shutil.rmtree(path, ignore_errors=True)
     clean(folder.checkpoints)
-    for half in folder.path.rglob(".*.tmp"):
+    for half in folder.half_written():
         half.unlink(missing_ok=True)
     if plan.completed is not None and plan.completed != read_saved(folder):
         note_saved(folder, plan.completed)
