@@ -7,7 +7,6 @@ import logging
 import math
 import multiprocessing
 import os
-import struct
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -19,13 +18,14 @@ import torch
 import wandb
 from sockets import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
+from wandb_files import assert_recorded_once, history, offline_files, records_in, rows_of
 
 from omagd.run.checkpoint.serialization import pack
+from omagd.run.reporting import wandb_sink
 from omagd.run.reporting.log_sinks import REGISTRY, make_logger, render_block
 from omagd.run.reporting.sacred_record import MOST, BoundedObserver
 from omagd.run.reporting.sacred_sink import SacredRelay, SacredSink
-from omagd.run.reporting.wandb_sink import choose_mode, has_key, names
+from omagd.run.reporting.wandb_sink import WandbSink, choose_mode, has_key, names
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Record, RunFacts, Sink
 
@@ -274,17 +274,6 @@ def home(monkeypatch, tmp_path_factory):
     return home
 
 
-def wandb_records(path):
-    """Return the records of a `.wandb` file of one block: 7 bytes, then each with a checksum, its size and a kind."""
-    data, position, found = path.read_bytes(), 7, []
-    while position + 7 < len(data):
-        start = position + 7
-        position = start + struct.unpack_from("<4xHx", data, position)[0]
-        if position <= len(data):
-            found.append(wandb_internal_pb2.Record.FromString(data[start:position]))
-    return found
-
-
 @pytest.mark.parametrize("naming", ["environment", "published"])
 def test_stages_are_runs_of_their_own_with_project_group_and_step(tmp_path, monkeypatch, home, naming):
     """A resumed run keeps their ids and names, and the key of the environment is written nowhere."""
@@ -296,15 +285,14 @@ def test_stages_are_runs_of_their_own_with_project_group_and_step(tmp_path, monk
     logs = [("stage1", t, {"eval/graph_loss": loss}) for t, loss in ((20, 0.25), (40, 0.125))]
     of_maps = {"test/3m/return_mean": 1.5, "test/4m/return_mean": 2.0, "train/4m/visits": 7.0}
     last = {"won": 0.5, "loss_td": 0.01, **of_maps}
-    saved = log_to(["wandb"], [*logs, ("stage3", 10240, last)], facts, "failed")[-1]
-    facts.saved.update(saved)
+    log_to(["wandb"], [*logs, ("stage3", 10240, last)], facts, "failed")
     later = replace(facts, wandb_naming="published" if naming == "environment" else "environment")
-    assert log_to(["wandb"], [("stage3", 20480, {"loss_td": 0.25})], later) == [saved]
+    log_to(["wandb"], [("stage3", 20480, {"loss_td": 0.25})], later)
     runs = {}
-    for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb"):
+    for path in offline_files(tmp_path):
         # W&B's own process still writes after `finish` returns.
-        assert wait_until(lambda path=path: any(record.HasField("exit") for record in wandb_records(path)))
-        found = wandb_records(path)
+        assert wait_until(lambda path=path: any(record.HasField("exit") for record in records_in(path)))
+        found = records_in(path)
         (run,) = [record.run for record in found if record.HasField("run")]
         written = {item.key: json.loads(item.value_json) for item in run.config.update}
         assert (written["lr"], written["card"], written["method"]) == (0.0005, card, "omagd_34cd")
@@ -356,26 +344,67 @@ def test_mode_and_names(monkeypatch, home):
     assert choose_mode() == "disabled"
 
 
-def test_an_unreachable_service_is_replaced_by_an_offline_run_or_switched_off(tmp_path, monkeypatch, caplog, home):
-    def init(mode, **_):
-        calls.append(mode)
-        if mode in down:
-            raise RuntimeError("service is down")
-        return SimpleNamespace(log=lambda _, step: calls.append(step), finish=lambda exit_code: ended.append(exit_code))
-
+@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("interrupted", 130), ("failed", 1)])
+def test_an_unreachable_service_is_waited_for_once_and_everything_is_recorded_offline(
+    tmp_path, monkeypatch, caplog, home, state, code
+):
+    """By the installed W&B, at a closed port; the second run is the next one of a list of seeds."""
     monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(wandb_sink, "INIT_SECONDS", 1.0)
+    monkeypatch.setattr(WandbSink, "unreachable_at", -math.inf)
+    logs = [(stage, t, {"a": t / 3, "b": math.nan}) for stage in ("stage1", "stage2", "stage3") for t in (7, 8)]
+    seeds = [tmp_path / "seed1", tmp_path / "seed2"][: 2 if code == 0 else 1]
+    for folder in seeds:
+        folder.mkdir()
+        log_to(["jsonl", "wandb"], logs, RunFacts(folder, folder.name), state)
+    wandb.teardown()  # its process has written everything
+    said = [record.getMessage() for record in caplog.records if record.name == "omagd"]
+    assert len(said) == len(seeds) and said[0].startswith("W&B cannot be reached, recording offline"), said
+    assert len(list(tmp_path.glob("*/wandb/run-*"))) == 1, "the service was asked more than once"
+    for folder in seeds:
+        assert_recorded_once(folder)
+        files = [records_in(path) for path in offline_files(folder)]
+        assert [records[-1].exit.exit_code for records in files] == [0, 0, code]
+        summary = {}
+        for record in files[-1]:
+            summary |= rows_of(record.summary.update)
+        assert (summary["_step"], summary["a"], summary["b"]) == (8, 8 / 3, "NaN")
+
+
+def test_where_nothing_can_be_recorded_wandb_is_off_and_the_run_goes_on(tmp_path, monkeypatch, caplog, home):
+    def init(**_):
+        raise RuntimeError("no\nservice")
+
     monkeypatch.setattr(wandb, "init", init)
-    for state, code, unreachable, expected in (
-        ("completed", [0], [], ["online", 7, 8]),
-        ("interrupted", [130], ["online"], ["online", "offline", 7, 8]),
-        ("failed", [1], ["online"], ["online", "offline", 7, 8]),
-        ("failed", [], ["online", "offline"], ["online", "offline"]),
-    ):
-        calls, ended, down = [], [], unreachable
-        log_to(["wandb", "jsonl"], [("stage3", t, {"a": 1.0}) for t in (7, 8)], RunFacts(tmp_path), state)
-        assert (calls, ended) == (expected, code)
-    assert sum("W&B is off" in record.getMessage() for record in caplog.records) == 1
-    assert len(metrics_in(tmp_path)) == 8
+    log_to(["wandb", "jsonl"], [("stage3", t, {"a": 1.0}) for t in (7, 8)], RunFacts(tmp_path), "failed")
+    (warning,) = caplog.records
+    assert warning.getMessage() == "W&B is off from here on: no service"
+    assert len(metrics_in(tmp_path)) == 2
+
+
+def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link_is_followed(
+    tmp_path, monkeypatch, home
+):
+    """Also those of a run that used no W&B before; a planted link to another run's record says nothing of this one."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logs = [("stage1", 5, {"c": 0.5}), *(("stage3", t, {"a": t / 7, "text" * 10_000: 1.0}) for t in range(10, 40, 10))]
+    run, other = tmp_path / "run", tmp_path / "other"
+    log_to(["jsonl"], logs[:2], RunFacts(run))
+    log_to(["jsonl", "wandb"], [logs[2]], RunFacts(run), "interrupted")
+    wandb.teardown()  # its process has written everything
+    (*_, last) = offline_files(run)
+    with last.open("r+b") as file:  # as a kill leaves it
+        file.truncate(last.stat().st_size - 9000)
+    (run / "wandb" / "offline-run-9").symlink_to(tmp_path / "other")
+    other.mkdir()
+    (other / last.name).write_bytes(last.read_bytes())
+    log_to(["jsonl", "wandb"], [logs[3]], RunFacts(run))
+    wandb.teardown()
+    (other / last.name).unlink()
+    (run / "wandb" / "offline-run-9").unlink()
+    assert_recorded_once(run)
+    assert len(offline_files(run)) == 3 and [len(rows) for rows in history(run)["stage3"].values()] == [3]
 
 
 def test_a_run_of_a_version_without_naming_stays_in_its_projects(tmp_path, monkeypatch, home):
@@ -383,8 +412,10 @@ def test_a_run_of_a_version_without_naming_stays_in_its_projects(tmp_path, monke
     run = SimpleNamespace(log=lambda _, step: None, finish=lambda exit_code: None)
     monkeypatch.setattr(wandb, "init", lambda **given: called.append((given["id"], given["project"])) or run)
     facts = RunFacts(tmp_path, map_name="3m", env="skirmish", saved={"W&B": {"ids": {"stage3": "ab"}}})
-    log_to(["wandb"], [("stage3", 7, {"a": 1.0})], facts)
-    assert called == [("ab", "3m_exp_ddp1")]
+    for used in (True, False):  # a new folder that begins with another run's state is a W&B run of its own
+        (tmp_path / "wandb").mkdir() if used else (tmp_path / "wandb").rmdir()
+        log_to(["wandb"], [("stage3", 7, {"a": 1.0})], facts)
+    assert called[0] == ("ab", "3m_exp_ddp1") and called[1][0] != "ab" and called[1][1] == "skirmish_3m"
 
 
 class FakeWandb(SimpleNamespace):

@@ -1,80 +1,131 @@
-"""Sends values to Weights & Biases (`use_wandb=True`): one W&B run per stage, grouped; offline without a key."""
+"""Sends values to Weights & Biases (`use_wandb=True`): one W&B run per stage, grouped; offline without a key.
+
+A kill costs W&B what it has not written yet: up to 15 s, and always the last step. So a start that resumes reads the
+last step from W&B's files and sends every later line of `metrics.jsonl`: the files together have each step once. Steps
+that W&B's server has got online it ignores.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import netrc
 import os
 import re
 import secrets
+import struct
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlparse
 
+from omagd.run.reporting.plots import read_metrics
 from omagd.utils.logging import Record, RunFacts, Sink
 from omagd.utils.metrics import of_maps
+from omagd.utils.run_folder import RunFolder, keep_json
+from omagd.utils.storage import listed, opened, read_entry
 
+INIT_SECONDS, AGAIN_SECONDS = 30.0, 3600.0
+"""How long to wait for the service, and how long after a failure no run of this process waits for it again."""
+
+BLOCK = 1 << 15
 EXIT_CODES = {"completed": 0, "interrupted": 130}
 LONGEST_NAME, LONGEST_TAG = 128, 64
 """Characters of a project or group and of a tag that W&B accepts."""
 
 
 class WandbSink(Sink):
-    """Logs values to W&B with the stage's clock as step. Errors are logged; training continues."""
+    """Logs values to W&B with the stage's clock as step. Errors are logged; training continues.
+
+    `unreachable_at` is when the service could last not be reached, on the monotonic clock: within `AGAIN_SECONDS` no
+    other run of this process waits for it.
+    """
 
     name = "W&B"
+    unreachable_at: ClassVar[float] = -math.inf
 
     def __init__(self) -> None:
         self._run: Any = None
         self._stage = ""
 
     def _open(self, facts: RunFacts) -> None:
-        self._ids: dict[str, str] = dict(self.saved.get("ids", {}))
-        # A resumed run stays where it is; versions without the key `wandb_naming` used the published names.
-        self._naming: str = self.saved.get("naming", "published") if self._ids else facts.wandb_naming
         import wandb  # noqa: F401  (fail at the start, not at the first log)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the W&B id of each stage's run and their naming; a resumed run keeps both."""
-        return {"ids": dict(self._ids), "naming": self._naming}
+        self._mode, self._sent = "", -1
+        self._note = facts.folder / "wandb.json"
+        own = read_entry(self._note)
+        if not own and (facts.folder / "wandb").is_dir():
+            own = self.saved  # of a version that kept them in the checkpoints
+        ids = own.get("ids")
+        self._ids = {str(stage): str(name) for stage, name in ids.items()} if isinstance(ids, dict) else {}
+        # A resumed run stays where it is; versions without the key `wandb_naming` used the published names.
+        self._naming = str(own.get("naming", "published")) if self._ids else facts.wandb_naming
+        ended = {*list(self._ids)[:-1]}
+        logged = _logged(RunFolder(facts.folder).metrics_jsonl)
+        self._earlier = [record for record in logged if record.stage not in ended]
 
     def _log(self, record: Record) -> None:
+        self._send_earlier()
+        self._send(record)
+
+    def _send_earlier(self) -> None:
+        """Send what earlier starts have logged, if W&B has not got it."""
+        earlier, self._earlier = self._earlier, []
+        for record in earlier:
+            self._send(record)
+
+    def _send(self, record: Record) -> None:
         if self._run is None or record.stage != self._stage:
             self._finish(0)
             self._start(record.stage)
-        values: dict[str, Any] = dict(record.values)
-        if maps := of_maps(record.values):
-            values["maps"] = _table(maps)
-        self._run.log(values, step=record.t)
+        if record.t > self._sent:
+            values: dict[str, Any] = dict(record.values)
+            if maps := of_maps(record.values):
+                values["maps"] = _table(maps)
+            self._run.log(values, step=record.t)
 
     def _picture(self, name: str, path: Path, record: Record) -> None:
         import wandb
 
-        if self._run is not None and record.stage == self._stage:
+        if self._run is not None and record.stage == self._stage and record.t > self._sent:
             moving = path.suffix == ".gif"
             shown = wandb.Video(str(path), format="gif") if moving else wandb.Image(str(path))
             self._run.log({name: shown}, step=record.t)
 
     def _close(self, exit_state: str) -> None:
+        if exit_state == "completed":  # else the next start sends it
+            self._send_earlier()
         self._finish(EXIT_CODES.get(exit_state, 1))
 
     def _start(self, stage: str) -> None:
-        """Start the W&B run of a stage, offline if the service cannot be reached."""
-        mode, log = choose_mode(), logging.getLogger("omagd")
-        if mode == "offline" and not os.environ.get("WANDB_MODE") and not self._stage:
-            place = self.facts.folder / "wandb"
-            log.info("W&B: no key found, recording offline under %s (`wandb sync` uploads it)", place)
+        """Start the W&B run of a stage; offline without a key, and where the service could not be reached before."""
         self._stage = stage
-        self._ids.setdefault(stage, secrets.token_hex(4))
+        if stage not in self._ids:
+            self._ids[stage] = secrets.token_hex(4)
+            keep_json(self._note, {"ids": self._ids, "naming": self._naming})
+        where = f"recording offline under {self.facts.folder / 'wandb'} (`wandb sync` uploads it)"
+        log = logging.getLogger("omagd")
+        if not self._mode:
+            self._mode = choose_mode()
+            if self._mode == "online" and time.monotonic() - WandbSink.unreachable_at < AGAIN_SECONDS:
+                self._mode = "offline"
+                log.warning("W&B could not be reached before, %s", where)
+            elif self._mode == "offline" and not os.environ.get("WANDB_MODE"):
+                log.info("W&B: no key found, %s", where)
         try:
-            self._run = self._init(mode)
+            self._run = self._init(self._mode)
         except Exception as error:
-            if mode != "online":
+            if self._mode != "online":
                 raise
-            log.warning("W&B cannot be reached, recording offline: %s", " ".join(str(error).split())[:200])
-            self._run = self._init("offline")
+            log.warning("W&B cannot be reached, %s: %s", where, " ".join(str(error).split())[:200])
+            self._mode, WandbSink.unreachable_at = "offline", time.monotonic()
+            _forget()
+            self._run = self._init(self._mode)
+        files = ("offline-run-",) if self._mode == "online" else ("offline-run-", "run-")
+        self._sent = last_step(self.facts.folder / "wandb", self._ids[stage], files)
 
     def _init(self, mode: Any) -> Any:
         import wandb
@@ -96,13 +147,68 @@ class WandbSink(Sink):
             dir=str(facts.folder),
             mode=mode,
             reinit="finish_previous",
-            settings=wandb.Settings(console="off", silent=True, init_timeout=30),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS),
         )
 
     def _finish(self, exit_code: int) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=exit_code)
+
+
+def _forget() -> None:
+    """End W&B's service, which holds the id of a run that could not begin online."""
+    import wandb
+
+    with suppress(SystemExit):  # how W&B reports that its service had failed
+        wandb.teardown()
+
+
+def _logged(path: Path) -> Iterator[Record]:
+    """Yield the records of a `metrics.jsonl`."""
+    for line in read_metrics(path) if path.is_file() else ():
+        clock = "t_env" if "t_env" in line else "epoch"
+        values: dict[str, Any] = {name: math.nan if value is None else value for name, value in line.items()}
+        if {"stage", clock} <= values.keys():
+            yield Record(values, values.pop("stage"), clock, values.pop(clock))
+
+
+def last_step(folder: Path, name: str, prefixes: tuple[str, ...]) -> int:
+    """Return the last step in the files of a W&B run; -1 if there is none. No link is followed.
+
+    Args:
+        folder: `wandb/` of the run's folder. name: id of the W&B run. prefixes: of the names of folders to look in.
+    """
+    last = -1
+    for place in listed(folder):
+        if place.name.startswith(prefixes) and place.is_dir(follow_symlinks=False):
+            last = max([last, *_steps(Path(place.path) / f"run-{name}.wandb")])
+    return last
+
+
+def _steps(path: Path) -> Iterator[int]:
+    """Yield the steps in a W&B file until its end or a damaged record.
+
+    The file is a LevelDB log of protocol buffers: 7 bytes and blocks of 32 KiB with pieces of records, each behind its
+    checksum (4 bytes), size (2) and kind (1): 1 whole, 2 first, 3 middle, 4 last. Fewer than 7 bytes at the end of a
+    block are unused. Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record as Entry  # type: ignore[attr-defined]
+
+    with suppress(OSError, DecodeError), opened(path, os.O_NOFOLLOW | os.O_NONBLOCK) as handle:
+        at, whole = 7, b""
+        while block := os.pread(handle, BLOCK - at % BLOCK, at):
+            at += len(block)
+            while len(block) >= 7:
+                size, kind = struct.unpack_from("<4xHB", block)
+                if kind not in (1, 2, 3, 4) or 7 + size > len(block):
+                    return
+                whole, block = whole + block[7 : 7 + size], block[7 + size :]
+                if kind in (1, 4):
+                    entry, whole = Entry.FromString(whole), b""
+                    if entry.HasField("history"):
+                        yield entry.history.step.num
 
 
 def _table(maps: Mapping[str, Mapping[str, float]]) -> Any:
