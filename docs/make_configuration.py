@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md: every key with its type, default and meaning.
+"""Writes docs/configuration.md: every key with its type, default and meaning; and tables of coming_from_pymarl.md.
 
 Types, ranges and meanings come from `src/config/schema.py` (the comment behind a key), defaults and sections from
 `src/config/default.yaml`, arguments of environments from their `args_model` and its docstring, presets from
@@ -16,13 +16,16 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from omagd.config.loading import EXTENDS, HERE, SECTIONS, base_values, find_yaml, read_yaml
-from omagd.config.schema import Config
+from omagd.config.loading import HERE, base_values, find_yaml
+from omagd.config.schema import EXTENDS, SECTIONS, Config
+from omagd.config.yaml_files import read_yaml
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
+from omagd.utils.foreign import KEYS, NAMES, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
+FOREIGN = ROOT / "docs" / "coming_from_pymarl.md"
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 BEYOND = 10**6  # bounds that only keep out what no machine could hold
 INTRODUCTION = """\
@@ -32,9 +35,11 @@ INTRODUCTION = """\
 
 Set a key by `with key=value`, and a key of a section by its dotted name (`tokenizer_config.n_codes=512`). Later values
 override earlier ones: `default.yaml`, the environment's file (`--env-config`), the algorithm's file (`--config`),
-`with`. `--config` and `--env-config` take a name from `--list` or the path of a YAML file. `--dry-run` prints the
-result without running. An unknown key, a wrong type, a value out of range or a contradiction is an error of one line,
-with exit code 2.
+`with`. `--config` and `--env-config` take a name from `--list` or the path of a YAML or JSON file; `with` also takes
+such a path. A run's `config.json` repeats that run. `--dry-run` prints the result without running.
+
+One start names all mistakes, each in one line with the remedy: unknown keys, wrong types, values out of range, unknown
+names, contradictions. The exit code is 2. A key that no part of the run reads is a warning.
 
 *Steps* are environment steps over all ranks. Sizes are per rank unless the meaning says otherwise. Numbers may be
 written as `1e-3` or `1e6`, on the command line and in YAML files; `t_max=1e6` is an integer. A game version is text:
@@ -226,5 +231,28 @@ def attributes(model: type[BaseModel]) -> dict[str, str]:
     return found
 
 
+def foreign(page: str) -> str:
+    """Return docs/coming_from_pymarl.md with the tables of `src/utils/foreign.py` between its marks."""
+    names = [("`" + kind + "`", row) for kind, rows in NAMES.items() for row in rows]
+    for mark, rows in (("keys", [("", row) for row in KEYS]), ("names", names)):
+        lines = [f"| {kind}{' ' * bool(kind)}{_code(row.there)} | {_here(row)} |" for kind, row in rows]
+        begin = f"<!-- {mark}: made by docs/make_configuration.py from src/utils/foreign.py -->"
+        end = f"<!-- {mark} end -->"
+        table = "\n".join(["| There | Here |", "| --- | --- |", *lines])
+        before, after = page.partition(begin)[0], page.partition(end)[2]
+        page = f"{before}{begin}\n{table}\n{end}{after}"
+    return page
+
+
+def _code(words: str) -> str:
+    return ", ".join(f"`{word}`" for word in words.split())
+
+
+def _here(row: Row) -> str:
+    start = f"`{row.here}`" if row.here else f"not available; nearest in purpose: `{row.near}`" if row.near else ""
+    return f"{start} ({row.why})" if start and row.why else start or row.why
+
+
 if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")
+    FOREIGN.write_text(foreign(FOREIGN.read_text(encoding="utf-8")), encoding="utf-8")

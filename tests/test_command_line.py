@@ -56,7 +56,7 @@ MISTAKES = {
     "--config=omagd_smal": "--config=omagd_smal 'omagd_small' Known: qmix",
     "--env-config=sc2": "sc2 skirmish",
     "--env-config=matrix_game": "matrix_game layout use_graph_reconstruction",
-    "doctor --env-config=sc3": "--env-config=sc3 'sc2'",
+    "doctor --env-config=sc3": "--env-config=sc3 sc2",
     "doctor with ddp_prt=1": "ddp_prt=1 'ddp_port'",
     "evaluate nowhere": "nowhere folder",
     "with lr": "with lr key=value",
@@ -70,7 +70,7 @@ MISTAKES = {
     "with t_max=2.5": "t_max=2.5 whole",
     "with lr=0": "lr=0 more 0",
     "with lr=1e999": "lr=inf finite",
-    "with lr=0 gamma=2": "gamma=2 also lr",
+    "with lr=0 gamma=2": "gamma=2 lr=0",
     "with gamma=1.5": "gamma=1.5 most 1",
     "with world_size=0": "world_size=0 least 1",
     "with use_cuda=1": "use_cuda=1 True False",
@@ -119,7 +119,7 @@ def test_mistakes_are_one_line_and_leave_nothing_behind(typed, capsys, empty_fol
     assert main(shlex.split(typed)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert all(line.startswith("error: ") for line in captured.err.splitlines())
     assert [word for word in MISTAKES[typed].split() if word not in captured.err] == []
     assert list(empty_folder.iterdir()) == []
 
@@ -149,8 +149,102 @@ def test_dry_run_prints_what_config_takes_again_and_writes_nothing(capsys, empty
     assert yaml.safe_load(text) == to_plain(config_from(argv))
     facts = ("stages: stage1, stage2, stage3", "effective batch: 256 episodes", "environments: 16 (skirmish 5m_vs_6m)")
     assert [fact for fact in facts if f"# {fact}" not in text] == []
+    assert "2 ranks: batch 256 (1 rank: 128), environments 16 (1 rank: 8), replay" in text
     (empty_folder / "again.yaml").write_text(text)
     assert config_from(["--config=again.yaml"]) == config_from(argv)
+
+
+FOREIGN = """\
+extends: more.yaml
+hidden_dim: 128
+optim_eps: 0.00001
+target_update_interval_or_tau: 200
+agent_output_type: q
+use_rnn: true
+optimizer: adam
+optimizer: rmsprop
+mixer: null
+lr: fast
+batch_size: 64
+buffer_size: 32
+tokenizer_config: {n_code: 3, n_codes: 1}
+"""
+
+
+def test_one_start_names_every_mistake_and_its_remedy(capsys, empty_folder):
+    """Of two files, of the command line, of names, types, ranges and contradictions, and of what only torch knows."""
+    (empty_folder / "more.yaml").write_text("n_envs: 4\nlearner: q_learner\naction_selector: soft_policies\n")
+    (empty_folder / "foreign.yaml").write_text(FOREIGN)
+    words = "epsilon_finish=2 seeds=1,1 agent=rnn_ns env_args.map=3m env_args.move_amount=far learner_args.clip=1 lr"
+    assert main(["--config=foreign.yaml", "with", *words.split(), "test_nepisode=1e12", "local_results_path="]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    remedies = {
+        "more.yaml: unknown key 'n_envs'": "batch_size_run", "learner=q_learner": "nq_learner",
+        "action_selector=soft_policies": "softmax", "unknown key 'hidden_dim'": "'rnn_hidden_dim'",
+        "'optim_eps'": "Adam", "'target_update_interval_or_tau'": "target_update_interval (", "'use_rnn'": "agent=ff",
+        "'agent_output_type'": "Leave it out", "duplicate key 'optimizer'": "Give it once", "mixer=None": "'none'",
+        "lr=fast": "a number", "batch_size=64": "at most buffer_size=32", "n_codes=1": "at least 2",
+        "'tokenizer_config.n_code'": "'tokenizer_config.n_codes'", "epsilon_finish=2": "at most 1",
+        "seeds=1,1": "Give each once", "agent=rnn_ns": "rnn", "env_args.map ": "'env_args.map_name'",
+        "env_args.move_amount=far": "a number", "learner_args.clip ": "learner=nq_learner", "with lr:": "key=value",
+        "action_selector=softmax": "epsilon_greedy", "test_nepisode=1": "at most 1000000", "'optimizer'. ": "Adam",
+        "local_results_path=": "not empty",
+    }  # fmt: skip
+    found = {start: [line for line in lines if start in line] for start in remedies}
+    assert {start: len(each) for start, each in found.items()} == dict.fromkeys(remedies, 1), lines
+    assert [start for start, (line,) in found.items() if remedies[start] not in line] == []
+    assert len(lines) == len(remedies) and all(line.startswith("error: ") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint", "never"),
+    [
+        ("with map_name=5m_vs_6m", "'env_args.map_name'", "'name'"),
+        ("with learning_rate=1", "'lr'", "learner"),
+        ("with n_envs=8", "'batch_size_run'", "'env'"),
+        ("with hiden=8", "--dry-run", "Did you mean"),
+        ("with env=smac", "'sc2'", "'smax'"),
+        ("--config=coma", "not available here", "'omagd'"),
+        ("--config=qmix with seeds=[]", "seeds=[]", "Did you mean"),
+        ("--config=qmix with name=5m_vs_6m", "env_args.map_name=5m_vs_6m", "Did you mean"),
+    ],
+)
+def test_hints_are_what_a_word_is_here_or_nothing(typed, hint, never, capsys):
+    assert main([*typed.split(), "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert hint in err and never not in err.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "unread"),
+    [
+        ("--config=mappo with mixer=qmix tau=0.1", "mixer, tau"),
+        ("--config=qmix with tokenizer_config.hidden_dim=128 graph_lr=0.1", "graph_lr, tokenizer_config.hidden_dim"),
+        ("--config=vdn with mixing_embed_dim=8 gnn_layer_num=1", "gnn_layer_num, mixing_embed_dim"),
+        ("--config=hpn_qmix with use_layer_norm=True", "use_layer_norm"),
+        ("--config=mine.yaml", "critic_lr"),
+        ("--config=qmix with td_lambda=0.5 target_update_interval=8 double_q=False use_orthogonal=True", ""),
+        ("--config=gnn_qmix with gnn_layer_num=1", ""),
+        ("--config=omagd_small with graph_lr=0.1", ""),
+    ],
+)
+def test_keys_that_nothing_reads_are_named(typed, unread, capsys, empty_folder):
+    (empty_folder / "mine.yaml").write_text("extends: qmix\ncritic_lr: 0.1\ngraph_lr: 0.1\ntau: 0.001\n")
+    assert main([*typed.split(), "--dry-run"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith(f"warning: {unread}: nothing in this run reads") if unread else err == ""
+
+
+@pytest.mark.parametrize("given", ["--config=qmix", "--config=iql --env-config=matrix_game"])
+def test_a_copy_of_a_run_by_its_file_is_equal(given, capsys, empty_folder):
+    config = config_from(given.split())
+    (empty_folder / "config.json").write_text(json.dumps(to_plain(config)))
+    for argv in (["--config=config.json"], ["with", "config.json"], ["--config=vdn", "with", "lr=1", "config.json"]):
+        assert config_from(argv) == config
+        assert config_from([*argv, *["with"] * (argv[0] != "with" and len(argv) == 1), "lr=0.5"]).lr == 0.5
+    if given == "--config=qmix":
+        assert main(["--config=config.json", "--dry-run"]) == 0
+        assert capsys.readouterr().err == ""
 
 
 def test_list_names_everything(capsys):

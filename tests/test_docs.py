@@ -25,7 +25,9 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_page_of_the_configuration_is_current_and_has_every_key_with_a_meaning():
-    page = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))["render"]()
+    maker = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))
+    page, foreign = maker["render"](), (ROOT / "docs" / "coming_from_pymarl.md").read_text(encoding="utf-8")
+    assert foreign == maker["foreign"](foreign), "run: python docs/make_configuration.py"
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert written == page, "run: python docs/make_configuration.py"
     rows = dict(re.findall(r"^\| `([\w.]+)` \| [^|]+ \| [^|]+ \| (.*?) ?\|$", page, re.MULTILINE))

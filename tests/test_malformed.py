@@ -20,7 +20,7 @@ from command_harness import TORCHRUN_VARIABLES
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import known_keys, resolve, to_plain
 from omagd.config.schema import Config, MaskPredictorConfig, TokenizerConfig
-from omagd.run.cli import preflight
+from omagd.run.cli import preflight, remaining
 from omagd.run.cli.main import main
 from omagd.run.reporting import sacred_record
 
@@ -227,7 +227,7 @@ def _of_tables() -> Iterator[tuple[str, Malformed]]:
         yield "unknown configurations", Malformed((f"{flags[i % 3]}={name}",))
     for words in WORDS:
         yield "wrong words", Malformed(tuple(words.split(" ")))
-    for i, key in enumerate(sorted(preflight.NAMED)):
+    for i, key in enumerate(sorted(remaining.NAMED)):
         yield "unknown names", Malformed((*GRAPHS, f"{key}={NAMES[i % len(NAMES)]}"))
     for env, text in ((env, text) for env, texts in ENV_ARGS.items() for text in texts):
         yield "wrong env_args", Malformed(("--config=qmix", f"--env-config={env}", "with", f"env_args.{text}"))
@@ -292,8 +292,8 @@ def here(tmp_path, monkeypatch) -> Path:
 
 def complaint(code: int, out: str, err: str) -> str:
     """Return what is wrong with a refusal, or nothing."""
-    one_line = re.fullmatch(r"error: .{5,1500}\n", err) and len(err.splitlines()) == 1
-    fine = code == 2 and not out and one_line and "Traceback" not in err and "\x1b" not in err
+    lines = re.fullmatch(r"(error: .{5,1500}\n){1,9}", err) and len(err.splitlines()) == err.count("\n")
+    fine = code == 2 and not out and lines and "Traceback" not in err and "\x1b" not in err
     return "" if fine else f"exit code {code}, {out[-200:]!r} {len(err)}: {err[:300]!r}"
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from omagd.config.schema import Config, MaskPredictorConfig
-from omagd.utils.errors import UserError
+from omagd.config.schema import Config
+from omagd.utils.errors import UserError, collected, together
 
 # Built-in names that cannot use reconstruction; plug-ins are not checked.
 PLAIN_LEARNERS = {"nq_learner", "nq_learner_ddp", "ddpg_learner", "ddpg_learner_ddp"}
@@ -27,9 +29,11 @@ LONGEST_NAME = 200
 
 
 def check(config: Config) -> None:
-    """Check for contradictions. Errors: UserError with key, value and fix, for the first one."""
-    for rule in (_text, _paths, _stages, _reconstruction, _refresh, _truth, _playing, _sizes):
-        rule(config)
+    """Check for contradictions. Errors: UserError with key, value and fix of each."""
+    with collected(None) as found:
+        for rule in RULES:
+            with found.caught():
+                together(rule)(config)
 
 
 def pretrained_file(key: str, path: str, file_name: str) -> Path:
@@ -49,102 +53,108 @@ def pretrained_file(key: str, path: str, file_name: str) -> Path:
     raise UserError(f"{key}={path}: {what}. Give the {file_name} that pre-training wrote, or its folder")
 
 
-def _text(config: Config) -> None:
-    """Reject text that cannot be encoded: a lone surrogate, as JSON can hold it (`"\\ud800"`)."""
-    for key, value in config:
+def unusable(config: Config) -> dict[str, str]:
+    """Return what is wrong with text that cannot be encoded, and with invalid paths, by their keys.
+
+    Whether the file of a path exists is checked later.
+    """
+    found = {}
+    for key, value in dict(config).items():
         try:
             (value if isinstance(value, str) else "").encode(errors="surrogateescape")  # as a file's name
-        except UnicodeEncodeError:
-            raise UserError(f"{key}={value}: cannot be written (a lone surrogate). Give another value") from None
-
-
-def _paths(config: Config) -> None:
-    """Reject invalid paths; whether the file exists is checked later."""
-    for key in PATHS:
-        path = getattr(config, key)
-        try:
-            Path(path).expanduser().stat()
+            if key in PATHS:
+                Path(value).expanduser().stat()
+        except UnicodeEncodeError:  # as in JSON "\\ud800"
+            found[key] = f"{key}={value}: cannot be written (a lone surrogate). Give another value"
         except (FileNotFoundError, NotADirectoryError):
             pass
         except (OSError, ValueError, RuntimeError) as problem:
             reason = problem.strerror if isinstance(problem, OSError) else problem
-            raise UserError(f"{key}={path}: invalid path ({reason}). Give another one") from None
+            found[key] = f"{key}={value}: invalid path ({reason}). Give another one"
+    return found
+
+
+def _token(config: Config) -> Iterator[str]:
     token = config.unique_token
     if token and (Path(token).name != token or token[0] == "." or token.strip() != token or not token.isprintable()):
         rule = "no `/`, no dot at the beginning, no space around it"
-        raise UserError(f"unique_token={token}: names a folder in local_results_path: {rule}")
+        yield f"unique_token={token}: names a folder in local_results_path: {rule}"
     if token.casefold() in RESERVED:
-        raise UserError(f"unique_token={token}: this folder of local_results_path is reserved. Give another name")
-    for key in ("unique_token", "name"):
-        if len(getattr(config, key).encode(errors="surrogateescape")) > LONGEST_NAME:
-            raise UserError(f"{key}={getattr(config, key)}: is part of a folder's name: at most {LONGEST_NAME} bytes")
+        yield f"unique_token={token}: this folder of local_results_path is reserved. Give another name"
 
 
-def _stages(config: Config) -> None:
+def _name(key: str, config: Config) -> Iterator[str]:
+    if len(getattr(config, key).encode(errors="surrogateescape")) > LONGEST_NAME:
+        yield f"{key}={getattr(config, key)}: is part of a folder's name: at most {LONGEST_NAME} bytes"
+
+
+def _stages(config: Config) -> Iterator[str]:
     one, other = config.reconstructer_stage, config.recontructer_stage
     if one and other and one != other:
-        raise UserError(f"reconstructer_stage={one} and recontructer_stage={other} are the same key: give one of them")
+        yield f"reconstructer_stage={one} and recontructer_stage={other} are the same key: give one of them"
     given = one or other
     if given and not config.use_graph_reconstruction:
         if given != "stage3":
-            raise UserError(
+            yield (
                 f"reconstructer_stage={given}: use_graph_reconstruction=False has only stage 3. "
                 "Use --config=omagd, or use_graph_reconstruction=True"
             )
         return
     if config.pretrain_only and config.stage == "stage3":
         why = "without graph reconstruction" if not config.use_graph_reconstruction else "reconstructer_stage=stage3"
-        raise UserError(f"pretrain_only=True: there is nothing to pre-train ({why}). Drop one of the two")
+        yield f"pretrain_only=True: there is nothing to pre-train ({why}). Drop one of the two"
     if not config.use_graph_reconstruction or config.evaluate:
         return
     for stage, key in (("stage1", "pretrained_tokenizer_path"), ("stage2", "pretrained_mask_predictor_path")):
         if config.stage == stage and getattr(config, key) and not config.evaluation_only:
-            raise UserError(f"{key}: reconstructer_stage={stage} trains that module from scratch. Drop one of the two")
+            yield f"{key}: reconstructer_stage={stage} trains that module from scratch. Drop one of the two"
     if config.pretrain_only and config.pretrained_mask_predictor_path and not config.evaluation_only:
-        raise UserError(
+        yield (
             "pretrain_only=True: pretrained_mask_predictor_path is given, so nothing is left to train. Drop one of the"
             " two"
         )
 
 
-def _reconstruction(config: Config) -> None:
+def _reconstruction(config: Config) -> Iterator[str]:
     if config.use_full_obs and config.use_team_obs:
-        raise UserError("use_team_obs=True: use_full_obs=True shows everything already. Drop one of the two")
+        yield "use_team_obs=True: use_full_obs=True shows everything already. Drop one of the two"
     if config.fill_unseen != "none":
         for key in ("use_full_obs", "use_team_obs", "use_graph_reconstruction"):
             if getattr(config, key):
-                raise UserError(f"fill_unseen={config.fill_unseen}: {key}=True shows units in another way. Drop one")
+                yield f"fill_unseen={config.fill_unseen}: {key}=True shows units in another way. Drop one"
         if config.mac in PLAIN_MACS:
-            raise UserError(
+            yield (
                 f"mac={config.mac}: fills in no units (fill_unseen={config.fill_unseen}). Use mac=n_graph_mac or"
                 " mac=gnn_graph_mac"
             )
     if not config.use_graph_reconstruction:
         return
     if config.use_full_obs:
-        raise UserError("use_full_obs=True: nothing is left to reconstruct. Add use_graph_reconstruction=False")
+        yield "use_full_obs=True: nothing is left to reconstruct. Add use_graph_reconstruction=False"
     if config.use_team_obs:
-        raise UserError(
+        yield (
             "use_team_obs=True: reconstructions complete what an agent sees itself. Add use_graph_reconstruction=False"
         )
     if config.learner in PLAIN_LEARNERS:
         graph = "nq_graph_learner_ddp" if config.learner.endswith("_ddp") else "nq_graph_learner"
-        raise UserError(f"learner={config.learner}: use_graph_reconstruction=True needs learner={graph}")
+        yield f"learner={config.learner}: use_graph_reconstruction=True needs learner={graph}"
     if config.mac in PLAIN_MACS:
-        raise UserError(
+        yield (
             f"mac={config.mac}: reads no reconstruction (use_graph_reconstruction=True). "
             "Use mac=n_graph_mac or mac=gnn_graph_mac"
         )
-    _predictor(config.mask_predictor_config)
 
 
-def _predictor(predictor: MaskPredictorConfig) -> None:
+def _predictor(config: Config) -> Iterator[str]:
+    if not config.use_graph_reconstruction:
+        return
+    predictor = config.mask_predictor_config
     if predictor.kind != "masked" and predictor.decode == "argmax":
-        raise UserError(
+        yield (
             f"mask_predictor_config.decode=argmax: kind={predictor.kind} predicts features, not codes. Use decode=mean"
         )
     if predictor.d_model % predictor.n_heads:
-        raise UserError(
+        yield (
             f"mask_predictor_config.n_heads={predictor.n_heads}: must divide "
             f"mask_predictor_config.d_model={predictor.d_model}"
         )
@@ -155,16 +165,16 @@ def _trains_agents(config: Config) -> bool:
     return not (config.evaluate or config.evaluation_only or config.pretrain_only) and config.stage in {"all", "stage3"}
 
 
-def _refresh(config: Config) -> None:
+def _refresh(config: Config) -> Iterator[str]:
     if not config.reconstructor_refresh or not _trains_agents(config):
         return
     if not config.use_graph_reconstruction:
-        raise UserError(
+        yield (
             f"reconstructor_refresh={config.reconstructor_refresh}: use_graph_reconstruction=False has no predictor."
             " Use --config=fog_baseline, or reconstructor_refresh=0 truth_until=0"
         )
     if config.truth_until and config.truth_all_until >= 1:
-        raise UserError(
+        yield (
             f"truth_all_until={config.truth_all_until}: no training episode shows what the predictor believes, so"
             " reconstructor_refresh never refreshes it. Give less than 1, or reconstructor_refresh=0"
         )
@@ -179,65 +189,85 @@ def refresh_warnings(config: Config) -> list[str]:
     return [f"reconstructor_refresh={interval}: t_max={ends} ends the run before the first refresh. {fix}"]
 
 
-def _truth(config: Config) -> None:
+def _truth(config: Config) -> Iterator[str]:
     if not config.truth_until or not _trains_agents(config):
         return
     if config.truth_all_until > config.truth_until:
-        raise UserError(
+        yield (
             f"truth_all_until={config.truth_all_until}: must be at most truth_until={config.truth_until}, where none is"
             " shown any more. Give a larger truth_until, or truth_all_until=0"
         )
     given = f"truth_until={config.truth_until}"
     predictor = config.mask_predictor_config
     if not config.use_graph_reconstruction and config.fill_unseen == "none":
-        raise UserError(
+        yield (
             f"{given}: shows all units in place of guesses, and nothing is guessed. Use --config=omagd_tracker, a"
             " fill_unseen, or truth_until=0"
         )
     if config.use_graph_reconstruction and predictor.kind == "masked" and predictor.decode != "mean":
-        raise UserError(
+        yield (
             f"{given}: mask_predictor_config.decode={predictor.decode} stores codes, which cannot say what is true. Use"
             " decode=mean, or truth_until=0"
         )
 
 
-def _playing(config: Config) -> None:
+def _playing(config: Config) -> Iterator[str]:
     if config.evaluate and not config.checkpoint_path:
-        raise UserError(
-            "evaluate=True: needs checkpoint_path=<run folder>. Or run: python -m omagd evaluate <run folder>"
-        )
+        yield "evaluate=True: needs checkpoint_path=<run folder>. Or run: python -m omagd evaluate <run folder>"
     given = config.pretrained_tokenizer_path or config.pretrained_mask_predictor_path
     if config.evaluation_only and not (config.use_graph_reconstruction and given):
-        raise UserError(
+        yield (
             "evaluation_only=True: evaluates pre-trained graph modules: it needs --config=omagd and"
             " pretrained_tokenizer_path=… (and pretrained_mask_predictor_path=…). To evaluate an agent:"
             " python -m omagd evaluate <run folder>"
         )
     if config.evaluate and config.pretrain_only:
-        raise UserError("evaluate=True and pretrain_only=True contradict each other: drop one of the two")
+        yield "evaluate=True and pretrain_only=True contradict each other: drop one of the two"
+
+
+def _step(config: Config) -> Iterator[str]:
     if config.load_step and not config.checkpoint_path:
-        raise UserError(f"load_step={config.load_step}: needs checkpoint_path=… to choose from")
+        yield f"load_step={config.load_step}: needs checkpoint_path=… to choose from"
+
+
+def _seeds(config: Config) -> Iterator[str]:
     if len(set(config.seeds)) != len(config.seeds):
-        raise UserError(f"seeds={_listed(config)}: a seed is given twice. Give each once")
-    if config.run == "default" and (config.world_size or 1) > 1:
-        raise UserError(f"world_size={config.world_size}: run=default is one process. Use run=ddp")
+        yield f"seeds={_listed(config)}: a seed is given twice. Give each once"
     if config.seeds and config.unique_token:
-        raise UserError(
+        yield (
             f"unique_token={config.unique_token}: names one folder, seeds={_listed(config)} makes several. "
             "Drop unique_token"
         )
 
 
-def _sizes(config: Config) -> None:
+def _ranks(config: Config) -> Iterator[str]:
+    if config.run == "default" and (config.world_size or 1) > 1:
+        yield f"world_size={config.world_size}: run=default is one process. Use run=ddp"
+
+
+def _replay(config: Config) -> Iterator[str]:
     if config.use_per:
-        raise UserError("use_per=True: prioritised replay is not implemented. Use use_per=False")
+        yield "use_per=True: prioritised replay is not implemented. Use use_per=False"
+
+
+def _epsilon(config: Config) -> Iterator[str]:
     if config.epsilon_finish > config.epsilon_start:
-        raise UserError(f"epsilon_finish={config.epsilon_finish}: must be at most epsilon_start={config.epsilon_start}")
+        yield f"epsilon_finish={config.epsilon_finish}: must be at most epsilon_start={config.epsilon_start}"
+
+
+def _parts(config: Config) -> Iterator[str]:
     if config.accumulate > config.batch_size:
-        raise UserError(
+        yield (
             f"accumulate={config.accumulate}: must be at most batch_size={config.batch_size}, one episode in each part"
         )
 
 
 def _listed(config: Config) -> str:
     return ",".join(map(str, config.seeds))
+
+
+RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _token, partial(_name, "unique_token"), partial(_name, "name"), _stages,
+    _reconstruction, _predictor, _refresh, _truth, _playing, _step, _seeds, _ranks, _replay, _epsilon, _parts,
+)  # fmt: skip
+"""Each yields a message for every contradiction. One that reads a wrong value ends there, so they are small."""

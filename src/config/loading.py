@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from omagd.config.checks import check
-from omagd.config.messages import shorten, validation_message
-from omagd.config.schema import COMPONENT_ARGS, Config, MaskPredictorConfig, TokenizerConfig
-from omagd.utils.errors import UserError, unknown_name
+from omagd.config.checks import check, unusable
+from omagd.config.messages import shorten, unknown_key, validation_messages
+from omagd.config.schema import EXTENDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
+from omagd.config.yaml_files import VERSIONS, read_yaml
+from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, unknown_name
+from omagd.utils.foreign import KEYS, find
 from omagd.utils.storage import read_json
 
 DEFAULT_CONFIG = "omagd_small"
@@ -26,70 +27,12 @@ DEFAULT_ENV_CONFIG = "skirmish"
 PLUGIN_GROUP = "omagd.config_dirs"
 HERE = Path(__file__).resolve().parent
 OPTIONS = {"algs": "--config", "envs": "--env-config"}
-SUFFIXES = (".yaml", ".yml")
-EXTENDS = "extends"
-"""Key of a file, not of the configuration: the file, by name or path, whose keys it begins with."""
-SECTIONS: dict[str, type[BaseModel]] = {
-    "tokenizer_config": TokenizerConfig,
-    "mask_predictor_config": MaskPredictorConfig,
-}
-OPEN_SECTIONS = frozenset({"env_args", "task_weights", *COMPONENT_ARGS})
-"""Sections whose keys the environment, the learner, the agent, the mixer or the set of maps defines."""
-# libyaml's loader where PyYAML was built with it: the same values, ten times as fast.
-SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-MERGE = "tag:yaml.org,2002:merge"
-FLOAT = "tag:yaml.org,2002:float"
-VERSIONS = frozenset({"game_version"})
-"""Keys whose values are text that looks like a number: version 4.10 is not 4.1."""
-REMOVED: dict[str, tuple[Any, str]] = {
-    "act_in_halves": (False, "it brought no measurable gain; leave it out"),
-    "belief_inputs": (False, "teams won less with it (docs/results/reconstruction_details.md); leave it out"),
-}
-"""Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
-may hold them; unfinished runs continue where the key had its default."""
+SUFFIXES = (".yaml", ".yml", ".json")
+WORDS = {"true": True, "false": False, "null": None, "none": None}
+WHOLE = Config.model_fields.keys()
+"""Keys of a file that is a whole configuration."""
 NO_END_IN_STEPS = 10**12
 """`t_max` of a run that only `max_episodes` ends: the largest value of the key."""
-
-
-class ConfigLoader(SAFE_LOADER):  # type: ignore[misc]
-    """Reads plain values, 1e-3 as a number and versions as text; rejects duplicate keys."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a YAML node. Errors: ConstructorError (a YAMLError) for a duplicate key."""
-        seen: set[str] = set()
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key '{key.value}'", key.start_mark)
-                seen.add(key.value)
-                if key.value in VERSIONS and value.tag == FLOAT:
-                    value.tag = "tag:yaml.org,2002:str"
-        return dict(super().construct_mapping(node, deep))
-
-
-MOST_NODES = 10**6
-"""Most values of a YAML file after its aliases are written out: some hundred bytes can stand for a billion values."""
-
-
-def _check_nodes(value: Any, counted: dict[int, int]) -> int:
-    """Return the number of values in `value`. Errors: YAMLError if there are too many, or if it contains itself.
-
-    counted: numbers by id of what was counted before; 0 for what holds this value.
-    """
-    if not isinstance(value, dict | list):
-        return 1
-    if id(value) not in counted:
-        counted[id(value)] = 0
-        inner = value.values() if isinstance(value, dict) else value
-        counted[id(value)] = 1 + sum(_check_nodes(item, counted) for item in inner)
-    if not 0 < counted[id(value)] <= MOST_NODES:
-        raise yaml.YAMLError("its aliases stand for too many values")
-    return counted[id(value)]
-
-
-# PyYAML follows YAML 1.1, where 1e-3 is text; YAML 1.2 reads it as a number.
-ConfigLoader.add_implicit_resolver(FLOAT, re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
-WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def resolve(
@@ -98,56 +41,100 @@ def resolve(
     """Return the checked configuration of one run.
 
     Args:
-        config: name of a file in `algs/`, or path of a YAML file; None: omagd_small.
-        env_config: name of a file in `envs/`, or path of a YAML file; None: skirmish.
+        config: name of a file in `algs/`, or path of a file; None: omagd_small.
+        env_config: name of a file in `envs/`, or path of a file; None: skirmish.
         updates: values by dotted key ("env_args.map_name"); a value may be a mapping.
 
-    Errors: UserError for wrong names, keys and values, and for contradictions.
+    Errors: UserError for all wrong names, keys and values, and contradictions.
     """
-    return validate(apply_updates(base_values(config, env_config), updates or {}))
+    with collected(None) as found:
+        return validate(apply_updates(base_values(config, env_config, found), updates or {}, found), found)
 
 
-def base_values(config: str | None = None, env_config: str | None = None) -> dict[str, Any]:
-    """Return the values of default.yaml, overridden by the environment's and then by the algorithm's YAML."""
-    values = read_yaml(HERE / "default.yaml")
+def base_values(
+    config: str | None = None, env_config: str | None = None, mistakes: Mistakes | None = None
+) -> dict[str, Any]:
+    """Return the values of default.yaml, overridden by the environment's and then by the algorithm's file.
+
+    mistakes: collects what is wrong in the files. Without it, errors: UserError.
+    """
     names = {"envs": (env_config, DEFAULT_ENV_CONFIG), "algs": (config, DEFAULT_CONFIG)}
-    for kind, (given, default) in names.items():
-        for path, over in _layers(kind, default if given is None else given):
-            values = _counted_in_episodes(_merge(values, over, source=str(path)), over)
+    with collected(mistakes) as found:
+        values = read_yaml(HERE / "default.yaml")
+        for kind, (given, default) in names.items():
+            for path, over in _layers(kind, default if given is None else given, found):
+                values = _counted_in_episodes(_laid(values, over, str(path), found), over)
     return values
 
 
 def read_preset(kind: str, name: str) -> dict[str, Any]:
     """Return the keys of a file of `--config` (kind "algs") or `--env-config` ("envs") and of those that it extends."""
     values: dict[str, Any] = {}
-    for path, over in _layers(kind, name):
-        if _counts_episodes(over):
-            values.pop("t_max", None)
-        values = _merge(values, over, source=str(path))
+    with collected(None) as found:
+        for path, over in _layers(kind, name, found):
+            if _counts_episodes(over):
+                values.pop("t_max", None)
+            values = _merge(values, over, found, source=str(path))
     return values
 
 
-def _layers(kind: str, name: str) -> list[tuple[Path, dict[str, Any]]]:
+def given_keys(config: str | None, env_config: str | None, texts: Mapping[str, Any]) -> set[str]:
+    """Return the keys that the user has set: those of the command line, and others than the defaults in own files.
+
+    A value of the preset whose name a file has is a default of that file, as in a run's `config.json`.
+    """
+    found = {key for key, text in texts.items() if isinstance(text, str)}
+    files = [dict(text) for text in texts.values() if isinstance(text, Mapping)]
+    for kind, name in (("envs", env_config), ("algs", config)):
+        if name is not None and name.endswith(SUFFIXES):
+            files += [over for path, over in _layers(kind, name, Mistakes()) if path.parent.parent not in config_dirs()]
+    for over in files:
+        preset = over.get("name")
+        known = preset in config_names("algs")
+        defaults = base_values(preset) if known else read_yaml(HERE / "default.yaml")
+        found |= {key for key, value in over.items() if defaults.get(key) != value}
+    return found
+
+
+def _laid(values: dict[str, Any], over: Mapping[str, Any], source: str, found: Mistakes) -> dict[str, Any]:
+    """Return `values` overridden by a file. One that holds all keys, such as a run's `config.json`, replaces them.
+
+    Arguments of another environment are dropped.
+    """
+    dropped = OPEN_SECTIONS if over.keys() >= WHOLE else {"env_args"} if over.get("env", ...) != values["env"] else ()
+    if "env" in over:
+        values = {**values, **{section: {} for section in dropped}}
+    return _merge(values, over, found, source=source)
+
+
+def _layers(kind: str, name: str, found: Mistakes) -> list[tuple[Path, dict[str, Any]]]:
     """Return the files that a file extends, the outermost first, then itself, each with its own keys.
 
-    Errors: UserError for a file that is missing, that extends itself, or whose name is another one's.
+    found: is told of a file that is missing, that extends itself, or whose name is another one's.
     """
     layers: list[tuple[Path, dict[str, Any]]] = []
-    path = find_yaml(kind, name)
-    while True:
-        values = read_yaml(path)
-        extends, base = EXTENDS in values, values.pop(EXTENDS, None)
-        layers.insert(0, (path, values))
-        if kind == "algs" and "name" not in values:
-            if path.stem in config_names(kind) and path != find_yaml(kind, path.stem):
-                raise UserError(f"{path}: has the name of the preset {path.stem}. Add a line `name:` with another one")
-            values["name"] = path.stem
-        if not extends:
-            return layers
-        path = _extended(kind, path, base)
-        if any(path.resolve() == other.resolve() for other, _ in layers):
-            circle = " -> ".join(str(each) for each in (path, *(other for other, _ in layers)))
-            raise UserError(f"{layers[0][0]}: {EXTENDS}={base}: goes in a circle, {circle}. Remove one of these lines")
+    try:
+        path = find_yaml(kind, name)
+        while True:
+            values = read_yaml(path, found)
+            extends, base = EXTENDS in values, values.pop(EXTENDS, None)
+            layers.insert(0, (path, values))
+            if kind == "algs" and "name" not in values:
+                if path.stem in config_names(kind) and path != find_yaml(kind, path.stem):
+                    found.add(f"{path}: has the name of the preset {path.stem}. Add a line `name:` with another one")
+                values["name"] = path.stem
+            if not extends:
+                return layers
+            path = _extended(kind, path, base)
+            if any(path.resolve() == other.resolve() for other, _ in layers):
+                circle = " -> ".join(str(each) for each in (path, *(other for other, _ in layers)))
+                raise UserError(
+                    f"{layers[0][0]}: {EXTENDS}={base}: goes in a circle, {circle}. Remove one of these lines"
+                )
+    except UserError as error:
+        found.note(error)
+        found.complete = False
+        return layers
 
 
 def _extended(kind: str, path: Path, base: object) -> Path:
@@ -165,10 +152,13 @@ def _extended(kind: str, path: Path, base: object) -> Path:
 
 
 def changed(config: Config, keys: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-    """Return the value and the default of each of these keys whose value is not its default."""
-    default = read_yaml(HERE / "default.yaml")
-    pairs = {key: (getattr(config, key), default[key]) for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    """Return the value and the default of each of these keys whose value is not its default; not of wrong ones."""
+    default, found = read_yaml(HERE / "default.yaml"), dict[str, tuple[Any, Any]]()
+    for key in keys:
+        with suppress(Unreadable):
+            if (value := getattr(config, key)) != default[key]:
+                found[key] = value, default[key]
+    return found
 
 
 def read_saved(path: Path, source: str) -> dict[str, Any]:
@@ -184,18 +174,29 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{source}: {path} must hold a mapping of keys to values: give the folder of a run")
     values = {key: value for key, value in values.items() if key not in REMOVED}
-    return _merge(read_yaml(HERE / "default.yaml"), values, source=str(path))
+    with collected(None) as found:
+        return _merge(read_yaml(HERE / "default.yaml"), values, found, source=str(path))
 
 
-def apply_updates(values: Mapping[str, Any], updates: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with `updates` (by dotted key). Errors: UserError for an unknown key."""
+def apply_updates(
+    values: Mapping[str, Any], updates: Mapping[str, Any], mistakes: Mistakes | None = None
+) -> dict[str, Any]:
+    """Return `values` with `updates` (by dotted key).
+
+    mistakes: collects unknown keys. Without it, errors: UserError.
+    """
     result = deepcopy(dict(values))
-    for key, value in updates.items():
-        nested: Any = value
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
-        result = _merge(result, nested, source="with", shown=value)
+    with collected(mistakes) as found:
+        for key, value in updates.items():
+            result = _merge(result, _nested(key, value), found, source="with", shown=value)
     return _counted_in_episodes(result, updates)
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Return the mapping that a dotted key stands for."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
 
 
 def _counted_in_episodes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,13 +211,28 @@ def _counts_episodes(given: Mapping[str, Any]) -> bool:
     return given.get("max_episodes") is not None and "t_max" not in given
 
 
-def validate(values: Mapping[str, Any]) -> Config:
-    """Return the frozen configuration of plain `values`. Errors: UserError with key, value and expected values."""
-    try:
-        config = Config.model_validate(dict(values))
-    except ValidationError as error:
-        raise UserError(validation_message(error)) from None
-    check(config)
+def validate(values: Mapping[str, Any], mistakes: Mistakes | None = None) -> Config:
+    """Return the frozen configuration of plain `values`.
+
+    mistakes: collects wrong values and contradictions; the configuration is then one without the wrong values, as far
+        as its files could be read. Errors: UserError without it, or where a file could not be read.
+    """
+    with collected(mistakes) as found:
+        try:
+            config = Config.model_validate(dict(values))
+        except ValidationError as error:
+            messages = validation_messages(error)
+            found.add(*messages.values())
+            wrong = {key.partition(".")[0] for key in messages}
+            default = read_yaml(HERE / "default.yaml")
+            config = without(Config.model_validate({**values, **{key: default[key] for key in wrong}}), wrong)
+        if unfit := unusable(config):
+            found.add(*unfit.values())
+            config = without(config, unfit)
+        if not found.complete:
+            found.raise_any()
+        with found.caught():
+            check(config)
     return config
 
 
@@ -251,10 +267,25 @@ def _value_at(values: Mapping[str, Any], key: str) -> Any:
     return found
 
 
-def apply_texts(values: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return `values` with the texts of `key=text`. Errors: UserError for an unknown key."""
-    given = {key: parse_value(text, _value_at(values, key), key) for key, text in texts.items()}
-    return apply_updates(values, given)
+def apply_texts(
+    values: Mapping[str, Any], texts: Mapping[str, Any], mistakes: Mistakes | None = None
+) -> dict[str, Any]:
+    """Return `values` with the texts of `key=text`, and with the values of files by their paths.
+
+    mistakes: collects unknown keys. Without it, errors: UserError.
+    """
+    result, given = deepcopy(dict(values)), dict[str, Any]()
+    with collected(mistakes) as found:
+        for key, text in texts.items():
+            if isinstance(text, Mapping):
+                result = _laid(result, text, key, found)
+                given |= text
+                continue
+            row = find(KEYS, key)
+            value = parse_value(text, _value_at(result, row.here if row and row.here else key), key)
+            result = _merge(result, _nested(key, value), found, source="with", shown=value)
+            given[key] = value
+    return _counted_in_episodes(result, given)
 
 
 def config_names(kind: str) -> list[str]:
@@ -276,7 +307,7 @@ def _plugin_dir(point: EntryPoint) -> Path:
 
 
 def find_yaml(kind: str, name: str, given: str = "") -> Path:
-    """Return the file of `--config=name` (kind "algs") or `--env-config=name` (kind "envs").
+    """Return the YAML or JSON file of `--config=name` (kind "algs") or `--env-config=name` (kind "envs").
 
     given: what holds the name, if not that option.
     """
@@ -287,28 +318,8 @@ def find_yaml(kind: str, name: str, given: str = "") -> Path:
         return Path(name)
     files = {path.stem: path for folder in reversed(config_dirs()) for path in (folder / kind).glob("*.yaml")}
     if name not in files:
-        raise unknown_name(given, name, sorted(files))
+        raise unknown_name(given, name, sorted(files), OPTIONS[kind])
     return files[name]
-
-
-def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text. Errors: ValueError, RecursionError, YAMLError."""
-    value = yaml.load(text, Loader=ConfigLoader)
-    _check_nodes(value, {})
-    return deepcopy(value)  # not too deep to be copied
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Errors: UserError if it cannot be read or is no mapping."""
-    try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UserError(f"{path}: must hold `key: value` lines, got {type(values).__name__}")
-    return values
 
 
 def known_keys() -> list[str]:
@@ -319,47 +330,41 @@ def known_keys() -> list[str]:
     return keys
 
 
-def _merge(values: dict[str, Any], over: Mapping[str, Any], *, source: str, shown: Any = None) -> dict[str, Any]:
-    """Return `values` overridden by `over`, section by section. Errors: UserError for an unknown key."""
+def _merge(
+    values: dict[str, Any], over: Mapping[str, Any], found: Mistakes, *, source: str, shown: Any = None
+) -> dict[str, Any]:
+    """Return `values` overridden by `over`, section by section.
+
+    found: is told of unknown keys. The value of one that has another name here goes to that name.
+    """
     result = dict(values)
     for key, value in over.items():
+        given = value if shown is None else shown
         if key not in Config.model_fields:
-            raise _unknown(key, source, value if shown is None else shown)
-        if key in OPEN_SECTIONS and value is None and source != "with":  # drops the keys of the files below
+            if key in REMOVED and source != "with" and value == REMOVED[key][0]:
+                continue  # in the `config.json` of an earlier version
+            found.add(unknown_key(key, source, given))
+            if (row := find(KEYS, key)) and row.here and row.here not in over:
+                result = _merge(result, _nested(row.here, value), found, source=source, shown=shown)
+        elif key in OPEN_SECTIONS and value is None and source != "with":  # drops the keys of the files below
             result[key] = {}
-            continue
-        if key in {*OPEN_SECTIONS, *SECTIONS} and not isinstance(value, Mapping):
+        elif key in {*OPEN_SECTIONS, *SECTIONS} and not isinstance(value, Mapping):
             pair = re.match(r"\{\W*(\w+)\W*:\s*([^,}]+)", str(value)) if source == "with" else None
             fix = f". Write {key}.{pair[1]}={pair[2]}" if pair else ""
-            raise UserError(f"{key}={shorten(value)}: must be a mapping of keys to values{fix}")
-        if key in OPEN_SECTIONS:
+            found.add(f"{key}={shorten(value)}: must be a mapping of keys to values{fix}")
+        elif key in OPEN_SECTIONS:
             result[key] = {**result.get(key, {}), **value}
         elif key in SECTIONS:
-            for inner in value:
-                if inner not in SECTIONS[key].model_fields:
-                    raise _unknown(f"{key}.{inner}", source, value[inner])
-            result[key] = {**result.get(key, {}), **value}
+            known = SECTIONS[key].model_fields
+            found.add(*(unknown_key(f"{key}.{inner}", source, value[inner]) for inner in value if inner not in known))
+            result[key] = {**result.get(key, {}), **{inner: value[inner] for inner in value if inner in known}}
+        elif source == "with" and value in ([], ()):
+            found.add(f"{key}={value}: holds nothing. Leave it out")
         elif isinstance(value, Mapping) and isinstance(shown, str | int | float | bool):
-            raise _unknown(".".join([key, *value]), source, shown)
+            found.add(unknown_key(".".join([key, *value]), source, shown))
         else:
             result[key] = value
     return result
-
-
-def _unknown(key: str, source: str, value: Any) -> UserError:
-    """Return the error for an unknown key, with the nearest known one."""
-    if key in REMOVED:
-        given = f"with {key}={shorten(value)}" if source == "with" else f"{source}: {key}"
-        return UserError(f"{given}: this key was removed: {REMOVED[key][1]}")
-    if key == EXTENDS:
-        return UserError(f"{source} {key}={shorten(value)}: this is a key of files. Use --config={shorten(value)}")
-    names = {name.rpartition(".")[2]: name for name in reversed(known_keys())} | {name: name for name in known_keys()}
-    names |= {} if source == "with" else {EXTENDS: EXTENDS}
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    fix = f" Did you mean '{names[close[0]]}'?" if close else " `--dry-run` shows all keys"
-    if source == "with":
-        return UserError(f"with {key}={shorten(value)}: unknown key '{key}'.{fix}")
-    return UserError(f"{source}: unknown key '{key}'.{fix}")
 
 
 def _unquoted(text: str) -> str:

@@ -6,11 +6,13 @@ Steps are environment steps over all ranks; sizes are per rank unless the commen
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from omagd.config.env_info import map_label
+from omagd.utils.errors import Unreadable
 
 
 def as_whole(value: object) -> object:
@@ -36,8 +38,9 @@ def _as_interval(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(as_whole)]
-Count = Annotated[Int, Field(ge=1, le=10**12)]
-Episodes = Annotated[Int, Field(ge=1, le=10**9)]
+Count = Annotated[Int, Field(ge=1, le=10**12)]  # steps and intervals, where a huge number means never
+Size = Annotated[Int, Field(ge=1, le=10**6)]
+Many = Annotated[Int, Field(ge=1, le=10**9)]
 Whole = Annotated[Int, Field(ge=0, le=2**63 - 1)]
 Width = Annotated[Int, Field(ge=1, le=2**16)]
 Layers = Annotated[Int, Field(ge=1, le=1000)]
@@ -45,6 +48,11 @@ Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 Interval = Annotated[Whole | Annotated[float, Field(gt=0.0, lt=1.0)], BeforeValidator(_as_interval)]
 Weight = Annotated[float, Field(ge=0.0, le=1e9)]  # sums of weights stay finite
 Positive = Annotated[float, Field(gt=0.0)]
+Amount = Annotated[float, Field(gt=0.0, le=1e6)]
+Duration = Annotated[float, Field(ge=0.0, le=1e9)]
+Tests = Annotated[Int, Field(ge=0, le=10**6)]
+Rate = Annotated[float, Field(gt=0.0, le=1000.0)]
+Text = Annotated[str, Field(min_length=1)]
 Stage = Literal["stage1", "stage2", "stage3", "all"]
 Seeds = Annotated[tuple[Whole, ...], BeforeValidator(_as_tuple)]
 
@@ -83,7 +91,7 @@ class MaskPredictorConfig(Frozen):
     matching: Literal["none", "type"]  # loss: position by position, or optimal matching of nodes of one type
     early_steps: Whole  # number of first steps of an episode with weight early_step_weight
     early_step_weight: Annotated[float, Field(ge=0.0)]  # their weight in the loss; other steps weigh 1
-    stacked_steps: Count  # frames in the predictor's input (k)
+    stacked_steps: Size  # frames in the predictor's input (k)
     stacked_strip: Count  # environment steps between two frames (s)
     use_gru: bool  # a GRU over each node's k frames before the transformer
     last_seen: bool  # an unseen node keeps the token of its last sighting, and its age
@@ -91,8 +99,36 @@ class MaskPredictorConfig(Frozen):
     decode: Literal["argmax", "mean"]  # likeliest code | mean over all codes
 
 
+EXTENDS = "extends"
+"""Key of a file, not of the configuration: the file, by name or path, whose keys it begins with."""
+REMOVED: dict[str, tuple[Any, str]] = {
+    "act_in_halves": (False, "it brought no measurable gain; leave it out"),
+    "belief_inputs": (False, "teams won less with it (docs/results/reconstruction_details.md); leave it out"),
+}
+"""Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
+may hold them; unfinished runs continue where the key had its default."""
 COMPONENT_ARGS = ("learner_args", "agent_args", "mixer_args")
 """Sections whose keys the component defines, by a pydantic model in its class (`args_model`)."""
+SECTIONS: dict[str, type[BaseModel]] = {
+    "tokenizer_config": TokenizerConfig,
+    "mask_predictor_config": MaskPredictorConfig,
+}
+OF_PARTS = frozenset(
+    "mixer mixing_embed_dim hypernet_embed gnn_hidden_dim gnn_layer_num gnn_readout use_layer_norm use_orthogonal tau"
+    " critic_lr gumbel_softmax td_lambda double_q target_update_interval target_update_updates".split()
+)
+"""Keys that only learners, agents and mixers read, each its own ones."""
+OF_GRAPHS = (
+    "graph_",
+    "pretrain",
+    "save_pretrain",
+    "reconstructor_refresh",
+    "tokenizer_config",
+    "mask_predictor_config",
+)
+"""Beginnings of the keys that only stages 1 and 2, and what they train, read."""
+OPEN_SECTIONS = frozenset({"env_args", "task_weights", *COMPONENT_ARGS})
+"""Sections whose keys the environment, the learner, the agent, the mixer or the set of maps defines."""
 
 
 class Config(Frozen):
@@ -110,18 +146,18 @@ class Config(Frozen):
     mixer_args: dict[str, Any]  # arguments of the mixer, as in its `args_model`
     runner: str  # rounds of battles: parallel, episode (one), resident (on a GPU); stream: none waits; ticks: steps
     action_selector: str  # epsilon_greedy | greedy (never explores) | softmax (draws from the agent's logits: ppo)
-    name: str  # name of the configuration; the run folder's name begins with it
+    name: Text  # name of the configuration; the run folder's name begins with it
     seed: Whole  # every random number of a run follows from it
     seeds: Seeds  # several runs, one after another, with one table at the end
 
     use_cuda: bool  # use GPUs if there are any
     use_ddp: bool  # False: run=ddp trains in this process; a group started by torchrun is joined anyway
-    world_size: Count | None  # number of ranks; None: the visible GPUs, else 1
+    world_size: Size | None  # number of ranks; None: the visible GPUs, else 1
     ddp_port: Annotated[Int, Field(ge=1024, le=65535)]  # TCP port where spawned ranks meet; another one if it is taken
     dist_backend: Literal["nccl", "gloo"] | None  # None: nccl on GPUs, gloo on CPUs
-    dist_timeout_minutes: Positive  # minutes that a rank waits for the others in one exchange, or may make no progress
+    dist_timeout_minutes: Amount  # minutes that a rank waits for the others in one exchange, or may make no progress
     lr_scaling: Literal["none", "sqrt", "linear"]  # factor of lr and graph_lr: 1, the root of the ranks, or the ranks
-    torch_threads: Count  # torch's CPU threads in each process
+    torch_threads: Size  # torch's CPU threads in each process
     cpu_inference: bool  # agents act with a copy on the CPU, updated before each round of episodes
     buffer_cpu_only: bool  # keep the replay buffer in main memory even if the ranks use GPUs
     graph_updates: bool | None  # with runner=resident: updates of fixed shapes, CUDA graphs on a GPU; None: on a GPU
@@ -129,29 +165,29 @@ class Config(Frozen):
     precision: Literal["float32", "bf16"]  # precision of matrix products in updates; weights stay float32
     acting_precision: Literal["float32", "bf16"]  # precision of the frozen predictor while acting
     compile: bool  # torch.compile for the mixers; needs a C++ compiler on a CPU, Triton on a GPU
-    accumulate: Count  # parts of a batch in stage 3 whose gradients are accumulated for one step: saves memory
+    accumulate: Size  # parts of a batch in stage 3 whose gradients are accumulated for one step: saves memory
     enable_gradient_checkpointing: bool  # recompute activations in the backward pass: saves memory, costs time
-    bucket_cap_mb: Positive  # megabytes of gradients that ranks exchange at once
+    bucket_cap_mb: Amount  # megabytes of gradients that ranks exchange at once
     num_workers: Annotated[Int, Field(ge=0, le=1)]  # 1: a thread packs the next batch during an update
-    max_memory_per_gpu_gb: Positive | None  # gigabytes of a GPU that a rank may use; None: all
+    max_memory_per_gpu_gb: Amount | None  # gigabytes of a GPU that a rank may use; None: all
 
-    batch_size_run: Count  # battles per rank
-    group_size: Count  # episodes in a row of slots that share their start and are compared (rloo); on-policy training
+    batch_size_run: Size  # battles per rank
+    group_size: Size  # episodes in a row of slots that share their start and are compared (rloo); on-policy training
     n_starts: Count | None  # different starts (reset seeds) of each map in training; None: each episode has another one
     rollout_skip_threshold: Count | None  # skips of a start that a whole group has won, until it is played again
     enable_dynamic_sampling: bool  # drop groups that have all won or all lost, and play others
-    max_sampling_attempts: Count  # enable_dynamic_sampling: most rounds more than batch_size needs, for one update
+    max_sampling_attempts: Size  # enable_dynamic_sampling: most rounds more than batch_size needs, for one update
     early_stop_percentage: Annotated[float, Field(gt=0.0, le=1.0)]  # share of all ranks' groups that ends collecting
     env_processes: bool  # each battle in its own process; False: batched environments run in the rank's process
-    ticks_per_iteration: Count  # runner=ticks: steps of every battle between updates
-    buffer_size: Count  # episodes in the replay buffer (runner=ticks: steps); the newest ones
+    ticks_per_iteration: Size  # runner=ticks: steps of every battle between updates
+    buffer_size: Many  # episodes in the replay buffer (runner=ticks: steps); the newest ones
     t_max: Count  # environment steps over all ranks after which stage 3 ends
-    max_episodes: Episodes | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
+    max_episodes: Many | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
     task_weights: dict[str, Weight]  # map: its weight among the episodes; others weigh 1
     task_dealing: Literal["round_robin", "sharded", "queue"] | None  # each rank plays all maps | its own | what is next
     enable_task_sharding: bool  # another way to say task_dealing=sharded
     balance_tasks_across_gpus: bool  # sharded: maps by measured seconds, so that no rank waits; False: in their order
-    min_tasks_per_gpu: Count  # sharded: maps that each rank plays at least; with few maps several ranks play the same
+    min_tasks_per_gpu: Size  # sharded: maps that each rank plays at least; with few maps several ranks play the same
     sync_every_n_steps: Count  # iterations between exchanges of the ranks' statistics of maps; sharded: and rebalancing
     epsilon_start: Unit  # probability of a random action at step 0
     epsilon_finish: Unit  # probability of a random action after epsilon_anneal_time
@@ -162,16 +198,16 @@ class Config(Frozen):
     opponent_order: str  # order from weak to strong: measured | published
     enable_opponent_evasion: bool  # also play against evasion, as often as against each of the others
     opponent_evasion_start_episode: Whole  # episodes over all ranks before evasion is added
-    opponent_pool_size: Count  # self_play: number of past policies in the pool, the newest ones
+    opponent_pool_size: Size  # self_play: number of past policies in the pool, the newest ones
     opponent_pool_interval: Count  # self_play: updates between two policies of the pool
 
-    batch_size: Count  # episodes of one update (runner=ticks: steps); on-policy: least to collect, all used and dropped
-    updates_per_iteration: Count  # updates after one episode in each battle slot (runner=ticks: after the ticks)
+    batch_size: Size  # episodes of one update (runner=ticks: steps); on-policy: least to collect, all used and dropped
+    updates_per_iteration: Size  # updates after one episode in each battle slot (runner=ticks: after the ticks)
     gamma: Unit  # discount per environment step
     td_lambda: Unit  # 0: one-step targets, 1: full returns
     double_q: bool  # the online agent chooses the action that the target network values (double Q-learning)
-    lr: Positive  # learning rate of Adam in stage 3
-    critic_lr: Positive | None  # ddpg: learning rate of the critic; None: lr
+    lr: Rate  # learning rate of Adam in stage 3
+    critic_lr: Rate | None  # ddpg: learning rate of the critic; None: lr
     tau: Annotated[float, Field(gt=0.0, le=1.0)]  # ddpg: rate of the soft target updates
     gumbel_softmax: bool  # ddpg: straight-through Gumbel-softmax actions instead of the softmax
     grad_norm_clip: Positive  # maximum norm of the gradient over all ranks, in every stage
@@ -205,25 +241,25 @@ class Config(Frozen):
     pretrained_mask_predictor_path: str  # a stage2_model.th or its folder: skips stage 2
     pretrain_buffer_path: str  # folder with rank_<r>.episodes for each rank, read instead of playing
     save_pretrain_buffer: bool  # write the episodes of stages 1 and 2 to <run folder>/pretrain_buffer/
-    graph_pretrain_epochs: Count  # updates of stage 1, and of stage 2
-    graph_pretrain_episodes: Count  # episodes of stages 1 and 2 over all ranks; rounded up to whole rounds of all slots
-    graph_pretrain_batch_size: Count  # episodes of one update
+    graph_pretrain_epochs: Many  # updates of stage 1, and of stage 2
+    graph_pretrain_episodes: Many  # episodes of stages 1 and 2 over all ranks; rounded up to whole rounds of all slots
+    graph_pretrain_batch_size: Size  # episodes of one update
     graph_frames_at_once: Count  # agents' frames of an update that stages 1 and 2 process together: limits memory
     graph_pretrain_eval_interval: Count  # epochs between evaluations on the validation episodes
-    graph_pretrain_eval_episodes: Count  # validation episodes over all ranks, also rounded up to whole rounds
-    graph_pretrain_test_episodes: Count  # test episodes of stage 2, played once it has ended; rounded up likewise
-    graph_pretrain_policy: str  # policy that plays them: random | mixed (scripted players) | path of a checkpoint
+    graph_pretrain_eval_episodes: Size  # validation episodes over all ranks, also rounded up to whole rounds
+    graph_pretrain_test_episodes: Size  # test episodes of stage 2, played once it has ended; rounded up likewise
+    graph_pretrain_policy: Text  # policy that plays them: random | mixed (scripted players) | path of a checkpoint
     graph_pretrain_policy_path: str  # a run whose team also plays them, as it was trained; empty: none
     graph_pretrain_policy_share: Unit  # share of episodes that this team plays
     graph_pretrain_random_share: Unit  # probability of a random action under `mixed`
     graph_pretrain_patience: Whole  # evaluations without a better model that end stages 1 and 2; 0: never
-    graph_lr: Positive  # learning rate of Adam in stages 1 and 2
+    graph_lr: Rate  # learning rate of Adam in stages 1 and 2
     reconstructor_refresh: Interval  # steps between trainings of the predictor in stage 3, or their share; 0: never
-    reconstructor_refresh_updates: Count  # updates of the predictor each time, on the team's own episodes
+    reconstructor_refresh_updates: Size  # updates of the predictor each time, on the team's own episodes
     tokenizer_config: TokenizerConfig
     mask_predictor_config: MaskPredictorConfig
 
-    test_nepisode: Count  # greedy episodes of a test over all ranks; rounded up to whole rounds of all slots
+    test_nepisode: Size  # greedy episodes of a test over all ranks; rounded up to whole rounds of all slots
     test_interval: Count  # environment steps over all ranks between tests; also at the start and at the end
     log_interval: Count  # environment steps over all ranks between logs
     runner_log_interval: Count  # the same for values of the runner: return_mean, ep_length_mean, epsilon, ...
@@ -231,14 +267,14 @@ class Config(Frozen):
     save_model: bool  # write weights to models/
     save_model_interval: Count  # environment steps over all ranks between saved weights; also saved at the end
     enable_checkpointing: bool  # write checkpoints/, from which a killed run resumes bit for bit
-    checkpoint_interval: Annotated[float, Field(ge=0.0)]  # seconds between checkpoints; 0: one after every iteration
+    checkpoint_interval: Duration  # seconds between checkpoints; 0: one after every iteration
     max_checkpoints_to_keep: Annotated[Int, Field(ge=2, le=10**6)]  # the newest ones; the best one is kept as well
     keep_checkpoints: bool  # also keep the replay of a finished run, which a longer one can then continue bit for bit
     auto_resume: bool  # resume the newest unfinished run of this configuration, if there is one
-    auto_resume_wait: Annotated[float, Field(ge=0.0)]  # minutes to wait while another process uses that run; 0: reject
+    auto_resume_wait: Duration  # minutes to wait while another process uses that run; 0: reject
     resume: Literal["exact", "lossy", "weights"]  # lossy: a damaged run may lose episodes; weights: all but weights
     max_restarts: Whole  # run=ddp: restarts of all ranks from the newest checkpoint after one was killed
-    local_results_path: str  # folder of all run folders
+    local_results_path: Text  # folder of all run folders
     unique_token: str  # name of the run's folder, rejected if taken; empty: made from name, map, seed and time
     use_wandb: bool  # log to W&B, offline without a key
     wandb_project: str  # W&B project; empty: made as `wandb_naming` says
@@ -252,7 +288,7 @@ class Config(Frozen):
 
     evaluate: bool  # play checkpoint_path greedily instead of training; `evaluate RUN` sets it and reads config.json
     evaluation_only: bool  # evaluate given modules of stages 1 and 2 on held-out episodes instead of training
-    eval_report_episodes: Whole  # episodes over all ranks of evaluate and evaluation_only; 0: as in training
+    eval_report_episodes: Tests  # episodes over all ranks of evaluate and evaluation_only; 0: as in training
     checkpoint_path: str  # to continue or to evaluate: a run's folder (whole state), its models/ or one step (weights)
     load_step: Whole  # of several saved steps the nearest to this one; 0: the last
     save_replay: bool  # with evaluate=True: record episodes in replays/, for the page there and for `watch` (watch.md)
@@ -284,3 +320,42 @@ class Config(Frozen):
     def map_name(self) -> str:
         """The map, the task or the set of maps, by its name in results; empty if the environment has none."""
         return map_label(self.env_args.get("map_name", ""))
+
+
+class Watched(Config):
+    """A configuration that knows which keys are read.
+
+    Reading a key whose value is wrong raises `Unreadable`.
+    """
+
+    _read: set[str] = PrivateAttr(default_factory=set)
+    _wrong: frozenset[str] = PrivateAttr(frozenset())
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in FIELDS:
+            if name in self._wrong:
+                raise Unreadable(name)
+            self._read.add(name)
+        return super().__getattribute__(name)
+
+    @property
+    def keys_read(self) -> set[str]:
+        """The keys that were read."""
+        return self._read
+
+
+FIELDS = frozenset(Config.model_fields)
+
+
+def recording(config: Config) -> Watched:
+    """Return a configuration that notes which keys are read, as do its copies."""
+    watched = Watched.model_construct(**config.__dict__)
+    watched._wrong = config._wrong if isinstance(config, Watched) else frozenset()
+    return watched
+
+
+def without(config: Config, keys: Iterable[str]) -> Config:
+    """Return a configuration in which these keys cannot be read: their values are wrong."""
+    watched = recording(config)
+    watched._wrong |= frozenset(keys)
+    return watched

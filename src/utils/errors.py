@@ -5,29 +5,42 @@ from __future__ import annotations
 import difflib
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec
+
+from omagd.utils.foreign import find_name
 
 USER_ERROR_EXIT_CODE = 2
 LONGEST_LINE = 1000
+NEAR = 0.76
+"""Least similarity of names for a hint: two of four letters, or one of them replaced, make another word."""
 
 
 class UserError(Exception):
-    """An error that the user can fix: shown in one line, exit code 2, no traceback.
+    """Errors that the user can fix: shown in one line each, exit code 2, no traceback.
 
     Args:
-        message: the key, the value and the fix.
+        messages: one or more; each with the key, the value and the fix.
 
     Attributes:
         said_by_rank_0: rank 0 raises the same error; other ranks do not print it.
     """
 
-    def __init__(self, message: str) -> None:
-        self.message = readable(message)
-        super().__init__(self.message)
+    def __init__(self, *messages: str) -> None:
+        self.messages = tuple(readable(message) for message in messages)
+        super().__init__(*self.messages)
         self.said_by_rank_0 = False
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def message(self) -> str:
+        """All messages, one on each line."""
+        return "\n".join(self.messages)
 
     def on_all_ranks(self) -> UserError:
         """Mark the error as one that rank 0 also raises; return it."""
@@ -35,8 +48,85 @@ class UserError(Exception):
         return self
 
     def render(self) -> str:
-        """Return the line for the terminal."""
-        return f"error: {self.message}"
+        """Return the lines for the terminal."""
+        return "\n".join(f"error: {message}" for message in self.messages)
+
+
+class Unreadable(Exception):
+    """A check needs a value that is wrong, which another message already says: the check cannot be made."""
+
+
+class Mistakes:
+    """Mistakes of several checks, raised together.
+
+    Attributes:
+        complete: whether all files could be read; else it is not known what else would be wrong.
+    """
+
+    def __init__(self) -> None:
+        self.complete = True
+        self._places: dict[str, dict[str, None]] = {}  # by message, both in the order in which they were found
+        self._on_all_ranks = True
+        self._cause: BaseException | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def add(self, *messages: str) -> None:
+        """Note mistakes."""
+        self.note(UserError(*messages))
+
+    def note(self, error: UserError, place: str = "") -> None:
+        """Note the mistakes of an error. place: where they are written, if the messages do not say it."""
+        for message in error.messages:
+            self._places.setdefault(message, {})[place] = None
+        self._on_all_ranks &= error.said_by_rank_0
+        self._cause = self._cause or error.__cause__
+
+    @contextmanager
+    def caught(self, place: str = "") -> Iterator[None]:
+        """Note the UserError of a block and go on after it."""
+        try:
+            yield
+        except UserError as error:
+            self.note(error, place)
+        except Unreadable:
+            pass
+
+    def raise_any(self) -> None:
+        """Raise all mistakes; one that is made in several places once. Errors: UserError if there are any."""
+        if self:
+            error = UserError(*(_placed(message, list(places)) for message, places in self._places.items()))
+            raise (error.on_all_ranks() if self._on_all_ranks else error) from self._cause
+
+
+def _placed(message: str, places: list[str]) -> str:
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return f"{places[0]}{more}: {message}" if places[0] else message
+
+
+@contextmanager
+def collected(mistakes: Mistakes | None) -> Iterator[Mistakes]:
+    """Collect mistakes in `mistakes`; with None raise those of the block at its end. Errors: UserError."""
+    found = Mistakes() if mistakes is None else mistakes
+    yield found
+    if mistakes is None:
+        found.raise_any()
+
+
+P = ParamSpec("P")
+
+
+def together(rule: Callable[P, Iterator[str]]) -> Callable[P, None]:
+    """Make a function that yields messages one that raises a UserError with all of them."""
+
+    @wraps(rule)
+    def check(*args: P.args, **kwargs: P.kwargs) -> None:
+        with collected(None) as found, found.caught():
+            for message in rule(*args, **kwargs):
+                found.add(message)
+
+    return check
 
 
 def readable(text: str) -> str:
@@ -86,14 +176,19 @@ def exit_line(error: SystemExit) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ' Did you mean X?' for the known name closest to `name`, or an empty string."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    """Return ' Did you mean X?' for the known name that is spelled almost alike, or an empty string."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
     return f" Did you mean '{found[0]}'?" if found else ""
 
 
-def unknown_name(key: str, name: str, known: Iterable[str]) -> UserError:
-    """Return the error for `key=name`, with the nearest of the `known` names and all of them."""
-    known = list(known)
+def unknown_name(key: str, name: str, known: Iterable[str], kind: str = "") -> UserError:
+    """Return the error for `key=name`, with what it is here, else the nearest of the `known` names and all of them.
+
+    kind: the key or option that takes such names, if not `key`.
+    """
+    known, row = list(known), find_name(kind or key, name)
+    if row is not None:
+        return UserError(f"{key}={name} is not {'known' if row.here else 'available here'}.{row.hint()}")
     return UserError(f"{key}={name} is not known.{nearest(name, known)} Known: {', '.join(known)}")
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from omagd.utils.contracts import defined_at, missing_parts
-from omagd.utils.errors import RunFailed, UserError, readable
+from omagd.utils.errors import RunFailed, Unreadable, UserError, readable
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PACKAGE_NAME = __name__.partition(".")[0]
@@ -110,7 +110,7 @@ def in_one_line(what: str = "", *packages: str) -> Iterator[None]:
     """
     try:
         yield
-    except (UserError, RunFailed, MemoryError):
+    except (UserError, Unreadable, RunFailed, MemoryError):
         raise
     except Exception as error:
         crash = crash_of(error, *packages)

@@ -19,8 +19,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from omagd.config.env_info import map_label
-from omagd.config.loading import parse_yaml, read_yaml
-from omagd.config.messages import shorten, validation_message
+from omagd.config.messages import shorten, validation_messages
+from omagd.config.yaml_files import parse_yaml, read_yaml
 from omagd.envs.battle.maps import ARMY
 from omagd.utils.errors import UserError
 
@@ -189,12 +189,13 @@ def _read(given: str) -> dict[str, Any]:
     try:
         return read_yaml(Path(path))
     except UserError as error:
-        raise UserError(f"env_args.map_name={error.message}. {FORM}") from None
+        raise UserError(*(f"env_args.map_name={message}. {FORM}" for message in error.messages)) from None
 
 
 def _of_values(content: Mapping[str, Any], label: str, model: type[SetFile], key: str) -> TaskSet:
     try:
         found = model.model_validate(dict(content))
     except ValidationError as error:
-        raise UserError(f"{key}: {validation_message(error)}. {FORM}") from None
+        messages = validation_messages(error).values()
+        raise UserError(*(f"{key}: {message}. {FORM}" for message in messages)) from None
     return TaskSet(label, tuple(found.training), tuple(found.held_out))

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from omagd.config.env_info import map_label
-from omagd.config.loading import REMOVED, read_saved, validate
-from omagd.config.schema import COMPONENT_ARGS, Config
+from omagd.config.loading import read_saved, validate
+from omagd.config.schema import COMPONENT_ARGS, REMOVED, Config
 from omagd.run.checkpoint.freeing import free_finished
 from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, busy_rank, mark_rank, take
 from omagd.run.checkpoint.store import SAVED, digest

@@ -10,9 +10,11 @@ import yaml
 from omagd import runners
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import Config
-from omagd.run.cli.preflight import NAMED, PreflightResult, registry_of
+from omagd.learners.protocol import learner_class
+from omagd.run.cli.preflight import PreflightResult
+from omagd.run.cli.remaining import NAMED, registry_of
 from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
-from omagd.run.reporting.card import make_card
+from omagd.run.reporting.card import beside_one_rank, make_card
 from omagd.run.training.build import n_slots
 from omagd.run.training.evaluate import trained_card
 
@@ -49,8 +51,10 @@ def facts(config: Config, checked: PreflightResult) -> dict[str, object]:
     slots, unit = n_slots(config), runners.REGISTRY.get(config.runner).unit
     stored = "replay" if data_key(config) == "buffer_size" else "on-policy batch"
     sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
+    more = beside_one_rank(config, plan.world_size, slots, learner_class(config.learner).data)
     return {
         "stages": ", ".join(checked.stages),
+        **({"more than one rank": more} if more else {}),
         "world size": f"{plan.world_size} ({start}, {device})",
         "effective batch": f"{config.batch_size * plan.world_size} {unit} per update",
         "environments": f"{slots * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),

@@ -11,14 +11,25 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from omagd.run import REGISTRY
 from omagd.run.launchers import is_main, join_tasks, require_one_task
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, RunFailed, UserError, exit_line, libraries_of, nearest, visible
+from omagd.utils.errors import (
+    USER_ERROR_EXIT_CODE,
+    Mistakes,
+    RunFailed,
+    UserError,
+    collected,
+    exit_line,
+    libraries_of,
+    nearest,
+    visible,
+)
 from omagd.utils.plugins import explained
 from omagd.utils.signals import Stopped
-from omagd.utils.writing import drop_lost_output, print_out
+from omagd.utils.writing import drop_lost_output, print_out, print_warning
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
@@ -110,10 +121,14 @@ def _print_error(text: str) -> None:
         sys.stderr.flush()
 
 
-def config_from(argv: Sequence[str]) -> Config:
-    """Return the resolved configuration of the arguments `argv`. Errors: UserError."""
+def config_from(argv: Sequence[str], mistakes: Mistakes | None = None) -> Config:
+    """Return the resolved configuration of the arguments `argv`.
+
+    mistakes: collects what is wrong. Errors: UserError without it.
+    """
     options = _options(argv)
-    return _resolve(options, updates(options.words))
+    with collected(mistakes) as found:
+        return _resolve(options, updates(options.words, found), found)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
@@ -155,7 +170,9 @@ def _main(argv: list[str]) -> int:
     elif (command := COMMANDS.get("".join(options.words[:1]))) is not None and command.run is not None:
         return command.run(options, options.words[1:])
     else:
-        _run(options, _resolve(options, updates(options.words)))
+        mistakes = Mistakes()
+        texts = updates(options.words, mistakes)
+        _run(options, _resolve(options, texts, mistakes), texts, mistakes)
     return 0
 
 
@@ -195,7 +212,7 @@ def _own(command: Command, argv: list[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace, rest: list[str]) -> int:
-    _run(options, _evaluation(options, rest))
+    _run(options, _evaluation(options, rest), {})
     return 0
 
 
@@ -213,17 +230,27 @@ def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
     return 0 if ready else USER_ERROR_EXIT_CODE
 
 
-def _run(options: argparse.Namespace, config: Config) -> None:
-    """Check the configuration, then print it (`--dry-run`) or run it."""
+def _run(
+    options: argparse.Namespace, config: Config, texts: Mapping[str, Any], mistakes: Mistakes | None = None
+) -> None:
+    """Check the configuration, then print it (`--dry-run`) or run it.
+
+    texts: what the command line sets. mistakes: that were found so far.
+    """
+    from omagd.config.loading import given_keys
+
     join_tasks()
-    if not options.dry_run:
+    if not options.dry_run and not mistakes:
         from omagd.run.launch.processes import preload
 
         preload(config)
     from omagd.run.cli.preflight import preflight
 
-    checked = preflight(config)
+    checked = preflight(config, mistakes, given_keys(options.config, options.env_config, texts))
     config = checked.config
+    if is_main():
+        for line in checked.warnings:
+            print_warning(line)
     if options.dry_run:
         from omagd.run.cli.listing import resolved
 
@@ -241,10 +268,12 @@ def _run(options: argparse.Namespace, config: Config) -> None:
     )
 
 
-def _resolve(options: argparse.Namespace, texts: Mapping[str, str]) -> Config:
+def _resolve(options: argparse.Namespace, texts: Mapping[str, Any], mistakes: Mistakes | None = None) -> Config:
+    """Return the configuration. mistakes: collects what is wrong. Errors: UserError without it."""
     from omagd.config.loading import apply_texts, base_values, validate
 
-    return validate(apply_texts(base_values(options.config, options.env_config), texts))
+    with collected(mistakes) as found:
+        return validate(apply_texts(base_values(options.config, options.env_config, found), texts, found), found)
 
 
 def _evaluation(options: argparse.Namespace, words: Sequence[str]) -> Config:
@@ -260,8 +289,12 @@ def _evaluation(options: argparse.Namespace, words: Sequence[str]) -> Config:
     return evaluation_config(run, updates(rest if rest[:1] == ["with"] else ["with", *rest]))
 
 
-def updates(words: Sequence[str]) -> dict[str, str]:
-    """Return {key: text} from the words `with key=value …`; the last value of a repeated key counts."""
+def updates(words: Sequence[str], mistakes: Mistakes | None = None) -> dict[str, Any]:
+    """Return {key: text} from the words `with key=value …`; the last value of a repeated key counts.
+
+    A word that is the path of a YAML or JSON file stands for its keys: {path: values}.
+    mistakes: collects wrong words. Errors: UserError without it.
+    """
     if not words:
         return {}
     first, *rest = words
@@ -270,13 +303,27 @@ def updates(words: Sequence[str]) -> dict[str, str]:
     if first != "with":
         fix = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
         raise UserError(f"{first}: not understood; {fix}{'.' * bool(near := nearest(first, COMMANDS))}{near}")
-    updates: dict[str, str] = {}
-    for word in rest:
-        key, equals, text = word.partition("=")
-        if not equals or not key:
-            raise UserError(f"with {word}: expected key=value, without spaces around `=`")
-        updates[key] = text
+    updates: dict[str, Any] = {}
+    with collected(mistakes) as found:
+        for word in rest:
+            with found.caught():
+                key, value = _update(word, found)
+                updates.pop(key, None)  # it counts where it is given last
+                updates[key] = value
     return updates
+
+
+def _update(word: str, found: Mistakes) -> tuple[str, Any]:
+    """Return key and text of `key=text`, or path and values of a file. Errors: UserError."""
+    key, equals, text = word.partition("=")
+    if key and equals:
+        return key, text
+    from omagd.config.loading import SUFFIXES
+    from omagd.config.yaml_files import read_yaml
+
+    if word.endswith(SUFFIXES):
+        return word, read_yaml(Path(word), found)
+    raise UserError(f"with {word}: expected key=value, without spaces around `=`, or a file of such keys")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import os
-from contextlib import suppress
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import validate
-from omagd.config.schema import Config
+from omagd.config.messages import ArgsError
+from omagd.config.schema import Config, recording
+from omagd.run.cli.remaining import (
+    NAMED,
+    fewer,
+    registry_of,
+    stand_in,
+    unread,
+    with_args,
+    with_fitting,
+    with_known_names,
+)
 from omagd.run.topology import Plan, make_plan
-from omagd.utils.errors import UserError
+from omagd.utils.errors import Mistakes, UserError, collected
 from omagd.utils.plugins import in_one_line, is_plugin
-from omagd.utils.registry import Registry
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
 
 if TYPE_CHECKING:
     import torch
-
-
-# Configuration keys that name a component, and the package whose REGISTRY holds it.
-NAMED = {
-    "run": "omagd.run",
-    "env": "omagd.envs",
-    "learner": "omagd.learners",
-    "runner": "omagd.runners",
-    "mac": "omagd.controllers",
-    "action_selector": "omagd.components.action_selectors",
-    "opponent_difficulty_strategy": "omagd.components.opponent_schedules",
-    "agent": "omagd.modules.agents",
-    "mixer": "omagd.modules.mixers",
-}
 
 
 @dataclass(frozen=True)
@@ -46,77 +43,118 @@ class PreflightResult:
         stages: names of the stages in order; ("evaluate",) for an evaluation.
         plan: number of ranks and their devices. info: facts of the environment.
         config: the configuration to run; its `t_max` is at most the longest duration of `max_episodes`.
+        warnings: about keys that nothing reads.
     """
 
     stages: tuple[str, ...]
     plan: Plan
     info: EnvInfo
     config: Config
+    warnings: tuple[str, ...] = ()
 
 
-@in_one_line()
-def preflight(config: Config) -> PreflightResult:
+def preflight(
+    config: Config, mistakes: Mistakes | None = None, given: Collection[str] = frozenset()
+) -> PreflightResult:
     """Check a configuration against this machine and its files, without writing anything.
 
-    Errors: UserError for unknown names, wrong `env_args`, an environment that cannot be built, paths without a suitable
-        file, more ranks than devices, `run=default` in one of several processes, and values of precision, compiling and
-        memory keys that this machine does not support.
+    Args:
+        mistakes: what was found before. given: keys that the user has set, to be warned of those that nothing reads.
+    Errors: UserError for everything that is wrong: before, and unknown names, wrong `env_args`, an environment that
+        cannot be built, paths without a suitable file, more ranks than devices, `run=default` in one of several
+        processes, and values of precision, compiling and memory keys that this machine does not support.
     """
-    for key, package in NAMED.items():
-        try:
-            registry_of(package).require(getattr(config, key))
-        except UserError as error:
-            raise UserError(error.message + _named_by_run(config, key)) from None
-    registry_of("omagd.modules.graph_reconstructers").require(config.mask_predictor_config.kind)
-    _check_replays(config)
-    plan = make_plan(config)  # imports torch; the checks above do not
-    from omagd.modules.graph_reconstructers import check_inferences
-    from omagd.run.training.checks import check_data, check_tasks, complete_args, with_maps
-    from omagd.run.training.device import check_machine
+    found = mistakes or Mistakes()
+    config = with_known_names(config, found)
+    with _caught(found):
+        _check_replays(config)
+    plan: Plan | None = None
+    with _caught(found):
+        plan = make_plan(config)  # imports torch; the checks above do not
+    from omagd.run.memory_budget import oom_hint
+    from omagd.run.training.checks import with_maps
     from omagd.run.training.experiment import check_stages
+
+    config = with_fitting(config, found)
+    with _caught(found):
+        check_stages(config)
+    config = with_args(config, found)
+    config, info = _described(config, found)  # before the file of a set is replaced, so that errors name the file
+    with _caught(found):
+        config = with_maps(config)
+    if info is not None:
+        with _caught(found):
+            _check_name(config, given)
+        with _caught(found):
+            config = _with_longest_end(config, info)
+        _check_training(config, plan, info, found)
+    stages: tuple[str, ...] = ()
+    read: set[str] | None = None
+    known = info or stand_in(config)
+    with _caught(found):
+        if known is not None:
+            with oom_hint(config, "preflight", "networks"):
+                stages, read = _check_paths(config, known, found)
+    with _caught(found):
+        if plan is not None:
+            _check_token(config, plan)
+    found.raise_any()
+    assert plan is not None and info is not None
+    return PreflightResult(stages, plan, info, config, tuple(unread(config, given, read)))
+
+
+@contextmanager
+def _caught(found: Mistakes) -> Iterator[None]:
+    """Note the UserError of a block, or an error in a plug-in's code, and go on after it."""
+    with found.caught(), in_one_line():
+        yield
+
+
+def _with_longest_end(config: Config, info: EnvInfo) -> Config:
+    """Return `config` with a `t_max` that no run of `max_episodes` exceeds: all episodes of full length."""
+    if config.max_episodes is None:
+        return config
+    return config.model_copy(update={"t_max": min(config.t_max, config.max_episodes * info.episode_limit)})
+
+
+def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mistakes) -> None:
+    """Check the configuration against the machine, the environment and its components."""
+    from omagd.modules.graph_reconstructers import check_inferences
+    from omagd.run.training.checks import check_data, check_tasks
+    from omagd.run.training.device import check_machine
     from omagd.run.training.groups import check_groups
     from omagd.run.training.opponents import check_opponents
     from omagd.run.training.refresh import check_refresh
     from omagd.run.training.tasks import check_dealing
 
-    _require_fits(config)
-    check_stages(config)
-    config = complete_args(config)
-    info = describe_env(config)  # before the file of a set is replaced by its content, so that errors name the file
-    config = with_maps(config)
-    if config.max_episodes is not None:  # an upper bound in steps: all episodes of full length
-        longest = config.max_episodes * info.episode_limit
-        config = validate({**config.model_dump(), "t_max": min(config.t_max, longest)})
-    check_machine(config, plan, info)
-    check_refresh(config)
-    check_data(config)
-    check_inferences(config, info)
-    check_groups(config, info)
-    check_tasks(config, info)
-    check_dealing(config, info)
-    check_opponents(config, info)
-    if config.use_graph_reconstruction and info.layout is None:
-        raise UserError(
-            f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use --config=qmix"
-        )
-    from omagd.run.memory_budget import oom_hint
-
-    with oom_hint(config, "preflight", "networks"):
-        result = PreflightResult(_check_paths(config, info), plan, info, config)
-    _check_token(config, plan)
-    return result
+    with _caught(found):
+        if plan is not None:
+            check_machine(config, plan, info)
+    for check in (check_refresh, check_data):
+        with _caught(found):
+            check(config)
+    for check_with_facts in (check_inferences, check_groups, check_tasks, check_dealing, check_opponents):
+        with _caught(found):
+            check_with_facts(config, info)
+    with _caught(found):
+        if config.use_graph_reconstruction and info.layout is None:
+            raise UserError(
+                f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use"
+                " --config=qmix"
+            )
 
 
-def _require_fits(config: Config) -> None:
-    """Import the named components. Errors: UserError on all of them that do not fit their protocols."""
-    wrong = []
-    for key, package in NAMED.items():
+def _described(config: Config, found: Mistakes) -> tuple[Config, EnvInfo | None]:
+    """Return `config` without wrong `env_args`, and the facts of the environment; None if it cannot be built."""
+    with _caught(found):
         try:
-            registry_of(package).get(getattr(config, key))
-        except UserError as error:
-            wrong.append(error)
-    if wrong:
-        raise UserError("; ".join(error.message for error in wrong)) from wrong[0].__cause__
+            return config, describe_env(config)
+        except ArgsError as error:
+            found.note(error)
+            if "map_name" not in error.wrong:
+                config = fewer(config, "env_args", error.wrong)
+                return config, describe_env(config)
+    return config, None
 
 
 def describe_env(config: Config) -> EnvInfo:
@@ -131,7 +169,8 @@ def describe_env(config: Config) -> EnvInfo:
     from omagd.utils.dist_utils import Dist
     from omagd.utils.signals import stoppable
 
-    dist = Dist(int(os.environ.get("RANK", 0)))
+    rank = os.environ.get("RANK", "")
+    dist = Dist(int(rank) if rank.isdecimal() else 0)  # a wrong one is said elsewhere
     with stoppable(), ended_if_hung(dist, 60 * config.dist_timeout_minutes):
         with dist.waits.doing(BUILDING):
             check_args(config, "env_args", registry_of("omagd.envs").get(config.env).args_model)
@@ -146,21 +185,18 @@ def describe_env(config: Config) -> EnvInfo:
                 env.close()
 
 
-def registry_of(package: str) -> Registry[Any]:
-    """Return the REGISTRY of a package by its import name."""
-    registry: Registry[Any] = importlib.import_module(package).REGISTRY
-    return registry
+def _check_name(config: Config, given: Collection[str]) -> None:
+    """Reject a `name` that the user has given to choose a map."""
+    from omagd.envs.factory import described_env
 
-
-def _named_by_run(config: Config, key: str) -> str:
-    """Return the end of an error about an unknown name, if the run at `checkpoint_path` has it from a plug-in."""
-    from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
-
-    with suppress(UserError):
-        path = RunFolder(run_folder_of(find_step_folder(config.checkpoint_path, config.load_step))).config_json
-        if read_entry(path).get(key) == getattr(config, key):
-            return f". {path} names it: install the package that provides it"
-    return ""
+    if "name" not in given or config.name == config.map_name:
+        return
+    named = None
+    with suppress(UserError):  # no map has that name
+        named = described_env(config.env, {**config.env_args, "map_name": config.name})
+    if named is not None:
+        fix = f"Give env_args.map_name={config.name}, or another name"
+        raise UserError(f"name={config.name}: names the run; it plays {config.map_name}, not that map. {fix}")
 
 
 def _check_replays(config: Config) -> None:
@@ -179,52 +215,87 @@ def _check_token(config: Config, plan: Plan) -> None:
         require_free_token(config)
 
 
-def _check_paths(config: Config, info: EnvInfo) -> tuple[str, ...]:
-    """Reject paths without suitable files; return the names of the stages to run."""
+def _check_paths(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[str, ...], set[str] | None]:
+    """Reject paths without suitable files; return the names of the stages, and the keys that the learner's parts read.
+
+    The keys are None where no learner is built.
+    """
     import torch
 
-    from omagd.modules.graph_reconstructers.pretrained import check
-    from omagd.run.checkpoint.weights import PREDICTOR_FILE, find_step_folder, load_file, load_learner, require_finite
+    from omagd.run.checkpoint.weights import find_step_folder
     from omagd.run.checkpoint.whole_state import whole_state
     from omagd.run.training.build import build_plain_mac, load_agent, load_pretrained, of_checkpoint
-    from omagd.run.training.evaluate import trained_team
     from omagd.run.training.experiment import stage_names
+    from omagd.run.training.stages.base import PretrainedModules
 
-    cpu = torch.device("cpu")
+    cpu, pretrained = torch.device("cpu"), PretrainedModules()
     whole = whole_state(config, lambda found: (found.path, found.common()))
+    folder: Path | None = None
     if whole is not None:
         _require_same_maps(config, info, whole[0].parents[1])
-    if config.checkpoint_path and whole is None:
+    elif config.checkpoint_path:
         folder = find_step_folder(config.checkpoint_path, config.load_step)
         load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
         if config.evaluate:
             load_pretrained(of_checkpoint(config, folder), info, cpu)
             registry_of("omagd.runners").get(config.runner).check(config)
-            return ("evaluate",)
-    stages = tuple(stage_names(config, load_pretrained(config, info, cpu)))
-    _require_baselines(config, info)
-    policy, episodes = config.graph_pretrain_policy, config.pretrain_buffer_path
-    if episodes and not Path(episodes).expanduser().is_dir():
-        raise UserError(f"pretrain_buffer_path={episodes}: no such folder. Give the pretrain_buffer/ of another run")
-    if {"stage1", "stage2"} & set(stages) and policy not in {"random", "mixed"}:
-        if not Path(policy).expanduser().exists():
-            raise UserError(f"graph_pretrain_policy={policy}: must be random, mixed, or the path of a checkpoint")
-        key = "graph_pretrain_policy"
-        load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
-    if {"stage1", "stage2"} & set(stages) and (team := config.graph_pretrain_policy_path):
-        trained_team(team, "graph_pretrain_policy_path", info, cpu)
-    if "stage3" in stages:
-        learner = _build_learner(config, info, cpu)
-        if whole is not None:
-            _require_weights_fit(learner, *whole)
-            _require_steps_left(config, whole[1]["shared"]["clock"] if whole[1].get("stage") == "stage3" else {})
-        elif config.checkpoint_path:
-            _require_steps_left(config, load_learner(learner, folder))
-            if config.reconstructor_refresh and (path := folder / PREDICTOR_FILE).is_file():
-                content = load_file(path, "checkpoint_path")
-                check(content.get("meta"), config, info, predictor=True, source=f"checkpoint_path={path}")
-                require_finite(content.get("weights", {}), path, "checkpoint_path")
-    return stages
+            return ("evaluate",), None
+    with _caught(found):
+        pretrained = load_pretrained(config, info, cpu)
+    stages = tuple(stage_names(config, pretrained))
+    with _caught(found):
+        _require_baselines(config, info)
+    with _caught(found):
+        if (episodes := config.pretrain_buffer_path) and not Path(episodes).expanduser().is_dir():
+            fix = "Give the pretrain_buffer/ of another run"
+            raise UserError(f"pretrain_buffer_path={episodes}: no such folder. {fix}")
+    if {"stage1", "stage2"} & set(stages):
+        with _caught(found):
+            _check_policies(config, info)
+    return stages, _check_learner(config, info, whole, folder) if "stage3" in stages else None
+
+
+def _check_policies(config: Config, info: EnvInfo) -> None:
+    """Reject paths of the teams that play the episodes of stages 1 and 2 without suitable files."""
+    import torch
+
+    from omagd.run.checkpoint.weights import find_step_folder
+    from omagd.run.training.build import build_plain_mac, load_agent
+    from omagd.run.training.evaluate import trained_team
+
+    cpu, key, policy = torch.device("cpu"), "graph_pretrain_policy", config.graph_pretrain_policy
+    with collected(None) as found:
+        with _caught(found):
+            if policy not in {"random", "mixed"}:
+                if not Path(policy).expanduser().exists():
+                    raise UserError(f"{key}={policy}: must be random, mixed, or the path of a checkpoint")
+                load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
+        with _caught(found):
+            if team := config.graph_pretrain_policy_path:
+                trained_team(team, "graph_pretrain_policy_path", info, cpu)
+
+
+def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | None) -> set[str]:
+    """Reject a learner that cannot be built, or whose weights do not fit; return the keys that its parts read.
+
+    whole: path and content of the checkpoint to continue. folder: with the weights to begin with.
+    """
+    import torch
+
+    from omagd.modules.graph_reconstructers.pretrained import check
+    from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file, load_learner, require_finite
+
+    learner, read = _build_learner(config, info, torch.device("cpu"))
+    if whole is not None:
+        _require_weights_fit(learner, *whole)
+        _require_steps_left(config, whole[1]["shared"]["clock"] if whole[1].get("stage") == "stage3" else {})
+    elif folder is not None:
+        _require_steps_left(config, load_learner(learner, folder))
+        if config.reconstructor_refresh and (path := folder / PREDICTOR_FILE).is_file():
+            content = load_file(path, "checkpoint_path")
+            check(content.get("meta"), config, info, predictor=True, source=f"checkpoint_path={path}")
+            require_finite(content.get("weights", {}), path, "checkpoint_path")
+    return read
 
 
 def _require_baselines(config: Config, info: EnvInfo) -> None:
@@ -245,7 +316,6 @@ def _require_baselines(config: Config, info: EnvInfo) -> None:
 def _require_same_maps(config: Config, info: EnvInfo, run: Path) -> None:
     """Reject the whole state of a `run` on other maps: replay, battles and statistics belong to its own."""
     from omagd.run.training.build import read_env_info
-    from omagd.utils.run_folder import RunFolder
 
     facts = RunFolder(run).env_info_json
     if not facts.is_file():
@@ -301,11 +371,15 @@ def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> No
         load_into(module, common["shared"]["modules"].get(name, {}), path, "checkpoint_path")
 
 
-def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
-    """Build the learner of stage 3 once, so that its errors appear before stages 1 and 2 run."""
+def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple[Any, set[str]]:
+    """Build the learner of stage 3 once, so that its errors appear before stages 1 and 2 run.
+
+    Returns the learner, and the keys that it and its parts read: in their constructors, or anywhere in their files.
+    """
     from omagd.run.training.build import build_plain_mac
     from omagd.utils.dist_utils import Dist
 
+    config = recording(config)
     mac = build_plain_mac(config, info, device)
     runner = registry_of("omagd.runners").get(config.runner)
     runner.check(config)
@@ -314,8 +388,11 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> Any:
         fix = "use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
         raise UserError(f"runner={config.runner}: learners get single steps, nothing from before: {fix}")
     learner = registry_of("omagd.learners").build(config.learner, mac, config, info, Dist())
-    if any(
-        is_plugin(registry_of(NAMED[key]).get(getattr(config, key))) for key in ("agent", "mixer", "mac", "learner")
-    ):
+    kinds = (registry_of(NAMED[key]).get(getattr(config, key)) for key in ("agent", "mixer", "mac", "learner"))
+    if any(map(is_plugin, kinds)):
         learner.warm_up()  # finds errors of forward passes, and parameters without a gradient
-    return learner
+    texts: list[str] = []
+    for cls in {cls for part in (learner, mac, mac.agent) for cls in type(part).__mro__[:-1]}:
+        with suppress(OSError, TypeError):  # a class that was typed in a session has no file
+            texts.append(Path(inspect.getfile(cls)).read_text(encoding="utf-8"))
+    return learner, config.keys_read | {key for text in texts for key in re.findall(r"\bconfig\.(\w+)", text)}

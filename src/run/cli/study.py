@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omagd.utils.errors import UserError, readable
+from omagd.utils.errors import Mistakes, UserError, readable
 from omagd.utils.signals import Stopped, stoppable
 from omagd.utils.writing import print_out, print_warning
 
@@ -71,8 +71,10 @@ def main(options: argparse.Namespace) -> int:
         return _status(options.words[1:])
     file = only_word(options.words, "study")
     from omagd.run.studies.spec import load
+    from omagd.run.studies.study import named_with_runs
 
-    study = load(file, results=options.results, executor=options.executor)
+    with named_with_runs():
+        study = load(file, results=options.results, executor=options.executor)
     with stoppable():
         if options.dry_run:
             from omagd.run.studies.estimate import estimate
@@ -129,22 +131,22 @@ def _examine(jobs: Sequence[Sequence[str]], local: bool) -> list[dict[str, Any]]
 
 
 def _examined(words: Sequence[str], local: bool, checked: bool) -> dict[str, Any]:
-    from omagd.config.loading import validate
     from omagd.run.checkpoint.resuming import identity_of
     from omagd.run.cli.main import config_from
     from omagd.run.cli.preflight import preflight
     from omagd.run.reporting.card import make_card
     from omagd.run.topology import make_plan
 
+    mistakes = Mistakes()
     try:
-        config = there = config_from(words)
+        config = there = config_from(words, mistakes)
         if not local:  # this machine may lack the devices of those that run it
             elsewhere = {"use_cuda": False, "dist_backend": None, "precision": "float32", "acting_precision": "float32"}
-            there = validate({**config.model_dump(), **elsewhere, "compile": False})
-        if not checked:
-            preflight(there)
+            there = config.model_copy(update={**elsewhere, "compile": False})
+        if not checked or mistakes:
+            preflight(there, mistakes)
         plan = make_plan(there)
         card = make_card(config, plan.world_size, plan.device(0))
         return {"identity": identity_of(config.model_copy(update={"torch_threads": 1})), "card": card}
     except UserError as error:
-        return {"error": error.message}
+        return {"errors": error.messages}

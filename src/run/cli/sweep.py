@@ -27,9 +27,11 @@ def main(options: argparse.Namespace) -> int:
     if options.words[:1] == ["status"]:
         return _status(options.words[1:])
     file = only_word(options.words, "sweep")
+    from omagd.run.studies.study import named_with_runs
     from omagd.run.studies.sweep_spec import load_sweep
 
-    sweep = load_sweep(file, results=options.results, executor=options.executor)
+    with named_with_runs():
+        sweep = load_sweep(file, results=options.results, executor=options.executor)
     if options.export_wandb is not None:
         return _export(sweep, Path(options.export_wandb).expanduser())
     with stoppable():

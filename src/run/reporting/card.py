@@ -127,6 +127,20 @@ def final_card(card: Card, stats: Mapping[str, float], stages: Mapping[str, Any]
     return {**card, "id": card_id(compared), "compared": compared, "reached": reached}
 
 
+def beside_one_rank(config: Config, world_size: int, slots: int, data: str) -> str:
+    """Return what several ranks multiply, each number beside that of one rank; empty for one rank.
+
+    slots: environments of a rank. data: of the learner; "replay" for one that keeps a replay.
+    """
+    if world_size == 1:
+        return ""
+    sizes = {"environments": slots}
+    if not config.evaluate:
+        sizes = {"batch": config.batch_size, **sizes} | ({"replay": config.buffer_size} if data == "replay" else {})
+    shown = (f"{name} {size * world_size:,} (1 rank: {size:,})" for name, size in sizes.items())
+    return f"{world_size} ranks: {', '.join(shown)}"
+
+
 def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
     """Return the lines that a run logs at its start.
 

@@ -6,22 +6,24 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from omagd.run.reporting.card import IF_MEANT, READS
 from omagd.run.reporting.provenance import code
 from omagd.run.studies import EXECUTORS, engine, results
 from omagd.run.studies.executors import Executor, Job, Place
+from omagd.run.studies.files import Rejected
 from omagd.run.studies.processes import bound, children_seconds
 from omagd.run.studies.spec import Study
 from omagd.run.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, check_folder, locked_study
 from omagd.run.studies.view import ConsoleView
-from omagd.utils.errors import UserError, readable
+from omagd.utils.errors import Mistakes, UserError, readable
 from omagd.utils.owned_folder import closed_to_others
 
 Examined = dict[str, Any]
-"""Of a job: `identity`, `card`, or `error`."""
+"""Of a job: `identity`, `card`, or `errors`."""
 
 PAIRS_SHOWN = 3
 
@@ -109,7 +111,7 @@ def examine(jobs: Sequence[Job], executor: str, source: str) -> dict[str, Examin
     """Return identity and card of jobs, by name, from a process that checks them as a run would check itself.
 
     That process needs torch and seconds; this one stays small, and later starts of the study need neither.
-    Errors: UserError that names the arm of the first job that would be rejected.
+    Errors: UserError that names everything for which jobs would be rejected, with their arms.
     """
     if not jobs:
         return {}
@@ -123,10 +125,27 @@ def examine(jobs: Sequence[Job], executor: str, source: str) -> dict[str, Examin
     except (ValueError, IndexError):
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
         raise UserError(f"{source}: its runs cannot be checked: {readable(lines[-1])}") from None
+    mistakes = Mistakes()
     for job, entry in zip(jobs, found, strict=True):
-        if "error" in entry:
-            raise UserError(f"{source}: {job.arm} ({job.name}): {entry['error']}")
+        if "errors" in entry:
+            mistakes.note(UserError(*entry["errors"]), f"{source}: {job.arm}{f' ({job.name})' * bool(job.name)}")
+    mistakes.raise_any()
     return {job.name: entry for job, entry in zip(jobs, found, strict=True)}
+
+
+@contextmanager
+def named_with_runs() -> Iterator[None]:
+    """Add to the mistakes of a study or sweep those that its runs would be rejected for."""
+    try:
+        yield
+    except Rejected as rejected:
+        if not rejected.jobs:
+            raise
+        found = Mistakes()
+        found.note(rejected)
+        with found.caught():
+            examine(rejected.jobs, rejected.executor, rejected.source)
+        found.raise_any()
 
 
 def not_comparable(records: Iterable[Record]) -> list[str]:

@@ -10,25 +10,21 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from omagd.config.loading import OPEN_SECTIONS
 from omagd.config.messages import shorten
-from omagd.config.schema import Config
+from omagd.config.schema import OPEN_SECTIONS, Config
 from omagd.run.studies.executors import Job
-from omagd.run.studies.spec import (
-    OWN,
-    Entry,
-    Environment,
+from omagd.run.studies.files import (
     Seeds,
-    config_of_words,
     executor_of,
     folder_of,
     read_file,
     require_few_runs,
+    require_right,
     seeds_of,
     validated,
-    words_of,
 )
-from omagd.utils.errors import UserError
+from omagd.run.studies.spec import OWN, Entry, Environment, config_of_words, words_of
+from omagd.utils.errors import Mistakes, UserError
 from omagd.utils.storage import is_number
 
 Value = float | int | bool | str | None
@@ -187,93 +183,112 @@ def load_sweep(
     Errors: UserError in one line that names the file, the place in it, and the key.
     """
     text, values, source, base = read_file(given, "sweep", NEEDS)
-    file = validated(SweepFile, values, source)
-    folder = folder_of(file.name, results or file.results, given, source)
-    seeds = seeds_of(file.seeds, source)
-    require_few_runs(source, {"trials": file.trials, "seeds": len(seeds)})
-    words = words_of(file, Entry(), Environment(map=file.map), base, source)
-    config = _config(words, source)
-    if not file.space:
-        raise UserError(f"{source}: space: is empty. Give keys, such as `space: {{lr: {{low: 1e-4, high: 1e-2}}}}`")
-    taken = {word.partition("=")[0] for word in words}
-    space = tuple(_parameter(key, entry, words, config, taken, source) for key, entry in file.space.items())
-    combinations = math.prod(parameter.size for parameter in space)
-    if combinations < file.trials:
-        fix = f"Lower trials to {combinations:.0f}, or add to the space"
-        raise UserError(f"{source}: trials={file.trials}: the space has {combinations:.0f} combinations. {fix}")
-    pruning = _pruning(file, source)
-    fixed = {"t_max", "test_interval"} & set(file.space) if pruning else set()
-    if fixed:
-        raise UserError(f"{source}: space.{min(fixed)}: trials have different tests then. Give pruning: false")
-    chosen, settings = executor_of(file.executor, source, executor)
+    found = Mistakes()
+    file = validated(SweepFile, values, source, found)
+    folder, seeds, pruning = Path(), list[int](), None
+    words: tuple[str, ...] = ("with",)
+    config: Config | None = None
+    with found.caught():
+        folder = folder_of(file.name, results or file.results, given, source)
+    with found.caught():
+        seeds = list(seeds_of(file.seeds, source))
+        require_few_runs(source, {"trials": file.trials, "seeds": len(seeds)})
+    with found.caught(source):
+        words = words_of(file, Entry(), Environment(map=file.map), base)
+        config = config_of_words(words)
+    with found.caught():
+        pruning = _pruning(file, source, found)
+    space = _space(file, words, config, source, found)
+    chosen, settings = executor_of(file.executor, source, executor, found)
+    if pruning and (fixed := {"t_max", "test_interval"} & set(file.space)):
+        found.add(f"{source}: space.{min(fixed)}: trials have different tests then. Give pruning: false")
+    require_right(found, [Job("", "", "", "", 1, words), *_ends(space, words)], chosen, source)
+    assert config is not None
     return Sweep(folder, file, space, seeds, words, config, pruning, chosen, settings, text, source)
 
 
-def _pruning(file: SweepFile, source: str) -> Pruning | None:
+def _space(
+    file: SweepFile, words: Sequence[str], config: Config | None, source: str, found: Mistakes
+) -> tuple[Parameter, ...]:
+    """Return the checked keys of the space. config: without them; None where it is wrong."""
+    if not file.space:
+        found.add(f"{source}: space: is empty. Give keys, such as `space: {{lr: {{low: 1e-4, high: 1e-2}}}}`")
+    taken = {word.partition("=")[0] for word in words}
+    space = list[Parameter]()
+    for key, values in file.space.items():
+        entry = validated(SpaceEntry, values, f"{source}: space.{key}", found)
+        with found.caught(f"{source}: space.{key}"):
+            space.append(_parameter(key, entry, config, taken))
+    for job in _ends(space, words) if config is not None else ():
+        with found.caught(f"{source}: {job.arm}"):
+            config_of_words(job.words)
+    combinations = math.prod(parameter.size for parameter in space)
+    if len(space) == len(file.space) and combinations < file.trials and space:
+        fix = f"Lower trials to {combinations:.0f}, or add to the space"
+        found.add(f"{source}: trials={file.trials}: the space has {combinations:.0f} combinations. {fix}")
+    return tuple(space)
+
+
+def _ends(space: Sequence[Parameter], words: Sequence[str]) -> list[Job]:
+    """Return a run for each end or choice of each key alone."""
+    return [
+        Job("", f"space.{found.key}", "", "", 1, (*words, f"{found.key}={value}"))
+        for found in space
+        for value in found.choices or (found.low, found.high)
+    ]
+
+
+def _pruning(file: SweepFile, source: str, found: Mistakes) -> Pruning | None:
     if isinstance(file.pruning, bool):
         return Pruning() if file.pruning else None
-    return validated(Pruning, file.pruning, f"{source}: pruning")
+    return validated(Pruning, file.pruning, f"{source}: pruning", found)
 
 
-def _config(words: Sequence[str], where: str) -> Config:
-    try:
-        return config_of_words(words)
-    except UserError as error:
-        raise UserError(f"{where}: {error.message}") from None
-
-
-def _parameter(
-    key: str, values: Mapping[str, Any], words: Sequence[str], config: Config, taken: set[str], source: str
-) -> Parameter:
-    """Return a checked key of the space: each end or choice alone makes a configuration."""
-    where = f"{source}: space.{key}"
-    entry = validated(SpaceEntry, values, where)
+def _parameter(key: str, entry: SpaceEntry, config: Config | None, taken: set[str]) -> Parameter:
+    """Return a key of the space. Errors: UserError."""
     if key in OWN:
-        raise UserError(f"{where}: {OWN[key]}")
+        raise UserError(OWN[key])
     if key in taken:
-        raise UserError(f"{where}: has a value in with: or map:, too. Leave one out")
-    found = _choices(key, entry, where) if entry.choices is not None else _range(key, entry, config, where)
-    for value in found.choices or (found.low, found.high):
-        _config((*words, f"{key}={value}"), where)
-    return found
+        raise UserError("has a value in with: or map:, too. Leave one out")
+    return _choices(key, entry) if entry.choices is not None else _range(key, entry, config)
 
 
-def _choices(key: str, entry: SpaceEntry, where: str) -> Parameter:
+def _choices(key: str, entry: SpaceEntry) -> Parameter:
     choices = entry.choices or []
     if entry.low is not None or entry.high is not None or entry.step is not None or entry.log:
-        raise UserError(f"{where}: choices: take no low:, high:, log: or step:")
+        raise UserError("choices: take no low:, high:, log: or step:")
     if len({str(value) for value in choices}) != len(choices) or len(choices) < 2:
-        raise UserError(f"{where}: choices={shorten(choices)}: give at least two values that differ")
+        raise UserError(f"choices={shorten(choices)}: give at least two values that differ")
     if any(isinstance(value, Mapping) for value in choices):
-        raise UserError(f"{where}: choices={shorten(choices)}: give values, not mappings of keys")
+        raise UserError(f"choices={shorten(choices)}: give values, not mappings of keys")
     plain = (value if isinstance(value, Value) else str(value) for value in choices)
     return Parameter(key, "choice", choices=tuple(plain))
 
 
-def _range(key: str, entry: SpaceEntry, config: Config, where: str) -> Parameter:
+def _range(key: str, entry: SpaceEntry, config: Config | None) -> Parameter:
     low, high, step = entry.low, entry.high, entry.step
     if low is None or high is None:
-        raise UserError(f"{where}: give low: and high:, or choices:")
+        raise UserError("give low: and high:, or choices:")
     if not (is_number(low) and is_number(high)) or low >= high:
-        raise UserError(f"{where}: low={shorten(low)} must be less than high={shorten(high)}")
+        raise UserError(f"low={shorten(low)} must be less than high={shorten(high)}")
     if entry.log and (low <= 0 or step is not None):
-        raise UserError(f"{where}: log: needs low={low} above 0, and no step:")
+        raise UserError(f"log: needs low={low} above 0, and no step:")
     if step is not None and not 0 < step <= high - low:
-        raise UserError(f"{where}: step={step}: must be more than 0, and at most high - low")
+        raise UserError(f"step={step}: must be more than 0, and at most high - low")
     if step is not None and (high - low) / step > MOST_STEPS:
-        raise UserError(f"{where}: step={step}: makes more than {MOST_STEPS:,} values. Give a larger one, or none")
+        raise UserError(f"step={step}: makes more than {MOST_STEPS:,} values. Give a larger one, or none")
     whole = all(isinstance(number, int) for number in (low, high, step) if number is not None)
     now = _now(config, key)
     if isinstance(now, int) and not isinstance(now, bool) and not whole:
-        raise UserError(f"{where}: takes whole numbers: give low:, high: and step: without a point")
+        raise UserError("takes whole numbers: give low:, high: and step: without a point")
     if whole and not isinstance(now, float):
         return Parameter(key, "int", low, high, entry.log, step)
     return Parameter(key, "float", float(low), float(high), entry.log, None if step is None else float(step))
 
 
-def _now(config: Config, key: str) -> Any:
+def _now(config: Config | None, key: str) -> Any:
     """Return the value of a key without the space; None if it has none, or the configuration does not know its type."""
-    found: Any = config.model_dump() if key.partition(".")[0] not in OPEN_SECTIONS else None
+    found: Any = config.model_dump() if config is not None and key.partition(".")[0] not in OPEN_SECTIONS else None
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from omagd.envs.task_sets.sets import is_file, task_set
 from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import explores, learner_class
 from omagd.modules import agents, mixers
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, together
 from omagd.utils.run_folder import plain
 
 REPLAY_KEYS = ("buffer_size", "updates_per_iteration")
@@ -132,28 +132,27 @@ def _as_json(section: str, args: BaseModel) -> dict[str, Any]:
     return values
 
 
-def check_data(config: Config) -> None:
+@together
+def check_data(config: Config) -> Iterator[str]:
     """Reject keys that contradict the learner's kind of data or its precisions. Errors: UserError."""
     given, learner = f"learner={config.learner}", learner_class(config.learner)
     if config.precision not in getattr(learner, "precisions", (config.precision,)):
         fix = " or ".join(learner.precisions)
-        raise UserError(f"precision={config.precision}: {given} does not support it. Use precision={fix}")
+        yield f"precision={config.precision}: {given} does not support it. Use precision={fix}"
     if learner.data == "replay":
         if config.batch_size > config.buffer_size:
-            raise UserError(f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}")
+            yield f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}"
         if action_selectors.draws(config.action_selector):
-            raise UserError(
+            yield (
                 f"action_selector={config.action_selector}: draws from logits, but {given} learns values. Use"
                 " action_selector=epsilon_greedy, or learner=ppo_learner"
             )
         return
     if runners.REGISTRY.get(config.runner).unit != "episodes":
-        raise UserError(
-            f"runner={config.runner}: {given} learns from whole episodes. Use runner=parallel, episode or stream"
-        )
+        yield f"runner={config.runner}: {given} learns from whole episodes. Use runner=parallel, episode or stream"
     for key in ("t_max", "max_episodes"):  # an episode has at least one step
         if (limit := getattr(config, key)) is not None and config.batch_size > limit:
-            raise UserError(
+            yield (
                 f"batch_size={config.batch_size}: {given} plays so many episodes before its first update, more than"
                 f" {key}={limit} allows. Lower batch_size"
             )
@@ -163,4 +162,4 @@ def check_data(config: Config) -> None:
         why |= TARGET_KEYS
     for key, (value, default) in changed(config, why).items():
         fix = _set_by(config, "learner", {key: value}, key) or f" Leave it out ({key}={default})"
-        raise UserError(f"{key}={value}: has no meaning for {given}, which {why[key]}.{fix}")
+        yield f"{key}={value}: has no meaning for {given}, which {why[key]}.{fix}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omagd.components.groups import GroupData
@@ -10,71 +10,72 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.loading import changed
 from omagd.config.schema import Config
 from omagd.learners.protocol import learner_class
-from omagd.run.training.build import complete_args
+from omagd.run.training.checks import complete_args
 from omagd.run.training.session import Session
 from omagd.run.training.stages.health import MOST_SKIPPED
 from omagd.runners.starts import DealtStarts, TaskStarts
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, together
 
 
-def check_groups(config: Config, info: EnvInfo) -> None:
+@together
+def check_groups(config: Config, info: EnvInfo) -> Iterator[str]:
     """Reject keys of groups that contradict one another, the learner or the environment. Errors: UserError."""
     if config.evaluate:
         return
     learner, given = learner_class(config.learner), f"group_size={config.group_size}"
     if config.group_size == 1:
         if getattr(learner, "needs_groups", False):
-            raise UserError(
+            yield (
                 f"{given}: learner={config.learner} compares each episode with the others of its group. Use"
                 " group_size=8, say, which divides batch_size_run"
             )
         of_groups = {"enable_dynamic_sampling": False, "early_stop_percentage": 1.0, "rollout_skip_threshold": None}
         for key, none in of_groups.items():
             if (value := getattr(config, key)) != none:
-                raise UserError(f"{key}={value}: is about groups. Use group_size=8, say, or {key}={none}")
+                yield f"{key}={value}: is about groups. Use group_size=8, say, or {key}={none}"
         return
     if learner.data != "on_policy":
-        raise UserError(
+        yield (
             f"{given}: learner={config.learner} learns from a replay, in which episodes are not compared. Use"
             " group_size=1, or learner=rloo_learner"
         )
     if config.runner != "parallel":
-        raise UserError(f"{given}: needs runner=parallel, where groups begin together, not runner={config.runner}")
+        yield f"{given}: needs runner=parallel, where groups begin together, not runner={config.runner}"
     if config.batch_size_run % config.group_size:
-        raise UserError(f"{given}: must divide batch_size_run={config.batch_size_run}, the slots that groups fill")
+        yield f"{given}: must divide batch_size_run={config.batch_size_run}, the slots that groups fill"
     if complete_args(config, ("learner_args",)).learner_args.get("score") == "outcome" and not info.has_win:
-        raise UserError(
+        yield (
             f"learner_args.score=outcome: env={config.env} has battles without a winner (no battle_won). Use"
             " learner_args.score=return"
         )
-    _check_sampling(config, info)
+    yield from _check_sampling(config, info)
 
 
-def _check_sampling(config: Config, info: EnvInfo) -> None:
+def _check_sampling(config: Config, info: EnvInfo) -> Iterator[str]:
     if (threshold := config.rollout_skip_threshold) is not None:
         if config.n_starts is None:
-            raise UserError(
+            yield (
                 f"rollout_skip_threshold={threshold}: no start comes again, so none is skipped. Add n_starts=100, say"
             )
         if not info.has_win:
-            raise UserError(
+            yield (
                 f"rollout_skip_threshold={threshold}: skips starts whose battles were won, but env={config.env} reports"
                 " no battle_won. Leave it out"
             )
     if config.enable_dynamic_sampling and not info.has_win:
-        raise UserError(
+        yield (
             f"enable_dynamic_sampling=True: drops groups by battle_won, which env={config.env} does not report. Use"
             " enable_dynamic_sampling=False"
         )
     if config.enable_dynamic_sampling:
         return
     if changed(config, ["max_sampling_attempts"]):
-        raise UserError(
+        yield (
             f"max_sampling_attempts={config.max_sampling_attempts}: bounds the rounds that replace dropped groups. Add"
             " enable_dynamic_sampling=True, or leave it out"
         )
     if config.early_stop_percentage < 1.0 and config.batch_size <= config.batch_size_run:
-        raise UserError(
+        yield (
             f"early_stop_percentage={config.early_stop_percentage}: ends collecting between two rounds, but one has"
             f" batch_size_run={config.batch_size_run} episodes, all of batch_size={config.batch_size}. Use a larger"
             " batch_size, or early_stop_percentage=1.0"

@@ -5,7 +5,7 @@ Only training episodes use them. Tests always play the opponents of `env_args`, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omagd import envs
@@ -17,7 +17,7 @@ from omagd.envs.protocol import ChangingOpponents
 from omagd.modules import agents
 from omagd.run.training.session import Session
 from omagd.utils.clock import Counters, Every
-from omagd.utils.errors import UserError, unknown_name
+from omagd.utils.errors import UserError, together, unknown_name
 
 EVASION = "evasion"
 
@@ -27,29 +27,30 @@ def change(config: Config) -> bool:
     return config.opponent_difficulty_strategy != "none" or config.enable_opponent_evasion
 
 
-def check_opponents(config: Config, info: EnvInfo) -> None:
+@together
+def check_opponents(config: Config, info: EnvInfo) -> Iterator[str]:
     """Reject changing opponents that environment or agent do not support. Errors: UserError."""
     env = envs.REGISTRY.get(config.env)
     ladders = getattr(env, "ladders", {config.opponent_order: ()})
     if config.opponent_order not in ladders:
-        raise unknown_name("opponent_order", config.opponent_order, ladders)
+        yield unknown_name("opponent_order", config.opponent_order, ladders).message
     if not change(config):
         return
     strategy = config.opponent_difficulty_strategy
     given = "enable_opponent_evasion=True" if strategy == "none" else f"opponent_difficulty_strategy={strategy}"
     if not hasattr(env, "set_opponents"):
-        raise UserError(f"{given}: env={config.env} has no opponents that can be changed. Use another --env-config")
+        yield f"{given}: env={config.env} has no opponents that can be changed. Use another --env-config"
     if config.env_processes:
-        raise UserError(f"{given}: needs env_processes=False")
+        yield f"{given}: needs env_processes=False"
     if config.enable_opponent_evasion:
         _check_evasion(config, info)
     if REGISTRY.get(strategy).selves:
         kind = agents.REGISTRY.get(config.agent)
         if not hasattr(kind, "frozen_needs"):
             fix = "Use an agent without memory: agent=ddpg for DDPG, agent=ff for Q-learning"
-            raise UserError(f"{given}: agent={config.agent} cannot be frozen as an opponent. {fix}")
-        if needs := kind.frozen_needs(config):
-            raise UserError(f"{given}: agent={config.agent} can be frozen as an opponent only with {', '.join(needs)}")
+            yield f"{given}: agent={config.agent} cannot be frozen as an opponent. {fix}"
+        elif needs := kind.frozen_needs(config):
+            yield f"{given}: agent={config.agent} can be frozen as an opponent only with {', '.join(needs)}"
 
 
 def _check_evasion(config: Config, info: EnvInfo) -> None:

@@ -13,7 +13,7 @@ from omagd.run.checkpoint.plan import ResumePlan
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.launchers import ranks_here
 from omagd.run.memory_budget import memory_warnings
-from omagd.run.reporting.card import Card, final_card, start_lines
+from omagd.run.reporting.card import Card, beside_one_rank, final_card, start_lines
 from omagd.run.reporting.log_sinks import make_logger
 from omagd.run.reporting.provenance import made_by
 from omagd.run.training.build import n_slots
@@ -69,7 +69,8 @@ def log_start(session: Session, card: Card) -> None:
             f", effective batch {config.batch_size * dist.world_size} {runner.unit}, {updates_per_iteration(config)}"
             f" update(s) per {played}{targets}"
         )
-    for line in start_lines(card, sizes, batch):
+    more = beside_one_rank(config, dist.world_size, session.env.n_slots, learner.data)
+    for line in (*([more] if more else []), *start_lines(card, sizes, batch)):
         session.logger.info(line)
     ranks = ranks_here(dist.world_size)
     limits = limit_warnings(config, info, session.folder.path, dist.device.type == "cuda" and ranks > 1)

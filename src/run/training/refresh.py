@@ -38,7 +38,7 @@ from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.health import Health
 from omagd.run.training.stages.pretraining import TOGETHER
 from omagd.utils.clock import Every
-from omagd.utils.errors import UserError
+from omagd.utils.errors import together
 from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch
 
@@ -52,17 +52,18 @@ LOGGED = (
 """What is logged of the newest episodes before and after a refresh."""
 
 
-def check_refresh(config: Config) -> None:
+@together
+def check_refresh(config: Config) -> Iterator[str]:
     """Reject runs whose agents or episodes do not allow a refresh. Errors: UserError."""
     if not config.reconstructor_refresh or config.evaluate:
         return
     given, kind = f"reconstructor_refresh={config.reconstructor_refresh}", config.mask_predictor_config.kind
     if hasattr(learners.PREDICTORS.get(kind), "most_updates"):
-        raise UserError(f"{given}: mask_predictor_config.kind={kind} is not trained by updates. Use 0")
+        yield f"{given}: mask_predictor_config.kind={kind} is not trained by updates. Use 0"
     if learner_class(config.learner).data != "replay":
-        raise UserError(f"{given}: learns from a replay, and learner={config.learner} keeps none. Use 0")
+        yield f"{given}: learns from a replay, and learner={config.learner} keeps none. Use 0"
     if runners.REGISTRY.get(config.runner).unit != "episodes":
-        raise UserError(f"{given}: learns from whole episodes, not with runner={config.runner}. Use runner=parallel")
+        yield f"{given}: learns from whole episodes, not with runner={config.runner}. Use runner=parallel"
 
 
 class Refresh:

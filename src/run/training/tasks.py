@@ -25,7 +25,7 @@ from omagd.run.training.task_records import Tally
 from omagd.runners.start_pool import StartPool
 from omagd.runners.starts import DealtStarts, EpisodeSeeds, TaskStarts, next_in_turn
 from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import UserError
+from omagd.utils.errors import together
 
 OF_SETS = ("task_weights", "task_dealing", "enable_task_sharding", "sync_every_n_steps")
 OF_SHARDS = ("balance_tasks_across_gpus", "min_tasks_per_gpu")
@@ -52,34 +52,36 @@ def episode_starts(config: Config, info: EnvInfo, purpose: str, rank: int) -> Ep
     return kind(config.seed, purpose, rank, weights=weights, group_size=group_size, pool=pool)
 
 
-def check_dealing(config: Config, info: EnvInfo) -> None:
+@together
+def check_dealing(config: Config, info: EnvInfo) -> Iterator[str]:
     """Reject keys of task sets that mean nothing or contradict each other. Errors: UserError."""
     given = {key: value for key, (value, _) in changed(config, (*OF_SETS, *OF_SHARDS)).items()}
     if not info.tasks:
         for key, value in given.items():
-            raise UserError(f"{key}={value}: has no meaning for one map. Give a set of maps, or leave it out")
+            yield f"{key}={value}: has no meaning for one map. Give a set of maps, or leave it out"
         return
     trained = info.tasks[: info.n_training]
     for name in config.task_weights:
         if name not in trained:
-            raise UserError(
+            yield (
                 f"task_weights.{name}={config.task_weights[name]}: is not trained on here. Maps: {', '.join(trained)}"
             )
     played = [name for name in trained if config.task_weights.get(name, 1.0) > 0]
     if not played:
-        raise UserError(f"task_weights={config.task_weights}: no map has a positive weight. Give one at least")
+        yield f"task_weights={config.task_weights}: no map has a positive weight. Give one at least"
+        return
     if config.enable_task_sharding and config.dealing != "sharded":
-        raise UserError(f"enable_task_sharding=True: contradicts task_dealing={config.dealing}. Give one of the two")
+        yield f"enable_task_sharding=True: contradicts task_dealing={config.dealing}. Give one of the two"
     for key in OF_SHARDS if config.dealing != "sharded" else ():
         if key in given:
-            raise UserError(f"{key}={given[key]}: needs task_dealing=sharded, not {config.dealing}, or leave it out")
+            yield f"{key}={given[key]}: needs task_dealing=sharded, not {config.dealing}, or leave it out"
     if config.min_tasks_per_gpu > len(played):
-        raise UserError(
+        yield (
             f"min_tasks_per_gpu={config.min_tasks_per_gpu}: there are {len(played)} map(s) to play:"
             f" {', '.join(played)}. Give at most {len(played)}"
         )
     if config.dealing != "round_robin" and not runners.REGISTRY.get(config.runner).rounds:
-        raise UserError(
+        yield (
             f"runner={config.runner}: task_dealing={config.dealing} deals rounds of episodes. Use runner=parallel, or"
             " task_dealing=round_robin"
         )

@@ -1,0 +1,125 @@
+"""What remains of a configuration with mistakes: names, keys and facts with which its other keys can be checked."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from typing import Any
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.messages import ArgsError
+from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_PARTS, Config, without
+from omagd.utils.errors import Mistakes, Unreadable, UserError
+from omagd.utils.foreign import find_name
+from omagd.utils.registry import Registry
+from omagd.utils.run_folder import RunFolder
+from omagd.utils.storage import read_entry
+
+# Configuration keys that name a component, and the package whose REGISTRY holds it.
+NAMED = {
+    "run": "omagd.run",
+    "env": "omagd.envs",
+    "learner": "omagd.learners",
+    "runner": "omagd.runners",
+    "mac": "omagd.controllers",
+    "action_selector": "omagd.components.action_selectors",
+    "opponent_difficulty_strategy": "omagd.components.opponent_schedules",
+    "agent": "omagd.modules.agents",
+    "mixer": "omagd.modules.mixers",
+}
+
+
+def with_known_names(config: Config, found: Mistakes) -> Config:
+    """Return `config` with what unknown names of components are here; without those that are not known here either."""
+    for key, package in NAMED.items():
+        registry = registry_of(package)
+        try:
+            registry.require(name := getattr(config, key))
+        except Unreadable:
+            continue
+        except UserError as error:
+            found.add(error.message + _named_by_run(config, key))
+            row = find_name(key, name)
+            other = row and (row.here or row.near)
+            config = config.model_copy(update={key: other}) if other in registry else without(config, (key,))
+    with found.caught():
+        kind = config.mask_predictor_config.kind
+        if kind not in (registry := registry_of("omagd.modules.graph_reconstructers")):
+            config = without(config, ("mask_predictor_config",))
+            registry.require(kind)
+    return config
+
+
+def with_fitting(config: Config, found: Mistakes) -> Config:
+    """Return `config` without the names of components that do not fit their protocols. Imports the others."""
+    for key, package in NAMED.items():
+        with found.caught():
+            name = getattr(config, key)
+            try:
+                registry_of(package).get(name)
+            except UserError:
+                config = without(config, (key,))
+                raise
+    return config
+
+
+def with_args(config: Config, found: Mistakes) -> Config:
+    """Return `config` with all keys of learner, agent and mixer, without those that they do not take."""
+    from omagd.run.training.checks import complete_args
+
+    for section in COMPONENT_ARGS:
+        with found.caught():
+            try:
+                config = complete_args(config, (section,))
+            except ArgsError as error:
+                found.note(error)
+                config = complete_args(fewer(config, section, error.wrong), (section,))
+    return config
+
+
+def fewer(config: Config, section: str, keys: Collection[str]) -> Config:
+    """Return `config` without some keys of a section."""
+    left = {key: value for key, value in getattr(config, section).items() if key not in keys}
+    return config.model_copy(update={section: left})
+
+
+def stand_in(config: Config) -> EnvInfo | None:
+    """Return facts of an environment or a map that is not there, to check the learner with: those of another one."""
+    from omagd.envs.factory import described_env
+
+    with suppress(UserError):
+        try:
+            return described_env(config.env, {})
+        except Unreadable:
+            return described_env("skirmish", {})
+    return None
+
+
+def unread(config: Config, given: Collection[str], read: set[str] | None) -> Iterator[str]:
+    """Yield a warning about the given keys that no part of this run reads. read: by its parts; None: not known."""
+    of_parts = sorted(key for key in given if key in OF_PARTS and read is not None and key not in read)
+    if of_parts:
+        parts = " ".join(f"{key}={getattr(config, key)}" for key in ("learner", "mac", "agent", "mixer"))
+        yield f"{', '.join(of_parts)}: nothing in this run reads {'it' if len(of_parts) == 1 else 'them'} ({parts})"
+    of_graphs = sorted(key for key in given if key.startswith(OF_GRAPHS))
+    if of_graphs and not config.use_graph_reconstruction:
+        it = "it" if len(of_graphs) == 1 else "them"
+        yield f"{', '.join(of_graphs)}: nothing in this run reads {it} (use_graph_reconstruction=False)"
+
+
+def registry_of(package: str) -> Registry[Any]:
+    """Return the REGISTRY of a package by its import name."""
+    registry: Registry[Any] = importlib.import_module(package).REGISTRY
+    return registry
+
+
+def _named_by_run(config: Config, key: str) -> str:
+    """Return the end of an error about an unknown name, if the run at `checkpoint_path` has it from a plug-in."""
+    from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+
+    with suppress(UserError):
+        path = RunFolder(run_folder_of(find_step_folder(config.checkpoint_path, config.load_step))).config_json
+        if read_entry(path).get(key) == getattr(config, key):
+            return f". {path} names it: install the package that provides it"
+    return ""
