@@ -93,10 +93,14 @@ class Mistakes:
         except Unreadable:
             pass
 
+    def messages(self) -> tuple[str, ...]:
+        """Return all mistakes, each once: with the first of its places, and the number of the others."""
+        return tuple(_placed(message, list(places)) for message, places in self._places.items())
+
     def raise_any(self) -> None:
-        """Raise all mistakes; one that is made in several places once. Errors: UserError if there are any."""
+        """Raise all mistakes. Errors: UserError if there are any."""
         if self:
-            error = UserError(*(_placed(message, list(places)) for message, places in self._places.items()))
+            error = UserError(*self.messages())
             raise (error.on_all_ranks() if self._on_all_ranks else error) from self._cause
 
 

@@ -126,12 +126,13 @@ def config_from(argv: Sequence[str], mistakes: Mistakes | None = None) -> Config
 
     mistakes: collects what is wrong. Errors: UserError without it.
     """
-    options = _options(argv)
     with collected(mistakes) as found:
+        options = _options(argv, found)
         return _resolve(options, updates(options.words, found), found)
 
 
-def _options(argv: Sequence[str]) -> argparse.Namespace:
+def _options(argv: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
+    """Return options and words. mistakes: is told of unknown options. Errors: UserError for wrong values of others."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--env-config", "--env_config")
@@ -143,7 +144,10 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(name, short)
     parser.add_argument("--loglevel", "-l", type=str.upper, choices=LOG_LEVELS)
     parser.add_argument("words", nargs="*")
-    options = parser.parse_intermixed_args(list(argv))
+    options, unknown = parser.parse_known_intermixed_args(list(argv))
+    if unknown:
+        mistakes.add(f"unrecognized arguments: {' '.join(unknown)}. See --help")
+        mistakes.complete = False
     if options.mongo_db is not None:
         raise UserError("--mongo_db: its password would be visible in the process list; use -F")
     if options.file_storage == "":
@@ -156,7 +160,13 @@ def _main(argv: list[str]) -> int:
     if command is not None and command.module:
         require_one_task(argv[0])
         return _own(command, argv)
-    options = _options(argv)
+    mistakes = Mistakes()
+    options = _options(argv, mistakes)
+    if (command := COMMANDS.get("".join(options.words[:1]))) is not None and command.run is not None:
+        return command.run(options, options.words[1:], mistakes)
+    texts = updates(options.words, mistakes)
+    if options.help or options.version or options.list:
+        mistakes.raise_any()
     if options.help:
         print_out(HELP.format(commands="\n".join(command.help() for command in COMMANDS.values())))
     elif options.version:
@@ -167,11 +177,7 @@ def _main(argv: list[str]) -> int:
         from omagd.run.cli.listing import listing
 
         print_out(listing())
-    elif (command := COMMANDS.get("".join(options.words[:1]))) is not None and command.run is not None:
-        return command.run(options, options.words[1:])
     else:
-        mistakes = Mistakes()
-        texts = updates(options.words, mistakes)
         _run(options, _resolve(options, texts, mistakes), texts, mistakes)
     return 0
 
@@ -184,14 +190,14 @@ class Command:
         usage: name and arguments. about: for `--help`.
         module: has `arguments(parser)`, which adds its arguments to an `argparse.ArgumentParser`, and `main(options)`,
             which returns the exit code. It is imported when the command is used.
-        run: instead of `module`, for a command that takes the options of a training: called with the options and the
-            words after the command's name.
+        run: instead of `module`, for a command that takes the options of a training: called with the options, the
+            words after the command's name, and what is wrong so far.
     """
 
     usage: str
     about: str
     module: str = ""
-    run: Callable[[argparse.Namespace, list[str]], int] | None = None
+    run: Callable[[argparse.Namespace, list[str], Mistakes], int] | None = None
 
     def help(self) -> str:
         """Return the line of `--help`."""
@@ -211,18 +217,20 @@ def _own(command: Command, argv: list[str]) -> int:
         return int(module.main(options))
 
 
-def _evaluate(options: argparse.Namespace, rest: list[str]) -> int:
-    _run(options, _evaluation(options, rest), {})
+def _evaluate(options: argparse.Namespace, rest: list[str], mistakes: Mistakes) -> int:
+    _run(options, _evaluation(options, rest, mistakes), {}, mistakes)
     return 0
 
 
-def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
-    texts = updates(rest)
+def _doctor(options: argparse.Namespace, rest: list[str], mistakes: Mistakes) -> int:
+    texts = updates(rest, mistakes)
     from omagd.run.cli.doctor import examine, render
     from omagd.run.cli.doctor.findings import Settings
 
     try:
-        settings = Settings.of(_resolve(options, texts))
+        config = _resolve(options, texts, mistakes)
+        mistakes.raise_any()
+        settings = Settings.of(config)
     except ImportError:  # a package that reads configurations is missing; the doctor reports it
         settings = Settings(env=options.env_config or Settings.env)
     text, ready = render(examine(settings), settings.env)
@@ -276,7 +284,7 @@ def _resolve(options: argparse.Namespace, texts: Mapping[str, Any], mistakes: Mi
         return validate(apply_texts(base_values(options.config, options.env_config, found), texts, found), found)
 
 
-def _evaluation(options: argparse.Namespace, words: Sequence[str]) -> Config:
+def _evaluation(options: argparse.Namespace, words: Sequence[str], mistakes: Mistakes) -> Config:
     """Return the configuration of `evaluate RUN [key=value …]`. Errors: UserError."""
     if not words or "=" in words[0] or words[0] == "with":
         raise UserError("evaluate: name the run, as in: python -m omagd evaluate results/<run> test_nepisode=256")
@@ -286,7 +294,8 @@ def _evaluation(options: argparse.Namespace, words: Sequence[str]) -> Config:
     from omagd.run.training.evaluate import evaluation_config
 
     run, *rest = words
-    return evaluation_config(run, updates(rest if rest[:1] == ["with"] else ["with", *rest]))
+    texts = updates(rest if rest[:1] == ["with"] else ["with", *rest], mistakes)
+    return evaluation_config(run, texts, mistakes=mistakes)
 
 
 def updates(words: Sequence[str], mistakes: Mistakes | None = None) -> dict[str, Any]:
@@ -295,16 +304,16 @@ def updates(words: Sequence[str], mistakes: Mistakes | None = None) -> dict[str,
     A word that is the path of a YAML or JSON file stands for its keys: {path: values}.
     mistakes: collects wrong words. Errors: UserError without it.
     """
-    if not words:
-        return {}
-    first, *rest = words
-    if first == "print_config":
-        raise UserError("print_config: use --dry-run")
-    if first != "with":
-        fix = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
-        raise UserError(f"{first}: not understood; {fix}{'.' * bool(near := nearest(first, COMMANDS))}{near}")
     updates: dict[str, Any] = {}
+    first, *rest = words or ("with",)
     with collected(mistakes) as found:
+        if first != "with":
+            fix = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
+            near = nearest(first, COMMANDS)
+            told = "use --dry-run" if first == "print_config" else f"not understood; {fix}{'.' * bool(near)}{near}"
+            found.add(f"{first}: {told}")
+            found.complete = False
+            return updates
         for word in rest:
             with found.caught():
                 key, value = _update(word, found)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.messages import ArgsError
-from omagd.config.schema import Config, recording
+from omagd.config.schema import OF_PARTS, Config, recording
 from omagd.run.cli.remaining import (
     NAMED,
     fewer,
@@ -391,8 +391,14 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple
     kinds = (registry_of(NAMED[key]).get(getattr(config, key)) for key in ("agent", "mixer", "mac", "learner"))
     if any(map(is_plugin, kinds)):
         learner.warm_up()  # finds errors of forward passes, and parameters without a gradient
-    texts: list[str] = []
-    for cls in {cls for part in (learner, mac, mac.agent) for cls in type(part).__mro__[:-1]}:
-        with suppress(OSError, TypeError):  # a class that was typed in a session has no file
-            texts.append(Path(inspect.getfile(cls)).read_text(encoding="utf-8"))
-    return learner, config.keys_read | {key for text in texts for key in re.findall(r"\bconfig\.(\w+)", text)}
+    return learner, config.keys_read | _named_by((learner, mac, *learner.modules().values()))
+
+
+def _named_by(parts: Collection[object]) -> set[str]:
+    """Return the keys that the files of some objects' classes name; all of parts where a file cannot be read."""
+    classes = {cls for part in parts for cls in type(part).__mro__[:-1] if not cls.__module__.startswith("torch")}
+    try:
+        texts = [Path(file).read_text(encoding="utf-8") for file in set(map(inspect.getfile, classes))]
+    except (OSError, TypeError):
+        return set(OF_PARTS)
+    return {key for text in texts for key in re.findall(r"\bconfig\.(\w+)", text)}

@@ -41,21 +41,26 @@ Seeds = Annotated[int | list[int], BeforeValidator(_whole_numbers)]
 
 
 class Rejected(UserError):
-    """Mistakes of a study or sweep. Its runs, `jobs`, may have others that only a process with torch finds."""
+    """Mistakes of a study or sweep.
 
+    Attributes:
+        of_file: those that are not about a configuration. jobs: all runs; a process with torch finds what is wrong in
+            their configurations, and more. executor, source: of the file.
+    """
+
+    of_file: tuple[str, ...] = ()
     jobs: tuple[Job, ...] = ()
     executor: str = DEFAULT_EXECUTOR
     source: str = ""
 
 
-def require_right(found: Mistakes, jobs: Sequence[Job], executor: str, source: str) -> None:
-    """Raise what was found. jobs: also those whose configuration is wrong. Errors: Rejected."""
-    try:
-        found.raise_any()
-    except UserError as error:
-        rejected = Rejected(*error.messages)
-        rejected.jobs, rejected.executor, rejected.source = tuple(jobs), executor, source
-        raise rejected from None
+def require_right(found: Mistakes, of_runs: Mistakes, jobs: Sequence[Job], executor: str, source: str) -> None:
+    """Raise what was found, in the file and in configurations. jobs: also those that are wrong. Errors: Rejected."""
+    if messages := (*found.messages(), *of_runs.messages()):
+        rejected = Rejected(*messages)
+        rejected.of_file, rejected.jobs = found.messages(), tuple(jobs)
+        rejected.executor, rejected.source = executor, source
+        raise rejected
 
 
 def folder_of(name: str | None, results: str, given: str | Path | Mapping[str, Any], source: str) -> Path:

@@ -115,7 +115,7 @@ def load(given: str | Path | Mapping[str, Any], *, results: str | None = None, e
     Errors: UserError in one line that names the file, the place in it, and the key.
     """
     text, values, source, base = read_file(given)
-    found = Mistakes()
+    found, of_runs = Mistakes(), Mistakes()
     file = validated(StudyFile, values, source, found)
     where, kept = Path(), None
     with found.caught():
@@ -123,8 +123,8 @@ def load(given: str | Path | Mapping[str, Any], *, results: str | None = None, e
     chosen, settings = executor_of(file.executor, source, executor, found)
     with found.caught():
         kept = base / expanded(file.results_file, f"{source}: results_file") if file.results_file else None
-    jobs = tuple(_jobs(file, source, base, found))
-    require_right(found, jobs, chosen, source)
+    jobs = tuple(_jobs(file, source, base, found, of_runs))
+    require_right(found, of_runs, jobs, chosen, source)
     return Study(where, jobs, chosen, settings, kept, text, source)
 
 
@@ -146,8 +146,11 @@ def config_of_words(words: Sequence[str]) -> Config:
         return validate(apply_texts(values, texts, found), found)
 
 
-def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes) -> Iterator[Job]:
-    """Yield a job for each arm, environment and seed; one without a name where its configuration is wrong."""
+def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes, of_runs: Mistakes) -> Iterator[Job]:
+    """Yield a job for each arm, environment and seed; one without a name where its configuration is wrong.
+
+    found: is told of mistakes of the file. of_runs: of those in configurations.
+    """
     seeds: Sequence[int] = [1]
     with found.caught():
         seeds = seeds_of(file.seeds, source)
@@ -172,9 +175,11 @@ def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes) -> Iterator
                 words = words_of(file, entry, environment, base)
             for seed in seeds if words is not None else ():
                 job = Job("", arm, "", "", seed, (*words, f"seed={seed}"))
-                with found.caught(where):
-                    job, config = _checked(arm, label, job)
-                    _require_another(job, config, f"{arm} {label}".strip(), same, names)
+                with of_runs.caught(where):
+                    config = config_of(job)
+                    with found.caught(where):
+                        job = _named(job, config, label)
+                        _require_another(job, config, f"{arm} {label}".strip(), same, names)
                 yield job
                 if not job.name:
                     break
@@ -190,14 +195,13 @@ def _require_another(job: Job, config: Config, title: str, same: dict[str, str],
     same[values] = names[folder] = title
 
 
-def _checked(arm: str, label: str, plain: Job) -> tuple[Job, Config]:
-    """Return a job with its name, environment and map, and its configuration. Errors: UserError."""
-    config = config_of(plain)
-    play, short = label or config.map_name or config.env, arm.removeprefix("arms.")
-    name = re.sub(r"[^\w.=+,-]+", "_", f"{short}-{play}-seed{plain.seed}").lstrip(".")
+def _named(job: Job, config: Config, label: str) -> Job:
+    """Return a job with its name, environment and map. Errors: UserError."""
+    play, arm = label or config.map_name or config.env, job.arm.removeprefix("arms.")
+    name = re.sub(r"[^\w.=+,-]+", "_", f"{arm}-{play}-seed{job.seed}").lstrip(".")
     if len(name.encode()) > LONGEST_NAME:
         raise UserError("its name is too long for a folder. Give arms: with short names")
-    return Job(name, short, config.env, config.map_name, plain.seed, plain.words), config
+    return Job(name, arm, config.env, config.map_name, job.seed, job.words)
 
 
 def _arms(file: StudyFile, source: str, found: Mistakes) -> dict[str, Entry]:

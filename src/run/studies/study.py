@@ -128,7 +128,8 @@ def examine(jobs: Sequence[Job], executor: str, source: str) -> dict[str, Examin
     mistakes = Mistakes()
     for job, entry in zip(jobs, found, strict=True):
         if "errors" in entry:
-            mistakes.note(UserError(*entry["errors"]), f"{source}: {job.arm}{f' ({job.name})' * bool(job.name)}")
+            name = f" ({job.name})" if job.name else ""
+            mistakes.note(UserError(*entry["errors"]), f"{source}: {job.arm}{name}" if job.arm else source)
     mistakes.raise_any()
     return {job.name: entry for job, entry in zip(jobs, found, strict=True)}
 
@@ -142,10 +143,11 @@ def named_with_runs() -> Iterator[None]:
         if not rejected.jobs:
             raise
         found = Mistakes()
-        found.note(rejected)
+        found.add(*rejected.of_file)
         with found.caught():
             examine(rejected.jobs, rejected.executor, rejected.source)
         found.raise_any()
+        raise
 
 
 def not_comparable(records: Iterable[Record]) -> list[str]:

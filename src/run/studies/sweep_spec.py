@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -183,7 +183,7 @@ def load_sweep(
     Errors: UserError in one line that names the file, the place in it, and the key.
     """
     text, values, source, base = read_file(given, "sweep", NEEDS)
-    found = Mistakes()
+    found, of_runs = Mistakes(), Mistakes()
     file = validated(SweepFile, values, source, found)
     folder, seeds, pruning = Path(), list[int](), None
     words: tuple[str, ...] = ("with",)
@@ -195,14 +195,16 @@ def load_sweep(
         require_few_runs(source, {"trials": file.trials, "seeds": len(seeds)})
     with found.caught(source):
         words = words_of(file, Entry(), Environment(map=file.map), base)
+    with of_runs.caught(source):
         config = config_of_words(words)
     with found.caught():
         pruning = _pruning(file, source, found)
     space = _space(file, words, config, source, found)
+    alone = list(_alone(space, words, source, of_runs)) if config is not None else _ends(space, words)
     chosen, settings = executor_of(file.executor, source, executor, found)
     if pruning and (fixed := {"t_max", "test_interval"} & set(file.space)):
         found.add(f"{source}: space.{min(fixed)}: trials have different tests then. Give pruning: false")
-    require_right(found, [Job("", "", "", "", 1, words), *_ends(space, words)], chosen, source)
+    require_right(found, of_runs, [Job("", "", "", "", 1, words), *alone], chosen, source)
     assert config is not None
     return Sweep(folder, file, space, seeds, words, config, pruning, chosen, settings, text, source)
 
@@ -217,16 +219,27 @@ def _space(
     space = list[Parameter]()
     for key, values in file.space.items():
         entry = validated(SpaceEntry, values, f"{source}: space.{key}", found)
-        with found.caught(f"{source}: space.{key}"):
-            space.append(_parameter(key, entry, config, taken))
-    for job in _ends(space, words) if config is not None else ():
-        with found.caught(f"{source}: {job.arm}"):
-            config_of_words(job.words)
+        if values.keys() <= SpaceEntry.model_fields.keys():
+            with found.caught(f"{source}: space.{key}"):
+                space.append(_parameter(key, entry, config, taken))
     combinations = math.prod(parameter.size for parameter in space)
     if len(space) == len(file.space) and combinations < file.trials and space:
         fix = f"Lower trials to {combinations:.0f}, or add to the space"
         found.add(f"{source}: trials={file.trials}: the space has {combinations:.0f} combinations. {fix}")
     return tuple(space)
+
+
+def _alone(space: Sequence[Parameter], words: Sequence[str], source: str, of_runs: Mistakes) -> Iterator[Job]:
+    """Yield a run for each end or choice of each key alone; of a key only the first that is wrong."""
+    wrong = set[str]()
+    for job in _ends(space, words):
+        if job.arm in wrong:
+            continue
+        with of_runs.caught(f"{source}: {job.arm}"):
+            wrong.add(job.arm)
+            config_of_words(job.words)
+            wrong.remove(job.arm)
+        yield job
 
 
 def _ends(space: Sequence[Parameter], words: Sequence[str]) -> list[Job]:

@@ -22,7 +22,7 @@ from omagd.run.training.session import Session
 from omagd.run.watch.page import save_recording
 from omagd.run.watch.recorder import Recorder
 from omagd.run.watch.recording import Recording
-from omagd.utils.errors import UserError
+from omagd.utils.errors import Mistakes, UserError, collected
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.writing import STORAGE
 
@@ -40,12 +40,14 @@ HERE = {
 """Values for one process on any machine, instead of those of the training run."""
 
 
-def evaluation_config(run: str, texts: Mapping[str, str], command: str = "evaluate") -> Config:
+def evaluation_config(
+    run: str, texts: Mapping[str, Any], command: str = "evaluate", mistakes: Mistakes | None = None
+) -> Config:
     """Return the configuration that evaluates a run: the run's own with the keys in `texts` changed.
 
     Args:
         run: the run's folder, its `models/` or one step's folder. texts: the text of each `key=value`. command: what
-            the user called, for errors.
+            the user called, for errors. mistakes: collects wrong keys and values.
     Errors: UserError for a folder that holds no run, a `config.json` that cannot be read, wrong keys and values.
     """
     source = f"{command} {run}"
@@ -58,7 +60,8 @@ def evaluation_config(run: str, texts: Mapping[str, str], command: str = "evalua
     values: dict[str, Any] = {**read_saved(folder.config_json, source), **FIXED, **HERE, **paths}
     if "test_nepisode" in texts:  # else the run's `eval_report_episodes` would override it
         values["eval_report_episodes"] = 0
-    return validate(apply_texts(values, texts))
+    with collected(mistakes) as found:
+        return validate(apply_texts(values, texts, found), found)
 
 
 def trained_team(path: str, key: str, info: EnvInfo, device: torch.device) -> MAC:
