@@ -100,6 +100,7 @@ def test_too_many_runs_are_rejected_before_any_of_them_is_looked_at(monkeypatch)
         with pytest.raises(UserError) as caught:
             jobs_of(given)
         assert caught.value.message.startswith(f"study: {said} runs, more than 10000. Lower one")
+    monkeypatch.undo()
     del arms["arm100"]
     with pytest.raises(UserError, match="unknown key 'wrong'"):
         jobs_of({"arms": arms, "environments": ["3m", "8m"], "seeds": 50})

@@ -66,16 +66,25 @@ def with_fitting(config: Config, found: Mistakes) -> Config:
 
 def with_args(config: Config, found: Mistakes) -> Config:
     """Return `config` with all keys of learner, agent and mixer, without those that they do not take."""
-    from omagd.run.training.checks import complete_args
-
     for section in COMPONENT_ARGS:
         with found.caught():
-            try:
-                config = complete_args(config, (section,))
-            except ArgsError as error:
-                found.note(error)
-                config = complete_args(fewer(config, section, error.wrong), (section,))
+            config = _completed(config, section, found)
     return config
+
+
+def _completed(config: Config, section: str, found: Mistakes) -> Config:
+    from omagd.run.training.checks import complete_args
+
+    try:
+        return complete_args(config, (section,))
+    except ArgsError as error:
+        found.note(error)
+        left = fewer(config, section, error.wrong)
+        if getattr(left, section) != getattr(config, section):
+            return _completed(left, section, found)
+    except UserError as error:
+        found.note(error)
+    return without(config, (section,))
 
 
 def fewer(config: Config, section: str, keys: Collection[str]) -> Config:

@@ -112,13 +112,13 @@ def validated(model: type[M], values: Any, where: str, found: Mistakes) -> M:
     if isinstance(values, dict):
         for key in [key for key in values if key not in known]:
             fix = nearest(str(key), known) or f" Known: {', '.join(known)}"
-            found.add(f"{where}: unknown key '{shorten(key)}'.{fix}")
+            found.note(UserError(f"unknown key '{shorten(key)}'.{fix}"), where)
         values = {key: value for key, value in values.items() if key in known}
     try:
         return model.model_validate(values)
     except ValidationError as error:
         messages = validation_messages(error)
-        found.add(*(f"{where}: {line}" for line in messages.values()))
+        found.note(UserError(*messages.values()), where)
         wrong = {key.partition(".")[0] for key in messages}
         kept = {key: values[key] for key in values if key not in wrong} if isinstance(values, dict) else {}
         return model.model_validate(kept)
