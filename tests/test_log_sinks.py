@@ -394,11 +394,11 @@ def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link
     log_to(["jsonl", "wandb"], [logs[2]], RunFacts(run), "interrupted")
     wandb.teardown()  # its process has written everything
     (*_, last) = offline_files(run)
-    with last.open("r+b") as file:  # as a kill leaves it
-        file.truncate(last.stat().st_size - 9000)
-    (run / "wandb" / "offline-run-9").symlink_to(tmp_path / "other")
     other.mkdir()
     (other / last.name).write_bytes(last.read_bytes())
+    with last.open("r+b") as file:  # as a kill leaves it
+        file.truncate(last.stat().st_size - 9000)
+    (run / "wandb" / "offline-run-9").symlink_to(other)
     log_to(["jsonl", "wandb"], [logs[3]], RunFacts(run))
     wandb.teardown()
     (other / last.name).unlink()
