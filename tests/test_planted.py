@@ -202,10 +202,15 @@ def test_an_own_entry_that_cannot_be_read_is_no_reason_to_start_from_scratch(run
 
 
 def test_a_folder_that_cannot_be_entered_is_passed_over_unless_it_is_the_users_own(tmp_path, monkeypatch):
-    """As another user where this one is root, whom permissions do not bind."""
+    """As another user where this one is root, whom permissions do not bind.
+
+    That user may not be able to enter this repository: what has to be read or imported is so before.
+    """
     monkeypatch.setattr(storage, "RETRY_SECONDS", ())
     monkeypatch.chdir(tmp_path)
     root, found = os.geteuid() == 0, partial(resuming._same_runs, Path("."), "mine")
+    listed = SeedList(resolve("qmix", None, {"local_results_path": "closed", "seeds": (1, 2), "auto_resume": True}))
+    assert listed.finished_runs() == {} and found() == []
     for name in ("closed", "open"):
         Path(name).mkdir()
         Path(name, "run.json").write_text('{"identity": "mine"}')
@@ -214,7 +219,6 @@ def test_a_folder_that_cannot_be_entered_is_passed_over_unless_it_is_the_users_o
     if root:
         os.seteuid(65534)
     try:
-        listed = SeedList(resolve("qmix", None, {"local_results_path": "closed", "seeds": (1, 2), "auto_resume": True}))
         assert listed.finished_runs() == {}
         if root:  # another user's
             assert found() == [Path("open")]
