@@ -29,6 +29,16 @@ from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.packing import RecordedEpisode
 
 CPU = torch.device("cpu")
+FLAGS = {
+    "3m": {"continuing_episode": True},
+    "2s3z": {"obs_last_action": True, "obs_timestep_number": True, "state_timestep_number": True},
+    "MMM2": {"reward_only_positive": False, "obs_pathing_grid": True, "obs_terrain_height": True},
+    "corridor": {"obs_instead_of_state": True, "state_last_action": False},
+    "so_many_baneling": {"reward_sparse": True, "obs_all_health": False},
+    "8m_vs_9m": {"start": "mixed", "sight_range": 6},
+    "3s_vs_5z": {"start": "hidden", "sight_range": 4.5},
+    "2c_vs_64zg": {"reward_scale": False, "difficulty": "3", "obs_own_health": False},
+}
 SLOTS = 6
 
 

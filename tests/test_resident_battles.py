@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import re
+import shutil
+import sys
+import time
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from resident_toys import FLAGS
 
 from omagd.envs.battle import skirmish_env
 from omagd.envs.battle.args import SkirmishArgs
@@ -20,18 +27,9 @@ from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.utils import compiling
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-FLAGS = {
-    "3m": {"continuing_episode": True},
-    "2s3z": {"obs_last_action": True, "obs_timestep_number": True, "state_timestep_number": True},
-    "MMM2": {"reward_only_positive": False, "obs_pathing_grid": True, "obs_terrain_height": True},
-    "corridor": {"obs_instead_of_state": True, "state_last_action": False},
-    "so_many_baneling": {"reward_sparse": True, "obs_all_health": False},
-    "8m_vs_9m": {"start": "mixed", "sight_range": 6},
-    "3s_vs_5z": {"start": "hidden", "sight_range": 4.5},
-    "2c_vs_64zg": {"reward_scale": False, "difficulty": "3", "obs_own_health": False},
-}
 SLOTS = 5
 
 
@@ -181,12 +179,13 @@ def test_a_thread_per_battle_and_per_view_plays_what_the_loops_play(on_gpu, monk
     assert threads.faults.any()
 
 
-def test_kernels_are_launched_on_the_current_stream_with_a_thread_for_all(monkeypatch):
-    launched = []
+def test_kernels_are_launched_on_the_current_stream_with_a_thread_for_all(monkeypatch, tmp_path):
+    launched, settings = [], SimpleNamespace(CACHE_DIR="before")
 
     class Kernel:
-        def __init__(self, function):
-            self.function = function
+        def __init__(self, function, **options):
+            assert options == {"lto": False, "cache": True}, "nvJitLink fuses"
+            self.function, self._cache = function, SimpleNamespace(cache_path=f"{settings.CACHE_DIR}/battle")
 
         def __getitem__(self, launch):
             return lambda *args: launched.append((self.function, launch, args))
@@ -194,6 +193,8 @@ def test_kernels_are_launched_on_the_current_stream_with_a_thread_for_all(monkey
     fake = {"select_device": launched.append, "jit": Kernel, "external_stream": lambda pointer: f"stream {pointer}"}
     monkeypatch.setattr(kernels, "cuda", SimpleNamespace(**fake, as_cuda_array=lambda tensor, sync: (tensor, sync)))
     monkeypatch.setattr(kernels, "exact", contextlib.nullcontext)
+    monkeypatch.setattr(kernels, "kept_in", lambda: tmp_path)
+    monkeypatch.setitem(sys.modules, "numba.cuda.core", SimpleNamespace(config=settings))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7 + device.index))
     kernels.jitted.cache_clear()
     launcher = kernels.CUDAKernels(torch.device("cuda", 1))
@@ -206,30 +207,68 @@ def test_kernels_are_launched_on_the_current_stream_with_a_thread_for_all(monkey
 
 
 @pytest.fixture
-def compilable(on_gpu, monkeypatch):
+def compilable(on_gpu, monkeypatch, tmp_path):
     """Let kernels compile without a GPU: Numba asks a device only which architecture it has."""
     if find_spec("numba_cuda") is None:
         pytest.skip("numba-cuda is not installed")
     from numba import cuda
     from numba.cuda import dispatcher
+    from numba.cuda.cudadrv import devices
 
     monkeypatch.setattr(kernels, "cuda", cuda)
-    monkeypatch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=(9, 0)))
+    card = SimpleNamespace(compute_capability=(9, 0))
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: card)
+    monkeypatch.setattr(devices, "get_context", lambda: SimpleNamespace(device=card))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels.compiler, "folder", tmp_path / "omagd" / "compiled" / "battles-00000000")
+    for made_once in (kernels.kept_in, kernels.jitted):
+        made_once.cache_clear()
+    yield
+    for made_once in (kernels.kept_in, kernels.jitted):
+        made_once.cache_clear()
 
 
-def types_of(*arguments):
+def linked_ptx(name, *arguments):
+    """Return the PTX of a kernel for compute capability 9.0, linked as it is when it is launched."""
     import numba
+    from numba.cuda.dispatcher import _Kernel
 
-    return tuple(map(numba.typeof, arguments))
+    made = kernels.jitted(name)
+    with kernels.exact():
+        library = _Kernel(made.py_func, tuple(map(numba.typeof, arguments)), **made.targetoptions)._codelibrary
+        return library.get_lto_ptx((9, 0)) if library._lto else library.get_asm_str((9, 0))
 
 
 @pytest.mark.parametrize("kernel", ["reset", "step", "look"])
 def test_kernels_compile_for_gpus_without_fused_operations(compilable, kernel):
     arguments = getattr(GPULayout("MMM2", SLOTS), f"_{kernel}")
-    ptx = kernels.to_ptx(kernel, types_of(*arguments, *[True] * (kernel == "look")))
+    ptx = linked_ptx(kernel, *arguments, *[True] * (kernel == "look"))
     assert ".entry" in ptx
     assert not re.findall(r"\bfma\.", ptx)
     assert not re.findall(r"\b(div|sqrt)\.(approx|full)", ptx)
+
+
+def test_kernels_are_kept_for_later_processes_or_a_line_says_why_not(compilable, capsys, tmp_path):
+    folder = kernels.kept_in()
+    assert folder.parent == tmp_path / "omagd" / "compiled" and "once" in capsys.readouterr().err
+    assert folder in Path(kernels.jitted("reset")._cache.cache_path).parents
+    old, now = folder.with_name("battles-cuda-01234567"), time.time()
+    old.mkdir()
+    (old / "lock").touch()
+    os.utime(old / "lock", (now, now - (compiling.KEPT_DAYS + 1) * 86400))
+    kernels.kept_in.cache_clear()
+    assert kernels.kept_in() == folder and not old.exists()
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+    kernels.jitted.cache_clear()
+    assert not kernels.jitted("reset").targetoptions["lto"]
+    assert "each start" in capsys.readouterr().err
+
+
+def test_numba_cuda_finds_the_function_that_numpy_2_5_has_not(compilable, monkeypatch):
+    monkeypatch.delattr(np, "row_stack", raising=False)
+    importlib.reload(kernels)
+    importlib.reload(importlib.import_module("numba.cuda.np.arrayobj"))
 
 
 def test_battles_are_played_in_single_precision(compilable, monkeypatch):
@@ -240,6 +279,6 @@ def test_battles_are_played_in_single_precision(compilable, monkeypatch):
 
     monkeypatch.setitem(kernels.KERNELS, "only_play", only_play)
     tables, _, _, _, state, _, s, k, orders, _, _, active, *_ = GPULayout("MMM2", SLOTS)._step
-    ptx = kernels.to_ptx("only_play", types_of(tables, state, s, k, orders, active))
+    ptx = linked_ptx("only_play", tables, state, s, k, orders, active)
     assert re.findall(r"\.f32\b", ptx)
     assert not re.findall(r"\.f64\b", ptx)

@@ -201,6 +201,20 @@ def remove_kernels(folder: Path) -> None:
     folder.rmdir()
 
 
+def remove_earlier_versions(folder: Path) -> None:
+    """Remove other versions of a folder of kernels that nobody has used for `KEPT_DAYS`; use holds or touches `lock`.
+
+    Names of versions end in eight hexadecimal digits.
+    """
+    name = re.compile(re.escape(folder.name[:-8]) + "[0-9a-f]{8}")
+    for other in folder.parent.iterdir():
+        if name.fullmatch(other.name) and other != folder and not other.is_symlink():
+            with suppress(OSError), (other / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.stat(lock.fileno()).st_mtime > KEPT_DAYS * 86400:
+                    remove_kernels(other)
+
+
 class Compiler:
     """Compiles the functions of one package.
 
@@ -339,17 +353,7 @@ class Compiler:
         found = {file.relative_to(self.folder).as_posix(): _digest(file) for file in files_of_kernels(self.folder)}
         if found != kept:
             replace_file(self.folder / "done", json.dumps(found).encode())
-            self._remove_earlier_versions()
-
-    def _remove_earlier_versions(self) -> None:
-        """Remove folders of these kernels that nobody has used for `KEPT_DAYS`; who uses one now holds its lock."""
-        name = re.compile(re.escape(self.folder.name[:-8]) + "[0-9a-f]{8}")
-        for folder in self.folder.parent.iterdir():
-            if name.fullmatch(folder.name) and folder != self.folder and not folder.is_symlink():
-                with suppress(OSError), (folder / "lock").open() as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if time.time() - os.stat(lock.fileno()).st_mtime > KEPT_DAYS * 86400:
-                        remove_kernels(folder)
+            remove_earlier_versions(self.folder)
 
     def _kept(self) -> dict[str, int]:
         """Return the digests of the files that a whole compilation has left, by name."""

@@ -8,23 +8,33 @@ from __future__ import annotations
 
 import functools
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numba.cuda
+import numpy as np
 import torch
 from torch import Tensor
 
 from omagd.envs.battle.compiled import observe, play, rules, starts
+from omagd.envs.battle.compiled.compiling import compiler
 from omagd.envs.battle.compiled.features import Layout, N
 from omagd.envs.battle.compiled.observe import Shown
 from omagd.envs.battle.compiled.rules import NEGATIVE, Episodes, Prices, Results
 from omagd.envs.battle.compiled.starts import Starts
 from omagd.envs.battle.compiled.tables import Array, Orders, State, Tables
+from omagd.utils.compiling import files_of_kernels, remove_earlier_versions
+from omagd.utils.writing import print_note, print_warning
 
 cuda: Any = numba.cuda  # without types
+if not hasattr(np, "row_stack"):  # numba-cuda names it at import, to 0.30.4 at least; NumPy 2.5 has `vstack` only
+    np.row_stack = np.vstack
 
+SECONDS = "20 to 40 s"
 THREADS = 64
 """Threads of a block: few, so that a few thousand battles reach all multiprocessors."""
 
@@ -94,12 +104,18 @@ def exact() -> Iterator[None]:
         nvvm.compile_ir = before
 
 
-def to_ptx(name: str, types: tuple[Any, ...], capability: tuple[int, int] = (9, 0)) -> str:
-    """Return the PTX of one of `KERNELS` for arguments of Numba's `types`; needs no GPU."""
-    from numba.core.types import void
+def try_out() -> None:
+    """Compile a small kernel as those of battles are compiled, and run it. Errors: whatever is wrong."""
 
+    def count(values: Array) -> None:
+        i = cuda.grid(1)
+        values[i] = i
+
+    values = torch.zeros(THREADS, dtype=torch.int64, device="cuda")
     with exact():
-        return str(cuda.compile(KERNELS[name], void(*types), cc=capability, device=False, abi="numba", output="ptx")[0])
+        cuda.jit(count, lto=False)[1, THREADS](cuda.as_cuda_array(values))
+    if not torch.equal(values.cpu(), torch.arange(THREADS)):
+        raise RuntimeError("a kernel of numba-cuda computes wrongly")
 
 
 class CUDAKernels:
@@ -129,6 +145,36 @@ class CUDAKernels:
 
 
 @functools.cache
+def kept_in() -> Path:
+    """Return the folder of compiled kernels: another one after a change in their source, or of numba-cuda."""
+    digest = zlib.crc32(version("numba-cuda").encode(), int(compiler.folder.name[-8:], 16))
+    folder = compiler.folder.with_name(f"battles-cuda-{digest:08x}")
+    with suppress(OSError):  # `jitted` says so
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lock").touch()
+        remove_earlier_versions(folder)
+        if not files_of_kernels(folder):
+            print_note(f"Compiling the battles for this GPU, once: {SECONDS}. Kept in {folder}.")
+    return folder
+
+
+@functools.cache
 def jitted(name: str) -> Any:
-    """Return one of `KERNELS`, compiled once per process for each kind of arguments."""
-    return cuda.jit(KERNELS[name])
+    """Return one of `KERNELS`, compiled once for each kind of arguments, and kept for later processes.
+
+    Without link-time optimisation: with it nvJitLink generates the code, and it fuses whatever NVVM was told.
+    """
+    from numba.cuda.core import config
+
+    folder = kept_in()
+    before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
+    try:
+        kernel = cuda.jit(KERNELS[name], lto=False, cache=True)
+        if folder in Path(kernel._cache.cache_path).parents:
+            return kernel
+    except RuntimeError:  # Numba cannot write anywhere
+        pass
+    finally:
+        config.CACHE_DIR = before
+    print_warning(f"{folder}: Numba cannot write there. The GPU's kernels are compiled at each start ({SECONDS}).")
+    return cuda.jit(KERNELS[name], lto=False)
