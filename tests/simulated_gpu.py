@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
 # Operations that take tensors of two devices: copies, and rows chosen by an index from the CPU.
-CROSSING = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor}
-CROSSING |= {aten.index_put_.default, aten.index_put.default}
+INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+CROSSING = {aten.copy_.default, aten._to_copy.default, *INDEXING}
 # Operations at which the host waits for the device.
 WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.bincount.default}
 WAITS |= {aten._unique2.default, aten.equal.default, aten.repeat_interleave.Tensor}
@@ -110,7 +110,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], waits: Counter[str] | Non
     if ours and func not in CROSSING:
         _require_one_device(func, tensors)
     if waits is not None:
-        _count(waits, func, args, there)
+        _count(waits, func, args, kwargs, there)
     if func is aten._fused_sdp_choice.default:
         return 0  # the plain formula, which is made of operations that every device has
     inside = {name: _inside(value) for name, value in kwargs.items()}
@@ -137,12 +137,20 @@ def _require_one_device(func: Any, tensors: list[Tensor]) -> None:
             raise RuntimeError(f"{func}: tensors on cuda:0 and cpu (of shape {tuple(tensor.shape)})")
 
 
-def _count(waits: Counter[str], func: Any, args: Any, there: bool) -> None:
-    """Count waits of the host: for a value, for a size that depends on values, for a copy to the CPU."""
+def _count(waits: Counter[str], func: Any, args: Any, kwargs: dict[str, Any], there: bool) -> None:
+    """Count waits of the host: for a value, for a size that depends on values, for a copy from or to the CPU.
+
+    A copy to the device makes the host wait unless it is `non_blocking`.
+    """
     to_cpu = func is aten._to_copy.default and not there
     to_cpu |= func is aten.copy_.default and not isinstance(args[0], OnGPU) and isinstance(args[1], OnGPU)
-    by_mask = func in CROSSING and any(t.dtype == torch.bool for t in tree_leaves(args[1:2]) if isinstance(t, Tensor))
-    if func in WAITS or to_cpu or (by_mask and func is aten.index.Tensor):
+    source = args[1] if func is aten.copy_.default else args[0] if func is aten._to_copy.default else None
+    blocking = not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:3] == (True,)))
+    upload = blocking and there and isinstance(source, Tensor) and not isinstance(source, OnGPU)
+    places = [t for t in tree_leaves(args[1:2]) if isinstance(t, Tensor)] if func in INDEXING else []
+    by_mask = func is aten.index.Tensor and any(t.dtype == torch.bool for t in places)
+    sent = any(not isinstance(t, OnGPU) for t in places)
+    if func in WAITS or to_cpu or upload or by_mask or sent:
         waits[str(func)] += 1
 
 
@@ -156,6 +164,7 @@ def _set_grad(enabled: bool) -> bool:
 def simulated_gpu() -> Iterator[SimulatedGPU]:
     """Enter the mode; CUDA's random state and autocast work without a card."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)  # of the machine's own card, which is not simulated
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state())
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": None)

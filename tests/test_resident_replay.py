@@ -100,13 +100,18 @@ def test_the_host_reads_one_value_of_a_round_and_none_of_a_batch():
     assert all(isinstance(batch[name], OnGPU) and torch.equal(batch[name].value, same[name]) for name in same.data)
 
 
-def test_episodes_of_another_device_are_stored_too():
-    """Agents may act on the CPU while the replay is on a GPU."""
+def test_episodes_of_the_cpu_are_sent_together_and_those_of_another_gpu_rejected():
+    """Agents may act on the CPU while the replay is on a GPU; "cuda" means the current one."""
     expected = EpisodeBuffer(8)
     expected.add(block_of(0))
-    with simulated_gpu():
-        buffer = ResidentBuffer(8, DEVICE, ROWS)
+    with simulated_gpu() as gpu:
+        buffer = ResidentBuffer(8, "cuda", ROWS)
+        assert buffer.device == DEVICE
         buffer.add(block_of(0))
+        assert sum(gpu.waits.values()) == 1, gpu.waits
         batch = buffer.sample(4, np.random.default_rng(0))
+        buffer.device = torch.device("cuda", 1)
+        with pytest.raises(ValueError, match="episodes on cuda:0 cannot be stored on cuda:1"):
+            buffer.add(block_of(0, device=DEVICE))
     same = expected.sample(4, np.random.default_rng(0))
     assert all(torch.equal(batch[name].value, same[name]) for name in same.data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -124,7 +125,10 @@ def test_actions_explore_by_epsilon_and_only_among_those_available():
         others = (available.sum(-1) - 1) / available.sum(-1)
         expected = max(epsilon, 0) * others.mean()
         assert abs((chosen != best).double().mean() - expected) < 0.02
-    # All available actions are equally likely: the mean of their places among them.
+    # The available action number floor(u times their number), and all are equally likely: the mean of their places.
+    number = 2 * (step.unsqueeze(1) * n + torch.arange(n)) + 1
+    wanted = (uniform(number, seed.unsqueeze(1)) * available.sum(-1)).floor()
+    assert torch.equal(available.cumsum(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1), wanted.long() + 1)
     place = (available.cumsum(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - 1) / (available.sum(-1) - 1)
     assert abs(place[available.sum(-1) > 1].mean() - 0.5) < 0.02
 
@@ -256,11 +260,14 @@ def card(monkeypatch):
 
 
 def test_a_tick_becomes_a_graph_after_some_that_are_played(card):
+    """While it is captured, the garbage collector frees no earlier graph."""
     calls: list[int] = []
-    run = Captured(lambda: calls.append(card.replayed), DEVICE)
+    collects: list[bool] = []
+    run = Captured(lambda: (calls.append(card.replayed), collects.append(gc.isenabled())), DEVICE)
     for _ in range(WARM_UP + 4):
         run()
     assert len(calls) == WARM_UP + 1, "played, and captured once"
+    assert collects == [True] * WARM_UP + [False] and gc.isenabled()
     assert (len(card.captured), card.replayed) == (1, 4)
     on_cpu = Captured(lambda: calls.append(0), CPU)
     for _ in range(10):

@@ -36,6 +36,7 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.seeding import stream_seed, stream_seeds
 
 torch.set_num_threads(1)
 
@@ -364,3 +365,12 @@ def test_failures_are_counted_over_runners_and_restarts():
     session.resume_counting({"restarts": 2.0})  # of an earlier start
     assert session.failure_counts() == {"restarts": 5, "lost_episodes": 3}
     assert session.logged_failures["restarts"] == 5
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 + 5, 2**70])
+def test_the_seeds_of_many_slots_are_those_of_numpys_seed_sequence(seed):
+    rng = np.random.default_rng(0)
+    for place in ((rng.integers(0, 2**32, 9),), (3, np.arange(9), rng.integers(0, 2**32, 9)), (0, 1, 2, np.arange(9))):
+        rows = np.stack(np.broadcast_arrays(*place)).T.tolist()
+        each = [stream_seed(seed, "env/train", *row) for row in rows]
+        assert stream_seeds(seed, "env/train", *place).tolist() == each

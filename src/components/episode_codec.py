@@ -217,7 +217,7 @@ def _pack(bits: Tensor) -> Tensor:
 def _table(device: torch.device) -> Tensor:
     """Return the eight bits of each byte as the eight bytes of an integer, [256] int64."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
-    return torch.from_numpy(bits.view(np.int64)[:, 0].copy()).to(device)
+    return torch.from_numpy(bits.view(np.int64)[:, 0].copy()).to(device, non_blocking=True)
 
 
 def _unpack(packed: Tensor, count: int) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,24 +27,29 @@ class ResidentBuffer(EpisodeBuffer):
     """
 
     def __init__(self, capacity: int, device: torch.device | str, rows: int) -> None:
-        super().__init__(capacity, device)
+        super().__init__(capacity, torch.empty(0, device=device).device)  # with its number, which "cuda" lacks
         self._rows = rows
         self._memory: Tensor | None = None  # allocated with the first episode; `_records` are views of it
 
     def add(self, episodes: Iterable[Episode]) -> None:
-        """Add episodes, oldest first; those of one block on the device are encoded there, together."""
-        waiting = list(episodes)
-        parts = [episode for episode in waiting if isinstance(episode, BlockEpisode)]
-        together = len(parts) == len(waiting) and len({id(part.block) for part in parts}) == 1
-        if not (together and self._add_block(parts)):
-            super().add(waiting)
+        """Add episodes, oldest first; those of one block are encoded together, where the buffer is.
+
+        Errors: ValueError for a block on another GPU, which would come through the host.
+        """
+        for key, found in groupby(episodes, key=lambda e: id(e.block) if isinstance(e, BlockEpisode) else None):
+            group = list(found)
+            if key is None or not self._add_block(cast(list[BlockEpisode], group)):
+                super().add(group)
 
     def _add_block(self, episodes: list[BlockEpisode]) -> bool:
-        """Add episodes of one block, and return whether that was possible; otherwise nothing has changed."""
-        block = episodes[0].block
+        """Add episodes of one block; return False, with nothing changed, where a field breaks the rule of its code."""
+        for value in episodes[0].block.values():
+            if value.device.type != "cpu" and value.device != self.device:
+                raise ValueError(f"episodes on {value.device} cannot be stored on {self.device}")
+        block = {name: value.to(self.device, non_blocking=True) for name, value in episodes[0].block.items()}
         spec: Spec = {name: (value.dtype, tuple(value.shape[2:])) for name, value in block.items()}
         codec, (count, rows) = self._codec or Codec(spec), next(iter(block.values())).shape[:2]
-        if spec != codec.spec or rows != self._rows or any(value.device != self.device for value in block.values()):
+        if spec != codec.spec or rows != self._rows:
             return False
         firsts = range(0, count, AT_ONCE)
         parts = [codec.encode_rows({n: v[i : i + AT_ONCE].flatten(0, 1) for n, v in block.items()}) for i in firsts]

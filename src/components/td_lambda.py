@@ -37,9 +37,11 @@ def td_lambda_targets(
     one value per agent, values are [S, n], and reward and terminated broadcast to them.
     """
     keep = gamma * (1.0 - terminated)
-    closing = packing.closing.to(values.device).view(-1, *[1] * (values.dim() - 1))
-    fixed = isinstance(packing, FixedPacking)
-    later = values.roll(-packing.n_episodes, 0) if fixed else values[packing.next_row.to(values.device)]  # v(t+1)
+    closing = packing.closing.to(values.device, non_blocking=True).view(-1, *[1] * (values.dim() - 1))
+    if isinstance(packing, FixedPacking):
+        later = values.roll(-packing.n_episodes, 0)  # v(t+1)
+    else:
+        later = values[packing.next_row.to(values.device, non_blocking=True)]
     targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * later)
     weight = td_lambda * keep  # of G(t+1) in G(t)
     if isinstance(packing, FixedPacking):
@@ -67,8 +69,8 @@ def by_doubling(targets: Tensor, weight: Tensor, packing: Packing) -> Tensor:
 
     targets, weight: [S, ...].
     """
-    after = packing.next_row.to(targets.device)
-    closing = packing.closing.to(targets.device).view(-1, *[1] * (targets.dim() - 1))
+    after = packing.next_row.to(targets.device, non_blocking=True)
+    closing = packing.closing.to(targets.device, non_blocking=True).view(-1, *[1] * (targets.dim() - 1))
     weight = weight.masked_fill(closing, 0)
     for _ in range((packing.n_steps - 1).bit_length()):
         targets = torch.addcmul(targets, weight, targets[after])

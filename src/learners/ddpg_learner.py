@@ -201,7 +201,7 @@ class DDPGLearner:
     def _steps(self, batch: PackedBatch, before: int = 0) -> Steps:
         """Return the valid steps of (a part of) a batch. before: episodes of lower ranks in this update."""
         rows = _step_rows(batch.packing)
-        now, later = (p if isinstance(p, slice) else p.to(self.device) for p in rows)
+        now, later = (p if isinstance(p, slice) else p.to(self.device, non_blocking=True) for p in rows)
         inputs, dtype = self.mac.inputs(batch), self.mac.dtype
         return Steps(
             before=inputs.rows(now),
@@ -229,7 +229,7 @@ class DDPGLearner:
         n, actions, longest = self.info.n_agents, self.info.n_actions, self.info.episode_limit + 1
         key, cpu = stream_seed(self.config.seed, "gumbel", self.updates), torch.device("cpu")
         drawn = row_draws(batch, n * actions, key, longest=longest, before=before, device=cpu)[row].clamp(1e-12)
-        return -(-drawn.log()).log().view(-1, n, actions).to(self.device, self.mac.dtype)
+        return -(-drawn.log()).log().view(-1, n, actions).to(self.device, self.mac.dtype, non_blocking=True)
 
     @torch.no_grad()
     def _follow(self, finite: Tensor) -> None:

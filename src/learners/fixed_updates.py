@@ -17,6 +17,7 @@ from torch import Tensor
 from omagd.components.resident_buffer import FixedDraw
 from omagd.config.schema import Config
 from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
+from omagd.utils.capturing import captured
 from omagd.utils.logging import PACKAGE
 
 LOG = logging.getLogger(PACKAGE)
@@ -152,7 +153,7 @@ class FixedUpdates:
         graph = torch.cuda.CUDAGraph()
         # A failed capture leaves its stream current; the outer block restores this one.
         with torch.cuda.stream(torch.cuda.current_stream(self._device)), _capturable(self._step.optimizer):
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+            with captured(graph, pool=self._pool, stream=self._side):
                 stats = self._learn(draw, drawn)
                 values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
                 shape.names, shape.values = tuple(stats), torch.stack(values)

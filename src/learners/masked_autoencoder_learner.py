@@ -45,7 +45,7 @@ class Sample:
 def windows(packing: Packing, k: int, device: torch.device) -> Tensor:
     """Return the rows [S, k] of the k steps that end at each row, -1 before its episode."""
     step = packing.step[:, None] - torch.arange(k - 1, -1, -1)
-    return torch.where(step >= 0, packing.row(step, packing.episode[:, None]), -1).to(device)
+    return torch.where(step >= 0, packing.row(step, packing.episode[:, None]), -1).to(device, non_blocking=True)
 
 
 class AutoencoderLoss(LossModule):
@@ -101,7 +101,7 @@ class MaskedAutoencoderLearner(GraphLearner):
         self._loss.train()
         parts = [self.sample(part) for part in self.parts(batch)]
         count = torch.tensor(float(sum(len(part.rows) for part in parts)), dtype=torch.float64)
-        result = self._step(count.to(self.dist.device), *((part,) for part in parts))
+        result = self._step(count.to(self.dist.device, non_blocking=True), *((part,) for part in parts))
         self.updates += 1
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
@@ -122,7 +122,7 @@ class MaskedAutoencoderLearner(GraphLearner):
         joined = net.joined(batch["obs"], last_actions(batch["actions"], batch.packing))
         n = net.n_agents
         updates = self.updates if self._loss.training else 0  # evaluations compare: each shows the same
-        turn = (batch.packing.step.to(batch.device)[valid] + updates)[:, None]
+        turn = (batch.packing.step.to(batch.device, non_blocking=True)[valid] + updates)[:, None]
         behind = (torch.arange(n, device=batch.device) - turn) % n  # agents after the one whose turn it is
         more = turn // n % max(1, n - 1)  # as many more are shown, at most n - 2
         return Sample(joined, torch.cat([rows, rows]), torch.cat([behind == 0, behind <= more]))

@@ -147,7 +147,7 @@ class NQLearner:
         actions = torch.zeros(n_rows, n_agents, dtype=torch.int64, device=self.device)
         available = torch.ones(n_rows, n_agents, self.info.n_actions, device=self.device)
         state = like.new_zeros(n_rows, self.info.state_dim)
-        taken = Transitions(actions, available, state, ~packing.closing.to(self.device), packing)
+        taken = Transitions(actions, available, state, ~packing.closing.to(self.device, non_blocking=True), packing)
         inputs = AgentInputs.blank(n_rows, self.info, like)
         self._step.warm_up(
             inputs, taken, lambda q: torch.zeros_like(mix(self.mixer, MixerInputs(q, actions, available, state)))

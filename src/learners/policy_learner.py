@@ -86,7 +86,7 @@ class PolicyRows:
 
     def rows(self, which: Tensor, packing: Packing, start: Tensor | None) -> PolicyRows:
         """Return the rows at the places `which` [R'] as rows of another packing."""
-        which = which.to(self.state.device)
+        which = which.to(self.state.device, non_blocking=True)
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {name: value[which] for name, value in values.items() if isinstance(value, Tensor)}
         return PolicyRows(**{**values, "inputs": self.inputs.rows(which), "packing": packing, "start": start})
@@ -314,7 +314,7 @@ def _of_chunks(rows: PolicyRows, hidden: Tensor | None, chunks: Chunks) -> Polic
     """Return the rows of some chunks; each starts from the hidden state before its first row, or from zeros."""
     start = None
     if hidden is not None:
-        before = chunks.before.to(hidden.device)
+        before = chunks.before.to(hidden.device, non_blocking=True)
         found = hidden[before.clamp(min=0)]
         start = torch.where((before < 0).view(-1, 1, 1), torch.zeros_like(found), found)
     return rows.rows(chunks.rows, chunks.packing, start)

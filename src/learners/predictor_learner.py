@@ -259,12 +259,12 @@ def cheapest(cost: Tensor) -> Tensor:
     """
     m = cost.shape[1]
     if m <= ENUMERATED:
-        orders = _orders(m).to(cost.device)
+        orders = _orders(m).to(cost.device, non_blocking=True)
         rows = torch.arange(m, device=cost.device)
         totals = cost[:, rows, orders].sum(-1)
         return orders[totals.argmin(-1)]
     solved = [linear_sum_assignment(one)[1] for one in cost.detach().cpu().double().numpy()]
-    return torch.stack([torch.from_numpy(columns) for columns in solved]).to(cost.device)
+    return torch.stack([torch.from_numpy(columns) for columns in solved]).to(cost.device, non_blocking=True)
 
 
 @torch.no_grad()

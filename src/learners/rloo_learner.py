@@ -64,7 +64,7 @@ class RLOOLearner(PolicyLearner[RLOOArgs]):
             advantage = minus_others(self._to_go(batch, weight), place, others[episode])
         else:  # the first rows of a packing are the first steps of all episodes
             score = self._to_go(batch, weight)[:count] if self.args.score == "return" else self._outcomes(batch, weight)
-            advantage = minus_others(score, group, others)[episode.to(score.device)]
+            advantage = minus_others(score, group, others)[episode.to(score.device, non_blocking=True)]
         return Advantages(self.normalised(advantage.unsqueeze(-1).expand_as(weight), weight))
 
     def _to_go(self, batch: PackedBatch, like: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class RLOOLearner(PolicyLearner[RLOOArgs]):
                 f"learner_args.score=outcome: env={self.config.env} has reported no battle_won. Use"
                 " learner_args.score=return"
             )
-        return torch.tensor(outcomes, dtype=like.dtype).to(like.device)
+        return torch.tensor(outcomes, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def _groups(batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def minus_others(score: Tensor, place: Tensor, others: Tensor) -> Tensor:
     score: [N]. place: [N] int64, equal for scores that are compared. others: [N] int64, number of the others; scores
         that are missing in a place count as 0.
     """
-    here = place.to(score.device)
+    here = place.to(score.device, non_blocking=True)
     total = score.new_zeros(int(place.max()) + 1).index_add(0, here, score)[here]
-    count = others.to(score)
+    count = others.to(score, non_blocking=True)
     return torch.where(count > 0, score - (total - score) / count.clamp(min=1), 0.0)

@@ -178,7 +178,8 @@ class SyncedOptimizer:
                 loss_sum, of_part = self._wrapped(*part)
                 if scale is None:
                     some = total.wait()
-                    scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0).to(loss_sum.device)
+                    scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0)
+                    scale = scale.to(loss_sum.device, non_blocking=True)
                 self.dist.backward(loss_sum * scale, self._wrapped)
             stats = merge(stats, of_part)
         self._require_gradients()

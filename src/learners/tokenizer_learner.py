@@ -156,7 +156,7 @@ class TokenizerLearner(GraphLearner):
         """Return the nodes of `batch` to train on: present nodes of living observers at steps that happened."""
         full = batch["full_obs"]
         counts = alive(full) & batch.valid_mask[:, None]
-        episode = torch.tensor(batch.sample_index)[batch.packing.episode].to(full.device)
+        episode = torch.tensor(batch.sample_index)[batch.packing.episode].to(full.device, non_blocking=True)
         episode = episode[:, None].expand_as(counts)[counts]
         graphs = obs_to_nodes(full[counts], self.layout)
         present = ~unseen(graphs)
@@ -197,7 +197,7 @@ class TokenizerLearner(GraphLearner):
         if not total:
             return None
         picks = generator(self.config.seed, purpose, self.updates).choice(total, wanted, replace=total < wanted)
-        local = torch.from_numpy(picks).to(nodes.features.device) - offset
+        local = torch.from_numpy(picks).to(nodes.features.device, non_blocking=True) - offset
         mine = (local >= 0) & (local < len(nodes.features))
         order = torch.argsort(nodes.episode, stable=True)
         drawn = nodes.features.new_zeros(wanted, nodes.features.shape[1])

@@ -21,6 +21,7 @@ from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.runners.recorder import row_fields
+from omagd.utils.capturing import captured
 from omagd.utils.seeding import uniform
 
 RETURN, LENGTH, END, RESULTS = range(4)
@@ -44,8 +45,10 @@ def choose(q: Tensor, available: Tensor, epsilon: Tensor, seed: Tensor, step: Te
     number = 2 * (step.unsqueeze(1) * n + torch.arange(n, device=step.device))
     key = seed.unsqueeze(1)
     wanted = (uniform(number + 1, key) * available.sum(dim=-1)).floor()
-    # The available action number `wanted`.
-    anything = (available.cumsum(dim=-1) > wanted.unsqueeze(-1)).int().argmax(dim=-1)
+    # The available action number `wanted`. A product counts exactly, and on a GPU many times faster than `cumsum`.
+    many = available.shape[-1]
+    counts = available.float() @ torch.ones(many, many, device=q.device).triu()
+    anything = (counts > wanted.unsqueeze(-1)).int().argmax(dim=-1)
     return torch.where(uniform(number, key) < epsilon, anything, best)
 
 
@@ -126,7 +129,7 @@ class ResidentLoop:
 
     def _begin(self, seeds: Tensor, explore: Exploration | None) -> None:
         everyone = torch.ones_like(self._playing)
-        self._seeds.copy_(seeds)
+        self._seeds.copy_(seeds, non_blocking=True)
         self._epsilon.fill_(GREEDY if explore is None else explore.epsilon)
         self._truth.fill_(0.0 if explore is None else explore.truth)
         self._start.copy_(self._actor.init_hidden(len(everyone)))
@@ -236,7 +239,7 @@ class Captured:
             self._function()
         else:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with captured(self._graph):
                 self._function()
             self._graph.replay()
 

@@ -138,14 +138,25 @@ class ResidentRunner(Runner):
         results = torch.cat([loop.results.flatten(), loop.game.faults.double()]).tolist()
         if any(results[-slots:]):
             raise RuntimeError("runner=resident: the environment was given actions that are not available")
-        width = loop.results.shape[1]
-        found = [results[e * width : (e + 1) * width] for e in range(slots * loop.episodes)]
-        for e in sorted(range(len(found)), key=lambda e: (found[e][END], e % slots)):
-            slot, origin, values = e % slots, origins[e // slots], found[e]
-            seed, length = int(origin.seed[slot]), int(values[LENGTH])
-            outcome = dict(zip(loop.game.results, values[RESULTS:], strict=True))
-            rollout.end(slot, seed, length, values[RETURN], outcome)
-            if loop.rows:
-                meta = EpisodeMeta(slot, seed, outcome=outcome["battle_won"])
-                rollout.episodes.append(BlockEpisode(loop.rows, e, length + 1, meta))
+        found = np.array(results[:-slots]).reshape(slots * loop.episodes, -1)
+        order = np.lexsort((np.arange(len(found)) % slots, found[:, END]))
+        found, slot_of = found[order], (order % slots).tolist()
+        seed_of = np.concatenate([origin.seed for origin in origins])[order].tolist()
+        lengths, places = found[:, LENGTH].astype(np.int64).tolist(), order.tolist()
+        values = {"return": found[:, RETURN], "ep_length": found[:, LENGTH]}
+        values |= {name: found[:, RESULTS + i] for i, name in enumerate(loop.game.results)}
+        if not np.isfinite(found).all():
+            raise RuntimeError("runner=resident: a return or a result is not finite")
+        rollout.n_episodes, rollout.steps = len(found), sum(lengths)
+        # Sums in the order of the episodes, as those of other runners.
+        rollout.stats = {name: (float(np.add.accumulate(v)[-1]), float(len(v))) for name, v in values.items()}
+        logged = "slot", "seed", "length", "return", *loop.game.results
+        columns = slot_of, seed_of, lengths, *(values[name].tolist() for name in logged[3:])
+        rollout.log = [dict(zip(logged, row, strict=True)) for row in zip(*columns, strict=True)]
+        if loop.rows:
+            won = values["battle_won"].tolist()
+            rollout.episodes = [
+                BlockEpisode(loop.rows, e, length + 1, EpisodeMeta(slot, seed, outcome=outcome))
+                for e, slot, seed, length, outcome in zip(places, slot_of, seed_of, lengths, won, strict=True)
+            ]
         return rollout

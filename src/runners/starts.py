@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from omagd.runners.start_pool import StartPool
-from omagd.utils.seeding import stream_seed
+from omagd.utils.seeding import stream_seeds
 
 NO_GROUP = -1
 ENDLESS = 2**62
@@ -62,9 +62,11 @@ class EpisodeSeeds:
         seed, purpose, rank = self._place
         if self._generation:
             purpose = f"{purpose}/{self._generation}"
-        for slot in np.flatnonzero(which):
-            seeds[slot] = stream_seed(seed, purpose, rank, int(slot), self._played[slot])
-            self._played[slot] += 1
+        begun = np.flatnonzero(which)
+        played = np.array(self._played, np.int64)
+        seeds[begun] = stream_seeds(seed, purpose, rank, begun, played[begun])
+        played[begun] += 1
+        self._played = played.tolist()
         return seeds
 
     def begun(self, free: np.ndarray) -> np.ndarray:

@@ -94,17 +94,22 @@ class Packing:
         step: int64, below the episode's length. episode: int64 that broadcasts to it, on any device. Returns int64 on
         the device of `step`.
         """
-        return self.starts.to(step.device)[step.clamp(min=0)] + episode.to(step.device)
+        starts, episode = (values.to(step.device, non_blocking=True) for values in (self.starts, episode))
+        return starts[step.clamp(min=0)] + episode
 
     def pad(self, packed: Tensor, fill: float = 0) -> Tensor:
         """Return packed rows [S, ...] as [B, T, ...], with `fill` after the end of an episode."""
         out = packed.new_full((self.n_episodes, self.n_steps, *packed.shape[1:]), fill)
-        out[self.episode.to(packed.device), self.step.to(packed.device)] = packed
+        out[self._places(packed.device)] = packed
         return out
 
     def pack(self, padded: Tensor) -> Tensor:
         """Return the existing rows of [B, T, ...] as [S, ...]."""
-        return padded[self.episode.to(padded.device), self.step.to(padded.device)]
+        return padded[self._places(padded.device)]
+
+    def _places(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return episode and step of each row on a device. To a GPU nothing here is copied such that the host waits."""
+        return tuple(places.to(device, non_blocking=True) for places in self._rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +176,7 @@ class PackedBatch:
     @property
     def valid_mask(self) -> Tensor:
         """True for rows with a step, which are all but the closing rows, [S] bool, on the batch's device."""
-        return ~self.packing.closing.to(self.device)
+        return ~self.packing.closing.to(self.device, non_blocking=True)
 
     @property
     def device(self) -> torch.device:
@@ -200,7 +205,7 @@ class PackedBatch:
         places = sorted(episodes)
         chosen = torch.zeros(self.packing.n_episodes, dtype=torch.bool)
         chosen[places] = True
-        rows = torch.nonzero(chosen[self.packing.episode]).flatten().to(self.device)
+        rows = torch.nonzero(chosen[self.packing.episode]).flatten().to(self.device, non_blocking=True)
         data = {name: value[rows] for name, value in self.data.items()}
         lengths, index = self.packing.lengths, self.sample_index
         meta = tuple(self.meta[place] for place in places) if self.meta else ()
@@ -255,7 +260,7 @@ def last_actions(actions: Tensor, packing: Packing) -> Tensor:
     if packing.lengths[-1] == packing.n_steps:  # episodes of equal length: one shift
         none = torch.full_like(actions[:first], -1, dtype=torch.int64)
         return torch.cat([none, actions[:-first].long()])
-    result = actions[packing.previous_row.to(actions.device)].long()
+    result = actions[packing.previous_row.to(actions.device, non_blocking=True)].long()
     result[:first] = -1
     return result
 
@@ -279,7 +284,7 @@ def pack_episodes(episodes: Sequence[Episode]) -> PackedBatch:
     packing, order, gather = time_order([len(next(iter(episode.values()))) for episode in episodes])
     # Concatenating episodes first, then one gather into time order, is the cheapest way.
     laid = {name: torch.cat([episodes[i][name] for i in order]) for name in episodes[0]}
-    data = {name: value.index_select(0, gather.to(value.device)) for name, value in laid.items()}
+    data = {name: value.index_select(0, gather.to(value.device, non_blocking=True)) for name, value in laid.items()}
     return PackedBatch(data, packing, order, tuple(meta_of(episodes[i]) for i in order))
 
 
@@ -290,5 +295,5 @@ def row_draws(batch: PackedBatch, count: int, key: int, *, longest: int, before:
     longest: rows of an episode, at most. before: episodes of lower ranks in the sample. device: where it is computed.
     """
     place = torch.tensor(batch.sample_index)[batch.packing.episode] + before
-    row = (place * longest + batch.packing.step).to(device)
+    row = (place * longest + batch.packing.step).to(device, non_blocking=True)
     return uniform(row[:, None] * count + torch.arange(count, device=device), key)

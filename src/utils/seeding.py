@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -43,6 +44,45 @@ def stream_seed(seed: int, purpose: str, *place: int) -> int:
     """Return the 63-bit seed of the stream for `purpose` ("explore", "replay", ...) at `place` (rank, slot, ...)."""
     words = np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *place]).generate_state(2, np.uint32)
     return (int(words[0]) << 31) ^ int(words[1])
+
+
+def stream_seeds(seed: int, purpose: str, *place: int | np.ndarray) -> np.ndarray:
+    """Return `stream_seed` of B places, [B] int64; numbers in `place` are below 2^32, one at least an array [B].
+
+    The algorithm of NumPy's SeedSequence (M. E. O'Neill's `seed_seq_fe`), whose numbers are promised not to change.
+    """
+    parts = [part for number in (seed, zlib.crc32(purpose.encode())) for part in _words(number)]
+    place += (0,) * (4 - len(parts) - len(place))
+    words = np.stack(np.broadcast_arrays(*parts, *place)).astype(np.uint32)
+    mixing, output = _powers(0x43B0D7E5, 0x931E8875, 4 * len(words) + 1), _powers(0x8B51F9DD, 0x58F38DED, 3)
+
+    def hashed(value: Any, constants: np.ndarray, first: int, count: int) -> Any:
+        value = (value ^ constants[first : first + count]) * constants[first + 1 : first + count + 1]
+        return value ^ (value >> np.uint32(16))
+
+    def mixed(one: Any, other: Any) -> Any:
+        value = np.uint32(0xCA01F9DD) * one - np.uint32(0x4973F715) * other
+        return value ^ (value >> np.uint32(16))
+
+    pool = hashed(words[:4], mixing, 0, 4)
+    for source in range(4):
+        others = [place for place in range(4) if place != source]
+        pool[others] = mixed(pool[others], hashed(pool[source], mixing, 4 + 3 * source, 3))
+    for number, word in enumerate(words[4:], start=4):
+        pool = mixed(pool, hashed(word, mixing, 4 * number, 4))
+    high, low = hashed(pool[:2], output, 0, 2).astype(np.int64)
+    return (high << 31) ^ low
+
+
+def _words(number: int) -> list[int]:
+    """Return the 32-bit words of a number ≥ 0, the lowest first."""
+    return [number >> bit & 0xFFFFFFFF for bit in range(0, max(number.bit_length(), 1), 32)]
+
+
+@cache
+def _powers(first: int, factor: int, count: int) -> np.ndarray:
+    """Return `first` times powers of `factor`, modulo 2^32, as [count, 1]."""
+    return np.array([[first * pow(factor, k, 2**32) % 2**32] for k in range(count)], np.uint32)
 
 
 def generator(seed: int, purpose: str, *place: int) -> np.random.Generator:
