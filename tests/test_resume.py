@@ -72,6 +72,10 @@ def whole(tmp_path_factory) -> RunFolder:
     return run(tmp_path_factory.mktemp("whole"))
 
 
+def test_a_run_lets_no_gpu_round_float32_to_tf32(whole):
+    assert not torch.backends.cudnn.allow_tf32
+
+
 @pytest.mark.parametrize(("words", "iterations"), [
     ((), (0, 1, 2, 5, 7)),
     (("runner=stream", "use_team_obs=True"), (1, 4)),

@@ -59,8 +59,8 @@ def oom_hint(config: Config, stage: str, phase: str, device: torch.device | None
         asked = asked_bytes(error)
         if asked is None:
             raise
-        text = f"out of memory in {stage} ({phase}): {_figures(error, asked, device)}. {_fix(config, stage, phase)}"
-        raise UserError(text) from error
+        figures = _figures(config, error, asked, device)
+        raise UserError(f"out of memory in {stage} ({phase}): {figures}. {_fix(config, stage, phase)}") from error
 
 
 def asked_bytes(error: BaseException) -> float | None:
@@ -72,11 +72,13 @@ def asked_bytes(error: BaseException) -> float | None:
     return float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
 
 
-def _figures(error: BaseException, asked: float, device: torch.device | None) -> str:
+def _figures(config: Config, error: BaseException, asked: float, device: torch.device | None) -> str:
     wanted = f"{_gb(asked)} more were requested" if asked else "more was requested"
     if isinstance(error, torch.cuda.OutOfMemoryError) and device is not None and device.type == "cuda":
-        held, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
-        return f"{wanted}, this rank holds {_gb(held)} of a GPU of {_gb(total)}"
+        held, cap = torch.cuda.memory_reserved(device), config.max_memory_per_gpu_gb
+        total = _gb(torch.cuda.get_device_properties(device).total_memory)
+        room = f"max_memory_per_gpu_gb={cap:g}" if cap is not None else f"a GPU of {total}"
+        return f"{wanted}, this rank holds {_gb(held)} of {room}"
     return f"{wanted}, this process holds {_gb(resident_bytes())}"
 
 

@@ -148,8 +148,12 @@ class Tokenizer(nn.Module):
     @torch.no_grad()
     def sums(self, encoded: Tensor, ids: Tensor) -> CodeSums:
         """Return what encodings [M, E] with ids [M] contribute to each code."""
-        counts = torch.bincount(ids, minlength=self.n_codes)
-        return CodeSums(counts, torch.zeros_like(self.codebook).index_add_(0, ids, encoded.detach()))
+        counts, total = torch.bincount(ids, minlength=self.n_codes), torch.zeros_like(self.codebook)
+        if total.is_cuda:  # there `index_add_` adds in any order, and two runs would differ
+            total.index_put_((ids,), encoded.detach(), accumulate=True)
+        else:
+            total.index_add_(0, ids, encoded.detach())
+        return CodeSums(counts, total)
 
     @torch.no_grad()
     def move(self, sums: CodeSums, finite: Tensor | None = None) -> None:

@@ -23,6 +23,7 @@ Compared with `nn.GRUCell` under autograd, in values and gradients: tests/test_n
 from __future__ import annotations
 
 import math
+import warnings
 from itertools import accumulate
 from typing import Any
 
@@ -38,6 +39,9 @@ from omagd.utils.packing import Packing
 
 sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
 tanh_backward = torch.ops.aten.tanh_backward.grad_input
+
+# cuDNN copies the weights, four parameters, side by side in each call; that takes no measurable time.
+warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk of memory")
 
 ROWS_AT_ONCE = 2048  # rows that pass through a step together, so that its data stays in a core's cache
 LOW_ROWS = 4  # times as many in kernels that multiply in bf16: set-up is a larger share of such products

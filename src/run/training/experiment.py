@@ -73,6 +73,7 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
     keep_freed_memory()
     raise_limits(files_needed(workers_of(config), dist.world_size))
     limit_memory(dist.device, config.max_memory_per_gpu_gb)
+    torch.backends.cudnn.allow_tf32 = False  # by default cuDNN's GRU rounds float32 to TF32, as no other product does
     if dist.rank % ranks_here(dist.world_size):  # the first rank of a host warns
         warn_no_more()
     folder = RunFolder(path)

@@ -108,6 +108,11 @@ class RLStage(Stage):
             return OnPolicyData(config, device)
         draws = getattr(self.learner, "learns_from_draws", bool)()
         fixed = draws and uses_graph_updates(config, device, self.session.dist.world_size)
+        if config.runner == "resident" and config.buffer_cpu_only and device.type == "cuda":
+            self.session.logger.warning(
+                "runner=resident with buffer_cpu_only=True: episodes are copied to main memory, and batches back."
+                " buffer_cpu_only=False keeps them on the GPU"
+            )
         return ReplayData(config, device, self.rng("replay"), self.session.info.episode_limit + 1, fixed)
 
     def prepare(self) -> None:
