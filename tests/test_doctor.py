@@ -101,6 +101,24 @@ def a_driver_without_cuda(patch, tmp_path):
     patch.setattr("torch.cuda.is_available", lambda: False)
 
 
+def a_card(numba_cuda=None, free=60):
+    """Return a change that simulates a GPU beside this version of numba-cuda."""
+
+    def change(patch, folder):
+        shown = {"is_available": True, "device_count": 1, "get_device_name": "Card", "mem_get_info": (free * 2**30, 0)}
+        for name, value in shown.items():
+            patch.setattr(f"torch.cuda.{name}", lambda *_, value=value: value)
+        patch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
+        with_version("numba-cuda", numba_cuda)(patch, folder)
+
+    return change
+
+
+def numba_cuda_that_cannot_be_imported(patch, folder):
+    a_card("0.30.4")(patch, folder)
+    without_module("omagd.envs.battle.compiled.cuda")(patch, folder)
+
+
 def little_shared_memory(patch, _):
     real, little = os.statvfs, SimpleNamespace(f_bavail=16, f_frsize=4096)
     patch.setattr(checks.os, "statvfs", lambda path: little if path == checks.SHARED else real(path))
@@ -126,6 +144,10 @@ BROKEN = {
         patched(memory_budget, "available_bytes", lambda: 2.0**28), "memory", "warning", "buffer_size", "",
     ),
     "no CUDA": (a_driver_without_cuda, "gpu", "warning", "nvidia-smi", ""),
+    "full GPU": (a_card(free=1), "gpu", "warning", "1.0 GB free), driver", ""),
+    "no numba-cuda": (a_card(), "gpu battles", "missing", ".[gpu]", ""),
+    "old numba-cuda": (a_card("0.20.0"), "gpu battles", "missing", "needs >=0.30", ""),
+    "broken numba-cuda": (numba_cuda_that_cannot_be_imported, "gpu battles", "missing", "Error", ""),
     "slow protobuf": (
         patched("google.protobuf.internal.api_implementation.Type", lambda: "python"), "game messages", "warning",
         "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "",

@@ -19,6 +19,7 @@ CHECKS = (
     Check("packages", checks.packages, ALL),
     Check("torch", checks.torch, ALL),
     Check("gpu", checks.gpu, fix="see the line on torch"),
+    Check("gpu battles", checks.gpu_battles, fix=checks.INSTALL_GPU),
     Check("compiler", checks.compiler, fix="leave compile=False"),
     Check("memory", checks.memory, fix="see the line on torch"),
     Check("limits", checks.limits, fix="see ulimit -a"),

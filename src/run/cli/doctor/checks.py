@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import os
 import re
@@ -35,6 +37,7 @@ TESTED_PYTHON = (3, 11)
 """Python version of constraints.txt."""
 GET_MAPS = f"{INSTALL_GAME} --maps-only"
 GIGABYTE = 2.0**30
+INSTALL_GPU = "pip install -e .[gpu] -c constraints.txt"
 INSTALL_SMAX = "pip install -e .[smax] -c constraints.txt"
 MORE_ROOM = "give local_results_path=… on a disk with enough space"
 LEAST_DISK, LEAST_MEMORY = 2.0, 2.0
@@ -132,7 +135,7 @@ def torch(settings: Settings) -> Finding:
 
 
 def gpu(_settings: Settings) -> Finding:
-    """List the GPUs, CUDA and NCCL."""
+    """List the GPUs with their free memory, the CUDA of driver and torch, and NCCL."""
     import torch
 
     if not torch.cuda.is_available():
@@ -141,10 +144,34 @@ def gpu(_settings: Settings) -> Finding:
             fix = "install a build that fits the driver: https://pytorch.org/get-started/locally"
             return warning(f"nvidia-smi is installed, but torch finds no GPU; it is built with {built}", fix)
         return ok("none: runs use the CPU")
-    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    names = ", ".join(f"{card.name} {card.total_memory / GIGABYTE:.0f} GB" for card in cards)
+    cards = range(torch.cuda.device_count())
+    free = [torch.cuda.mem_get_info(card)[0] / GIGABYTE for card in cards]
+    names = ", ".join(f"{torch.cuda.get_device_name(card)}, {free[card]:.1f} GB free" for card in cards)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return ok(f"{len(cards)} ({names}), CUDA {torch.version.cuda}, NCCL {nccl}")
+    text = f"{len(cards)} ({names}), driver {_driver()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+    if min(free) < LEAST_MEMORY:
+        return warning(text, "end what else uses the GPU (nvidia-smi lists it), or lower buffer_size")
+    return ok(text)
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver, by the newest CUDA that it knows, "unknown" where it cannot be asked."""
+    found = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+    return f"for CUDA {found.value // 1000}.{found.value % 1000 // 10}" if found.value else "unknown"
+
+
+def gpu_battles(_settings: Settings) -> Finding:
+    """Check that battles can be played on a GPU: numba-cuda is there, and a kernel compiles and computes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ok("no GPU to play on")
+    if trouble := _trouble("numba-cuda", extra="gpu"):
+        return missing(f"{trouble}; runner=resident plays skirmish by it", INSTALL_GPU)
+    importlib.import_module("omagd.envs.battle.compiled.cuda").try_out()
+    return ok(f"numba-cuda {installed('numba-cuda')}: a kernel compiles and computes")
 
 
 def compiler(_settings: Settings) -> Finding:
