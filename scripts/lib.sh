@@ -98,6 +98,12 @@ setup_venv() { # extras ("" or "dev,smax"): create the virtual environment and i
     fi
 }
 
+use_python() { # use an installed Python as it is, with `omagd` from this repository: set venv_python
+    venv_python=$(find_python)
+    [ -d "$root/.package/omagd" ] || { mkdir -p "$root/.package" && ln -sfn ../src "$root/.package/omagd"; }
+    export PYTHONPATH=$root/.package${PYTHONPATH:+:$PYTHONPATH}
+}
+
 count_gpus() { # python: print the number of GPUs that CUDA_VISIBLE_DEVICES allows
     local found
     found=$("$1" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)' 2>/dev/null) || found=0

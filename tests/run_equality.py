@@ -32,7 +32,9 @@ def differences(one: Path, other: Path, skip: tuple[str, ...] = ()) -> list[str]
     weights = [{name for name in names if not name.startswith(skip)} for names in weights]
     found += [f"{name} is in one of them only" for name in sorted(weights[0] ^ weights[1])]
     for name in sorted(weights[0] & weights[1]):
-        mine, theirs = (dict(leaves(torch.load(run / name, weights_only=True), name)) for run in (one, other))
+        mine, theirs = (
+            dict(leaves(torch.load(run / name, map_location="cpu", weights_only=True), name)) for run in (one, other)
+        )
         found += sorted(where for where in mine | theirs if mine.get(where) != theirs.get(where))
     records = [reproducible_lines(run) for run in (one, other)]
     if len(records[0]) != len(records[1]):

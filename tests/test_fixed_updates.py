@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from q_toys import GRAPH, INFO, copy_learner, equal, make_learner, random_episode, state_of, toy_config
+from fixed_toys import BATCH, CPU, HELD, METHODS, ROWS, draws, replay
+from q_toys import INFO, copy_learner, equal, make_learner, random_episode, state_of, toy_config
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu
 from simulated_graphs import Capture, simulated_graphs
 from torch import Tensor
 
 from omagd.components.data import ReplayData
-from omagd.components.resident_buffer import ROUNDING, FixedDraw, ResidentBuffer
+from omagd.components.resident_buffer import ROUNDING, FixedDraw
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.learners.fixed_updates import WARM_UP, uses_graph_updates
 from omagd.learners.nq_graph_learner import NQGraphLearner
@@ -29,22 +30,6 @@ from omagd.utils.errors import UserError
 from omagd.utils.packing import FixedPacking, Packing, last_actions
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
-ROWS, HELD, BATCH = INFO.episode_limit + 1, 12, 5
-
-
-def replay(device: torch.device | str = CPU, longest: int = INFO.episode_limit) -> ResidentBuffer:
-    """Return a full buffer of episodes of different lengths, of which one was replaced by a shorter one."""
-    buffer = ResidentBuffer(HELD, device, ROWS)
-    lengths = [longest, *np.random.default_rng(3).integers(1, longest, HELD)]
-    for seed, length in enumerate(lengths):
-        buffer.add([random_episode(seed, int(length), truncated=seed % 3 == 0)])
-    return buffer
-
-
-def draws(count: int, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.choice(HELD, BATCH, replace=False).tolist() for _ in range(count)]
 
 
 def test_a_batch_of_fixed_shape_repeats_closing_rows():
@@ -94,21 +79,6 @@ def test_the_last_actions_of_episodes_of_equal_length_are_shifted():
     actions = torch.arange(24).view(4 * 2, 3)
     found = last_actions(actions, Packing((4, 4)))
     assert torch.equal(found, torch.cat([torch.full((2, 3), -1), actions[:-2]]))
-
-
-METHODS: dict[str, dict[str, Any]] = {
-    "qmix": {},
-    "qmix, no lambda, single Q, layer norm": {
-        "td_lambda": 0.0, "double_q": False, "use_layer_norm": True, "use_orthogonal": True,
-    },
-    "vdn": {"mixer": "vdn", "td_lambda": 0.8, "agent": "rnn"},
-    "independent": {"mixer": "none", "td_lambda": 0.8, "share_parameters": False},
-    "in parts": {"accumulate": 3, "td_lambda": 0.8},
-    "without memory": {"agent": "ff", "td_lambda": 0.8},
-    "graphs": {"mac": "gnn_graph_mac", "agent": "gnn_rnn", **GRAPH},
-    "units": {"agent": "hpn_rnn", "mixer": "set_qmix", "obs_agent_id": False},
-    "attention": {"agent": "attention_rnn", "obs_agent_id": False, "rnn_hidden_dim": 8},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])

@@ -1,0 +1,43 @@
+"""A full replay, draws from it, and the methods whose updates have fixed shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from q_toys import GRAPH, INFO, random_episode
+
+from omagd.components.resident_buffer import ResidentBuffer
+
+CPU = torch.device("cpu")
+ROWS, HELD, BATCH = INFO.episode_limit + 1, 12, 5
+
+
+def replay(device: torch.device | str = CPU, longest: int = INFO.episode_limit) -> ResidentBuffer:
+    """Return a full buffer of episodes of different lengths, of which one was replaced by a shorter one."""
+    buffer = ResidentBuffer(HELD, device, ROWS)
+    lengths = [longest, *np.random.default_rng(3).integers(1, longest, HELD)]
+    for seed, length in enumerate(lengths):
+        buffer.add([random_episode(seed, int(length), truncated=seed % 3 == 0)])
+    return buffer
+
+
+def draws(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.choice(HELD, BATCH, replace=False).tolist() for _ in range(count)]
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "qmix": {},
+    "qmix, no lambda, single Q, layer norm": {
+        "td_lambda": 0.0, "double_q": False, "use_layer_norm": True, "use_orthogonal": True,
+    },
+    "vdn": {"mixer": "vdn", "td_lambda": 0.8, "agent": "rnn"},
+    "independent": {"mixer": "none", "td_lambda": 0.8, "share_parameters": False},
+    "in parts": {"accumulate": 3, "td_lambda": 0.8},
+    "without memory": {"agent": "ff", "td_lambda": 0.8},
+    "graphs": {"mac": "gnn_graph_mac", "agent": "gnn_rnn", **GRAPH},
+    "units": {"agent": "hpn_rnn", "mixer": "set_qmix", "obs_agent_id": False},
+    "attention": {"agent": "attention_rnn", "obs_agent_id": False, "rnn_hidden_dim": 8},
+}  # fmt: skip

@@ -1,0 +1,144 @@
+"""Updates on a GPU: every configuration, graphs beside plain updates, gradients beside the CPU's."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import fixed_toys
+import numpy as np
+import pytest
+import torch
+from preset_toys import CPU, Made, cases, config_of
+from q_toys import equal, make_learner, state_of, toy_config
+
+from omagd.config.loading import resolve
+from omagd.controllers.basic_mac import NMAC
+from omagd.learners.fixed_updates import WARM_UP
+from omagd.learners.nq_learner import NQLearner
+from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
+from omagd.run.training.stages.health import Health
+from omagd.utils.clock import Counters
+from omagd.utils.dist_utils import Dist
+from omagd.utils.metrics import Metrics
+from omagd.utils.packing import pack_episodes
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no NVIDIA GPU here", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import qmix_update  # noqa: E402
+
+torch.set_num_threads(1)
+torch.backends.cudnn.allow_tf32 = False  # as runs do
+GPU = torch.device("cuda", 0)
+
+
+def learn_without_waiting(learner, batch):
+    """Return the stats of an update; fail where the host waits for the GPU."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            stats = learner.update(batch, episodes=10**6)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)]
+    assert waits == []
+    return stats
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize(("preset", "learner"), cases())
+def test_a_preset_plays_learns_and_is_loaded_on_either_device(preset, learner, precision, tmp_path, apart):
+    config = config_of(preset, learner=learner, precision=precision)
+    on_cpu = Made(config_of(preset, learner=learner), CPU)
+    episodes = on_cpu.play()
+    made = Made(config, GPU)
+    assert all(p.device == GPU for module in made.learner.modules().values() for p in module.parameters())
+    assert made.play()[0]["actions"].device == CPU
+    batch, metrics = made.batch(episodes), Metrics()
+    made.learner.update(batch, episodes=0)
+    metrics.add(Health(config, "lr").note(learn_without_waiting(made.learner, batch)))
+    assert all(math.isfinite(value) for value in metrics.reduce(Dist(device=GPU)).values())
+    save_learner(made.learner, Counters(), tmp_path / "of_gpu")
+    for device in (GPU, CPU):
+        other = Made(config if device == GPU else config_of(preset, learner=learner), device)
+        load_learner(other.learner, tmp_path / "of_gpu")
+        assert checksum(other.weights()) == checksum(made.weights())
+    save_learner(on_cpu.learner, Counters(), tmp_path / "of_cpu")
+    load_learner(made.learner, tmp_path / "of_cpu")
+    assert checksum(made.weights()) == checksum(on_cpu.weights())
+
+
+@pytest.mark.parametrize(("preset", "learner"), cases())
+def test_the_weights_of_two_updates_are_those_of_the_cpu(preset, learner, apart):
+    config = config_of(preset, learner=learner)
+    on_cpu, made = Made(config, CPU), Made(config, GPU)
+    episodes = on_cpu.play()
+    for each in (on_cpu, made):
+        for _ in range(2):
+            each.learner.update(each.batch(episodes), episodes=0)
+    found = made.weights()
+    for name, value in on_cpu.weights().items():
+        if value.numel():
+            apart((found[name].double().cpu() - value.double()).abs().max())
+        torch.testing.assert_close(found[name].cpu(), value, atol=2e-4, rtol=1e-3, msg=name)
+
+
+METHODS = {
+    **fixed_toys.METHODS,
+    "bf16": {"precision": "bf16"},
+    "in parts, bf16": {"accumulate": 2, "precision": "bf16", "mixer": "none"},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_updates_are_plain_ones_bit_for_bit(method, caplog, apart):
+    config, drawn = toy_config(**METHODS[method], target_update_updates=4), fixed_toys.draws(WARM_UP + 8)
+    replay = fixed_toys.replay(GPU, longest=6)
+    graph, plain, packed = (make_learner(config, Dist(device=GPU), device=GPU) for _ in range(3))
+    plain._fixed._captures = False
+    for indices in drawn:
+        for learner in (graph, plain):
+            learner.update(replay.fixed(indices), episodes=0)
+        packed.update(replay.batch(indices), episodes=0)
+    assert all(shape.graph is not None for shape in graph._fixed._shapes.values())
+    assert caplog.records == []
+    of_graph, of_packed = state_of(graph), state_of(packed)
+    assert equal(of_graph, state_of(plain))
+    apart(max(float((of_graph[n].double() - v.double()).abs().max()) for n, v in of_packed.items() if v.numel()))
+    if config.precision == "float32":
+        for name, value in of_packed.items():
+            torch.testing.assert_close(of_graph[name], value, atol=3e-4, rtol=1e-2, msg=name)
+
+
+def gradients(device, episodes, **updates):
+    """Return the gradients of the first update of QMIX on 5m_vs_6m, at its published sizes, on the CPU."""
+    info = qmix_update.MAPS["5m_vs_6m"]
+    config = resolve("qmix", "skirmish", {"env_args.map_name": "5m_vs_6m", "grad_norm_clip": 1e12, **updates})
+    torch.manual_seed(0)
+    learner = NQLearner(NMAC(config, info, device), config, info, Dist(device=device))
+    seen = []
+    learner.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.extend(p.grad.detach().cpu().double() for p in learner._step.parameters)
+    )
+    learner.warm_up()
+    learner.update(pack_episodes(episodes).to(device), episodes=0)
+    return seen
+
+
+@pytest.mark.parametrize(("updates", "bound"), [({}, 2e-5), ({"precision": "bf16"}, 0.1)])
+def test_gradients_are_those_of_the_cpu(updates, bound, apart):
+    info = qmix_update.MAPS["5m_vs_6m"]
+    episodes = qmix_update.make_episodes(128, np.random.default_rng(0), info, "play")
+    wanted, found, again = gradients(CPU, episodes), *(gradients(GPU, episodes, **updates) for _ in range(2))
+    assert all(map(torch.equal, found, again))
+    one, other = (torch.cat([part.flatten() for part in parts]) for parts in (found, wanted))
+    relative = float((one - other).norm() / other.norm())
+    apart(relative)
+    assert relative < bound
