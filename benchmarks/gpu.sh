@@ -1,144 +1,99 @@
 #!/usr/bin/env bash
-# Everything that is measured on one card, with its output kept under benchmarks/results/.
+# Measures one GPU, every row of the table in benchmarks/README.md, in at most 5 minutes; keeps JSON lines.
 #
-#   DEVICE=cuda benchmarks/gpu.sh [--pymarl3 PATH] [--original PATH]
-#   DEVICE=cpu SMALL=1 benchmarks/gpu.sh        (a dry run without a card, in a few minutes)
+#   benchmarks/gpu.sh [--pymarl3 PATH]
+#   DEVICE=cpu SMALL=1 benchmarks/gpu.sh        (a dry run without a card)
 #
-# Variables: DEVICE (cuda or cpu), PYTHON, OUT (folder of the output), SMALL=1 (small batches and few repetitions).
-# A step that fails is noted, and the next one begins; the exit code is the number of failed steps.
-set -u
-case ${1:-} in -h | --help) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
-cd "$(dirname "$0")/.." || exit
+# Variables: DEVICE (cuda or cpu), PYTHON, OUT (file of the lines: benchmarks/results/gpu.jsonl), SMALL=1 (small sizes).
+# A row that fails or for which no time is left says so, and the next one begins; the exit code is the number of them.
+set -euo pipefail
+cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/lib.sh
+. scripts/lib.sh
 
 DEVICE=${DEVICE:-cuda}
-PYTHON=${PYTHON:-python}
-OUT=${OUT:-benchmarks/results}
+OUT=${OUT:-benchmarks/results/gpu.jsonl}
 SMALL=${SMALL:-0}
-pymarl3="" original="" failed=0
+peer=() failed=0 seconds=295
 while [ $# -gt 0 ]; do
-    case "$1" in
-        --pymarl3) pymarl3=$2; shift 2 ;;
-        --original) original=$2; shift 2 ;;
-        *) echo "error: $1 is not known; see the head of $0" >&2; exit 2 ;;
+    case $1 in
+        -h | --help) usage; exit 0 ;;
+        --pymarl3) [ $# -ge 2 ] || fail "$1 needs a path"; peer=(--peer "$2"); shift 2 ;;
+        *) fail "$1: not understood; see $0 --help" ;;
     esac
 done
+use_python
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-mkdir -p "$OUT"
-log="$OUT/gpu_${DEVICE}_$(date +%Y%m%d_%H%M%S).txt"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
+mkdir -p "$(dirname -- "$OUT")"
 
-say() { printf '\n## %s\n' "$*" | tee -a "$log"; }
-
-# step TITLE COMMAND...: run a command with a limit, keep what it says.
-step() {
-    say "$1"
-    shift
-    printf '$ %s\n' "$*" >>"$log"
-    local code=0
-    timeout "${LIMIT:-900}" "$@" >"$scratch/out" 2>"$scratch/err" || code=$?
-    if [ "$code" = 0 ]; then
-        [ "${QUIET:-0}" = 1 ] || tee -a "$log" <"$scratch/out"
-    else
-        failed=$((failed + 1))
-        { echo "FAILED with exit code $code"; tail -n 15 "$scratch/out" "$scratch/err"; } | tee -a "$log"
-    fi
-}
-
-# takes SCRIPT OPTION: whether a benchmark knows an option.
-takes() { "$PYTHON" "benchmarks/$1" --help 2>/dev/null | grep -q -- "$2"; }
-
-# row SCRIPT PEER ARGUMENTS...: time one row of the table, beside the peer where its path is given.
+# row LIMIT COMMAND...: run a command for at most LIMIT seconds; keep its JSON lines with the card's name.
 row() {
-    local script=$1 peer=$2
-    shift 2
-    [ -f "benchmarks/$script" ] || { say "$script: not there"; return; }
-    local given=("$@")
-    if takes "$script" --device; then
-        given+=(--device "$DEVICE")
-    elif [ "$DEVICE" != cpu ]; then
-        say "$script: knows no --device, so the processor is what it times"
-    fi
-    [ -n "$peer" ] && given+=(--peer "$peer")
-    step "$script ${given[*]}" "$PYTHON" "benchmarks/$script" "${given[@]}"
-}
-
-# train TITLE WORDS...: a short run; prints speed, memory and phases of its last record.
-train() {
-    local title=$1
+    local limit=$1 began=$SECONDS code=0
     shift
-    local words=("env_args.map_name=$map" "t_max=$steps" "test_interval=1000000" "log_interval=$((steps / 4))"
-        "learner_log_interval=$((steps / 4))" "log_memory_usage=True" "save_model=False"
-        "local_results_path=$scratch/runs" "unique_token=run" "use_cuda=$use_cuda")
-    rm -rf "$scratch/runs"
-    QUIET=1 step "$title" "$PYTHON" src/main.py --config=qmix --env-config=skirmish -u with "${words[@]}" "$@"
-    "$PYTHON" - "$scratch/runs/run/metrics.jsonl" <<'PY' | tee -a "$log"
-import json, sys
-try:
-    rows = [json.loads(line) for line in open(sys.argv[1])]
-except OSError:
-    sys.exit("no record")
-keep = ("steps_per_second", "updates_per_second", "communicate_ms_per_sync")
-last = {k: v for k, v in rows[-1].items() if k in keep or k.startswith(("time/", "memory/", "gpu/"))}
-print(json.dumps({k: round(v, 4) for k, v in last.items()}))
+    [ $((seconds - SECONDS)) -ge "$limit" ] || limit=$((seconds - SECONDS))
+    if [ "$limit" -ge 5 ]; then
+        timeout -k 2 "$limit" "$@" >"$scratch/out" 2>"$scratch/err" || code=$?
+    else
+        code="no time was left"
+        : >"$scratch/out"
+    fi
+    [ "$code" = 0 ] || failed=$((failed + 1))
+    "$venv_python" - "$scratch/out" "$code" $((SECONDS - began)) "$*" <<'PY' | tee -a "$OUT"
+import json, sys, torch
+lines = [line for line in open(sys.argv[1]) if line.startswith("{")]
+code, took, command = sys.argv[2:]
+about = {"card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
+for line in lines:
+    print(json.dumps(about | json.loads(line)))
+if code != "0":
+    print(json.dumps(about | {"failed": code, "after_seconds": int(took), "command": command.split("\n")[-1]}))
 PY
+    [ "$code" = 0 ] || tail -n 15 "$scratch/err" >&2
 }
 
-if [ "$DEVICE" = cpu ]; then use_cuda=False; else use_cuda=True; fi
-if [ "$SMALL" = 1 ]; then
-    batch=8 updates=2 steps=4000 map=3m
-else
-    batch=128 updates=20 steps=60000 map=5m_vs_6m
-fi
+bench() { # limit, script, arguments
+    row "$1" "$venv_python" "benchmarks/$2" --device "$DEVICE" "${@:3}"
+}
 
-say "the machine"
-{ uname -srm; command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader; } | tee -a "$log"
-step "versions" "$PYTHON" -c "import torch; print('torch', torch.__version__, 'cuda', torch.version.cuda, torch.cuda.is_available())"
+train() { # limit, what it is, arguments of main.py: a run; what its records say about speed, memory and winning
+    rm -rf "$scratch/runs"
+    row "$1" "$venv_python" -c '
+import json, pathlib, subprocess, sys
+what, folder, *command = sys.argv[1:]
+subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+rows = [json.loads(line) for line in open(pathlib.Path(folder, "run", "metrics.jsonl"))]
+won = next((r for r in rows if r.get("test_battle_won_mean", 0) >= 0.9), {})
+last = {k: round(v, 4) for k, v in rows[-1].items() if k.startswith(("time/", "memory/", "gpu/")) or k == "steps_per_second"}
+found = {"work": what, "t_env": rows[-1]["t_env"], "wall_seconds": round(rows[-1]["wall_seconds"], 1)}
+found |= {"seconds_to_win_90": round(won["wall_seconds"], 1), "steps_to_win_90": won["t_env"]} if won else {}
+print(json.dumps(found | last))' "$2" "$scratch/runs" "$venv_python" src/main.py "$3" --env-config=skirmish with \
+        "use_cuda=$use_cuda" "local_results_path=$scratch/runs" unique_token=run save_model=False log_memory_usage=True "${@:4}"
+}
 
-say "QMIX update and the three stages, beside PyMARL3 and the original"
-row qmix_update.py "$pymarl3" --batch "$batch" --updates "$updates"
-row stage1_update.py "$original" --batch "$batch"
-row stage2_update.py "$original" --batch "$batch"
-row stage3_update.py "$original" --batch "$batch"
-row acting.py ""
+use_cuda=True maps="3m 5m_vs_6m" battles="4096 16384" many=4096 batch=128 updates=20 t_max=2500000 interval=62500
+[ "$DEVICE" = cuda ] || use_cuda=False
+if [ "$SMALL" = 1 ]; then maps=3m battles=16 many=16 batch=8 updates=2 t_max=4000 interval=4000; fi
+few=(--batch "$batch" --parallel-up-to 0)
 
-say "battles, rollouts and training in the card's memory: environment steps per second"
-if [ "$DEVICE" = cpu ]; then
-    say "resident.py: not run (it needs a card)"
-else
-    for many in 1024 4096 16384; do
-        step "resident.py, $many battles at once" "$PYTHON" benchmarks/resident.py --device "$DEVICE" --map "$map" --slots "$many"
-    done
-    for config in gnn_qmix omagd_small; do
-        step "resident.py, $config" "$PYTHON" benchmarks/resident.py --device "$DEVICE" --map "$map" --slots 4096 --config "$config"
-    done
-    step "resident.py, SMAX" "$PYTHON" benchmarks/resident.py --device "$DEVICE" --env smax --map 3m --slots 4096
-fi
-
-say "QMIX updates at the lengths of real play: packed, and fixed shapes as CUDA graphs, beside PyMARL3"
-for small in 3m 5m_vs_6m; do
-    row qmix_update.py "$pymarl3" --map "$small" --lengths play --batch "$batch" --updates "$updates"
-    row qmix_update.py "$pymarl3" --map "$small" --lengths play --batch "$batch" --updates "$updates" --precision bf16
+for map in $maps; do
+    bench 40 qmix_update.py --map "$map" --lengths play --batch "$batch" --updates "$updates" "${peer[@]}"
+    # shellcheck disable=SC2086
+    bench 75 resident.py --map "$map" --slots $battles "${few[@]}"
 done
-
-say "whole runs: float32, bf16, replay on the card, compiled"
-train "float32"
-train "bf16" precision=bf16 acting_precision=bf16
-[ "$DEVICE" = cpu ] || train "replay on the card" buffer_cpu_only=False
-[ "$DEVICE" = cpu ] || train "everything on the card, packed updates" runner=resident buffer_cpu_only=False \
-    graph_updates=False batch_size_run=1024 "t_max=$((steps * 100))" "log_interval=$((steps * 25))" \
-    "learner_log_interval=$((steps * 25))"
-[ "$DEVICE" = cpu ] || train "everything on the card, updates as graphs" runner=resident buffer_cpu_only=False batch_size_run=1024 \
-    "t_max=$((steps * 100))" "log_interval=$((steps * 25))" "learner_log_interval=$((steps * 25))"
-train "acting on the processor" cpu_inference=True
-[ "$SMALL" = 1 ] || train "compiled" compile=True
-
-say "ranks: one by NCCL, two on one card by gloo"
-[ "$DEVICE" = cpu ] || train "NCCL, one rank" run=ddp world_size=1 dist_backend=nccl
-[ "$DEVICE" = cpu ] || step "NCCL, a group of one" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=1 \
-    src/main.py --config=qmix -u with run=ddp dist_backend=nccl "env_args.map_name=$map" "t_max=$((steps / 4))" \
-    test_interval=1000000 "local_results_path=$scratch/nccl"
-train "gloo, two ranks" run=ddp world_size=2 dist_backend=gloo
-
-say "$failed step(s) failed; kept in $log"
+bench 40 qmix_update.py --map "$map" --lengths play --batch "$batch" --updates "$updates" --precision bf16 "${peer[@]}"
+for config in gnn_qmix omagd_small; do
+    bench 50 resident.py --map "$map" --slots "$many" --config "$config" --rounds 3 "${few[@]}"
+done
+resident=(runner=resident buffer_cpu_only=False "batch_size_run=$((many / 8))" "t_max=$t_max" "test_interval=$interval")
+train 50 "qmix_fast on 3m, resident" --config=qmix_fast env_args.map_name=3m "${resident[@]}"
+[ "$DEVICE" = cpu ] || train 40 "qmix on 3m, one rank by NCCL" --config=qmix env_args.map_name=3m run=ddp world_size=1 \
+    dist_backend=nccl t_max=20000
+train 40 "qmix on 3m, two ranks by gloo" --config=qmix env_args.map_name=3m run=ddp world_size=2 dist_backend=gloo \
+    "t_max=$((t_max < 20000 ? t_max : 20000))"
+if "$venv_python" -c 'import jaxmarl' 2>/dev/null; then
+    bench 60 resident.py --env smax --map 3m --slots "$many" --rounds 3 "${few[@]}"
+fi
+printf '%d row(s) failed after %d s; kept in %s\n' "$failed" "$SECONDS" "$OUT" >&2
 exit "$failed"

@@ -224,6 +224,7 @@ def work(
     cuda = options.device == "cuda"
     if name != "peer":
         keep_freed_memory()
+        torch.backends.cudnn.allow_tf32 = False  # as runs do
     update = make(name, options, batches, info)
     clock = time.perf_counter if cuda else time.process_time
     while (number := pipe.recv()) is not None:

@@ -48,6 +48,7 @@ from omagd.runners.resident_loop import Captured, choose
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 
+WARM_UP = 3  # rounds
 TICKS = 100  # of a round of battles without agents
 
 
@@ -154,8 +155,9 @@ class Training:
 
 
 def speed(clock: Clock, work: Callable[[], int], rounds: int) -> float:
-    """Return the median steps per second after a first round, in which kernels are compiled."""
-    work()
+    """Return the median steps per second after a few rounds, in which kernels are compiled and graphs captured."""
+    for _ in range(WARM_UP):
+        work()
     found = []
     for _ in range(rounds):
         seconds, steps = clock(work)
@@ -201,6 +203,7 @@ def main() -> None:
         print("not run: there is no CUDA device")
         return
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # as runs do
     for slots in arguments.slots:
         print(json.dumps(measure(slots, arguments)), flush=True)
 
