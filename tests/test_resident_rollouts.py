@@ -26,6 +26,7 @@ from omagd.envs.battle import fog
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.learners.nq_learner import NQLearner
+from omagd.run.training.stages.rl import RLStage
 from omagd.runners import resident_loop
 from omagd.runners.resident_loop import LOOK_EVERY, WARM_UP, Captured, Watch, choose
 from omagd.runners.starts import EpisodeSeeds
@@ -229,6 +230,18 @@ def test_an_iteration_on_the_device_makes_the_host_wait_twice(monkeypatch):
     assert sum(waits.values()) == 2 * 3, waits
     first = zip(batches[:1], expected[:1], strict=True)
     assert all(torch.equal(one[name].value, other[name]) for one, other in first for name in other.data)
+
+
+@pytest.mark.parametrize(("buffer_cpu_only", "warnings"), [(True, 1), (False, 0)])
+def test_episodes_that_leave_the_gpu_are_announced(buffer_cpu_only, warnings):
+    said: list[str] = []
+    config = resolve("qmix", "skirmish", {"runner": "resident", "buffer_cpu_only": buffer_cpu_only})
+    dist, log = SimpleNamespace(device=DEVICE, world_size=1), SimpleNamespace(warning=said.append)
+    session = SimpleNamespace(config=config, dist=dist, logger=log, info=SimpleNamespace(episode_limit=60))
+    learner = SimpleNamespace(data="replay")
+    with simulated_gpu():
+        RLStage._data_source(SimpleNamespace(session=session, learner=learner, rng=lambda _: np.random.default_rng(0)))
+    assert len(said) == warnings and all("buffer_cpu_only=False" in line for line in said)
 
 
 @pytest.fixture

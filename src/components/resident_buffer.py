@@ -42,7 +42,7 @@ class ResidentBuffer(EpisodeBuffer):
                 super().add(group)
 
     def _add_block(self, episodes: list[BlockEpisode]) -> bool:
-        """Add episodes of one block; return False, with nothing changed, where a field breaks the rule of its code."""
+        """Add episodes of one block; return False, with nothing changed, where their fields cannot be encoded so."""
         for value in episodes[0].block.values():
             if value.device.type != "cpu" and value.device != self.device:
                 raise ValueError(f"episodes on {value.device} cannot be stored on {self.device}")
