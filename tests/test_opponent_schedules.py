@@ -204,7 +204,7 @@ def test_a_run_with_changing_opponents_is_resumed_bit_for_bit(strategy, learns, 
 
 
 def test_a_checkpoint_of_another_observation_is_rejected(tmp_path):
-    short = (*RUN, "ticks_per_iteration=20", "test_interval=900", "save_model_interval=1000")
+    short = (*RUN, "ticks_per_iteration=20", "test_interval=900", "save_model_interval=1000", "keep_checkpoints=True")
     folder = launch(config_from([*short, "t_max=60", f"local_results_path={tmp_path}/a"]), "run")["folder"]
     again = (*short, "t_max=120", f"local_results_path={tmp_path}/b")
     models = f"checkpoint_path={folder}/models"

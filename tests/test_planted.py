@@ -208,7 +208,7 @@ def test_a_folder_that_cannot_be_entered_is_passed_over_unless_it_is_the_users_o
     """
     monkeypatch.setattr(storage, "RETRY_SECONDS", ())
     monkeypatch.chdir(tmp_path)
-    root, found = os.geteuid() == 0, partial(resuming._same_runs, Path("."), "mine")
+    root, found = os.geteuid() == 0, partial(resuming.same_runs, Path("."), "mine")
     listed = SeedList(resolve("qmix", None, {"local_results_path": "closed", "seeds": (1, 2), "auto_resume": True}))
     assert listed.finished_runs() == {} and found() == []
     for name in ("closed", "open"):

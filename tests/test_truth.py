@@ -182,7 +182,7 @@ def test_a_preset_that_shows_the_truth_also_trains_its_predictor_alone(words: di
 def test_a_state_whose_replay_holds_no_truth_cannot_go_on_with_it(tmp_path: Path) -> None:
     values = {**SMALL, "run": "default", "t_max": 60, "batch_size_run": 2, "batch_size": 2, "test_nepisode": 2,
               "test_interval": 10**6, "env_args.map_name": MAP, "local_results_path": str(tmp_path)}  # fmt: skip
-    first = omagd.run(resolve("fog_last_seen", "skirmish", {**values, "truth_until": 0.9}))
+    first = omagd.run(resolve("fog_last_seen", "skirmish", {**values, "truth_until": 0.9, "keep_checkpoints": True}))
     lines = [json.loads(line) for line in (Path(first["folder"]) / "metrics.jsonl").read_text().splitlines()]
     assert any(0 < line["truth"] <= 1 for line in lines if "truth" in line)
     given = {**values, "t_max": 200, "checkpoint_path": f"{first['folder']}/checkpoints"}

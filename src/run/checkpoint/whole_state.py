@@ -72,11 +72,11 @@ def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
         for path in candidates:
             try:
                 found = read_checkpoint(path)
-                _require_files(config, found)
-                found.common()
-                for rank in range(found.manifest["world_size"]):
-                    found.of_rank(rank)
                 if not (reason := _unlike(config, found)):
+                    _require_files(config, found)
+                    found.common()
+                    for rank in range(found.manifest["world_size"]):
+                        found.of_rank(rank)
                     return use(found)
                 models = f"{path.parents[1]}/models"
                 if path.parents[1] != given:
