@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import itertools
 import json
 import os
 import signal
@@ -73,6 +74,27 @@ def test_a_list_of_overrides_and_nested_keys():
         "lr=0.01-3m-seed1", "lr=0.01-3m-seed2", "lr=0.02,map_name=8m-8m-seed1", "lr=0.02,map_name=8m-8m-seed2",
     ]  # fmt: skip
     assert [config_of(job).map_name for job in jobs] == ["3m", "3m", "8m", "8m"]
+
+
+def test_a_grid_is_every_combination_of_its_values_for_every_arm():
+    grid = {"lr": [0.1, 0.2], "env_args": {"difficulty": ["easy", "hard"]}}
+    jobs = jobs_of({"config": "qmix", "with": {"lr": 0.3}, "grid": grid, "environments": ["3m", "8m"], "seeds": 2})
+    assert [job.name for job in jobs][:3] == [
+        "lr=0.1,difficulty=easy-3m-seed1", "lr=0.1,difficulty=easy-3m-seed2", "lr=0.1,difficulty=easy-8m-seed1",
+    ]  # fmt: skip
+    found = {(c.lr, c.env_args["difficulty"], c.map_name, c.seed) for c in map(config_of, jobs)}
+    assert found == set(itertools.product((0.1, 0.2), ("easy", "hard"), ("3m", "8m"), (1, 2))) and len(jobs) == 16
+    arms = {"a": {"config": "qmix"}, "b": {"config": "vdn", "with": {"gamma": 0.9}}}
+    jobs = jobs_of({"arms": arms, "grid": {"lr": [0.1, 0.2]}})
+    assert [(job.arm, config_of(job).gamma) for job in jobs] == [
+        ("a,lr=0.1", 0.99), ("a,lr=0.2", 0.99), ("b,lr=0.1", 0.9), ("b,lr=0.2", 0.9),
+    ]  # fmt: skip
+    wrong = {"lr": 0.1}, {"lr": []}, {"lr": [0.1, 0.1]}, {"gamma": [0.1]}, {"seed": [1, 2]}
+    for values, said in zip(wrong, ("list of", "list of", "different", "gamma", "seed"), strict=True):
+        with pytest.raises(UserError, match=said):
+            jobs_of({"arms": arms, "grid": values})
+    with pytest.raises(UserError, match=r"grid.lr: 200 x seeds: 99 = 39600 runs"):
+        jobs_of({"arms": arms, "grid": {"lr": list(range(1, 201))}, "seeds": 99})
 
 
 def test_an_environment_of_the_list_replaces_that_of_an_arm_and_of_the_study():

@@ -23,7 +23,7 @@ MOST_RUNS = 10_000
 """Of one file; the executors take no more, and the state file would be too large to be replaced every second."""
 
 PAGES = {"study": "docs/studies.md", "sweep": "docs/sweeps.md"}
-OWN_KEYS = {"study": {"arms", "runs", "environments", "results_file"}, "sweep": {"space", "trials", "metric"}}
+OWN_KEYS = {"study": {"arms", "runs", "grid", "environments", "results_file"}, "sweep": {"space", "trials", "metric"}}
 """Keys that show which kind of file it is."""
 
 

@@ -1,4 +1,4 @@
-"""From a study file to jobs: arms x environments x seeds, each with a configuration that was checked."""
+"""From a study file to jobs: arms x grid x environments x seeds, each with a configuration that was checked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class StudyFile(Entry):
     Attributes:
         name: of the study's folder; default: the name of the file. results: the folder around it.
         arms: what is compared, by name. runs: instead of arms, a list of overrides.
+        grid: lists of values by key; each arm has a run for each combination of them.
         environments: by name, or a list of maps. seeds: a list, or how many (1, 2, …).
         executor: settings by executor (`local: {jobs: 2}`); the first one is used unless the command names another.
         results_file: JSON lines to which every finished run is appended; runs that are there are skipped.
@@ -82,6 +84,7 @@ class StudyFile(Entry):
     results: str = "results"
     arms: dict[str, dict[str, Any] | None] | None = None
     runs: list[dict[str, Any]] | None = None
+    grid: dict[str, Any] = Field(default_factory=dict)
     environments: dict[str, dict[str, Any] | str | None] | list[dict[str, Any] | str] | None = None
     seeds: Seeds = 1
     executor: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
@@ -155,14 +158,17 @@ def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes, of_runs: Mi
     with found.caught():
         seeds = seeds_of(file.seeds, source)
     factors = {"arms" if file.runs is None else "runs": file.arms or file.runs, "environments": file.environments}
+    grid = _grid(file, source, found)
+    counts = {key: len(given or "1") for key, given in factors.items()}
+    counts |= {f"grid.{key}": len(given) for key, given in grid.items()}
     try:
-        require_few_runs(source, {**{key: len(given or "1") for key, given in factors.items()}, "seeds": len(seeds)})
+        require_few_runs(source, {**counts, "seeds": len(seeds)})
     except UserError as error:
         found.note(error)
         return
     arms, environments = dict[str, Entry](), dict[str, Environment]()
     with found.caught():
-        arms = _arms(file, source, found)
+        arms = _on_grid(_arms(file, source, found), grid, file, source, found)
     with found.caught():
         environments = _environments(file, source, found)
     same: dict[str, str] = {}
@@ -223,6 +229,37 @@ def _arms(file: StudyFile, source: str, found: Mistakes) -> dict[str, Entry]:
     if not entries:
         raise UserError(f"{source}: the study is empty: give at least one entry of arms: or runs:")
     return entries
+
+
+def _grid(file: StudyFile, source: str, found: Mistakes) -> dict[str, list[Any]]:
+    """Return the values of the grid by dotted key, without wrong ones."""
+    grid = {}
+    for key, values in flat(file.grid):
+        if isinstance(values, list) and values and len(set(map(str, values))) == len(values):
+            grid[key] = values
+        else:
+            found.add(f"{source}: grid.{key}={shorten(values)}: must be a list of different values, as [1, 2]")
+    return grid
+
+
+def _on_grid(
+    arms: dict[str, Entry], grid: dict[str, list[Any]], file: StudyFile, source: str, found: Mistakes
+) -> dict[str, Entry]:
+    """Return an arm for each arm and combination of the grid's values; a key of both is a mistake."""
+    if not grid:
+        return arms
+    ends = {key: key.rpartition(".")[2] for key in grid}
+    shown = {key: end if list(ends.values()).count(end) == 1 else key for key, end in ends.items()}
+    points = {}
+    for name, entry in arms.items():
+        if both := grid.keys() & dict(flat(entry.with_)).keys():
+            found.add(f"{source}: {name}: {min(both)} is given here and in grid:. Leave one out")
+        for values in product(*grid.values()):
+            point = dict(zip(grid, values, strict=True))
+            title = ",".join(f"{shown[key]}={value}" for key, value in point.items())
+            label = f"{name},{title}" if file.arms or file.runs else title
+            points[label] = entry.model_copy(update={"with_": {**entry.with_, **point}})
+    return points
 
 
 def _title(run: Mapping[str, Any]) -> str:
