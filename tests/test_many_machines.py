@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,7 +119,7 @@ def test_two_hosts_train_like_two_ranks_of_one_host_although_the_network_fails_f
     there.mkdir(), here.mkdir()
     alone = Started([str(ROOT / "launch.sh"), "--debug", "--gpus", "2", *RUN], here)
     words = ("--gpus", "1", "--nodes", "2", "--master-addr", f"{NETWORK}.1", "--master-port", "29613", *RUN)
-    words += ("--max-restarts", "4", "dist_timeout_minutes=0.05", "checkpoint_interval=0", "distributed_debug=True")
+    words += ("--max-restarts", "4", "dist_timeout_minutes=0.2", "checkpoint_interval=0", "distributed_debug=True")
     started = [
         Started(["ip", "netns", "exec", name, str(ROOT / "launch.sh"), "--node-rank", str(rank), *words], there)
         for rank, name in enumerate(hosts.names)
@@ -132,7 +131,8 @@ def test_two_hosts_train_like_two_ranks_of_one_host_although_the_network_fails_f
     wait_until(lambda: checkpoints() or any(one.process.poll() is not None for one in started), 120)
     ip(*hosts.cable, "down")
     try:
-        time.sleep(5)
+        # Until they have noticed, however busy the machine is.
+        assert wait_until(lambda: any("rror: " in log.read_text() for log in there.glob("results/logs/*.log")), 120)
         reached = max((int(path.parent.name[:8]) for path in checkpoints()), default=0)
     finally:
         ip(*hosts.cable, "up")
