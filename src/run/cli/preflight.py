@@ -379,7 +379,7 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple
     from omagd.run.training.build import build_plain_mac
     from omagd.utils.dist_utils import Dist
 
-    config = recording(config)
+    plain, config = config, recording(config)
     mac = build_plain_mac(config, info, device)
     runner = registry_of("omagd.runners").get(config.runner)
     runner.check(config)
@@ -388,7 +388,7 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple
         fix = "use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
         raise UserError(f"runner={config.runner}: learners get single steps, nothing from before: {fix}")
     learner = registry_of("omagd.learners").build(config.learner, mac, config, info, Dist())
-    kinds = (registry_of(NAMED[key]).get(getattr(config, key)) for key in ("agent", "mixer", "mac", "learner"))
+    kinds = (registry_of(NAMED[key]).get(getattr(plain, key)) for key in ("agent", "mixer", "mac", "learner"))
     if any(map(is_plugin, kinds)):
         learner.warm_up()  # finds errors of forward passes, and parameters without a gradient
     return learner, config.keys_read | _named_by((learner, mac, *learner.modules().values()))
