@@ -21,7 +21,7 @@ from command_harness import run_command
 from omagd.config.loading import resolve, to_plain
 from omagd.run import run as run_module
 from omagd.run.cli import main as command_line
-from omagd.run.cli.main import config_from, main
+from omagd.run.cli.main import COMMANDS, config_from, main
 from omagd.run.launch import launcher
 from omagd.run.reporting import sacred_record
 from omagd.run.reporting.sacred_record import run_recorded
@@ -331,6 +331,13 @@ def test_help_imports_nothing_heavy():
     assert "with key=value" in done.stdout
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert imported & {"torch", "sacred", "wandb", "numpy", "jax"} == set()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_answers_help_and_does_nothing_else(command, capsys):
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.lower().startswith("usage") and COMMANDS[command].usage.split()[0] in shown.out and not shown.err
 
 
 @pytest.mark.processes

@@ -162,14 +162,16 @@ def _main(argv: list[str]) -> int:
         return _own(command, argv)
     mistakes = Mistakes()
     options = _options(argv, mistakes)
+    if options.help:  # of `doctor` and `evaluate` too, which take the same options
+        mistakes.raise_any()
+        print_out(HELP.format(commands="\n".join(command.help() for command in COMMANDS.values())))
+        return 0
     if (command := COMMANDS.get("".join(options.words[:1]))) is not None and command.run is not None:
         return command.run(options, options.words[1:], mistakes)
     texts = updates(options.words, mistakes)
-    if options.help or options.version or options.list:
+    if options.version or options.list:
         mistakes.raise_any()
-    if options.help:
-        print_out(HELP.format(commands="\n".join(command.help() for command in COMMANDS.values())))
-    elif options.version:
+    if options.version:
         from omagd import __version__
 
         print_out(f"omagd {__version__}\n")
@@ -310,6 +312,8 @@ def updates(words: Sequence[str], mistakes: Mistakes | None = None) -> dict[str,
         if first != "with":
             fix = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
             near = nearest(first, COMMANDS)
+            if first in COMMANDS:
+                fix, near = "give it before the options", ""
             told = "use --dry-run" if first == "print_config" else f"not understood; {fix}{'.' * bool(near)}{near}"
             found.add(f"{first}: {told}")
             found.complete = False
