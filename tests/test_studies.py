@@ -990,9 +990,10 @@ class Toy:
         self.steps, self.examined = {}, []
         monkeypatch.setattr(engine, "POLL_SECONDS", 0.0)
         monkeypatch.setattr(whole_study, "examine", self.examine)
-        executor = type("Toy", (), {"args_model": LocalArgs, "__new__": lambda cls, place: self.executor(place)})
+        fits = {"args_model": LocalArgs, "__init__": lambda self, place: None}
+        executor = type("Toy", (Scripted,), {**fits, "__new__": lambda cls, place: self.executor(place)})
         monkeypatch.setitem(EXECUTORS._objects, "toy", executor)
-        unwanted = type("Local", (), {"args_model": LocalArgs, "__new__": lambda cls, place: pytest.fail("local runs")})
+        unwanted = type("Local", (Scripted,), {**fits, "__new__": lambda cls, place: pytest.fail("local runs")})
         monkeypatch.setitem(EXECUTORS._objects, "local", unwanted)
         monkeypatch.setattr(EXECUTORS, "names", lambda: ["local", "slurm", "toy"])
 
@@ -1216,8 +1217,8 @@ def test_seeds_of_a_run_share_its_check_and_other_runs_have_their_own(monkeypatc
     assert one["identity"] == threads["identity"], "machines with other numbers of cores share a results file"
     assert len({each["identity"] for each in (one, other_seed, rate)}) == 3
     assert one["card"]["id"] == rate["card"]["id"] and one["card"]["method"] != rate["card"]["method"]
-    assert "nowhere" in wrong["error"]
-    assert "error" in card, "this machine has no such device"
+    assert "nowhere" in wrong["errors"][0]
+    assert "errors" in card, "this machine has no such device"
     assert "card" in asked(local=False)[-1], "those that run it may have one"
 
 

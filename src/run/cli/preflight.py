@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.messages import ArgsError
-from omagd.config.schema import OF_PARTS, Config, recording
+from omagd.config.schema import Config, recording
 from omagd.run.cli.remaining import (
     NAMED,
     fewer,
+    keys_named_by,
     registry_of,
     stand_in,
     unread,
@@ -391,14 +390,4 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple
     kinds = (registry_of(NAMED[key]).get(getattr(plain, key)) for key in ("agent", "mixer", "mac", "learner"))
     if any(map(is_plugin, kinds)):
         learner.warm_up()  # finds errors of forward passes, and parameters without a gradient
-    return learner, config.keys_read | _named_by((learner, mac, *learner.modules().values()))
-
-
-def _named_by(parts: Collection[object]) -> set[str]:
-    """Return the keys that the files of some objects' classes name; all of parts where a file cannot be read."""
-    classes = {cls for part in parts for cls in type(part).__mro__[:-1] if not cls.__module__.startswith("torch")}
-    try:
-        texts = [Path(file).read_text(encoding="utf-8") for file in set(map(inspect.getfile, classes))]
-    except (OSError, TypeError):
-        return set(OF_PARTS)
-    return {key for text in texts for key in re.findall(r"\bconfig\.(\w+)", text)}
+    return learner, config.keys_read | keys_named_by((learner, mac, *learner.modules().values()))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from omagd.config.env_info import EnvInfo
@@ -115,6 +118,16 @@ def unread(config: Config, given: Collection[str], read: set[str] | None) -> Ite
     if of_graphs and not config.use_graph_reconstruction:
         it = "it" if len(of_graphs) == 1 else "them"
         yield f"{', '.join(of_graphs)}: nothing in this run reads {it} (use_graph_reconstruction=False)"
+
+
+def keys_named_by(parts: Collection[object]) -> set[str]:
+    """Return the keys that the files of some objects' classes name; all of parts where a file cannot be read."""
+    classes = {cls for part in parts for cls in type(part).__mro__[:-1] if not cls.__module__.startswith("torch")}
+    try:
+        texts = [Path(file).read_text(encoding="utf-8") for file in set(map(inspect.getfile, classes))]
+    except (OSError, TypeError):
+        return set(OF_PARTS)
+    return {key for text in texts for key in re.findall(r"\bconfig\.(\w+)", text)}
 
 
 def registry_of(package: str) -> Registry[Any]:

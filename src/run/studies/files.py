@@ -129,12 +129,14 @@ def executor_of(
 ) -> tuple[str, BaseModel]:
     """Return the executor to use and its settings; those of the others are checked, too."""
     chosen = asked or next(iter(given), DEFAULT_EXECUTOR)
-    settings: dict[str, BaseModel] = {chosen: EXECUTORS.get(DEFAULT_EXECUTOR).args_model()}  # where it is wrong
+    settings: dict[str, BaseModel] = {}
     for name in dict.fromkeys([*given, chosen]):
         with found.caught(source):
             model = EXECUTORS.get(name).args_model
             values = given.get(name) or {}
             settings[name] = typed_args(f"executor.{name}", f"executor {name}", model, values, lambda key: "")
+    if chosen not in settings:  # wrong, which was noted
+        return DEFAULT_EXECUTOR, EXECUTORS.get(DEFAULT_EXECUTOR).args_model()
     return chosen, settings[chosen]
 
 
