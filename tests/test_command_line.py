@@ -104,6 +104,7 @@ MISTAKES = {
     "--config=qmix with world_size=2": "world_size=2 run=ddp",
     "--config=qmix with run=ddp dist_backend=nccl use_cuda=False": "dist_backend=nccl",
     "--config=qmix with env_args.map=3m": "env_args.map Known: map_name",
+    "--config=qmix with env=sc2": "env_args.sight_range skirmish.yaml --env-config=sc2",
     "--config=qmix with env_args.map_name=3x": "env_args.map_name=3x",
     "--config=qmix with env_args.move_amount=far": "env_args.move_amount=far",
     "--config=qmix with checkpoint_path=gone": "checkpoint_path=gone",

@@ -144,7 +144,7 @@ NAMES: dict[str, tuple[Row, ...]] = {
         Row("qtran qatten cw_qmix ow_qmix wqmix deepset_qmix updet_qmix qmix_DA asn", near="qmix"),
         Row("hpn_vdn", near="hpn_qmix", why="with mixer=vdn"),
         *(Row(f"{name}_ns", near=name, why=_NOT_SHARED) for name in ("qmix", "vdn", "iql", "mappo", "ippo")),
-        Row("maddpg", why="Learning rates of actors and critics are of learner=ddpg_learner (docs/snakes.md)"),
+        Row("maddpg", near="snakes_ddpg", why="with --env-config=snakes"),
     ),
     "--env-config": (
         Row("smac starcraft starcraft2 sc2_beta", "sc2"),
