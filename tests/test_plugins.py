@@ -32,7 +32,7 @@ from omagd.utils.errors import UserError
 SIZES = "t_max=60 batch_size=2 batch_size_run=2 test_nepisode=2 checkpoint_interval=0 use_cuda=False"
 REGISTRIES = {
     "env": envs.REGISTRY, "learner": learners.REGISTRY, "agent": agents.REGISTRY, "mixer": mixers.REGISTRY,
-    "mac": controllers.REGISTRY, "runner": runners.REGISTRY,
+    "mac": controllers.REGISTRY, "runner": runners.REGISTRY, "critic": critics.REGISTRY,
 }  # fmt: skip
 
 
@@ -188,6 +188,29 @@ class Blind(RNNAgent):
         raise LookupError("no luck in encode")
 
 
+class Narrow(RNNAgent):
+    def values(self, hidden):
+        return super().values(hidden)[..., :2]
+
+
+class ColumnMixer(nn.Module):
+    def __init__(self, config, info):
+        super().__init__()
+        self.layer = nn.Linear(info.n_agents, 1)
+
+    def forward(self, agent_qs, state):
+        return self.layer(agent_qs)
+
+
+class ColumnCritic(nn.Module):
+    def __init__(self, config, info, width):
+        super().__init__()
+        self.layer = nn.Linear(info.state_dim, 1)
+
+    def forward(self, inputs, state):
+        return self.layer(state)
+
+
 class NoChunks(Agent):
     """Has what an agent must have, and no more."""
 
@@ -240,9 +263,10 @@ def test_a_class_that_does_not_fit_is_told_all_it_lacks_in_one_line(key, plug, t
 
 def test_all_that_do_not_fit_are_named_at_once(plug, tmp_path):
     plug(mixer=PymarlMixer, agent=PymarlAgent)
-    with pytest.raises(UserError, match="agent=my_agent: .*mixer=my_mixer: ") as error:
+    with pytest.raises(UserError) as error:
         preflight(config_from(words(tmp_path, "mixer=my_mixer", "agent=my_agent")))
-    assert "\n" not in error.value.message
+    lines = error.value.message.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["agent=my_agent", "mixer=my_mixer"]
 
 
 def test_all_that_this_repository_and_the_example_register_fits():
@@ -276,6 +300,21 @@ def test_an_environment_that_cannot_be_built_is_one_line(env, fails_in, message,
     if env is Clock:
         assert main(["--loglevel=DEBUG", *command]) == 2
         assert "Traceback" in (shown := capsys.readouterr().err) and shown.endswith(line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "message"),
+    [("get_env_info", None, "env=my_env: .*NoneType, not a dictionary"),
+     ("get_env_info", {"n_agents": 2, "obs_shape": 3}, "env=my_env: .* holds no n_actions, state_shape, episode_limit"),
+     ("step", (None, 1.0, False, False, {}), r"env=my_env, slot 0, seed \d+, step 1: .* tuple of 5, not \(reward")],
+)  # fmt: skip
+def test_what_an_environment_returns_instead_is_one_line(
+    method, returned, message, plug, tmp_path, monkeypatch, capsys
+):
+    plug(env=Clock)
+    monkeypatch.setattr(Clock, method, lambda self, actions=None: returned)
+    assert main(["--unobserved", *words(tmp_path, config="vdn", env=clock(tmp_path, "''"))]) == 2
+    assert re.match(f"error: {message}", capsys.readouterr().err.splitlines()[-1])
 
 
 def failed_run(results: Path, capsys: Any, *more: str, env: str = "matrix_game") -> tuple[list[str], str]:
@@ -329,6 +368,21 @@ def test_parameters_without_a_gradient_are_named_before_a_run_has_files(key, kin
     assert "fixed" not in error.value.message and not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "kind", "message"),
+    [("agent", Narrow, r"agent=my_agent: forward returned \[5, \d+, 2\], not \[5, "),
+     ("mixer", ColumnMixer, r"mixer=my_mixer: forward returned \[5, 1\], not \[5\] or "),
+     ("critic", ColumnCritic, r"critic=my_critic: forward returned \[2, 1\], not \[2\] or ")],
+)  # fmt: skip
+def test_values_of_another_shape_are_not_broadcast(key, kind, message, plug, tmp_path):
+    plug(**{key: kind})
+    given = ("learner_args.critic=my_critic",) if key == "critic" else (f"{key}=my_{key}",)
+    config = "mappo" if key == "critic" else "qmix"
+    with pytest.raises(UserError, match=message):
+        preflight(config_from(words(tmp_path / "results", *given, config=config)))
+    assert not (tmp_path / "results").exists()
+
+
 def test_an_error_of_a_forward_is_found_before_a_run_has_files(plug, tmp_path):
     plug(agent=Blind)
     with pytest.raises(UserError, match=rf"agent=my_agent: LookupError: no luck in encode \({re.escape(__file__)}:\d+"):
@@ -340,7 +394,8 @@ def test_every_parameter_of_a_preset_takes_part(name):
     """As `_require_gradients` finds in the discarded passes before training."""
     env = "snakes" if "snakes" in name else "skirmish"
     config = resolve(name, env, {"world_size": 1, "use_cuda": False})
-    _build_learner(config, preflight(config).info, torch.device("cpu")).warm_up()
+    learner, _ = _build_learner(config, preflight(config).info, torch.device("cpu"))
+    learner.warm_up()
 
 
 def test_an_agent_without_chunks_is_rejected_where_a_learner_cuts_episodes(plug, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,20 +12,36 @@ from pydantic import BaseModel
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, BatchedEnv, MultiAgentEnv, Observation, StepResult
+from omagd.utils.errors import UserError
 from omagd.utils.plugins import built
 
+FACTS = ("n_agents", "n_actions", "obs_shape", "state_shape", "episode_limit")
+"""What `get_env_info()` must hold."""
 
-def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvInfo:
+
+def env_info_from_dict(name: str, map_name: str | None, facts: dict[str, Any]) -> EnvInfo:
     """Return the sizes in the dictionary of SMAC's `get_env_info()`; an `env_info` in it is returned as it is.
 
     facts: `obs_component` gives the entity layout. `entity_position` and `entity_health` may give the columns of
         (dx, dy) and health in a unit's block; default: SMAC's. `entity_healer` may give the column of the agent's own
         block that is 1 for agents that heal, and `entity_types` where the one-hot type begins in an ally's and in an
         enemy's block, and its length. `state_layout` is the layout of a state of units.
+    Errors: UserError for anything else.
     """
+    if not isinstance(facts, Mapping):
+        raise UserError(f"env={name}: get_env_info() returned {type(facts).__name__}, not a dictionary")
     if "env_info" in facts:
         info: EnvInfo = facts["env_info"]
         return info
+    if absent := [key for key in FACTS if key not in facts]:
+        raise UserError(f"env={name}: get_env_info() holds no {', '.join(absent)}. See docs/extending.md")
+    try:
+        return _sized(name, map_name, facts)
+    except (TypeError, ValueError) as problem:
+        raise UserError(f"env={name}: get_env_info() holds wrong values: {problem}. See docs/extending.md") from None
+
+
+def _sized(name: str, map_name: str | None, facts: dict[str, Any]) -> EnvInfo:
     layout = None
     if facts.get("obs_component") is not None:
         move, (n_enemies, enemy_dim), (n_allies, ally_dim), own = facts["obs_component"]
@@ -37,7 +54,7 @@ def env_info_from_dict(name: str, map_name: str, facts: dict[str, Any]) -> EnvIn
         )  # fmt: skip
     return EnvInfo(
         name=name,
-        map_name=map_name,
+        map_name=str(map_name or facts.get("map_name") or name),
         n_agents=int(facts["n_agents"]),
         n_actions=int(facts["n_actions"]),
         obs_dim=int(np.prod(facts["obs_shape"])),

@@ -12,6 +12,8 @@ from contextlib import suppress
 from types import FunctionType
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
+
 _ABSENT: Any = object()
 _EMPTY = inspect.Parameter.empty
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -36,6 +38,9 @@ def faults(found: Any, protocol: type) -> list[str]:
         return _of_constructor(found, protocol) if callable(found) and structural else ["is no class"]
     base = [] if structural or issubclass(found, protocol) else [f"is no subclass of {_full_name(protocol)}"]
     absent, wrong = [], _of_constructor(found, protocol)
+    model = inspect.getattr_static(found, "args_model", BaseModel)
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        wrong.append("args_model is no pydantic model")
     for name, member in _members(protocol):
         own = inspect.getattr_static(found, name, _ABSENT)
         if own is member and (structural or name in getattr(protocol, "__abstractmethods__", ())):

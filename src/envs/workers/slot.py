@@ -10,9 +10,10 @@ import numpy as np
 
 from omagd.envs.outputs import fault, numeric_array, wrong_flag, wrong_number, zeros_and_ones
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
+from omagd.envs.single import OneSlot
 from omagd.envs.workers.shared_memory import MAX_INFO, Arrays, slot_scripts
 from omagd.utils.errors import UserError
-from omagd.utils.plugins import locate
+from omagd.utils.plugins import locate, owner_of
 from omagd.utils.seeding import generator
 
 # Commands to a slot (0: none). CLOSE ends the worker process.
@@ -104,8 +105,12 @@ class EnvSlot:
 
     def _step(self) -> None:
         arrays, slot = self.arrays, self.slot
-        reward, terminated, info = self.env.step(self._row["actions"].copy())
+        returned = self.env.step(self._row["actions"].copy())
         self._steps += 1
+        if not isinstance(returned, tuple | list) or len(returned) != 3:
+            many = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
+            raise self._fault(f"step() returned a {type(returned).__name__}{many}, not (reward, terminated, info)")
+        reward, terminated, info = returned
         for name, wrong in (("reward", wrong_number(reward)), ("terminated", wrong_flag(terminated))):
             if wrong:
                 raise self._fault(f"{name} {wrong}")
@@ -156,7 +161,9 @@ class EnvSlot:
             row[...] = array
 
     def _fault(self, what: str) -> UserError:
-        return fault(type(self.env).__name__, self.slot, self._seed, self._steps, what)
+        kind = type(self.env.env if isinstance(self.env, OneSlot) else self.env)
+        name = owner_of(kind).removeprefix("env=") or kind.__name__
+        return fault(name, self.slot, self._seed, self._steps, what)
 
     def _write_info(self, info: Mapping[str, Any]) -> None:
         """Write the numbers in `info`, each name into its own column; skip other values.

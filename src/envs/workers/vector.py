@@ -76,8 +76,7 @@ class VectorEnv(BatchedEnv):
         self._info_order: dict[str, None] = {}  # names in the infos of ended episodes, in order of appearance
         self._chosen = False  # whether the array `scripted` belongs to the current observations
         label = name or env_cls.__name__
-        map_name = args.model_dump().get("map_name") or facts.get("map_name") or label
-        self.info = env_info_from_dict(label, str(map_name), facts)
+        self.info = env_info_from_dict(label, args.model_dump().get("map_name"), facts)
         self._log = ActionLog(self.n_slots, self.info.n_agents) if self.deterministic else None
 
     @abstractmethod

@@ -14,7 +14,6 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.messages import ArgsError
 from omagd.config.schema import Config, recording
 from omagd.run.cli.remaining import (
-    NAMED,
     fewer,
     keys_named_by,
     registry_of,
@@ -26,7 +25,7 @@ from omagd.run.cli.remaining import (
 )
 from omagd.run.topology import Plan, make_plan
 from omagd.utils.errors import Mistakes, UserError, collected
-from omagd.utils.plugins import in_one_line, is_plugin
+from omagd.utils.plugins import NAMES, in_one_line, is_plugin
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
 
@@ -376,9 +375,10 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple
     Returns the learner, and the keys that it and its parts read: in their constructors, or anywhere in their files.
     """
     from omagd.run.training.build import build_plain_mac
+    from omagd.run.training.shapes import try_networks
     from omagd.utils.dist_utils import Dist
 
-    plain, config = config, recording(config)
+    config = recording(config)
     mac = build_plain_mac(config, info, device)
     runner = registry_of("omagd.runners").get(config.runner)
     runner.check(config)
@@ -387,7 +387,6 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple
         fix = "use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
         raise UserError(f"runner={config.runner}: learners get single steps, nothing from before: {fix}")
     learner = registry_of("omagd.learners").build(config.learner, mac, config, info, Dist())
-    kinds = (registry_of(NAMED[key]).get(getattr(plain, key)) for key in ("agent", "mixer", "mac", "learner"))
-    if any(map(is_plugin, kinds)):
-        learner.warm_up()  # finds errors of forward passes, and parameters without a gradient
+    if any(map(is_plugin, NAMES)):
+        try_networks(learner, mac.agent, info)
     return learner, config.keys_read | keys_named_by((learner, mac, *learner.modules().values()))
