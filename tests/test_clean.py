@@ -56,8 +56,9 @@ def test_a_finished_run_without_its_replay_says_so_where_a_longer_one_begins(kep
 
 def test_clean_frees_finished_runs_and_leaves_everything_else(kept, tmp_path, capsys):
     results, elsewhere = tmp_path / "results", tmp_path / "elsewhere"
-    for path in (results / "study" / "runs", elsewhere):
+    for path in (results / "study" / "runs", results / "sacred" / "1", elsewhere):
         path.mkdir(parents=True)
+    (results / "sacred" / "1" / "run.json").write_text('{"status": "COMPLETED"}')
     done, unfinished, locked, linked = copies(kept, results, "done", "unfinished", "locked", "linked")
     (inside,) = copies(kept, results / "study" / "runs", "inside")
     (away,) = copies(kept, elsewhere, "away")
@@ -81,7 +82,7 @@ def test_clean_frees_finished_runs_and_leaves_everything_else(kept, tmp_path, ca
         lock.release()
     for text in (first, second):
         assert f"{size / 1e6:.1f} MB" in text.out.splitlines()[-1] and "2 finished" in text.out
-        assert f"{locked} stays" in text.err and f"{unfinished} stays" in text.err
+        assert f"{locked} stays" in text.err and f"{unfinished} stays" in text.err and "sacred" not in text.err
     freed = everything.keys() - {path for path in tmp_path.rglob("*") if path.is_file()}
     assert {path.parents[2] for path in freed} == {done, inside}
     assert {path.suffix for path in freed} == {".episodes"}

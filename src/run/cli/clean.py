@@ -51,7 +51,8 @@ def _runs(root: Path) -> Iterator[Path]:
     """Yield the folders of runs at and below a folder, by name; links are not followed."""
     for place, names, files in os.walk(root):
         if RUN_FILE in files:
-            yield Path(place)
+            if "logs" in names:  # a record of Sacred has a run.json, too
+                yield Path(place)
             names.clear()
         names.sort()
 
