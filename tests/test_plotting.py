@@ -529,4 +529,6 @@ def test_runs_of_pymarl_and_epymarl_are_drawn_beside_own_ones(tmp_path, capsys, 
     (nested / "1" / "metrics.json").write_text("[1]")
     (nested / "1" / "info.json").write_text('{"test_battle_won_mean": 3, "test_battle_won_mean_T": [{"value": null}]}')
     assert main(["plot", str(nested / "1")]) == 2
-    assert capsys.readouterr().err.startswith("error: plot: ")
+    assert f"error: plot {nested / '1'}: no values can be read" in capsys.readouterr().err
+    assert main(["plot", str(tmp_path / "epymarl"), "--out", str(tmp_path / "rest")]) == 0
+    assert f"left out: {nested / '1'}: no values" in caplog.text

@@ -170,7 +170,10 @@ def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -
         for folder, study in folders.items():
             run = _read(folder, study)
             if run is None:
-                problems.append(f"{folder}: neither its config.json nor its summary.json can be read")
+                wrong = "neither its config.json nor its summary.json can be read"
+                if names := _sacred_files(folder):
+                    wrong = f"no values can be read from its {' or '.join(names)}"
+                problems.append(f"{folder}: {wrong}")
             else:
                 runs.setdefault(folder, run)
                 if not run.summary and os.path.isfile(RunFolder(folder).summary_json):
@@ -278,12 +281,19 @@ def _arms(study: Path) -> dict[str, str]:
         return {}
 
 
+def _sacred_files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder that another program may have recorded a run in."""
+    return [name for name in SACRED_FILES if os.path.isfile(folder / name)]
+
+
 def _read(folder: Path, of: tuple[str, str]) -> Run | None:
     """Return the run in a folder, None if neither its configuration nor its summary can be read. of: study, arm."""
     files = RunFolder(folder)
     config, summary = read_entry(files.config_json), read_entry(files.summary_json)
     summary = summary if _is_summary(summary) else {}
-    if not os.path.lexists(files.metrics_jsonl) and (other := read_sacred(folder)):
+    if not os.path.lexists(files.metrics_jsonl) and _sacred_files(folder):
+        if (other := read_sacred(folder)) is None:
+            return None
         config, records = other
         values = {name: value for record in records for name, value in record.items()}
         stages = {"stage3": {"values": values, "clock": {"t_env": values["t_env"]}}}
