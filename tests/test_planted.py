@@ -44,7 +44,7 @@ INJECTED = "echo injected >>"
 LINKS = {
     "logs/rank_0.log": "bashrc", "logs": "thesis", "models": "thesis", "models/100": "thesis/100",
     "metrics.jsonl": "metrics.jsonl", "episodes/rank_0.jsonl": "metrics.jsonl", "checkpoints": "thesis",
-    "lock.ranks": "bashrc", "wandb": "thesis", "tb/stage3": "thesis", "card.json": "nothing", "run.json": None,
+    "lock.ranks": "bashrc", "card.json": "nothing", "run.json": None,
     ".": None,
 }  # fmt: skip
 
@@ -185,6 +185,21 @@ def test_what_other_programs_leave_in_the_folder_neither_ends_nor_changes_anythi
     assert before == (contents(home), {path: path.lstat() for path in left})
     assert (run / "models" / "latest").is_symlink()
     assert "warning" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.processes
+def test_a_link_in_place_of_a_sinks_folder_switches_that_sink_off(run, home, monkeypatch, capsys):
+    monkeypatch.setattr(plots, "curves", lambda *_: None)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (run / "wandb").symlink_to(home / "thesis")
+    (run / "tb").symlink_to(home)
+    before = contents(home)
+    assert main([*COMMAND, f"local_results_path={run.parent}", "use_wandb=True", "use_tensorboard=True"]) == 0
+    assert list(run.parent.iterdir()) == [run] and summary_of(run)["exit_state"] == "completed"
+    assert contents(home) == before
+    text = "".join(capsys.readouterr())
+    assert f"W&B is off from here on: {run / 'wandb'} is a link" in text
+    assert f"TensorBoard is off from here on: {run / 'tb'} is a link" in text
 
 
 def test_an_own_entry_that_cannot_be_read_is_no_reason_to_start_from_scratch(run, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Check that a run's folder is safe to write: it is the user's own, and no name that a run uses leads outside.
 
-Other programs keep files there too (W&B, TensorBoard, plug-ins): these are neither looked at nor changed.
+Other programs keep files there too (W&B, TensorBoard, plug-ins): these are neither looked at nor changed. Sinks that
+write there reject links themselves (`unlinked`).
 
 All checks use descriptors of the folders and follow no links. A world-writable folder is first closed to others, so
 what has been checked stays unchanged. The group is trusted: the user decides whether it may write (umask, or a folder
@@ -24,13 +25,13 @@ from omagd.utils.storage import opened
 FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW
 OWN = re.compile(
     r"(config|env_info|card|summary|run|saved|continued_from|wandb)\.json|metrics\.jsonl|lock(\..+)?"
-    r"|plots|replays|pretrain_buffer|set_aside|wandb|tb(/stage\d)?|logs(/rank_\d+\.log)?|episodes(/rank_\d+\.jsonl)?"
+    r"|plots|replays|pretrain_buffer|set_aside|logs(/rank_\d+\.log)?|episodes(/rank_\d+\.jsonl)?"
     r"|profile(/.+_rank\d+\.json)?|checkpoints(/.*)?|models(/(\d+|pretrain_stage\d(_best)?)(/.*)?)?",
     re.DOTALL,
 )
 """What a run reads or writes in its folder. Other files of its own are replaced as a whole or get new names."""
 
-ENTERED = re.compile(r"tb|logs|episodes|profile|models(/.+)?|checkpoints(/.+)?", re.DOTALL)
+ENTERED = re.compile(r"logs|episodes|profile|models(/.+)?|checkpoints(/.+)?", re.DOTALL)
 """Folders in which a run uses names of its own."""
 
 WRITTEN_ONCE = frozenset({"checkpoints", "models"})
@@ -66,6 +67,15 @@ def require_own(folder: Path) -> None:
         own = _own_ids(about.st_uid, root)
         with opened(folder.name, FOLDER, root) as handle:
             _check(handle, (), own)
+
+
+def unlinked(folder: Path, name: str) -> Path:
+    """Return a path in a run's folder, to write to. Errors: Untrusted where a part of its `name` is a link."""
+    path = folder / name
+    for part in (path, *path.parents[: len(Path(name).parts) - 1]):
+        if part.is_symlink():
+            raise Untrusted(f"{part} is a link, and nothing is written there")
+    return path
 
 
 def _own_ids(found: int, root: int) -> frozenset[int]:

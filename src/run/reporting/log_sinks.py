@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.utils.logging import Logger, Record, RunFacts, Sink, warn_off
+from omagd.utils.owned_folder import unlinked
 from omagd.utils.registry import Registry
 from omagd.utils.run_folder import RunFolder, plain
 from omagd.utils.writing import STORAGE, AppendFile, open_records
@@ -119,7 +120,7 @@ class TensorBoardSink(Sink):
         if record.stage not in self._writers:
             # A resumed run logs again what the killed one logged after the checkpoint: hide the first version.
             last = self._last.get(record.stage)
-            folder = self.facts.folder / "tb" / record.stage
+            folder = unlinked(self.facts.folder, f"tb/{record.stage}")
             self._writers[record.stage] = EventFile(folder, None if last is None else last + 1)
         self._last[record.stage] = record.t
         self._writers[record.stage].add(record.values, record.t)

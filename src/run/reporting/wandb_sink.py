@@ -25,6 +25,7 @@ from urllib.parse import urlparse
 from omagd.run.reporting.plots import read_metrics
 from omagd.utils.logging import Record, RunFacts, Sink
 from omagd.utils.metrics import of_maps
+from omagd.utils.owned_folder import unlinked
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.storage import listed, opened, read_entry
 
@@ -54,6 +55,7 @@ class WandbSink(Sink):
     def _open(self, facts: RunFacts) -> None:
         import wandb  # noqa: F401  (fail at the start, not at the first log)
 
+        unlinked(facts.folder, "wandb")
         self._mode, self._sent = "", -1
         self._note = facts.folder / "wandb.json"
         own = read_entry(self._note)
