@@ -17,7 +17,7 @@ from sockets import free_port, listening
 from omagd.config.loading import resolve
 from omagd.run.cli.main import main
 from omagd.run.launch.launcher import _require_one_configuration
-from omagd.run.launchers import join_tasks, local_rank, ranks_here, require_one_task, without_tasks
+from omagd.run.launchers import is_main, join_tasks, local_rank, ranks_here, require_one_task, without_tasks
 from omagd.run.topology import make_plan, require_own_gpus
 from omagd.utils import dist_utils
 from omagd.utils.dist_utils import (
@@ -114,6 +114,7 @@ ALONE = {
     "a step of one task": {"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_STEP_NUM_TASKS": 1, "PMIX_RANK": 0},
     "mpirun -n 1": {"OMPI_COMM_WORLD_RANK": 0, "OMPI_COMM_WORLD_SIZE": 1, "PMIX_RANK": 0},
     "a task that says it is alone": {**STEP, "RANK": 0, "WORLD_SIZE": 1},
+    "RANK alone, as some containers set it": {"RANK": 3},
 }
 
 
@@ -123,13 +124,14 @@ def test_a_single_task_runs_alone(name, task):
     before = dict(os.environ)
     join_tasks()
     require_one_task("study")
-    assert os.environ == before
+    assert os.environ == before and is_main()
 
 
 HOMELESS = {
     "MASTER_ADDR: ": {**STEP},
     "MASTER_ADDR and MASTER_PORT: ": {"PMI_RANK": 1, "PMI_SIZE": 2},
     "MASTER_PORT: ": MPICH,
+    "run=default: this is task 1 of 2 of MPI": MPICH,
     "PMIX_RANK=1: ": {"PMIX_RANK": 1},
     "SLURM_PROCID=8: ": {**STEP, "SLURM_PROCID": 8},
     "SLURM_STEP_NUM_TASKS=x: ": {**STEP, "SLURM_STEP_NUM_TASKS": "x"},
@@ -144,6 +146,14 @@ def test_tasks_that_cannot_train_together_end_with_one_line(error, task, capsys,
     assert main(["--config=qmix", "with", run, f"local_results_path={tmp_path}"]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {error}") and err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("variables", [MPICH, {"PMIX_RANK": 1}])
+def test_tasks_that_cannot_meet_are_told_all_other_mistakes_as_well(variables, task, capsys):
+    task(**variables)
+    assert main(["--config=qmix", "--dry-run", "with", "run=ddp", "hidden_dim=64"]) == 2
+    err = capsys.readouterr().err
+    assert "rnn_hidden_dim" in err and ("MASTER_PORT" in err or "PMIX_RANK" in err) and err.count("\n") == 2
 
 
 @pytest.mark.processes

@@ -74,33 +74,42 @@ WATCHED = frozenset({"TORCHELASTIC_RUN_ID", *(launcher.rank for launcher in LAUN
 """Variables that show that a launcher has started this process."""
 
 
+def in_group() -> bool:
+    """Return whether this process is one of several ranks; RANK alone, as some containers set it, is not enough."""
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
 def is_main() -> bool:
     """Return whether this process writes to the terminal: rank 0, or not part of a group."""
-    return os.environ.get("RANK", "0") == "0"
+    return not in_group() or os.environ["RANK"] == "0"
 
 
 def join_tasks() -> None:
     """Set the variables of torchrun that are missing, if a launcher has started this process as one of several tasks.
 
-    Errors: UserError where the number of tasks, or where they meet, is unknown.
+    Errors: UserError where the number of tasks is unknown.
     """
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys() or (launcher := _several()) is None:
+    if in_group() or (launcher := _several()) is None:
         return
     rank, size = _task(launcher)
     for name, value in {"RANK": str(rank), "WORLD_SIZE": str(size), **_meeting(_of_size(size), size)}.items():
         os.environ.setdefault(name, value)
+
+
+def require_place(size: int) -> None:
+    """Check that the ranks of a group know where they meet. Errors: UserError."""
     lacking = [name for name in PLACE if not os.environ.get(name)]
     if lacking:
         fix = ", ".join(f"{name}={PLACE[name]}" for name in lacking)
         raise UserError(
-            f"{' and '.join(lacking)}: not set, and this is task {rank} of {size} of {launcher.name}, which must meet."
-            f" For all tasks set {fix}"
+            f"{' and '.join(lacking)}: not set, and this is task {os.environ['RANK']} of {size} of"
+            f" {launcher_of(size)}, which must meet. For all tasks set {fix}"
         )
 
 
 def require_one_task(command: str) -> None:
     """Reject a command that each of several tasks would repeat. Errors: UserError."""
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+    if in_group():
         rank, size = number_of("RANK", 0, 10**6), number_of("WORLD_SIZE", 1, 10**6)
         name = launcher_of(size)
     elif launcher := _several():
@@ -129,7 +138,7 @@ def ranks_here(world_size: int) -> int:
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return min(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
-    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+    if not in_group():
         return world_size
     if count := _tasks_here(_of_size(world_size), world_size):
         return min(world_size, count)
@@ -212,9 +221,7 @@ def _tasks_here(launchers: Sequence[Launcher], size: int) -> int:
 
 def number_of(name: str, least: int, most: int, default: str | None = None) -> int:
     """Return an environment variable as an integer. Errors: UserError."""
-    text = os.environ.get(name, default)
-    if text is None:
-        raise UserError(f"{name}: is not set, though RANK and WORLD_SIZE are. Start with torchrun, or unset them")
+    text = os.environ[name] if default is None else os.environ.get(name, default)
     if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
         takes = f"a whole number from {least}" + (f" to {most}" if most < 10**6 else "")
         raise UserError(f"{name}={text}: must be {takes}, as its launcher sets it. Correct or unset it")

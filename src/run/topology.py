@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from omagd.config.schema import Config
-from omagd.run.launchers import TORCHRUN, launcher_of, local_rank, number_of, ranks_here
+from omagd.run.launchers import TORCHRUN, in_group, launcher_of, local_rank, number_of, ranks_here, require_place
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def make_plan(config: Config) -> Plan:
     Errors: UserError for more ranks than devices, and for keys that contradict torchrun's group.
     """
     _check_tasks(config)
-    joins = config.run == "ddp" and {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    joins = config.run == "ddp" and in_group()
     if joins:
         _check_group()
     import torch
@@ -89,10 +89,10 @@ def _check_tasks(config: Config) -> None:
     if config.run == "default" and ranks != "1":
         rank = os.environ.get("RANK", "0")
         raise UserError(f"run=default: this is task {rank} of {ranks} of {launcher}. Use run=ddp, or start one task")
-    if "RANK" in os.environ and config.world_size is not None and str(config.world_size) != ranks:
+    if in_group() and config.world_size is not None and str(config.world_size) != ranks:
         fix = f"Start {config.world_size}, or give world_size={ranks}"
         raise UserError(f"world_size={config.world_size}: {launcher} started {ranks} tasks. {fix}").on_all_ranks()
-    if "RANK" in os.environ and len(config.seeds) > 1:
+    if in_group() and len(config.seeds) > 1:
         seeds = ",".join(map(str, config.seeds))
         raise UserError(
             f"seeds={seeds}: the tasks of {launcher} train one seed together. Start them once for each, with seed=…"
@@ -125,6 +125,5 @@ def _check_group() -> None:
     here = number_of("LOCAL_WORLD_SIZE", 1, world_size, str(world_size))
     number_of("LOCAL_RANK", 0, here - 1, "0")
     local_rank(world_size)
+    require_place(world_size)
     number_of("MASTER_PORT", 1, 65535)
-    if not os.environ.get("MASTER_ADDR"):
-        raise UserError("MASTER_ADDR: is not set, though RANK and WORLD_SIZE are. Start with torchrun, or unset them")

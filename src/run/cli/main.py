@@ -249,14 +249,15 @@ def _run(
     """
     from omagd.config.loading import given_keys
 
-    join_tasks()
-    if not options.dry_run and not mistakes:
+    with collected(mistakes) as found, found.caught():
+        join_tasks()
+    if not options.dry_run and not found:
         from omagd.run.launch.processes import preload
 
         preload(config)
     from omagd.run.cli.preflight import preflight
 
-    checked = preflight(config, mistakes, given_keys(options.config, options.env_config, texts))
+    checked = preflight(config, found, given_keys(options.config, options.env_config, texts))
     config = checked.config
     if is_main():
         for line in checked.warnings:

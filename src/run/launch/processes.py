@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omagd.run.checkpoint.run_lock import ProcessIdentity, start_ticks
-from omagd.run.launchers import WATCHED
+from omagd.run.launchers import WATCHED, in_group
 from omagd.utils.signals import BOUNDARY_SECONDS, CLOSING_SECONDS, SAVING, SAVING_SECONDS, STARTED_BY, ask_to_end
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def preload(config: Config) -> None:
     global _preloading
     remove_left_behind()
     several = config.world_size is None and shutil.which("nvidia-smi") is not None or (config.world_size or 1) > 1
-    wanted = config.run == "ddp" and config.use_ddp and several and "RANK" not in os.environ
+    wanted = config.run == "ddp" and config.use_ddp and several and not in_group()
     if not wanted or _preloading or sys.platform != "linux":
         return
     from multiprocessing import forkserver, util

@@ -17,6 +17,7 @@ from sacred.serializer import flatten
 
 from omagd.config.loading import to_plain
 from omagd.config.schema import Config
+from omagd.run.launchers import in_group
 from omagd.utils.errors import UserError
 from omagd.utils.held_folder import FolderGone, hold, release
 from omagd.utils.logging import PACKAGE, setup_logging
@@ -160,7 +161,7 @@ def run_recorded(
         experiment.run(options={**(options or {}), "--unobserved": not observe})
     except UserError:
         # Ranks of torchrun do not report their folder here: keep their records.
-        if started and "folder" not in started[0].info and "RANK" not in os.environ:
+        if started and "folder" not in started[0].info and not in_group():
             for observer in started[0].observers:
                 observer.discard()
         raise
