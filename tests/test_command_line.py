@@ -197,6 +197,15 @@ def test_one_start_names_every_mistake_and_its_remedy(capsys, empty_folder):
     assert len(lines) == len(remedies) and all(line.startswith("error: ") for line in lines), lines
 
 
+def test_a_wrong_path_or_value_hides_no_other_mistake(capsys, empty_folder):
+    """Neither files behind another path, nor contradictions of keys that one check reads together."""
+    typed = "checkpoint_path=gone pretrained_tokenizer_path=gone2 pretrain_buffer_path=gone3 learner=nq_learner"
+    assert main(["--config=omagd", "with", *typed.split(), "fill_unseen=last"]) == 2
+    starts = ("checkpoint_path", "pretrained_tokenizer_path", "pretrain_buffer_path", "learner", "fill_unseen")
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(line.split("=")[0] for line in lines) == sorted(f"error: {key}" for key in starts), lines
+
+
 @pytest.mark.parametrize(
     ("typed", "hint", "never"),
     [
@@ -239,13 +248,20 @@ def test_keys_that_nothing_reads_are_named(typed, unread, capsys, empty_folder):
 @pytest.mark.parametrize("given", ["--config=qmix", "--config=iql --env-config=matrix_game"])
 def test_a_copy_of_a_run_by_its_file_is_equal(given, capsys, empty_folder):
     config = config_from(given.split())
-    (empty_folder / "config.json").write_text(json.dumps(to_plain(config)))
-    for argv in (["--config=config.json"], ["with", "config.json"], ["--config=vdn", "with", "lr=1", "config.json"]):
+    (empty_folder / "runs" / "lr=1").mkdir(parents=True)
+    for path in ("config.json", "runs/lr=1/config.json"):
+        (empty_folder / path).write_text(json.dumps(to_plain(config)))
+    for argv in (
+        ["--config=config.json"], ["with", "config.json"], ["--config=vdn", "with", "lr=1", "config.json"],
+        ["with", "runs/lr=1/config.json"],
+    ):  # fmt: skip
         assert config_from(argv) == config
         assert config_from([*argv, *["with"] * (argv[0] != "with" and len(argv) == 1), "lr=0.5"]).lr == 0.5
     if given == "--config=qmix":
-        assert main(["--config=config.json", "--dry-run"]) == 0
+        assert main(["--config=config.json", "--env-config=skirmish", "--dry-run"]) == 0
         assert capsys.readouterr().err == ""
+        assert main(["--config=config.json", "--env-config=matrix_game", "--dry-run"]) == 2
+        assert "--env-config=matrix_game: --config=config.json sets env=skirmish" in capsys.readouterr().err
 
 
 def test_list_names_everything(capsys):

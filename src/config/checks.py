@@ -115,9 +115,12 @@ def _stages(config: Config) -> Iterator[str]:
         )
 
 
-def _reconstruction(config: Config) -> Iterator[str]:
+def _full_obs(config: Config) -> Iterator[str]:
     if config.use_full_obs and config.use_team_obs:
         yield "use_team_obs=True: use_full_obs=True shows everything already. Drop one of the two"
+
+
+def _fill(config: Config) -> Iterator[str]:
     if config.fill_unseen != "none":
         for key in ("use_full_obs", "use_team_obs", "use_graph_reconstruction"):
             if getattr(config, key):
@@ -127,6 +130,9 @@ def _reconstruction(config: Config) -> Iterator[str]:
                 f"mac={config.mac}: fills in no units (fill_unseen={config.fill_unseen}). Use mac=n_graph_mac or"
                 " mac=gnn_graph_mac"
             )
+
+
+def _reconstruction(config: Config) -> Iterator[str]:
     if not config.use_graph_reconstruction:
         return
     if config.use_full_obs:
@@ -267,7 +273,7 @@ def _listed(config: Config) -> str:
 
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _token, partial(_name, "unique_token"), partial(_name, "name"), _stages,
+    _token, partial(_name, "unique_token"), partial(_name, "name"), _stages, _full_obs, _fill,
     _reconstruction, _predictor, _refresh, _truth, _playing, _step, _seeds, _ranks, _replay, _epsilon, _parts,
 )  # fmt: skip
 """Each yields a message for every contradiction. One that reads a wrong value ends there, so they are small."""

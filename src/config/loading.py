@@ -62,8 +62,11 @@ def base_values(
     with collected(mistakes) as found:
         values = read_yaml(HERE / "default.yaml")
         for kind, (given, default) in names.items():
+            env = values["env"]
             for path, over in _layers(kind, default if given is None else given, found):
                 values = _counted_in_episodes(_laid(values, over, str(path), found), over)
+            if kind == "algs" and env_config is not None and values["env"] != env:
+                found.add(f"--env-config={env_config}: --config={config} sets env={values['env']}. Leave one out")
     return values
 
 

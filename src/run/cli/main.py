@@ -330,7 +330,7 @@ def updates(words: Sequence[str], mistakes: Mistakes | None = None) -> dict[str,
 def _update(word: str, found: Mistakes) -> tuple[str, Any]:
     """Return key and text of `key=text`, or path and values of a file. Errors: UserError."""
     key, equals, text = word.partition("=")
-    if key and equals:
+    if key and equals and "/" not in key:  # else a path, such as runs/lr=0.1/config.json
         return key, text
     from omagd.config.loading import SUFFIXES
     from omagd.config.yaml_files import read_yaml

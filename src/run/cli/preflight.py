@@ -227,17 +227,20 @@ def _check_paths(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[
     from omagd.run.training.stages.base import PretrainedModules
 
     cpu, pretrained = torch.device("cpu"), PretrainedModules()
-    whole = whole_state(config, lambda found: (found.path, found.common()))
+    whole: tuple[Path, dict[str, Any]] | None = None
     folder: Path | None = None
-    if whole is not None:
-        _require_same_maps(config, info, whole[0].parents[1])
-    elif config.checkpoint_path:
-        folder = find_step_folder(config.checkpoint_path, config.load_step)
-        load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
-        if config.evaluate:
-            load_pretrained(of_checkpoint(config, folder), info, cpu)
-            registry_of("omagd.runners").get(config.runner).check(config)
-            return ("evaluate",), None
+    with _caught(found):
+        whole = whole_state(config, lambda found: (found.path, found.common()))
+        if whole is not None:
+            _require_same_maps(config, info, whole[0].parents[1])
+        elif config.checkpoint_path:
+            folder = find_step_folder(config.checkpoint_path, config.load_step)
+            load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
+            if config.evaluate:
+                load_pretrained(of_checkpoint(config, folder), info, cpu)
+                registry_of("omagd.runners").get(config.runner).check(config)
+    if config.evaluate:
+        return ("evaluate",), None
     with _caught(found):
         pretrained = load_pretrained(config, info, cpu)
     stages = tuple(stage_names(config, pretrained))
