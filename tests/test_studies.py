@@ -187,13 +187,14 @@ def test_one_start_names_every_mistake_of_a_study(tmp_path, capsys):
     """Also those that only a process with torch finds; what all arms share is said once."""
     file = tmp_path / "toy.yaml"
     file.write_text(
-        "name: a/b\nseeds: '1,2'\nexecutor: {locla: {}}\nenvironments: [3m, 8m]\nwith: {hidden_dim: 3, lr: fast}\n"
+        "name: a/b\nseeds: '1,2'\nexecutor: {locla: {}}\nenvironments: [3m, 8m]\n"
+        "with: {hidden_dim: 3, lr: fast, seed: 2}\n"
         "arms:\n  a: {config: qmix, with: {learner: q_learner, mixer_args.n: 3}}\n  b: {confg: vdn}\n"
     )
     assert main(["study", str(file)]) == 2
     lines = capsys.readouterr().err.splitlines()
     for words in ("name=a/b", "seeds: [1, 2]", "'local'", "and 1 more: with hidden_dim=3", "and 1 more: lr=fast",
-                  "arms.a: learner=q_learner", "arms.a: mixer_args.n ", "'config'"):  # fmt: skip
+                  "arms.a: learner=q_learner", "arms.a: mixer_args.n ", "'config'", "more: seed=2: "):  # fmt: skip
         assert [words in line for line in lines].count(True) == 1, (words, lines)
 
 

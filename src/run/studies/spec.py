@@ -178,7 +178,7 @@ def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes, of_runs: Mi
             where = f"{source}: {arm}" + (f", environments {label}" if label else "")
             words: tuple[str, ...] | None = None
             with found.caught(where):
-                words = words_of(file, entry, environment, base)
+                words = words_of(file, entry, environment, base, found, where)
             for seed in seeds if words is not None else ():
                 job = Job("", arm, "", "", seed, (*words, f"seed={seed}"))
                 with of_runs.caught(where):
@@ -289,10 +289,13 @@ def _environment_name(entry: dict[str, Any] | str, source: str, found: Mistakes)
     return named.map or Path(named.env_config or "").stem
 
 
-def words_of(file: Entry, arm: Entry, environment: Environment, base: Path) -> tuple[str, ...]:
+def words_of(
+    file: Entry, arm: Entry, environment: Environment, base: Path, found: Mistakes, where: str
+) -> tuple[str, ...]:
     """Return the words of a run without its seed. An arm overrides its environment, which overrides the study.
 
-    Errors: UserError.
+    found: is told of keys that are left out, since the study sets them or no command line takes them. where: the place.
+    Errors: UserError for too many keys.
     """
     config = arm.config or file.config
     env_config = environment.env_config or arm.env_config or file.env_config
@@ -301,16 +304,18 @@ def words_of(file: Entry, arm: Entry, environment: Environment, base: Path) -> t
     if environment.map is not None:
         values["env_args.map_name"] = environment.map
     values |= dict(flat(environment.with_)) | dict(flat(arm.with_))
-    messages = [f"{key}={shorten(values[key])}: {OWN[key]}" for key in values if key in OWN]
     if len(values) > MOST_KEYS:
-        messages.append(f"with: has {len(values)} keys, more than {MOST_KEYS}. Leave some out")
-    words = [f"{key}={value}" for key, value in values.items()]
-    for word in words:
-        if "\0" in word or len(word.encode(errors="replace")) > LONGEST_WORD:
+        raise UserError(f"with: has {len(values)} keys, more than {MOST_KEYS}. Leave some out")
+    words = list[str]()
+    for key, value in values.items():
+        word = f"{key}={value}"
+        if key in OWN:
+            found.note(UserError(f"{key}={shorten(value)}: {OWN[key]}"), where)
+        elif "\0" in word or len(word.encode(errors="replace")) > LONGEST_WORD:
             reason = "holds a NUL character" if "\0" in word else "is too long for a command line"
-            messages.append(f"{shorten(readable(word))}: {reason}. Give another value")
-    if messages:
-        raise UserError(*messages)
+            found.note(UserError(f"{shorten(readable(word))}: {reason}. Give another value"), where)
+        else:
+            words.append(word)
     chosen = [f"--{flag}={_file(name, base)}" for flag, name in options.items() if name is not None]
     return (*chosen, "with", *words)
 

@@ -194,7 +194,7 @@ def load_sweep(
         seeds = list(seeds_of(file.seeds, source))
         require_few_runs(source, {"trials": file.trials, "seeds": len(seeds)})
     with found.caught(source):
-        words = words_of(file, Entry(), Environment(map=file.map), base)
+        words = words_of(file, Entry(), Environment(map=file.map), base, found, source)
     with of_runs.caught(source):
         config = config_of_words(words)
     with found.caught():
