@@ -77,6 +77,8 @@ def change(part: str, tokenizer: Any, predictor: Any) -> None:
     """Let a module, or a part of it, compute something else than the class in this package."""
     if part == "hook":
         predictor.blocks[0].norm_out.register_forward_hook(lambda module, given, out: out * -2)
+    elif part == "pre-hook":
+        predictor.blocks[0].norm_out.register_forward_pre_hook(lambda module, given: given[0] * -2)
     elif part == "tokenizer":
         tokenizer.__class__ = LastCode
     elif part == "encoder":
@@ -95,7 +97,9 @@ class Shifted(MaskPredictor):
         return super().guess(logits.flip(-1))
 
 
-@pytest.mark.parametrize("part", ["", "predictor", "guess", "block", "linear", "hook", "tokenizer", "encoder"])
+@pytest.mark.parametrize(
+    "part", ["", "predictor", "guess", "block", "linear", "hook", "pre-hook", "tokenizer", "encoder"]
+)
 def test_a_predictor_acts_with_the_network_that_was_trained(part: str) -> None:
     stage = graph_learner("stage2", torch.float32)
     tokenizer, predictor = stage.tokenizer, stage.predictor.eval()
