@@ -73,7 +73,8 @@ OPEN_MPI = {
 MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 2}
 TASKS = {  # variables; rank, number of ranks, rank on this host, ranks there, address
     "srun, two hosts": ({**STEP, **NODES, "SLURM_STEP_NODELIST": "gpu[017-18,20],x"}, 5, 8, 1, 4, "gpu017"),
-    "srun, a host without number": ({**STEP, **NODES, "SLURM_STEP_NODELIST": "a1,b[2-3]"}, 5, 8, 1, 4, "a1"),
+    "srun, a host without number": (
+        {**STEP, **NODES, "SLURM_STEP_TASKS_PER_NODE": "4,3,1", "SLURM_STEP_NODELIST": "a1,b[2-3]"}, 5, 8, 1, 3, "a1"),
     "srun, two brackets": ({**STEP, **NODES, "SLURM_JOB_NODELIST": "r[1-2]n[07,09].x"}, 5, 8, 1, 4, "r1n07.x"),
     "srun, one host": (ONE_HOST, 5, 8, 5, 8, "127.0.0.1"),
     "srun, with PMI": ({**ONE_HOST, "PMI_RANK": 5, "PMI_SIZE": 8}, 5, 8, 5, 8, "127.0.0.1"),
