@@ -193,6 +193,7 @@ def test_a_saved_run_may_hold_removed_keys_and_keeps_its_identity(tmp_path, monk
     """`config.json` and identity of a run that an earlier version has started."""
     config = resolve("qmix", "skirmish", {"env_args.map_name": "3m"})
     today = identity_of(config)
+    assert today.startswith("c691d9752f2761bb"), "unfinished runs would start again: see ADDED and ELSEWHERE"
     monkeypatch.setitem(REMOVED, "gone", (7, "use another one"))
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**to_plain(config), "gone": 7}))
