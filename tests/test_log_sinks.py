@@ -405,6 +405,15 @@ def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link
     (run / "wandb" / "offline-run-9").unlink()
     assert_recorded_once(run)
     assert len(offline_files(run)) == 3 and [len(rows) for rows in history(run)["stage3"].values()] == [3]
+    for folder in (run / "wandb").glob("offline-run-*"):  # as starts with a network leave them
+        folder.rename(folder.with_name(folder.name.removeprefix("offline-")))
+    sent: list[int] = []
+    fake = SimpleNamespace(log=lambda _, step: sent.append(step), finish=lambda exit_code: None)
+    monkeypatch.setattr(wandb, "init", lambda **_: fake)
+    for mode in ("online", "offline"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        log_to(["jsonl", "wandb"], [("stage3", {"online": 40, "offline": 50}[mode], {"a": 1.0})], RunFacts(run))
+    assert sent == [10, 20, 30, 40, 40, 50], "what was sent online may not have arrived"
 
 
 def test_a_run_of_a_version_without_naming_stays_in_its_projects(tmp_path, monkeypatch, home):
