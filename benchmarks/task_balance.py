@@ -88,7 +88,7 @@ class Rank:
 class Data:
     """A replay, for which one round is an iteration."""
 
-    explores = True
+    sampled = True
 
     def expect(self, episodes: int, batch_size: int) -> None:
         """Do nothing."""

@@ -241,7 +241,7 @@ def test_a_run_that_was_never_saved_begins_from_scratch_and_keeps_what_it_wrote(
     (run.models / "20" / ".agent.th.123.tmp").write_bytes(b"half")
     assert run.start() == 0
     assert differences(alone, run.path) == []
-    assert not list((run.checkpoints).glob(".*")) and not list(run.path.rglob(".*.tmp"))
+    assert not list((run.checkpoints).glob(".*")) and not list(run.models.rglob(".*.tmp"))
     (aside,) = (run.path / "set_aside").iterdir()
     assert (aside / "metrics.jsonl").read_bytes() == (torn.metrics_jsonl).read_bytes()
     assert "resumed" not in json_of(run.card_json)

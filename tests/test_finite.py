@@ -250,7 +250,7 @@ def test_weights_that_are_not_finite_are_neither_played_nor_continued_from(small
             omagd.load_policy(run)
     for attempt in attempts:
         assert main(attempt) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = capsys.readouterr().err.splitlines()[0]
         refreshed = attempt[0] == "evaluate" and path.name == "stage2_model.th"
         named = "pretrained_mask_predictor_path" if refreshed else key
         assert line.startswith(f"error: {named}={path} holds values that are not finite (in '")

@@ -30,12 +30,12 @@ def processes_needed(workers: int, ranks: int, torch_threads: int) -> int:
     return ranks * (THREADS + torch_threads + THREADS_OF_WORKER * workers)
 
 
-def raise_limits(files: int) -> None:
-    """Raise the soft limits of this process, up to the hard ones: to so many open files, and of files' sizes."""
-    for kind, wanted in ((resource.RLIMIT_NOFILE, max(files, USUAL_FILES)), (resource.RLIMIT_FSIZE, sys.maxsize)):
-        soft, hard = (_number(limit) for limit in resource.getrlimit(kind))
-        if soft < min(wanted, hard):
-            resource.setrlimit(kind, (_limit(min(wanted, hard)), _limit(hard)))
+def raise_limit(files: int) -> None:
+    """Raise the soft limit of open files of this process to so many, at most to the hard one."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = map(_number, limits)
+    if soft < (wanted := min(max(files, USUAL_FILES), hard)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
 
 
 def most_files() -> int:
@@ -44,8 +44,8 @@ def most_files() -> int:
 
 
 def largest_file() -> int:
-    """Return the bytes that a file may have once the soft limit is raised."""
-    return _number(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    """Return the bytes that a file may have."""
+    return _number(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
 
 
 def processes_left(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple[int, str]:
@@ -87,6 +87,3 @@ def _threads_of_user(proc: Path) -> int:
 def _number(limit: int) -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
-
-def _limit(number: int) -> int:
-    return resource.RLIM_INFINITY if number == sys.maxsize else number

@@ -19,7 +19,7 @@ from omagd.run.checkpoint.resuming import rank_at_work
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.launchers import ranks_here
-from omagd.run.limits import files_needed, raise_limits
+from omagd.run.limits import files_needed, raise_limit
 from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.card import changed_versions, make_card, read_card, resumed, versions_of
 from omagd.run.training.build import build_session, load_pretrained, require_same_weights, restore_pretrained
@@ -71,7 +71,7 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
     started = time.time()
     torch.set_num_threads(config.torch_threads)
     keep_freed_memory()
-    raise_limits(files_needed(workers_of(config), dist.world_size))
+    raise_limit(files_needed(workers_of(config), dist.world_size))
     limit_memory(dist.device, config.max_memory_per_gpu_gb)
     torch.backends.cudnn.allow_tf32 = False  # by default cuDNN's GRU rounds float32 to TF32, as no other product does
     if dist.rank % ranks_here(dist.world_size):  # the first rank of a host warns
