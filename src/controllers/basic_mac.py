@@ -52,6 +52,8 @@ class BasicMAC:
         self.wants_full_obs = config.use_full_obs or config.use_team_obs
         make = partial(agents.REGISTRY.build, config.agent)
         agent = make(config, info) if config.share_parameters else SeparateAgents(make, config, info)
+        if not any(True for _ in agent.parameters()):
+            raise UserError(f"agent={config.agent}: has no parameters, so there is nothing to train")
         self.agent: Agent = agent.to(device)
         self.acting_device = torch.device("cpu") if config.cpu_inference else device
         self._teams = self._views(config, info)

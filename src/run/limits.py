@@ -86,4 +86,3 @@ def _threads_of_user(proc: Path) -> int:
 
 def _number(limit: int) -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
-

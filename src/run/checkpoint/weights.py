@@ -156,13 +156,14 @@ def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path"
     for folder in (given / "models", given):
         steps = [p for p in folder.glob("*") if p.name.isdecimal() and p.is_dir()]
         whole = [p for p in steps if _has_agent(p)]
-        if whole:
+        if whole or steps and folder.name == "models":
             wanted = load_step or max(int(p.name) for p in steps)
-            found, other = (min(each, key=lambda p: abs(int(p.name) - wanted)) for each in (steps, whole))
+            found, *other = (min(each, key=lambda p: abs(int(p.name) - wanted)) for each in (steps, whole) if each)
             if found not in whole:
+                fix = f"Give {other[0]}, or remove the first" if other else "Remove it, and continue the run"
                 raise UserError(
                     f"{source}: {found} holds no {AGENT_FILE} that can be read: its save was cut short, or is not over."
-                    f" Give {other}, or remove the first"
+                    f" {fix}"
                 )
             return found
     run = given.parent if given.name == "models" else given

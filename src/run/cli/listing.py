@@ -54,7 +54,7 @@ def facts(config: Config, checked: PreflightResult) -> dict[str, object]:
     more = beside_one_rank(config, plan.world_size, slots, learner_class(config.learner).data)
     return {
         "stages": ", ".join(checked.stages),
-        **({"more than one rank": more} if more else {}),
+        **({"beside one rank": more} if more else {}),
         "world size": f"{plan.world_size} ({start}, {device})",
         "effective batch": f"{config.batch_size * plan.world_size} {unit} per update",
         "environments": f"{slots * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),

@@ -61,6 +61,8 @@ class WandbSink(Sink):
         own = read_entry(self._note)
         if not own and (facts.folder / "wandb").is_dir():
             own = self.saved  # of a version that kept them in the checkpoints
+            if self._note.exists():
+                logging.getLogger("omagd").warning("W&B: %s is damaged: the run gets a W&B run of its own", self._note)
         ids = own.get("ids")
         self._ids = {str(stage): str(name) for stage, name in ids.items()} if isinstance(ids, dict) else {}
         # A resumed run stays where it is; versions without the key `wandb_naming` used the published names.
