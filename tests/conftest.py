@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +21,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 watch_this_session()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Say how busy the machine was where a command took longer than a test allows."""
+    report = (yield).get_result()
+    if call.excinfo is not None and call.excinfo.errisinstance((subprocess.TimeoutExpired, TimeoutError)):
+        said = f"{call.excinfo.value}: the load is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+        report.sections.append(("A limit of this test was too tight, or something hangs", said))
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+from typing import TypeVar
 
 LISTEN = "0A"
 
 
-def wait_until(true: Callable[[], object], seconds: float = 60.0) -> bool:
-    """Wait until `true()` holds, for some seconds at most; return whether it does."""
+T = TypeVar("T")
+
+
+def wait_until(true: Callable[[], T], seconds: float = 60.0, what: str = "what this test waits for") -> T:
+    """Return what `true()` returns as soon as it holds. Errors: AssertionError that names the limit and the load."""
     until = time.monotonic() + seconds
-    while not (found := bool(true())) and time.monotonic() < until:
+    while not (found := true()):
+        load = f"the load is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+        assert time.monotonic() < until, f"{what} did not come within the limit of {seconds:g} s; {load}"
         time.sleep(0.02)
     return found
 

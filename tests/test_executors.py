@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sockets import wait_until
 
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.studies import engine, ray_tasks, slurm
@@ -30,13 +31,6 @@ SAVES = "trap 'sleep 0.3; echo saved; exit 143' TERM; echo ready; while :; do sl
 
 def job(name: str) -> Job:
     return Job(name, "arm", "toy", "", 1, ("with",))
-
-
-def until(condition, what: str) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 # --- SLURM
@@ -307,12 +301,12 @@ def test_a_preempted_task_lets_its_run_save_and_ends_it(text, tmp_path, monkeypa
     run = SlurmRun(["sh", "-c", text], log, 2)
     process = run._process = slurm.start_run(run.command, log)
     try:
-        until(lambda: "ready" in log.read_text(), "not started")
+        wait_until(lambda: "ready" in log.read_text())
         began = time.monotonic()
         again = run.checkpoint()
         assert time.monotonic() - began < 8, "SLURM kills the task soon"
         assert "saved" in log.read_text()
-        until(lambda: start_ticks(process.pid) is None, "not ended")
+        wait_until(lambda: start_ticks(process.pid) is None)
     finally:
         slurm.kill_group(process)
         process.wait()

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from reaper import having
+from sockets import wait_until
 
 import omagd
 from omagd.config.loading import resolve
@@ -407,10 +408,7 @@ def test_the_cpu_time_of_each_run_is_that_of_its_own_processes_over_all_starts(s
 def test_runs_that_are_stopped_have_their_cpu_time_too(study):
     executor = local(study, jobs=1)
     executor.start(stub_job("a", "hangs"), engine.command_of(Record(stub_job("a", "hangs")), study), ())
-    until = time.monotonic() + 30
-    while "ready" not in log_of(study, "a"):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: "ready" in log_of(study, "a"))
     executor.stop()
     (ended,) = executor.poll()
     assert ended.exit_code == 143 and ended.cpu_seconds > 0
@@ -730,20 +728,12 @@ def test_the_process_that_checks_runs_ends_with_the_one_that_leads_the_study(tmp
         "sys.executable = sys.argv[1]; examine([Job('a', 'a', 'toy', '', 1, ('with',))], 'local', 'study')"
     )
     leader = subprocess.Popen([sys.executable, "-c", program, str(wait)])
-    until = time.monotonic() + 30
-    while not (tmp_path / "number").exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until((tmp_path / "number").exists)
     child = int((tmp_path / "number").read_text())
     assert start_ticks(child) is not None
     leader.kill()
     leader.wait()
-    until = time.monotonic() + 5
-    while start_ticks(child) is not None and time.monotonic() < until:
-        time.sleep(0.02)
-    left = start_ticks(child)
-    if left is not None:
-        os.kill(child, signal.SIGKILL)
-    assert left is None
+    wait_until(lambda: start_ticks(child) is None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
@@ -756,14 +746,11 @@ def test_a_run_gets_sigterm_when_the_process_that_leads_the_study_is_killed(tmp_
     log = tmp_path / "log"
     leader = subprocess.Popen([sys.executable, "-c", program, str(log), *stub], stdout=subprocess.PIPE, text=True)
     run = int(leader.stdout.readline())
-    until = time.monotonic() + 30
-    while "ready" not in log.read_text() and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: "ready" in log.read_text())
     assert start_ticks(run) is not None
     leader.kill()
     leader.wait()
-    while start_ticks(run) is not None and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: start_ticks(run) is None)
     assert (tmp_path / "run" / "saved").exists()
 
 
@@ -818,10 +805,7 @@ STUBBORN = (
 
 
 def ready(log: Path) -> bool:
-    until = time.monotonic() + 30
-    while not (log.exists() and "ready" in log.read_text()) and time.monotonic() < until:
-        time.sleep(0.01)
-    return True
+    return wait_until(lambda: log.exists() and "ready" in log.read_text())
 
 
 def test_a_run_that_does_not_end_when_asked_is_killed(study, monkeypatch):
@@ -840,14 +824,9 @@ def test_a_run_that_does_not_end_when_asked_is_killed(study, monkeypatch):
 def test_what_a_run_leaves_behind_ends_with_it(study):
     executor = local(study, jobs=1)
     executor.start(stub_job("a"), ["/bin/sh", "-c", "sleep 20 & echo $!"], ())
-    until = time.monotonic() + 10
-    while not (ended := executor.poll()) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert [end.exit_code for end in ended] == [0]
+    assert [end.exit_code for end in wait_until(executor.poll)] == [0]
     left = int((study.folder / "logs" / "a.log").read_text())
-    while start_ticks(left) is not None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert start_ticks(left) is None
+    wait_until(lambda: start_ticks(left) is None)
 
 
 def test_cores_and_threads_follow_from_each_other(study):
@@ -1430,10 +1409,7 @@ def test_ray_runs_as_many_as_cpus_allow_and_lets_them_save(study):
     assert study.records["f"].error == "error: no luck"
     assert (study.run_folder("h").path / "saved").exists()
     assert study.records["h"].state == WAITING
-    until = time.monotonic() + 30
-    while (left := having("OMAGD_RAY_TEST", mark)) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert left == []
+    wait_until(lambda: not having("OMAGD_RAY_TEST", mark))
 
 
 def test_the_repository_has_no_path_of_a_study_in_it():

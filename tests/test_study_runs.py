@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from command_budgets import BUDGETS
 from command_harness import ROOT, run_command, summary_of
 from reaper import having
 from run_equality import differences
+from sockets import wait_until
 
 import omagd
 from omagd.run.studies import results
@@ -50,11 +50,7 @@ def start(file: Path, mark: str, *words: str, kind: str = "study", **variables: 
 
 
 def wait_for(condition, what: str, patience: float = PATIENCE):
-    until = time.monotonic() + patience
-    while not (found := condition()):
-        assert time.monotonic() < until, what
-        time.sleep(0.05)
-    return found
+    return wait_until(condition, patience, what)
 
 
 def leads(mark: str, name: str) -> int | None:

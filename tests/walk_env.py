@@ -146,8 +146,8 @@ def all_slots(env: BatchedEnv) -> np.ndarray:
     return np.ones(env.n_slots, bool)
 
 
-def gone(pids: list[int], seconds: float = 10.0) -> bool:
-    return wait_until(lambda: not any(map(is_running, pids)), seconds)
+def gone(pids: list[int]) -> bool:
+    return wait_until(lambda: not any(map(is_running, pids)))
 
 
 def pids_of(env: ProcessEnvs) -> list[int]:
