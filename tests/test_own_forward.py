@@ -29,6 +29,7 @@ from omagd.modules.kernels import compiling
 from omagd.modules.kernels.linear import FastLinear
 from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.modules.mixers import REGISTRY as MIXERS
+from omagd.modules.mixers.mixer import MixerInputs, mix
 from omagd.utils.errors import UserError
 from omagd.utils.packing import last_actions, pack_episodes
 
@@ -214,11 +215,14 @@ def test_kernels_learn_what_an_agent_acts_with(monkeypatch: pytest.MonkeyPatch, 
 def test_mixers_call_layers_of_other_classes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     mixer = MIXERS.get(name)(q_config(mixer=name), Q_INFO)
     own_layers(mixer)
-    values, state = torch.randn(9, Q_INFO.n_agents), torch.randn(9, Q_INFO.state_dim)
+    q = torch.randn(9, Q_INFO.n_agents, Q_INFO.n_actions)
+    inputs = MixerInputs(
+        q, torch.zeros(q.shape[:2], dtype=torch.int64), torch.ones_like(q), torch.randn(9, Q_INFO.state_dim)
+    )
     made = []
     for small in (0, math.inf):
         monkeypatch.setattr(compiling, "SMALL", small)
-        made.append(mixer(values, state))
+        made.append(mix(mixer, inputs))
     torch.testing.assert_close(*made)
 
 

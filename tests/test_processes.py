@@ -42,6 +42,7 @@ def test_the_fork_server_starts_only_where_ranks_will_start(words, rank, wanted,
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
     assert processes.start_method() == "spawn"
     for _ in range(2):
         processes.preload(config_from(list(words)))

@@ -105,7 +105,9 @@ def _literals(protocol: type, name: str) -> tuple[Any, ...]:
 def _parameters(function: Any, bound: bool) -> list[inspect.Parameter]:
     """Return the parameters of a function without the first one, `self`, unless it is bound."""
     found = list(inspect.signature(function).parameters.values())
-    return found if bound else found[1:]
+    if bound or found and found[0].kind is inspect.Parameter.VAR_POSITIONAL:  # *args takes `self`, too
+        return found
+    return found[1:]
 
 
 def _of_constructor(found: Any, protocol: type) -> list[str]:
