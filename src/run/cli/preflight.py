@@ -147,11 +147,13 @@ def _described(config: Config, found: Mistakes) -> tuple[Config, EnvInfo | None]
     with _caught(found):
         try:
             return config, describe_env(config)
-        except ArgsError as error:
+        except UserError as error:
             found.note(error)
-            if "map_name" not in error.wrong:
-                config = fewer(config, "env_args", error.wrong)
-                return config, describe_env(config)
+            wrong = error.wrong if isinstance(error, ArgsError) else {*config.env_args, "map_name"}
+            known = fewer(config, "env_args", wrong)
+            described = describe_env(known)  # what else is wrong, such as a game that is not installed
+            if "map_name" not in wrong:  # another map's sizes say nothing about this one
+                return known, described
     return config, None
 
 
