@@ -113,7 +113,7 @@ def _laid(values: dict[str, Any], over: Mapping[str, Any], source: str, found: M
 def _layers(kind: str, name: str, found: Mistakes) -> list[tuple[Path, dict[str, Any]]]:
     """Return the files that a file extends, the outermost first, then itself, each with its own keys.
 
-    found: is told of a file that is missing, that extends itself, or whose name is another one's.
+    found: collects mistakes: a file that is missing, that extends itself, or whose name is another one's.
     """
     layers: list[tuple[Path, dict[str, Any]]] = []
     try:
@@ -338,7 +338,7 @@ def _merge(
 ) -> dict[str, Any]:
     """Return `values` overridden by `over`, section by section.
 
-    found: is told of unknown keys. The value of one that has another name here goes to that name.
+    found: collects unknown keys. The value of one that has another name here goes to that name.
     """
     result = dict(values)
     for key, value in over.items():

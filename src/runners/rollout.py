@@ -122,6 +122,23 @@ class SlotState:
         return {spec.name: getattr(self, spec.name).copy() for spec in fields(self)}
 
 
+class _Located:
+    """Names the episodes that an error in a block belongs to. A class, since it is entered three times a tick."""
+
+    __slots__ = ("_which", "_seeds", "_steps")
+
+    def __init__(self, which: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> None:
+        self._which, self._seeds, self._steps = which, seeds, steps
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            slots = np.flatnonzero(self._which).tolist()
+            locate(error, [(slot, int(self._seeds[slot]), int(self._steps[slot])) for slot in slots])
+
+
 class RolloutLoop:
     """Plays one policy in all slots of an environment.
 
@@ -185,15 +202,10 @@ class RolloutLoop:
                 self.env.set_tasks(which, origins.task)
             self.env.reset(which, origins.seed)
 
-    @contextmanager
-    def _asking(self, which: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> Iterator[None]:
+    def _asking(self, which: np.ndarray, seeds: np.ndarray, steps: np.ndarray) -> _Located:
         """Mark a call of the environment about the slots `which` [B] bool, whose episodes its errors name."""
         self.asked(which, seeds)
-        try:
-            yield
-        except Exception as error:
-            locate(error, [(slot, int(seeds[slot]), int(steps[slot])) for slot in np.flatnonzero(which).tolist()])
-            raise
+        return _Located(which, seeds, steps)
 
     @property
     def over(self) -> bool:

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from omagd.runners.start_pool import StartPool
-from omagd.utils.seeding import stream_seeds
+from omagd.utils.seeding import stream_seed, stream_seeds
 
 NO_GROUP = -1
 ENDLESS = 2**62
+MANY = 8  # slots from which on their seeds cost less together than one by one
 
 
 @dataclass
@@ -63,10 +64,12 @@ class EpisodeSeeds:
         if self._generation:
             purpose = f"{purpose}/{self._generation}"
         begun = np.flatnonzero(which)
-        played = np.array(self._played, np.int64)
-        seeds[begun] = stream_seeds(seed, purpose, rank, begun, played[begun])
-        played[begun] += 1
-        self._played = played.tolist()
+        if len(begun) >= MANY:
+            seeds[begun] = stream_seeds(seed, purpose, rank, begun, np.array(self._played, np.int64)[begun])
+        else:
+            seeds[begun] = [stream_seed(seed, purpose, rank, slot, self._played[slot]) for slot in begun.tolist()]
+        for slot in begun.tolist():
+            self._played[slot] += 1
         return seeds
 
     def begun(self, free: np.ndarray) -> np.ndarray:

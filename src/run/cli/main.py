@@ -132,7 +132,7 @@ def config_from(argv: Sequence[str], mistakes: Mistakes | None = None) -> Config
 
 
 def _options(argv: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
-    """Return options and words. mistakes: is told of unknown options. Errors: UserError for wrong values of others."""
+    """Return options and words. mistakes: collects unknown options. Errors: UserError for wrong values of others."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--env-config", "--env_config")

@@ -152,7 +152,7 @@ def config_of_words(words: Sequence[str]) -> Config:
 def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes, of_runs: Mistakes) -> Iterator[Job]:
     """Yield a job for each arm, environment and seed; one without a name where its configuration is wrong.
 
-    found: is told of mistakes of the file. of_runs: of those in configurations.
+    found: collects mistakes of the file. of_runs: of those in configurations.
     """
     seeds: Sequence[int] = [1]
     with found.caught():
@@ -294,7 +294,7 @@ def words_of(
 ) -> tuple[str, ...]:
     """Return the words of a run without its seed. An arm overrides its environment, which overrides the study.
 
-    found: is told of keys that are left out, since the study sets them or no command line takes them. where: the place.
+    found: collects keys that are left out, since the study sets them or no command line takes them. where: the place.
     Errors: UserError for too many keys.
     """
     config = arm.config or file.config
