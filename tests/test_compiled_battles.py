@@ -410,6 +410,17 @@ def test_one_process_at_a_time_compiles_and_the_caches_of_others_stay_theirs(mon
     assert locks == [fcntl.LOCK_EX] and one() == 1 and len(list(compiler.folder.rglob("*.nbc"))) == 1
 
 
+@pytest.mark.processes
+def test_python_may_call_a_function_that_kernels_of_another_package_contain(tmp_path):
+    code = (
+        "import numpy as np\nfrom omagd.modules.graph_reconstructers import compiled, compiled_tracking\n"
+        "compiled_tracking.ready()\nprint(compiled.from_half(np.uint16(0x3C00)))"
+    )
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "1.0\n")
+
+
 def number_one():
     return 1
 

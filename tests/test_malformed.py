@@ -339,7 +339,9 @@ def test_broken_packages_beside_omagd_are_named(point, words, here, capsys, monk
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delitem(sys.modules, "omagd_broken", raising=False)
     for name in ("learners", "modules.agents"):
-        monkeypatch.setattr(importlib.import_module(f"omagd.{name}").REGISTRY, "_plugins_read", False)
+        registry = importlib.import_module(f"omagd.{name}").REGISTRY
+        monkeypatch.setattr(registry, "_plugins_read", False)
+        monkeypatch.setattr(registry, "_lazy", dict(registry._lazy))
     assert attempt(Malformed(tuple(words.split())), here, capsys, monkeypatch) == ""
 
 

@@ -42,6 +42,7 @@ SHARED = Path(__file__).resolve(), Path(seeding.__file__).resolve()  # source of
 KEPT_DAYS = 60  # folders of earlier versions that nobody has used for so long are removed
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
+_functions: list[Any] = []  # of all packages, since kernels of one may contain functions of another
 _calls: list[Callable[[], None]] = []  # see `when_compiling`
 _under_way: list[bool] = []  # one for each block of `_no_hang`
 _warnings: list[bool] = []  # what has been said, see `warn_no_more`
@@ -248,7 +249,6 @@ class Compiler:
         for file in self._source:
             digest = zlib.crc32(file.read_bytes(), digest)
         self.folder = user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))
-        self._functions: list[Any] = []
         self._kernels: list[Any] = []
         self._unchecked: list[Unchecked[..., Any]] = []
         self._problem = ""  # why nothing is kept
@@ -266,7 +266,7 @@ class Compiler:
         if file not in self._source:
             raise ValueError(f"{function.__name__} is in {file}, which is not part of the source of the {self._what}")
         compiled: Any = njit(forceinline=True, **self._options)(function)
-        self._functions.append(compiled)
+        _functions.append(compiled)
         part: F = compiled
         return part
 
@@ -371,12 +371,12 @@ class Compiler:
 
     def _compile(self, call_all: Callable[[], None]) -> None:
         try:
-            for function in self._functions:
+            for function in _functions:
                 function.targetoptions.update(NO_PYTHON)
             with machine_code_of_kernels_only(self._late):
                 call_all()
         finally:
-            for function in self._functions:  # should Python call it, it is compiled again
+            for function in _functions:  # should Python call it, it is compiled again
                 for name in NO_PYTHON:
                     del function.targetoptions[name]
                 function._reset_overloads()
