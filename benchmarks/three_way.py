@@ -21,13 +21,12 @@ from runs import play, tests
 
 from omagd.run.reporting.card import Card, marks, read_card
 
-NO_HELP = ["truth_until=0", "reconstructor_refresh=0"]  # omagd_small trains on the truth, and refreshes its predictor
-SEES = ["use_graph_reconstruction=False", *NO_HELP]
+SEES = ["use_graph_reconstruction=False"]
 KINDS = {
     "ff": [*SEES, "agent=ff"],
     "baseline": SEES,
     "last_seen": [*SEES, "fill_unseen=last_seen"],
-    "map_constant": ["mask_predictor_config.kind=map_constant", *NO_HELP],
+    "map_constant": ["mask_predictor_config.kind=map_constant"],
     "team_obs": [*SEES, "use_team_obs=True"],
     "omagd": [],
     "full_obs": [*SEES, "use_full_obs=True"],

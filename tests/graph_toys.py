@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
     "mask_predictor_config.feedforward_dim": 16, "mask_predictor_config.dropout": 0.0,
     "mask_predictor_config.stacked_steps": 2, "mask_predictor_config.stacked_strip": 2,
     "mask_predictor_config.last_seen": True, "mask_predictor_config.code_features": True,
-    "graph_pretrain_epochs": 100, "graph_lr": 0.003, "truth_until": 0.0, "reconstructor_refresh": 0,
+    "graph_pretrain_epochs": 100, "graph_lr": 0.003,
 }  # fmt: skip
 
 
