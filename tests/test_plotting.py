@@ -78,7 +78,7 @@ def test_the_wall_clock_axis_has_seconds_and_readable_units(tmp_path):
     make_run(tmp_path / "1", seed=1, seconds_per_step=1.0)
     found = curves.curve_panels(groups(load([tmp_path])), WON, "wall", None)
     assert found[0].lines[0].x.tolist() == list(STEPS)
-    (panel,), label = plot._in_units(found)
+    (panel,), label = plot._in_units(found, "wall-clock")
     assert panel.lines[0].x[-1] == pytest.approx(30_100 / 3600) and label == "wall-clock hours"
 
 
@@ -262,6 +262,17 @@ def test_lines_of_different_length_keep_their_times_in_other_units(tmp_path, dra
     (line,) = drawn[0][0][0].lines
     assert line.rest[0] == pytest.approx(np.array(STEPS[1:]) / 3600) and line.rest[1] == pytest.approx([0.3, 0.4, 0.6])
     assert "dotted: not all seeds" in drawn[0][2] and drawn[0][1].x == "wall-clock hours"
+
+
+def test_cpu_time_is_an_axis_of_runs_that_have_it(tmp_path, drawn, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "one", (0.0, 0.2), more={"cpu_seconds": [0.0, 600.0]})
+    assert main(["plot", "runs", "--x", "cpu"]) == 0
+    (line,) = drawn[0][0][0].lines
+    assert line.x == pytest.approx([0, 10]) and drawn[0][1].x == "CPU minutes"
+    make_run(tmp_path / "runs" / "old", (0.0, 0.4), seed=2)
+    assert main(["plot", "runs", "--x", "cpu"]) == 2
+    assert "--x=cpu: tests of old have no cpu_seconds" in capsys.readouterr().err
 
 
 def test_pictures_are_the_same_in_each_call(tmp_path):

@@ -167,7 +167,7 @@ def curve_panels(
     """Return a panel for each of the `views`, and with `total` one over the places where all groups have played.
 
     Args:
-        axis: `steps` or `wall`. statistic: `mean` or `iqm`; None: the mean on a map and the IQM over maps.
+        axis: `steps`, `wall` or `cpu`. statistic: `mean` or `iqm`; None: the mean on a map and the IQM over maps.
     """
     panels = []
     for view in views(groups, metric):
@@ -217,7 +217,9 @@ def _line(
         return None
     curves = []
     for run in runs:
-        steps, seconds, values = run.test_curve(metric)
+        steps, seconds, values = run.test_curve(metric, "wall" if axis == "steps" else axis)
+        if axis != "steps" and np.isnan(seconds).any():
+            raise UserError(f"--x={axis}: tests of {run.label} have no {axis}_seconds. Use --x=steps")
         curves.append((steps if axis == "steps" else seconds, _scaled(run, values, scale)))
     x, table = _on_one_axis(curves)
     sizes = [len(part) for part in parts]

@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--kind", choices=KINDS, help="curves (default); final: the last tests; profile: share of runs above each"
         " score; improvement: probability of being better than the baseline; gap: chosen by --gap")  # fmt: skip
     add("--metric", help="win_rate (default; else return), or any test metric of metrics.jsonl")
-    add("--x", choices=("steps", "wall"), default="steps", help="environment steps (default) or wall-clock time")
+    add("--x", choices=("steps", "wall", "cpu"), default="steps", help="environment steps (default) or time")
     add("--stat", choices=tuple(STATISTIC), help="mean or interquartile mean; default: mean on a map, iqm over maps")
     add("--baseline", help="improvement: label of the group to compare with (default: the first)")
     add("--gap", metavar="LOW,HIGH", help="labels of two groups: print and draw the share of the gap between them that"
@@ -154,9 +154,9 @@ def _rendered(
     unit, labels = curves.ranges(found, metric) is None, tuple(group.label for group in found)
     if options.kind == "curves":
         x = "environment steps"
-        if options.x == "wall":
-            panels, x = _in_units(panels)
-        axes = Axes("curves", x, label, labels, options.x == "wall", unit)
+        if options.x != "steps":
+            panels, x = _in_units(panels, {"wall": "wall-clock", "cpu": "CPU"}[options.x])
+        axes = Axes("curves", x, label, labels, options.x != "steps", unit)
     elif options.kind == "final":
         ends = curves.gap_ends(options.gap, found) if options.gap else None
         shaded = None if ends is None else (ends[0].label, ends[1].label)
@@ -171,7 +171,7 @@ def _rendered(
     return render(panels, axes, caption(options.kind, panels, found, axes.gap), width, marked)
 
 
-def _in_units(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
+def _in_units(panels: Sequence[Panel], clock: str) -> tuple[list[Panel], str]:
     """Return panels with a time axis in readable units, and its label."""
     drawn = [line for panel in panels for line in panel.lines]
     ends = [each[-1:] for line in drawn for each in (line.x, *(line.rest or ())[:1])]
@@ -184,7 +184,7 @@ def _in_units(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
             for line in panel.lines
         ]
         scaled.append(replace(panel, lines=tuple(lines)))
-    return scaled, f"wall-clock {name}"
+    return scaled, f"{clock} {name}"
 
 
 def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group], gap: tuple[str, str] | None = None) -> str:

@@ -125,10 +125,13 @@ class Run:
         tests = [record for record in found if any(name.startswith(("test_", "test/")) for name in record)]
         return sorted(tests, key=lambda record: record["t_env"])
 
-    def test_curve(self, name: str) -> Curve:
-        """Return the values of a metric over stage 3; tests without it are left out."""
-        found = [record for record in self.tests if is_number(record.get(name))]
-        seconds_of = [r["wall_seconds"] if is_number(r.get("wall_seconds")) else math.nan for r in found]
+    def test_curve(self, name: str, clock: str = "wall") -> Curve:
+        """Return steps, seconds and values of a metric over stage 3; tests without it are left out.
+
+        clock: `wall` or `cpu`; seconds are NaN where a test has none.
+        """
+        found, key = [record for record in self.tests if is_number(record.get(name))], f"{clock}_seconds"
+        seconds_of = [r[key] if is_number(r.get(key)) else math.nan for r in found]
         rows = [(r["t_env"], seconds, r[name]) for r, seconds in zip(found, seconds_of, strict=True)]
         steps, seconds, values = np.array(rows, float).reshape(-1, 3).T
         return steps, seconds, values
