@@ -99,13 +99,13 @@ def test_bf16_learns_nearly_the_same_as_float32(updates):
     assert all(not torch.equal(before[name], after[name]) for name in before if "weight" in name)
 
 
-def acted(epsilon, calls=400, **updates):
+def acted(epsilon, calls=400, available=(1, 1, 1, 1), **updates):
     """Return actions and stored vectors of many calls on the same observation of five boards, and the policy."""
     torch.manual_seed(0)
     mac = MACS.get("ddpg_mac")(ddpg_config(**updates), INFO, torch.device("cpu"), None)
     mac.begin(5)
     obs = np.tile(np.linspace(0, 1, 3 * 26, dtype=np.float32).reshape(3, 26), (5, 1, 1))
-    seen = Observation(obs, np.zeros((5, 66), np.float32), np.ones((5, 3, 4), bool))
+    seen = Observation(obs, np.zeros((5, 66), np.float32), np.tile(np.array(available, bool), (5, 3, 1)))
     tick = Tick(seen, np.zeros(5, np.int64), np.ones(5, bool))
     explore = None if epsilon is None else Exploration(epsilon, np.random.default_rng(1))
     made = [mac.act(tick, explore) for _ in range(calls)]
@@ -143,6 +143,13 @@ def test_gumbel_actions_are_one_hot_draws_of_the_same_policy():
     np.testing.assert_allclose(vectors.mean((0, 1)), policy, atol=5 * 0.5 / np.sqrt(2000))
     anything, _, _ = acted(1.0, gumbel_softmax=True)
     np.testing.assert_allclose([(anything == a).mean() for a in range(4)], 0.25, atol=0.03)
+
+
+@pytest.mark.parametrize("gumbel_softmax", [False, True])
+def test_unavailable_actions_are_never_taken(gumbel_softmax):
+    for epsilon in (0.5, None):
+        actions, _, _ = acted(epsilon, calls=40, available=(0, 1, 1, 0), gumbel_softmax=gumbel_softmax)
+        assert set(np.unique(actions)) <= {1, 2}
 
 
 def test_straight_through_is_one_hot_with_the_gradient_of_the_softmax():

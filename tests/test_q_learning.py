@@ -40,6 +40,7 @@ from omagd.envs.protocol import Observation
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import QLoss
 from omagd.learners.synced_optimizer import lr_scale
+from omagd.modules.mixers.vdn import VDNMixer
 from omagd.run.cli.main import config_from
 from omagd.run.reporting import plots
 from omagd.run.training.build import build_learner
@@ -153,7 +154,9 @@ def reference_values(agent, episode):
 
 
 def reference_mix(mixer, qs, state):
-    """QMIX one step after another: [T] from the agents' values [T, n] and the state."""
+    """QMIX one step after another, or the sum of VDN: [T] from the agents' values [T, n] and the state."""
+    if isinstance(mixer, VDNMixer):
+        return sum(qs.t())
     hyper, embed = SMALL["hypernet_embed"], SMALL["mixing_embed_dim"]
     (a1, a2, a3, a4), (b1, b2, b3, b4) = (p.split([hyper, hyper, embed, embed]) for p in mixer.first.parameters())
     out = []
@@ -186,7 +189,7 @@ def reference_stats(learner, episodes):
     return {"loss_td": loss, "td_error_abs": loss, **means}
 
 
-UPDATES = [{}, {"double_q": False}, {"grad_norm_clip": 0.5}, {"mixer": "none"}]
+UPDATES = [{}, {"double_q": False}, {"grad_norm_clip": 0.5}, {"mixer": "none"}, {"mixer": "vdn"}]
 
 
 @pytest.mark.parametrize(("updates", "own_rewards"), [*((case, False) for case in UPDATES), ({"mixer": "none"}, True)])
