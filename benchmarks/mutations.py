@@ -1,10 +1,11 @@
 """One-line faults that the tests must find: each is put into a copy of this tree, and the test that is named must fail.
 
-    python benchmarks/mutations.py [--only NAME ...] [--jobs N] [--list benchmarks/mutations.yaml]
+    python benchmarks/mutations.py [--only NAME ...]
 
-An entry of `mutations.yaml` replaces the text `old`, found exactly once in `file`, by `new`. First all named tests must
-pass as they are. Then each mutation is made in turn, and its test runs alone. Nothing is written to this tree; `omagd`
-is the copy's package in every process that a test starts. A table says of each mutation:
+Listed are faults that change results without an error or another symptom: losses, masks, rewards, seeds, what a
+checkpoint restores. An entry of `mutations.yaml` replaces the text `old`, found exactly once in `file`, by `new`.
+First all named tests must pass as they are. Then each mutation is made in turn, and its test runs alone. Nothing is
+written to this tree; `omagd` is the copy's package in every process that a test starts. A table says of each mutation:
 
     caught      its test failed
     NOT CAUGHT  its test passed, so nothing protects this line
@@ -17,14 +18,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,9 +58,9 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
-def mutations(path: Path = LIST) -> list[Mutation]:
+def mutations() -> list[Mutation]:
     """Return the list. Errors: TypeError for an entry with other fields."""
-    return [Mutation(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
+    return [Mutation(**entry) for entry in yaml.safe_load(LIST.read_text(encoding="utf-8"))]
 
 
 class Copy:
@@ -124,64 +123,44 @@ class Copy:
         return process.returncode, output
 
 
-def failing(copy: Copy, tests: list[str]) -> dict[str, str]:
-    """Return the tests that do not pass as they are, with the reason."""
+def failing(copy: Copy, tests: list[str]) -> set[str]:
+    """Return the tests that fail as they are. Errors: RuntimeError where pytest cannot run them."""
     code, output = copy.test(*tests)
-    if code == PASSED:
-        return {}
-    if code == FAILED:
-        lines = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        return {test: "fails without it" for test in tests if any(line.startswith(test) for line in lines)}
-    if len(tests) == 1:
-        return {tests[0]: "cannot run: " + " ".join(output.split())[-200:]}
-    return {test: reason for each in tests for test, reason in failing(copy, [each]).items()}
+    if code not in (PASSED, FAILED):
+        raise RuntimeError(f"the tests cannot run without a fault (pytest: {code})\n{output[-2000:]}")
+    lines = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return {test for test in tests if any(line.startswith(test) for line in lines)}
 
 
-def judged(wanted: list[Mutation], jobs: int, limit: float) -> list[tuple[str, str]]:
-    """Return verdict and reason of each, which are printed as they come."""
+def judged(wanted: list[Mutation], limit: float) -> list[str]:
+    """Return the verdict on each, which is printed as it comes. limit: seconds for one test."""
+    verdicts = []
     with tempfile.TemporaryDirectory(prefix="mutations_") as folder:
-        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        for number in range(jobs):
-            place = Path(folder) / str(number)
-            place.mkdir()
-            copies.put(Copy(place, limit))
-        first = copies.get()
-        first.limit = limit * len(wanted)
-        broken = failing(first, sorted({mutation.test for mutation in wanted}))
-        first.limit = limit
-        copies.put(first)
-
-        def judge(mutation: Mutation) -> tuple[str, str]:
+        copy = Copy(Path(folder), limit * len(wanted))
+        broken = failing(copy, sorted({mutation.test for mutation in wanted}))
+        copy.limit = limit
+        for mutation in wanted:
             started = time.monotonic()
-            copy = copies.get()
-            try:
-                reason = broken.get(mutation.test)
-                verdict = ("BROKEN", reason) if reason else copy.judge(mutation)
-            finally:
-                copies.put(copy)
-            print(f"{verdict[0]:10}  {mutation.name}  ({time.monotonic() - started:.0f} s)", flush=True)
-            if verdict[0] != "caught":
-                print(f"{'':10}    {mutation.test}: {verdict[1]}", flush=True)
-            return verdict
-
-        with ThreadPoolExecutor(jobs) as threads:
-            return list(threads.map(judge, wanted))
+            verdict, reason = ("BROKEN", "fails without it") if mutation.test in broken else copy.judge(mutation)
+            print(f"{verdict:10}  {mutation.name}  ({time.monotonic() - started:.0f} s)", flush=True)
+            if verdict != "caught":
+                print(f"{'':10}    {mutation.test}: {reason}", flush=True)
+            verdicts.append(verdict)
+    return verdicts
 
 
 def main() -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of mutations; all without it")
-    parser.add_argument("--jobs", type=int, default=1, help="tests that run side by side, each in a copy of its own")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one test")
-    parser.add_argument("--list", type=Path, default=LIST, help="another list, of faults to be tried")
     options = parser.parse_args()
-    known = mutations(options.list)
+    known = mutations()
     unknown = sorted(set(options.only or ()) - {mutation.name for mutation in known})
     if unknown:
         parser.error(f"no mutation is named {', '.join(unknown)}")
     wanted = [mutation for mutation in known if not options.only or mutation.name in options.only]
-    verdicts = [verdict for verdict, _ in judged(wanted, options.jobs, options.limit)]
+    verdicts = judged(wanted, options.limit)
     print(f"{verdicts.count('caught')} of {len(verdicts)} caught")
     return int(any(verdict != "caught" for verdict in verdicts))
 
