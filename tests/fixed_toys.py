@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from q_toys import GRAPH, INFO, random_episode
+from q_toys import GRAPH, INFO, foggy, random_episode
 
 from omagd.components.resident_buffer import ResidentBuffer
 
@@ -19,7 +19,7 @@ def replay(device: torch.device | str = CPU, longest: int = INFO.episode_limit) 
     buffer = ResidentBuffer(HELD, device, ROWS)
     lengths = [longest, *np.random.default_rng(3).integers(1, longest, HELD)]
     for seed, length in enumerate(lengths):
-        buffer.add([random_episode(seed, int(length), truncated=seed % 3 == 0)])
+        buffer.add([foggy(random_episode(seed, int(length), truncated=seed % 3 == 0))])
     return buffer
 
 
@@ -28,6 +28,7 @@ def draws(count: int, seed: int = 0) -> list[list[int]]:
     return [rng.choice(HELD, BATCH, replace=False).tolist() for _ in range(count)]
 
 
+CODES = {f"tokenizer_config.{key}": size for key, size in (("n_codes", 6), ("code_dim", 4), ("hidden_dim", 8))}
 METHODS: dict[str, dict[str, Any]] = {
     "qmix": {},
     "qmix, no lambda, single Q, layer norm": {
@@ -36,6 +37,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "vdn": {"mixer": "vdn", "td_lambda": 0.8, "agent": "rnn"},
     "independent": {"mixer": "none", "td_lambda": 0.8, "share_parameters": False},
     "in parts": {"accumulate": 3, "td_lambda": 0.8},
+    "beliefs": {"belief_loss": "features", "td_lambda": 0.8},
+    "all beliefs in parts": {"belief_loss": "features", "belief_units": "all", "belief_every": 1, "accumulate": 2},
+    "tokens": {"belief_loss": "tokens", "pretrained_tokenizer_path": "given", **CODES},
     "without memory": {"agent": "ff", "td_lambda": 0.8},
     "graphs": {"mac": "gnn_graph_mac", "agent": "gnn_rnn", **GRAPH},
     "units": {"agent": "hpn_rnn", "mixer": "set_qmix", "obs_agent_id": False},

@@ -18,7 +18,10 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.synced_optimizer import Stats
+from omagd.modules.graph_reconstructers.belief_head import new_head
+from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.training.stages.health import held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
@@ -63,6 +66,15 @@ def random_episode(seed: int, length: int, truncated: bool = False, info: EnvInf
     return {name: torch.from_numpy(value) for name, value in arrays.items()}
 
 
+def foggy(episode: dict[str, Tensor], dead: bool = True, sight: float = 0.8) -> dict[str, Tensor]:
+    """Return a random episode in which agents see parts of `full_obs`, where some units, and agents, are dead."""
+    nodes = obs_to_nodes(episode["obs"], LAYOUT)
+    lives, own = (nodes[..., 2] < 1.2) | (not dead), torch.arange(nodes.shape[-2]) == 0
+    full = nodes * (lives & lives[..., :1])[..., None]
+    seen = full * ((nodes[..., 1].abs() < sight) | own)[..., None]
+    return {**episode, "obs": nodes_to_obs(seen, LAYOUT), "full_obs": nodes_to_obs(full, LAYOUT)}
+
+
 class HalvingReconstructor(Reconstructor):
     """Replaces the real one: halves what is seen; negative numbers among the first N features mark guessed nodes."""
 
@@ -95,6 +107,11 @@ def make_learner(
     reconstructor = HalvingReconstructor() if config.use_graph_reconstruction else None
     mac: BasicMAC = MACS.get(config.mac)(config, info, torch.device(device), reconstructor)
     mac.agent.to(dtype)
+    if config.belief_loss != "none":
+        mac.head = new_head(config, info, next(mac.agent.parameters()))
+    if config.belief_loss == "tokens":
+        with torch.random.fork_rng():  # the mixer begins as it does without
+            mac.head.learn_codes(Tokenizer(config.tokenizer_config, LAYOUT).eval().to(device))
     learner: NQLearner = LEARNERS.get(config.learner)(mac, config, info, dist or Dist())
     learner.warm_up()
     return learner

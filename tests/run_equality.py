@@ -12,7 +12,7 @@ import torch
 
 MACHINE = re.compile(
     r"^(time|memory|gpu)/|_per_second(_rank\d+)?$|/seconds_per_episode$"
-    r"|^(wall_seconds|restarts|worker_restarts|communicate_ms_per_sync|reconstruct_(ms|frames)_per_tick)$"
+    r"|^(wall_seconds|cpu_seconds|restarts|worker_restarts|communicate_ms_per_sync|reconstruct_(ms|frames)_per_tick)$"
 )
 """Values about the machine, which differ between two runs that learn the same."""
 

@@ -539,7 +539,7 @@ def of_a_team(played: list[Episode], baselines: Baselines, dist: Dist) -> tuple[
         patch.setattr(beliefs, "saved_baselines", lambda session: baselines)
         patch.setattr(beliefs, "picture", lambda *rest: "drawn")
         trained = SimpleNamespace(predictor=stage.predictor, tokenizer=stage.tokenizer)
-        values, drawn, table = beliefs.evaluate_beliefs(session, trained, None)  # type: ignore[arg-type]
+        values, drawn, table = beliefs.evaluate_beliefs(session, trained, SimpleNamespace(head=None))  # type: ignore[arg-type]
     assert drawn == ({"picture": "drawn"} if dist.is_main else {})
     return values, table
 

@@ -236,6 +236,8 @@ def test_hints_are_what_a_word_is_here_or_nothing(typed, hint, never, capsys):
         ("--config=qmix with td_lambda=0.5 target_update_interval=8 double_q=False use_orthogonal=True", ""),
         ("--config=gnn_qmix with gnn_layer_num=1", ""),
         ("--config=omagd_small with graph_lr=0.1", ""),
+        ("--config=qmix with belief_weight=2 belief_every=1", "belief_every, belief_weight"),
+        ("--config=qmix with belief_loss=features belief_weight=2 graph_pretrain_eval_episodes=4", ""),
     ],
 )
 def test_keys_that_nothing_reads_are_named(typed, unread, capsys, empty_folder):

@@ -140,6 +140,12 @@ RUNS: dict[str, Run] = {
     "what was seen last": Run(
         "fog_last_seen", "skirmish", TINY, NETWORKS, run="default", t_max=40, fill_unseen="last_seen"
     ),
+    "what is remembered": Run(
+        "fog_baseline", "skirmish", TINY, NETWORKS, run="default", t_max=40, belief_loss="tokens", belief_weight=0.5,
+        belief_units="all", belief_every=2, tokenizer_config=STAGES["tokenizer_config"], env_args={"map_name": "3m"},
+        graph_pretrain_eval_episodes=2, graph_pretrain_test_episodes=2, needs=TOKENIZER,
+        makes=("models/*/belief_head.th", "plots/beliefs.png"),
+    ),
     "an evaluation of the graphs": Run(
         "omagd_small", "skirmish", STAGES, evaluation_only=True, eval_report_episodes=2, needs=PRETRAINED
     ),

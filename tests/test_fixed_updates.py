@@ -127,7 +127,7 @@ def learner_on_gpu(seed: int = 0, **updates: Any) -> NQLearner:
     return make_learner(toy_config(**updates), Dist(device=DEVICE), seed=seed, device=DEVICE)
 
 
-ON_GPU = {name: METHODS[name] for name in ("qmix", "vdn", "graphs", "units", "attention")}
+ON_GPU = {name: METHODS[name] for name in ("qmix", "vdn", "beliefs", "tokens", "graphs", "units", "attention")}
 ON_GPU |= {"in parts, bf16": {"accumulate": 2, "precision": "bf16", "mixer": "none"}}
 
 

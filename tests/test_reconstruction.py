@@ -443,7 +443,9 @@ def moment_of(monkeypatch, tmp_path, parts, batch, info=INFO):
         folder=SimpleNamespace(plots=tmp_path), logger=SimpleNamespace(picture=lambda name, path: None),
     )  # fmt: skip
     modules = SimpleNamespace(tokenizer=parts[0], predictor=parts[1])
-    assert beliefs.picture(session, modules, batch, "moment") == tmp_path / "moment.png"
+    assert (
+        beliefs.picture(session, beliefs.reconstructor_of(session, modules), batch, "moment") == tmp_path / "moment.png"
+    )
     return shown[0]
 
 

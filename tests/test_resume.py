@@ -47,7 +47,8 @@ STAGES = ["stage1", "stage2", "stage3"]
 
 def config(results: Path, *more: str, base: str = "qmix") -> Config:
     given = f"local_results_path={results}", "auto_resume=True", "keep_checkpoints=True"
-    words = [f"--config={base}", *QMIX[1:], *SIZES, *given, *more]
+    bases = [word for word in more if word.startswith("--")] or [f"--config={base}"]
+    words = [*bases, *QMIX[1:], *SIZES, *given, *(word for word in more if word not in bases)]
     return config_from(words)
 
 
@@ -80,6 +81,8 @@ def test_a_run_lets_no_gpu_round_float32_to_tf32(whole):
     ((), (0, 1, 2, 5, 7)),
     (("runner=stream", "use_team_obs=True"), (1, 4)),
     (("runner=stream", "fill_unseen=last_seen", "mac=n_graph_mac"), (2,)),
+    (("belief_loss=features",), (3,)),
+    (("--config=mappo", "belief_loss=features", "t_max=200"), (2,)),
 ])  # fmt: skip
 def test_a_run_that_is_interrupted_again_and_again_ends_with_the_same_bits(words, iterations, whole, tmp_path):
     if words:

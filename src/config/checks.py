@@ -11,6 +11,7 @@ from omagd.utils.errors import UserError, collected, together
 
 # Built-in names that cannot use reconstruction; plug-ins are not checked.
 PLAIN_LEARNERS = {"nq_learner", "nq_learner_ddp", "ddpg_learner", "ddpg_learner_ddp"}
+UNBELIEVING = {"ddpg_learner", "ddpg_learner_ddp"}
 PLAIN_MACS = {"basic_mac", "n_mac", "ddpg_mac"}
 PATHS = (
     "local_results_path",
@@ -118,6 +119,24 @@ def _stages(config: Config) -> Iterator[str]:
 def _full_obs(config: Config) -> Iterator[str]:
     if config.use_full_obs and config.use_team_obs:
         yield "use_team_obs=True: use_full_obs=True shows everything already. Drop one of the two"
+
+
+def _belief(config: Config) -> Iterator[str]:
+    if config.belief_loss == "none":
+        return
+    given = f"belief_loss={config.belief_loss}"
+    for key in ("use_graph_reconstruction", "use_full_obs", "use_team_obs"):
+        if getattr(config, key):
+            yield f"{given}: is for agents that read what they see, and {key}=True shows more. Add {key}=False"
+    if config.fill_unseen != "none":
+        yield f"{given}: fill_unseen={config.fill_unseen} fills in what it predicts. Add fill_unseen=none"
+    if config.learner in UNBELIEVING:
+        yield f"{given}: learner={config.learner} has no such loss. Use learner=nq_learner or learner=ppo_learner"
+    if config.belief_loss == "tokens" and not config.pretrained_tokenizer_path and not config.evaluate:
+        yield (
+            f"{given}: predicts the codes of stage 1, and pretrained_tokenizer_path is empty. Train one with"
+            " --config=omagd_small with reconstructer_stage=stage1, and give its models/pretrain_stage1_best/"
+        )
 
 
 def _fill(config: Config) -> Iterator[str]:
@@ -273,7 +292,7 @@ def _listed(config: Config) -> str:
 
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _token, partial(_name, "unique_token"), partial(_name, "name"), _stages, _full_obs, _fill,
+    _token, partial(_name, "unique_token"), partial(_name, "name"), _stages, _full_obs, _belief, _fill,
     _reconstruction, _predictor, _refresh, _truth, _playing, _step, _seeds, _ranks, _replay, _epsilon, _parts,
 )  # fmt: skip
 """Each yields a message for every contradiction. One that reads a wrong value ends there, so they are small."""

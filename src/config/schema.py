@@ -54,6 +54,7 @@ Tests = Annotated[Int, Field(ge=0, le=10**6)]
 Rate = Annotated[float, Field(gt=0.0)]
 Text = Annotated[str, Field(min_length=1)]
 Stage = Literal["stage1", "stage2", "stage3", "all"]
+BeliefKind = Literal["none", "features", "tokens"]
 Seeds = Annotated[tuple[Whole, ...], BeforeValidator(_as_tuple)]
 
 
@@ -118,6 +119,8 @@ OF_PARTS = frozenset(
     " critic_lr gumbel_softmax td_lambda double_q target_update_interval target_update_updates".split()
 )
 """Keys that only learners, agents and mixers read, each its own ones."""
+OF_HEAD = frozenset({"belief_weight", "belief_units", "belief_every"})
+"""Keys that only the belief head reads."""
 OF_GRAPHS = (
     "graph_",
     "pretrain",
@@ -234,6 +237,10 @@ class Config(Frozen):
     mark_guesses: bool  # add a flag for reconstructed nodes to the agent's input
     truth_all_until: Unit  # all training episodes show all units, not guesses, until this share of the steps
     truth_until: Unit  # then ever fewer do, none from this share on; 0: never any, whatever `truth_all_until` is
+    belief_loss: BeliefKind  # a loss by which agents learn to say from memory what unseen units are like
+    belief_weight: Positive  # weight of that loss beside the one of reinforcement learning
+    belief_units: Literal["unseen", "all"]  # units that count in it
+    belief_every: Size  # it reads every so many-th step of an episode: 4 takes a quarter of the rows
     reconstructer_stage: Stage | None  # stage to run; None: all
     recontructer_stage: Stage | None  # the published spelling of reconstructer_stage
     pretrain_only: bool  # end after stage 2
@@ -304,7 +311,7 @@ class Config(Frozen):
     def records_truth(self) -> bool:
         """Whether stage 3 records what agents do not see."""
         later = self.reconstructor_refresh > 0 or self.truth_until > 0
-        return self.use_full_obs or self.use_team_obs or later
+        return self.use_full_obs or self.use_team_obs or later or self.belief_loss != "none"
 
     def truth_share(self, progress: float) -> float:
         """Return the share of training episodes that show all units, after the share `progress` of stage 3's steps."""

@@ -25,6 +25,7 @@ from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, last_actions
 
 if TYPE_CHECKING:
+    from omagd.modules.graph_reconstructers.belief_head import BeliefHead
     from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 
 
@@ -38,8 +39,10 @@ class BasicMAC:
 
     Attributes:
         agent: is trained. Acting uses a module that shares its weights, or a copy on `acting_device`.
+        head: trained with the agent (`belief_loss`); nothing here reads it.
     """
 
+    head: BeliefHead | None = None
     reads_reconstructions = False
 
     def __init__(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from omagd.components.episode_codec import Spec
     from omagd.modules.agents.agent import Agent, AgentInputs
+    from omagd.modules.graph_reconstructers.belief_head import BeliefHead
     from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
     from omagd.utils.packing import PackedBatch
 
@@ -97,10 +98,12 @@ class MAC(Policy, Protocol):
 
     Attributes:
         agent: the network that is trained; acting uses the same weights. info: facts of the environment.
+        head: says what the agent remembers of unseen units, and is trained with it (`belief_loss`); None without.
     """
 
     agent: Agent
     info: EnvInfo
+    head: BeliefHead | None = None
 
     def __init__(
         self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Reconstructor | None = None

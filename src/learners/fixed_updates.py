@@ -133,7 +133,7 @@ class FixedUpdates:
             graph = self._made(shape, draw, drawn)
         except RuntimeError as problem:
             return self._give_up(str(problem).strip().partition("\n")[0], draw, drawn)
-        weights = self._step.parameters
+        weights = [*self._step.parameters, *self._step.loss_module.buffers()]
         averages = [v for held in self._step.optimizer.state.values() for v in held.values() if isinstance(v, Tensor)]
         before = [value.detach().clone() for value in (*averages, *weights)]
         graph.replay()

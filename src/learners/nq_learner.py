@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,12 @@ from omagd.components.td_lambda import batch_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
+from omagd.learners.belief_loss import HEAD, BeliefCases, BeliefLoss, belief_loss
 from omagd.learners.fixed_updates import FixedUpdates
 from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, copy_if_finite, lr_scale
 from omagd.modules import mixers
-from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.agents.agent import AgentInputs, Remembers
 from omagd.modules.kernels.compiling import maybe_compile
 from omagd.modules.kernels.linear import autocast_bf16, no_autocast
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
@@ -55,16 +56,24 @@ class QLoss(LossModule):
     Args:
         agent, mixer: trained; every parameter takes part in every forward.
         bf16: whether matrix products on a GPU use bf16 (on a CPU the modules themselves decide).
+
+    Attributes:
+        belief: the loss of what the agent's memory says of unseen units; None without `belief_loss`.
     """
+
+    belief: BeliefLoss | None
 
     def __init__(self, agent: nn.Module, mixer: nn.Module, bf16: bool = False) -> None:
         super().__init__()
         self.bf16 = bf16
         self.agent = agent
         self.mixer = mixer
+        self.belief = None
 
-    def forward(self, inputs: AgentInputs, taken: Transitions, targets: MakeTargets) -> tuple[Tensor, Stats]:
-        """Return the sum of the loss, and its stats.
+    def forward(
+        self, inputs: AgentInputs, taken: Transitions, targets: MakeTargets, cases: BeliefCases | None = None
+    ) -> tuple[Tensor, Stats]:
+        """Return the sum of the loss, and its stats; with the `cases` of `belief` its sum is a second one, [2].
 
         targets: called once without gradients, with the values [S, n, A] of this forward, by which double Q-learning
             chooses actions; returns y, [S] or [S, n] as the mixer does. It runs in full precision, because bf16 would
@@ -73,7 +82,12 @@ class QLoss(LossModule):
             target_mean per step and agent.
         """
         with autocast_bf16(taken.state.device, self.bf16):
-            q = self.agent(inputs, taken.packing)
+            if self.belief is None:
+                q = self.agent(inputs, taken.packing)
+            else:
+                assert cases is not None
+                q, hidden = cast(Remembers, self.agent).unroll(inputs, taken.packing)
+                believed, more = self.belief(hidden, cases)
             with torch.no_grad(), no_autocast(taken.state.device):
                 target = targets(q.detach().to(taken.state.dtype))
             values = MixerInputs(q, taken.actions, taken.avail_actions, taken.state)
@@ -92,7 +106,9 @@ class QLoss(LossModule):
                 "q_taken_mean": ((joint * valid_mask).sum(), per_agent),
                 "target_mean": ((target * valid_mask).sum(), per_agent),
             }
-        return loss, stats
+        if self.belief is None:
+            return loss, stats
+        return torch.stack([loss, believed.to(loss.dtype)]), {**stats, **more}
 
     def error_loss(self, error: Tensor) -> Tensor:
         """Return the loss of each TD error, [S] or [S, n]; 0 for an error of 0, which closing rows have."""
@@ -120,6 +136,7 @@ class NQLearner:
         self.device = dist.device
         self.mixer: nn.Module = mixers.REGISTRY.build(config.mixer, config, info).to(self.device, mac.dtype)
         loss = self.loss_class(mac.agent, self.mixer, config.precision == "bf16")
+        loss.belief = self.belief = belief_loss(config, mac)
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = Adam(loss.parameters(), lr=lr)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
@@ -149,8 +166,9 @@ class NQLearner:
         state = like.new_zeros(n_rows, self.info.state_dim)
         taken = Transitions(actions, available, state, ~packing.closing.to(self.device, non_blocking=True), packing)
         inputs = AgentInputs.blank(n_rows, self.info, like)
+        none = () if self.belief is None else (self.belief.blank(n_rows, n_agents, like),)
         self._step.warm_up(
-            inputs, taken, lambda q: torch.zeros_like(mix(self.mixer, MixerInputs(q, actions, available, state)))
+            inputs, taken, lambda q: torch.zeros_like(mix(self.mixer, MixerInputs(q, actions, available, state))), *none
         )
 
     @classmethod
@@ -175,7 +193,14 @@ class NQLearner:
 
     def _learn(self, count: Tensor, parts: list[PackedBatch]) -> Stats:
         """Take one step. count: valid steps of the parts."""
-        result = self._step(count, *(self._part(part) for part in parts))
+        if self.belief is None:
+            result = self._step(count, *(self._part(part) for part in parts))
+        else:
+            cases = [self.belief.cases(part) for part in parts]
+            self.belief.observe(cases, self._step.dist)
+            asked = torch.stack([each.counted.sum() for each in cases]).sum()
+            counts = torch.stack([count.to(asked.device, non_blocking=True), asked])
+            result = self._step(counts, *((*self._part(part), each) for part, each in zip(parts, cases, strict=True)))
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
     def _learn_drawn(self, draw: FixedDraw, drawn: Tensor) -> Stats:
@@ -211,7 +236,8 @@ class NQLearner:
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
-        return {"agent": self.mac.agent, "mixer": self.mixer}
+        head = {} if self.belief is None else {HEAD: self.belief.head}
+        return {"agent": self.mac.agent, "mixer": self.mixer, **head}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: optimizer, target networks, counters."""
@@ -221,6 +247,7 @@ class NQLearner:
             "target_mixer": self.target_mixer.state_dict(),
             "updates": self.updates,
             "copied_at": list(self._copied_at),
+            **({} if self.belief is None else {"belief": self.belief.moments}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -232,6 +259,8 @@ class NQLearner:
         self.updates = state["updates"]
         episodes, updates = state["copied_at"]
         self._copied_at = (episodes, updates)
+        if self.belief is not None:
+            self.belief.moments.copy_(state["belief"])
 
     def _copy_targets_if_due(self, episodes: int) -> None:
         by_updates = self.config.target_update_updates

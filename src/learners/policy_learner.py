@@ -23,10 +23,11 @@ from omagd.components.chunks import Chunks, Minibatches
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
+from omagd.learners.belief_loss import HEAD, BeliefCases, BeliefLoss, belief_loss
 from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules import agents
-from omagd.modules.agents.agent import AgentInputs, StartsInside
+from omagd.modules.agents.agent import AgentInputs, Remembers, StartsInside
 from omagd.modules.kernels.linear import autocast_bf16
 from omagd.utils.contracts import faults
 from omagd.utils.dist_utils import Dist
@@ -70,6 +71,7 @@ class PolicyRows:
         state: [R, state_dim]. advantage: [R, n].
         weight: [R, n], 1 for samples; 0 where an agent has no choice, or where the rows stand in for a missing part.
         value, target: [R, n], what a critic predicted before the update, and what it should; None without a critic.
+        cases: of `belief_loss`, of the same rows; None without.
     """
 
     inputs: AgentInputs
@@ -83,13 +85,16 @@ class PolicyRows:
     weight: Tensor
     value: Tensor | None = None
     target: Tensor | None = None
+    cases: BeliefCases | None = None
 
-    def rows(self, which: Tensor, packing: Packing, start: Tensor | None) -> PolicyRows:
-        """Return the rows at the places `which` [R'] as rows of another packing."""
+    def rows(self, which: Tensor, packing: Packing, start: Tensor | None, every: int = 1) -> PolicyRows:
+        """Return the rows at the places `which` [R'] as rows of another packing. every: `belief_every`."""
         which = which.to(self.state.device, non_blocking=True)
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {name: value[which] for name, value in values.items() if isinstance(value, Tensor)}
-        return PolicyRows(**{**values, "inputs": self.inputs.rows(which), "packing": packing, "start": start})
+        cases = None if self.cases is None else self.cases.among(which, packing, every)
+        chosen = {"inputs": self.inputs.rows(which), "packing": packing, "start": start, "cases": cases}
+        return PolicyRows(**{**values, **chosen})
 
 
 @dataclass(frozen=True)
@@ -112,25 +117,39 @@ class PolicyLoss(LossModule, Generic[Args]):
     Args:
         agent: trained; every parameter takes part in every forward. args: the weights.
         bf16: whether matrix products on a GPU use bf16.
+
+    Attributes:
+        belief: the loss of what the agent's memory says of unseen units; None without `belief_loss`.
     """
+
+    belief: BeliefLoss | None
 
     def __init__(self, agent: nn.Module, args: Args, bf16: bool = False) -> None:
         super().__init__()
         self.agent, self.args, self.bf16 = agent, args, bf16
+        self.belief = None
 
     def forward(self, rows: PolicyRows) -> tuple[Tensor, Stats]:
-        """Return the summed loss, and stats per sample."""
-        loss, terms = self.terms(rows)
+        """Return the summed loss, and stats per sample; with `belief` its sum is a second one, [2]."""
+        begun = () if rows.start is None else (rows.start,)
+        with autocast_bf16(rows.state.device, self.bf16):
+            if self.belief is None:
+                logits = self.agent(rows.inputs, rows.packing, *begun)
+            else:
+                assert rows.cases is not None
+                logits, hidden = cast(Remembers, self.agent).unroll(rows.inputs, rows.packing, *begun)
+                believed, more = self.belief(hidden, rows.cases)
+        loss, terms = self.terms(rows, logits)
         total, count = (loss * rows.weight).sum(), rows.weight.sum()
         stats = {name: ((term.detach() * rows.weight).sum(), count) for name, term in terms.items()}
-        return total, {"loss_ppo": (total.detach(), count), **stats}
+        stats = {"loss_ppo": (total.detach(), count), **stats}
+        if self.belief is None:
+            return total, stats
+        return torch.stack([total, believed.to(total.dtype)]), {**stats, **more}
 
-    def terms(self, rows: PolicyRows) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each sample [R, n], and what is logged of it."""
+    def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of each sample [R, n], and what is logged of it. logits: [R, n, A], of the agent."""
         args, kind = self.args, rows.advantage.dtype
-        with autocast_bf16(rows.state.device, self.bf16):
-            begun = () if rows.start is None else (rows.start,)
-            logits = self.agent(rows.inputs, rows.packing, *begun)
         log_probs = log_softmax(logits.to(kind), rows.available)
         chosen = log_probs.gather(-1, rows.actions.unsqueeze(-1)).squeeze(-1)
         # Masked before exp, so that rows without a sample cannot overflow.
@@ -173,6 +192,7 @@ class PolicyLearner(ABC, Generic[Args]):
                 f" episode ({'; '.join(wrong)}). Use chunk_length=0, or see StartsInside in docs/extending.md"
             )
         loss = self.make_loss(config.precision == "bf16")
+        loss.belief = self.belief = belief_loss(config, mac)
         self.optimizer = Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
         self.updates = 0  # optimisation steps taken; the clock counts by it
@@ -209,6 +229,7 @@ class PolicyLearner(ABC, Generic[Args]):
             weight=each,
             value=each,
             target=each,
+            cases=None if self.belief is None else self.belief.blank(2, n, like),
         )
         self._step.warm_up(rows)
 
@@ -223,9 +244,12 @@ class PolicyLearner(ABC, Generic[Args]):
         for _ in range(self.args.epochs):
             draws = generator(self.config.seed, "minibatches", self.updates)
             drawn = () if same else minibatches.draw(self.args.minibatches, draws)
-            for parts in same or (_parts(rows, hidden, chunks, self.config.accumulate) for chunks in drawn):
+            for parts in same or (self._parts(rows, hidden, chunks) for chunks in drawn):
                 same = [parts] if self.args.minibatches == 1 else []
                 count = torch.stack([part.weight.sum() for part in parts]).sum()
+                if self.belief is not None:
+                    asked = [part.cases.counted.sum() for part in parts if part.cases is not None]
+                    count = torch.stack([count, torch.stack(asked).sum().to(count)])
                 result = self._step(count, *((part,) for part in parts))
                 self.updates += result.stepped
                 merged = merge(merged, {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped})
@@ -248,7 +272,12 @@ class PolicyLearner(ABC, Generic[Args]):
         choices = available.sum(dim=-1) > 1 if self.args.death_masking else torch.ones_like(available[..., 0])
         weight = (choices & batch.valid_mask.unsqueeze(-1)).to(kind)
         found = self.advantages(batch, inputs, state, weight)
+        cases = None
+        if self.belief is not None:
+            cases = self.belief.cases(batch, every=1)
+            self.belief.observe([cases], self.dist)
         return PolicyRows(
+            cases=cases,
             inputs=inputs,
             packing=batch.packing,
             actions=batch["actions"].long(),
@@ -288,33 +317,38 @@ class PolicyLearner(ABC, Generic[Args]):
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
-        return {"agent": self.mac.agent}
+        head = {} if self.belief is None else {HEAD: self.belief.head}
+        return {"agent": self.mac.agent, **head}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: the optimizer and the numbers of steps."""
-        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "steps": self.steps}
+        belief = {} if self.belief is None else {"belief": self.belief.moments}
+        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "steps": self.steps, **belief}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; the caller loads the weights of `modules()`."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
         self.steps = state.get("steps", 0)  # checkpoints before `anneal_lr` have none
+        if self.belief is not None:
+            self.belief.moments.copy_(state["belief"])
+
+    def _parts(self, rows: PolicyRows, hidden: Tensor | None, chunks: Chunks | None) -> list[PolicyRows]:
+        """Return this rank's rows of a minibatch, in `accumulate` parts at most; rows of weight 0 where it has none."""
+        every = self.config.belief_every
+        if chunks is None:  # every rank must take part in every step
+            start = None if hidden is None else torch.zeros_like(hidden[:1])
+            first = rows.rows(torch.zeros(1, dtype=torch.int64), Packing((1,)), start, every)
+            none = first.cases and replace(first.cases, counted=torch.zeros_like(first.cases.counted))
+            return [replace(first, weight=torch.zeros_like(first.weight), cases=none)]
+        return [_of_chunks(rows, hidden, part, every) for part in chunks.split(self.config.accumulate)]
 
 
-def _parts(rows: PolicyRows, hidden: Tensor | None, chunks: Chunks | None, parts: int) -> list[PolicyRows]:
-    """Return this rank's rows of a minibatch, in at most `parts` parts; rows of weight 0 where it has none."""
-    if chunks is None:  # every rank must take part in every step
-        start = None if hidden is None else torch.zeros_like(hidden[:1])
-        first = rows.rows(torch.zeros(1, dtype=torch.int64), Packing((1,)), start)
-        return [replace(first, weight=torch.zeros_like(first.weight))]
-    return [_of_chunks(rows, hidden, part) for part in chunks.split(parts)]
-
-
-def _of_chunks(rows: PolicyRows, hidden: Tensor | None, chunks: Chunks) -> PolicyRows:
+def _of_chunks(rows: PolicyRows, hidden: Tensor | None, chunks: Chunks, every: int) -> PolicyRows:
     """Return the rows of some chunks; each starts from the hidden state before its first row, or from zeros."""
     start = None
     if hidden is not None:
         before = chunks.before.to(hidden.device, non_blocking=True)
         found = hidden[before.clamp(min=0)]
         start = torch.where((before < 0).view(-1, 1, 1), torch.zeros_like(found), found)
-    return rows.rows(chunks.rows, chunks.packing, start)
+    return rows.rows(chunks.rows, chunks.packing, start, every)

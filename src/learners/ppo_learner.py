@@ -62,9 +62,9 @@ class PPOLoss(PolicyLoss[PPOArgs]):
         super().__init__(agent, args, bf16)
         self.critic = critic
 
-    def terms(self, rows: PolicyRows) -> tuple[Tensor, dict[str, Tensor]]:
+    def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each sample [R, n], and what is logged of it."""
-        loss, terms = super().terms(rows)
+        loss, terms = super().terms(rows, logits)
         with autocast_bf16(rows.state.device, self.bf16):
             value = self.critic(rows.inputs, rows.state)
         value = _per_agent(value.to(loss.dtype), rows.weight)

@@ -41,7 +41,8 @@ class LossModule(nn.Module):
     """Everything that has gradients, behind one forward; this is the module that DDP wraps.
 
     `forward(*batch)` returns `(loss_sum, stats)`: the **sum** of the loss over this rank's samples, which depends on
-    every parameter even when there is no sample, and stats without gradients.
+    every parameter even when there is no sample, and stats without gradients. Losses with samples of their own come as
+    a vector of sums.
     """
 
 
@@ -155,7 +156,7 @@ class SyncedOptimizer:
             kept = {name: value.clone() for name, value in self.loss_module.named_buffers()}
             for _ in range(WARM_UP_PASSES):
                 loss, _ = self._wrapped(*batch)
-                (loss * 0.0).backward()
+                (loss * 0.0).sum().backward()
                 self._require_gradients()
             for name, value in self.loss_module.named_buffers():
                 value.copy_(kept[name])
@@ -165,7 +166,8 @@ class SyncedOptimizer:
     def __call__(self, count: Tensor, *parts: tuple[object, ...], where: Tensor | None = None) -> UpdateResult:
         """Take one step on this rank's samples, which pass forward and backward part after part.
 
-        count: scalar, this rank's number (or weight) of samples in all parts, on the CPU or on the device.
+        count: this rank's number (or weight) of samples in all parts, on the CPU or on the device: a scalar, or one for
+            each of several losses, whose means are added. Without samples of the first one there is no step.
         parts: arguments of the loss module, at least one; ranks may have different numbers of parts. Their losses add
             up, and only the last part exchanges gradients.
         where: scalar bool on the device; where it is False, this step is skipped as well.
@@ -180,13 +182,15 @@ class SyncedOptimizer:
                     some = total.wait()
                     scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0)
                     scale = scale.to(loss_sum.device, non_blocking=True)
-                self.dist.backward(loss_sum * scale, self._wrapped)
+                scaled = loss_sum * scale
+                self.dist.backward(scaled.sum() if scaled.dim() else scaled, self._wrapped)
             stats = merge(stats, of_part)
         self._require_gradients()
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm).detach()
         finite = grad_norm < torch.inf if where is None else (grad_norm < torch.inf) & where
         plain = grad_norm.device.type == "cpu" and bool(finite)  # nothing has to be decided on a device
         skipped = torch.zeros(()) if plain else (~finite).float()
+        some = some.flatten()[0]
         # A number on the device is not waited for: the optimizer skips the step there if no rank had a sample.
         waits = some.device.type == "cpu"
         stepped = not waits or bool(some > 0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 
 
@@ -60,19 +63,33 @@ class Every:
 
 
 class Stopwatch:
-    """Seconds since it was made; a restored one continues from the saved value."""
+    """Seconds since it was made, and CPU seconds of this process outside `paused`; a restored one continues."""
 
     def __init__(self) -> None:
-        self._started = time.monotonic()
+        self._started, self._cpu = time.monotonic(), time.process_time()
 
     def seconds(self) -> float:
         """Return the seconds so far, earlier starts of the run included."""
         return time.monotonic() - self._started
 
-    def state_dict(self) -> float:
-        """Return the seconds so far."""
-        return self.seconds()
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds so far, earlier starts of the run included."""
+        return time.process_time() - self._cpu
 
-    def load_state_dict(self, seconds: float) -> None:
-        """Continue from `state_dict()`."""
-        self._started = time.monotonic() - float(seconds)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the CPU seconds of a block."""
+        before = time.process_time()
+        try:
+            yield
+        finally:
+            self._cpu += time.process_time() - before
+
+    def state_dict(self) -> list[float]:
+        """Return both."""
+        return [self.seconds(), self.cpu_seconds()]
+
+    def load_state_dict(self, state: list[float] | float) -> None:
+        """Continue from `state_dict()`; earlier versions saved the seconds alone."""
+        seconds, cpu = state if isinstance(state, list) else (state, math.nan)
+        self._started, self._cpu = time.monotonic() - float(seconds), time.process_time() - float(cpu)

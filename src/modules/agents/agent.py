@@ -133,6 +133,13 @@ class StartsInside(Protocol):
         """Return the hidden state after each row of whole episodes, [S, n, H]."""
 
 
+class Remembers(Protocol):
+    """An agent whose memory a loss can read (`belief_loss`)."""
+
+    def unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the values [S, n, A] of `forward`, and the hidden state after each row, [S, n, H]."""
+
+
 class RecurrentAgent(Agent):
     """An agent with a GRU: subclasses encode the inputs and compute values from the hidden state; they make `rnn`."""
 
@@ -172,23 +179,27 @@ class RecurrentAgent(Agent):
         With `enable_gradient_checkpointing` (Chen et al. 2016, arXiv:1604.06174) only the hidden states between blocks
         of `STEPS_AT_ONCE` time steps are kept; backward computes the activations of one block at a time again.
         """
+        return self.unroll(inputs, packing, start)[0]
+
+    def unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the values of `forward` and the hidden state after each row, [S, n, H]."""
         if not self.checkpointing or not torch.is_grad_enabled():
-            return self._unroll(inputs, packing, start)[0]
-        values, first = [], 0
+            return self._unroll(inputs, packing, start)
+        values, states, first = [], [], 0
         for begin in range(0, packing.n_steps, STEPS_AT_ONCE):
             part = Packing(tuple(min(k - begin, STEPS_AT_ONCE) for k in packing.lengths if k > begin))
             rows = slice(first, first + sum(part.lengths))
             block = (inputs.rows(rows), part, None if start is None else start[: part.n_episodes])
-            made, start = checkpoint(self._unroll, *block, use_reentrant=False)
+            made, hidden = checkpoint(self._unroll, *block, use_reentrant=False)
             values.append(made)
-            first = rows.stop
-        return torch.cat(values)
+            states.append(hidden)
+            start, first = hidden[-part.batch_sizes[-1] :], rows.stop
+        return torch.cat(values), torch.cat(states)
 
     def _unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the values [S, n, A] and the hidden state after the last step."""
         encoded, *others = self.encode(inputs)
         hidden = self.rnn(encoded, packing, start)
-        return self.values(hidden, *others), hidden[-packing.batch_sizes[-1] :]
+        return self.values(hidden, *others), hidden
 
 
 class InputLinear(nn.Linear):

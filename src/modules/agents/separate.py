@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import Agent, AgentInputs, StartsInside
+from omagd.modules.agents.agent import Agent, AgentInputs, Remembers, StartsInside
 from omagd.utils.packing import Packing
 
 
@@ -43,6 +43,13 @@ class SeparateAgents(Agent):
         if start is None:
             return torch.cat([agent(inputs.agent(i), packing) for i, agent in each], dim=1)
         return torch.cat([agent(inputs.agent(i), packing, start[:, i : i + 1]) for i, agent in each], dim=1)
+
+    def unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the values [S, n, A], and the hidden state after each row, [S, n, H]."""
+        each = enumerate(cast(list[Remembers], self._agents()))
+        begun = [None if start is None else start[:, i : i + 1] for i in range(len(self.each))]
+        values, hidden = zip(*(agent.unroll(inputs.agent(i), packing, begun[i]) for i, agent in each), strict=True)
+        return torch.cat(values, dim=1), torch.cat(hidden, dim=1)
 
     def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
         """Return the hidden state after each row, [S, n, H]."""

@@ -21,15 +21,20 @@ def is_only(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return True
 
 
+def overridden_alone(kind: type, name: str, other: str) -> type | None:
+    """Return the class that `kind` has its method `other` from, if its method `name` is of a class below that one."""
+    order = kind.__mro__
+    one, inherited = (next(each for each in order if method in vars(each)) for method in (name, other))
+    return inherited if order.index(one) < order.index(inherited) else None
+
+
 def require_step(module: nn.Module, parts: str) -> None:
     """Reject a class that trains with a `forward` of its own and would act with the `step` of a class above it.
 
     parts: the methods that both call, for the message. Errors: UserError.
     """
-    order = type(module).__mro__
-    forward, step = (next(kind for kind in order if name in vars(kind)) for name in ("forward", "step"))
-    if order.index(forward) < order.index(step):
+    if (above := overridden_alone(type(module), "forward", "step")) is not None:
         raise UserError(
             f"{type(module).__name__}: has a forward of its own, which trains, but would act with the step of"
-            f" {step.__name__}. Override {parts}, which both call, or step too"
+            f" {above.__name__}. Override {parts}, which both call, or step too"
         )

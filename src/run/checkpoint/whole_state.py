@@ -31,13 +31,13 @@ MUST_AGREE: dict[str, Callable[[Any], Any]] = {
     "learner": lambda name: str(name).removesuffix("_ddp"),  # two names of one learner
     "group_size": int, "n_starts": lambda count: count is None, "reconstructor_refresh": bool, "truth_until": bool,
     "fill_unseen": lambda fill: fill == "none", "use_graph_reconstruction": bool, "use_full_obs": bool,
-    "use_team_obs": bool,
+    "use_team_obs": bool, "belief_loss": str,
 }  # fmt: skip
 """What must be equal in two runs, if one goes on with the other's state of stage 3: a function of each key's value."""
 
 EARLIER = {
     "group_size": 1, "n_starts": None, "reconstructor_refresh": 0, "truth_until": 0.0, "fill_unseen": "none",
-    "use_team_obs": False,
+    "use_team_obs": False, "belief_loss": "none",
 }  # fmt: skip
 """Values of keys that runs of earlier versions do not have."""
 

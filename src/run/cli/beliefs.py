@@ -265,15 +265,22 @@ def _reconstructor(players: Players, run: str) -> Any:
 
     from omagd.config.loading import read_saved, validate
     from omagd.modules.graph_reconstructers import n_inferred
+    from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
+    from omagd.run.training.battles import load_mac
     from omagd.run.training.build import build_mac, load_pretrained, of_checkpoint
     from omagd.run.training.evaluate import FIXED, HERE
     from omagd.utils.run_folder import RunFolder
 
     source, folder = f"--reconstruction={run}", RunFolder(Path(run).expanduser())
     values = {**read_saved(folder.config_json, source), **FIXED, **HERE, "evaluate": False}
-    if not values["use_graph_reconstruction"]:
-        raise UserError(f"{source}: this run has no stages 1 and 2. Give one with use_graph_reconstruction=True")
-    config = of_checkpoint(validate(values), folder.step(max(folder.saved_steps(), default=0)))
+    step, config = folder.step(max(folder.saved_steps(), default=0)), validate(values)
+    if config.belief_loss != "none":
+        team: Any = load_mac(config, players.info, torch.device("cpu"), step, source)
+        return MemoryReconstructor(team.agent, team.head, players.info, torch.device("cpu"))
+    if not config.use_graph_reconstruction:
+        fix = "Give one with use_graph_reconstruction=True, or with a belief_loss"
+        raise UserError(f"{source}: this run predicts nothing. {fix}")
+    config = of_checkpoint(config, step)
     if n_inferred(config, players.info.layout):
         raise UserError(f"{source}: mask_predictor_config.kind={config.mask_predictor_config.kind} fills in no units")
     device = torch.device("cpu")

@@ -131,15 +131,18 @@ def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mis
     for check in (check_refresh, check_data):
         with _caught(found):
             check(config)
-    for check_with_facts in (check_inferences, check_groups, check_tasks, check_dealing, check_opponents):
+    for fits in (_require_units, check_inferences, check_groups, check_tasks, check_dealing, check_opponents):
         with _caught(found):
-            check_with_facts(config, info)
-    with _caught(found):
-        if config.use_graph_reconstruction and info.layout is None:
-            raise UserError(
-                f"env={config.env}: has no entity layout, so use_graph_reconstruction=True cannot work. Use"
-                " --config=qmix"
-            )
+            fits(config, info)
+
+
+def _require_units(config: Config, info: EnvInfo) -> None:
+    """Reject what predicts unseen units where the environment does not say what units are."""
+    lacks = f"env={config.env} has no entity layout, so nobody knows of unseen units"
+    if info.layout is None and config.use_graph_reconstruction:
+        raise UserError(f"use_graph_reconstruction=True: {lacks}. Use --config=qmix")
+    if info.layout is None and config.belief_loss != "none":
+        raise UserError(f"belief_loss={config.belief_loss}: {lacks}. Use belief_loss=none")
 
 
 def _described(config: Config, found: Mistakes) -> tuple[Config, EnvInfo | None]:

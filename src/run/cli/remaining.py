@@ -12,7 +12,7 @@ from typing import Any
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.messages import ArgsError
-from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_PARTS, Config, without
+from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
 from omagd.utils.errors import Mistakes, Unreadable, UserError
 from omagd.utils.foreign import find_name
 from omagd.utils.registry import Registry
@@ -114,10 +114,21 @@ def unread(config: Config, given: Collection[str], read: set[str] | None) -> Ite
     if of_parts:
         parts = " ".join(f"{key}={getattr(config, key)}" for key in ("learner", "mac", "agent", "mixer"))
         yield f"{', '.join(of_parts)}: nothing in this run reads {'it' if len(of_parts) == 1 else 'them'} ({parts})"
-    of_graphs = sorted(key for key in given if key.startswith(OF_GRAPHS))
-    if of_graphs and not config.use_graph_reconstruction:
-        it = "it" if len(of_graphs) == 1 else "them"
-        yield f"{', '.join(of_graphs)}: nothing in this run reads {it} (use_graph_reconstruction=False)"
+    of_graphs = [key for key in given if key.startswith(OF_GRAPHS) and not key.startswith(_of_head(config))]
+    of_graphs = [] if config.use_graph_reconstruction else of_graphs
+    of_head = [key for key in given if key in OF_HEAD] if config.belief_loss == "none" else []
+    for keys, why in ((sorted(of_graphs), "use_graph_reconstruction=False"), (sorted(of_head), "belief_loss=none")):
+        if keys:
+            yield f"{', '.join(keys)}: nothing in this run reads {'it' if len(keys) == 1 else 'them'} ({why})"
+
+
+def _of_head(config: Config) -> tuple[str, ...]:
+    """Return the keys of `OF_GRAPHS` that a run with a belief head reads, or how they begin."""
+    return {
+        "none": (),
+        "features": ("graph_pretrain_eval_episodes",),
+        "tokens": ("graph_pretrain_eval_episodes", "pretrained_tokenizer_path", "tokenizer_config"),
+    }[config.belief_loss]
 
 
 def keys_named_by(parts: Collection[object]) -> set[str]:

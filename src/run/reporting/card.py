@@ -329,6 +329,8 @@ def _training(config: Config, world_size: int, environments: int) -> dict[str, A
     from omagd.learners.protocol import updates_per_iteration
 
     reads = _observations(config)
+    if config.belief_loss != "none":
+        reads[READS] += f"; a loss of training reads everything (belief_loss={config.belief_loss})"
     if config.truth_until:
         reads[READS] += f"; in training first everything (truth_until={config.truth_until})"
     return reads | {

@@ -99,13 +99,13 @@ def _shorter(value: Any) -> Any:
 
 
 def tests_of(metrics: Path) -> dict[str, list[float | None]]:
-    """Return the curve of the tests in a run's metrics: a list for `t_env`, `wall_seconds` and each `test_…` value."""
+    """Return the curve of tests in a run's metrics: a list for `t_env`, both `…_seconds` and each `test_…` value."""
     try:
         rows = [row for row in read_records(metrics) if any(name.startswith("test_") for name in row)]
     except OSError:
         return {}
     names = dict.fromkeys(
-        ["t_env", "wall_seconds", *(name for row in rows for name in row if name.startswith("test_"))]
+        ["t_env", "wall_seconds", "cpu_seconds", *(name for row in rows for name in row if name.startswith("test_"))]
     )
     return {name: [row.get(name) for row in rows] for name in names}
 

@@ -14,11 +14,14 @@ from omagd import learners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EntityLayout
 from omagd.envs.frames import AGENTS, OPPONENTS, Scene, unit_names
-from omagd.learners.belief_baselines import Baselines
-from omagd.learners.belief_metrics import belief_values, judge
+from omagd.learners.belief_baselines import Baselines, fit_baselines
+from omagd.learners.belief_loss import HeadBeliefs
+from omagd.learners.belief_metrics import Believer, belief_values, judge
 from omagd.learners.graph_metrics import summarise
 from omagd.modules import graph_reconstructers
+from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file
 from omagd.run.reporting.battle_plot import battle_moment, battle_nodes
 from omagd.run.training.session import Session
@@ -32,15 +35,22 @@ from omagd.utils.packing import PackedBatch, last_actions, pack_episodes
 def evaluate_beliefs(
     session: Session, pretrained: PretrainedModules, mac: Any
 ) -> tuple[dict[str, float], dict[str, str], dict[str, Any]]:
-    """Play episodes with the trained team and compare its reconstructions with the true units.
+    """Play episodes with the trained team and compare what it predicts with the true units.
 
-    Returns the metrics over all ranks, the path of a picture and the table; all are empty without reconstruction.
+    Returns the metrics over all ranks, the path of a picture and the table; all are empty for a team that predicts
+    nothing.
     """
-    if pretrained.predictor is None or not session.config.use_graph_reconstruction:
+    head = mac.head
+    if head is None and (pretrained.predictor is None or not session.config.use_graph_reconstruction):
         return {}, {}, {}
-    per_slot = session.rounds(session.config.graph_pretrain_eval_episodes)
-    rollout = session.runners["beliefs"].run(mac, explore=None, episodes_per_slot=per_slot, full_obs=True)
-    batch = pack_episodes(rollout.episodes).to(session.dist.device)
+    batch = _played(session, mac, "beliefs")
+    if head is not None:
+        training, validation = ([_played(session, mac, purpose)] for purpose in ("pretrain", "held_out"))
+        baselines = fit_baselines(lambda: training, lambda: validation, session.info, session.dist)
+        table = _judged(HeadBeliefs(mac, head), batch, baselines, session.dist)
+        filled = MemoryReconstructor(mac.agent, head, session.info, session.dist.device)
+        return belief_values(table), _drawn(session, filled, batch), table
+    assert pretrained.predictor is not None
     # Without other ranks: it only evaluates, and sums and counts are reduced below.
     alone = Dist(device=session.dist.device)
     kind = learners.PREDICTORS.get(session.config.mask_predictor_config.kind)
@@ -50,12 +60,32 @@ def evaluate_beliefs(
     values, table = summarise(metrics.reduce(session.dist)), {}
     if not says_of_units(judged):
         return values, {}, {}
-    if (baselines := saved_baselines(session)) is not None:
-        table = judge(judged, [batch], baselines, session.dist)
+    if (saved := saved_baselines(session)) is not None:
+        table = _judged(judged, batch, saved, session.dist)
         values |= belief_values(table)
-        table["episodes"] = session.dist.sum_int(batch.packing.n_episodes)
-    drawn = {"picture": str(picture(session, pretrained, batch, "beliefs"))} if session.dist.is_main else {}
-    return values, drawn, table
+    return values, _drawn(session, reconstructor_of(session, pretrained), batch), table
+
+
+def _played(session: Session, mac: Any, purpose: str) -> PackedBatch:
+    """Return `graph_pretrain_eval_episodes` greedy episodes over all ranks, in whole rounds of all slots."""
+    per_slot = session.rounds(session.config.graph_pretrain_eval_episodes)
+    rollout = session.runners[purpose].run(mac, explore=None, episodes_per_slot=per_slot, full_obs=True)
+    return pack_episodes(rollout.episodes).to(session.dist.device)
+
+
+def _judged(believer: Believer, batch: PackedBatch, baselines: Baselines, dist: Dist) -> dict[str, Any]:
+    return {**judge(believer, [batch], baselines, dist), "episodes": dist.sum_int(batch.packing.n_episodes)}
+
+
+def _drawn(session: Session, reconstructor: Reconstructor, batch: PackedBatch) -> dict[str, str]:
+    return {"picture": str(picture(session, reconstructor, batch, "beliefs"))} if session.dist.is_main else {}
+
+
+def reconstructor_of(session: Session, pretrained: PretrainedModules) -> Reconstructor:
+    """Return what fills in what the trained predictor says."""
+    kind: Any = graph_reconstructers.REGISTRY.get(session.config.mask_predictor_config.kind)
+    made: Reconstructor = kind(pretrained.tokenizer, pretrained.predictor, session.config, session.info)
+    return made
 
 
 def says_of_units(learner: Any) -> bool:
@@ -86,12 +116,9 @@ def saved_baselines(session: Session) -> Baselines | None:
     return None
 
 
-def picture(session: Session, pretrained: PretrainedModules, batch: PackedBatch, name: str) -> Path:
+def picture(session: Session, reconstructor: Reconstructor, batch: PackedBatch, name: str) -> Path:
     """Draw one step of `batch` to `plots/<name>.png`: as seen, as reconstructed and as it truly was."""
-    assert pretrained.predictor is not None and session.info.layout is not None
-    layout = session.info.layout
-    kind: Any = graph_reconstructers.REGISTRY.get(session.config.mask_predictor_config.kind)
-    reconstructor = kind(pretrained.tokenizer, pretrained.predictor, session.config, session.info)
+    layout = reconstructor.layout
     obs, full = batch.packing.pad(batch["obs"]), batch.packing.pad(batch["full_obs"])
     episode, step, agent = _best_view(obs, full, layout)
     reconstructor.begin(1)

@@ -18,10 +18,12 @@ from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
 from omagd.envs.task_sets.shapes import unit_features
+from omagd.learners.belief_loss import HEAD
 from omagd.learners.protocol import Learner
 from omagd.modules import graph_reconstructers as reconstructers
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.entity_agents import EntityAgent
+from omagd.modules.graph_reconstructers.belief_head import new_head
 from omagd.modules.graph_reconstructers.last_sight import FILLS
 from omagd.modules.graph_reconstructers.pretrained import check, require_one_pretraining
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
@@ -116,7 +118,10 @@ PRETRAINED: dict[str, tuple[str, str, str, Callable[[Config, EnvInfo, torch.devi
 def load_pretrained(config: Config, info: EnvInfo, device: torch.device) -> PretrainedModules:
     """Return the pre-trained modules whose paths are given, frozen. Errors: UserError for what does not fit."""
     pretrained = PretrainedModules()
-    for name, key, file, make in PRETRAINED.values() if config.use_graph_reconstruction else ():
+    learns_codes = config.belief_loss == "tokens" and not config.evaluate  # a trained head knows what they stand for
+    for name, key, file, make in PRETRAINED.values():
+        if not config.use_graph_reconstruction and not (name == "tokenizer" and learns_codes):
+            continue
         if given := getattr(config, key):
             path = pretrained_file(key, given, file)
             content, module = load_file(path, key), make(config, info, device)
@@ -179,6 +184,10 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
     seed_everything(config.seed, "agent")
     config = complete_args(config, ("agent_args",))
     mac: MAC = controllers.REGISTRY.build(config.mac, config, info, device, reconstructor)
+    if config.belief_loss != "none" and info.layout is not None:
+        mac.head = new_head(config, info, next(mac.agent.parameters()))
+        if config.belief_loss == "tokens" and pretrained is not None and pretrained.tokenizer is not None:
+            mac.head.learn_codes(pretrained.tokenizer)
     return mac
 
 
@@ -218,7 +227,7 @@ def require_same_map(trained: EnvInfo, info: EnvInfo, source: str, agent: Agent)
 
 
 def load_agent(mac: MAC, step_folder: Path, key: str) -> None:
-    """Load the agent's weights of a step's folder. key: the configuration key that named it.
+    """Load the weights of the agent, and of its head, of a step's folder. key: the configuration key that named it.
 
     Errors: UserError for weights of another map, which the run's `env_info.json` names, or of other sizes.
     """
@@ -227,6 +236,12 @@ def load_agent(mac: MAC, step_folder: Path, key: str) -> None:
     if facts.is_file():
         require_same_map(read_env_info(facts, key), mac.info, f"{key}={path}", mac.agent)
     load_into(mac.agent, load_file(path, key), path, key)
+    if mac.head is not None:
+        path = step_folder / f"{HEAD}.th"
+        if path.is_file():
+            load_into(mac.head, load_file(path, key), path, key)
+        else:  # of a team that was trained without
+            mac.head = None
 
 
 def build_learner(session: Session, pretrained: PretrainedModules) -> tuple[MAC, Learner]:

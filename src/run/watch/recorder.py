@@ -13,8 +13,9 @@ from omagd.config.env_info import EnvInfo
 from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
+from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.run.reporting.battle_plot import NO_UNIT, units_of_nodes
 from omagd.run.watch.recording import FARTHEST, Belief, Episode, Moment, Number, number_of
 
@@ -34,9 +35,12 @@ class Recorder:
         self._policy, self._env, self._info, self._name, self._most = policy, env, info, name, most
         self._logits = bool(getattr(policy, "outputs_logits", False))
         self._reconstructor: Reconstructor | None = getattr(policy, "reconstructor", None)
+        self._memory = _memory_of(policy, info)
         self._read: Any = getattr(policy, "read", None)  # of controllers; scripts read `obs`
         self._found: list[tuple[Frame, list[Moment]]] = []
         self._open: list[Moment] = []
+        self._made: Reconstruction | None = None  # by the memory, of the last tick
+        self._forget()
         self.episodes: list[Episode] = []
 
     @property
@@ -48,12 +52,20 @@ class Recorder:
         """Prepare for B = `n_slots` slots."""
         self._policy.begin(n_slots)
         self._open = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what the recorded slot has remembered."""
+        self._last_action = np.full((1, self._info.n_agents), -1)
+        if self._memory is not None:
+            self._memory.begin(1)
 
     def reset(self, which: np.ndarray) -> None:
         """Reset the memory of the slots `which` [B] bool, where episodes start."""
         self._policy.reset(which)
         if which[0]:
             self._open = []
+            self._forget()
 
     def refresh(self) -> None:
         """Use the newest weights."""
@@ -70,6 +82,11 @@ class Recorder:
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Choose actions as the policy does, and record the moment."""
         decision = self._policy.act(tick, explore)
+        self._made = None
+        if self._memory is not None and tick.active[0]:
+            seen = tick.observation.obs[:1], tick.step[:1], None, self._last_action
+            self._made = self._memory.step(*seen)
+            self._last_action = decision.actions[:1].copy()
         if tick.active[0] and (self._open or len(self._found) < self._most + LOST_IN_A_ROW):
             self._record(tick, decision)
         return decision
@@ -131,6 +148,8 @@ class Recorder:
             return None
         obs = shown.obs if self._read is None else self._read(shown)
         nodes = obs_to_nodes(np.array(obs[0]), layout)
+        if (by := self._made) is not None:
+            return nodes, obs_to_nodes(by.obs[0].cpu().numpy(), layout), by.guessed[0].cpu().numpy()
         fills = self._reconstructor
         if fills is None or (stored := decision.extras.get(fills.field)) is None:
             return nodes, None, None
@@ -160,6 +179,13 @@ class Recorder:
             share = number_of(health[i, node].item()) if known else None
             beliefs[i].append((unit, x, y, share))
         return seen, beliefs
+
+
+def _memory_of(policy: Any, info: EnvInfo) -> MemoryReconstructor | None:
+    """Return what says what a policy's agents remember of unseen units; None where they have not learned to."""
+    if (head := getattr(policy, "head", None)) is None:
+        return None
+    return MemoryReconstructor(policy.agent, head, info, next(head.parameters()).device)
 
 
 def _within(values: np.ndarray, low: float, high: float) -> np.ndarray:

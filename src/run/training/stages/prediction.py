@@ -12,7 +12,7 @@ from omagd.learners.belief_metrics import belief_values, judge
 from omagd.learners.graph_metrics import summarise
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE
-from omagd.run.training.beliefs import picture, saved_baselines, says_of_units
+from omagd.run.training.beliefs import picture, reconstructor_of, saved_baselines, says_of_units
 from omagd.run.training.build import new_predictor
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Task
@@ -131,7 +131,12 @@ class Stage2(PretrainStage):
         if self.session.dist.is_main and says_of_units(self.learner):
             assert self.pretrained.held_out is not None
             held_out = self.pretrained.held_out
-            path = picture(self.session, self.pretrained, held_out.batch(range(len(held_out))), "beliefs_stage2")
+            path = picture(
+                self.session,
+                reconstructor_of(self.session, self.pretrained),
+                held_out.batch(range(len(held_out))),
+                "beliefs_stage2",
+            )
             result.files["picture"] = str(path)
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -313,7 +314,8 @@ class RLStage(Stage):
     def test(self) -> None:
         """Play this rank's share of the test episodes greedily."""
         self._drain()
-        self.tests.play(self.clock.t_env, self.when, ends=self.done())
+        with self._stopwatch.paused():
+            self.tests.play(self.clock.t_env, self.when, ends=self.done())
 
     def write_log(self) -> None:
         """Log the metrics that are due as one record. Errors: UserError where training has diverged."""
@@ -327,6 +329,8 @@ class RLStage(Stage):
         values["steps_per_second"] = (self.clock.t_env - self._since[1]) / max(now - self._since[0], 1e-9)
         self._since = (now, self.clock.t_env)
         values["wall_seconds"] = self._stopwatch.seconds()
+        if not math.isnan(cpu := self._stopwatch.cpu_seconds()):
+            values["cpu_seconds"] = cpu
         values["episode"] = float(self.clock.episodes)
         values["updates"] = float(self.clock.updates)
         if self.maps is not None:

@@ -1,0 +1,203 @@
+"""The loss of the belief head: agents learn to remember what says something of the units that they do not see.
+
+For a living agent, each unit that it does not see now (or each unit at all, `belief_units: all`) is a case. Its truth
+is in `full_obs`, which is read here and nowhere else. The loss of a case is, with `belief_loss: features`,
+
+    [u lives] mean over varying features of (z_u - (x_u - m_u) / s_u)²  +  binary cross-entropy of "u lives"
+
+and with `tokens` the cross-entropy of the code that stage 1 gives the unit, or of ABSENT. The total loss is
+
+    L = L_RL + belief_weight * (mean over the cases of all ranks)
+
+and its gradient reaches the agent through the hidden state. `belief_every: k` reads every k-th step of an episode.
+Shapes: S rows of a batch, R of them that are read, n agents, U other units, D features, N = U + 1 nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from omagd.config.schema import Config
+from omagd.controllers.types import MAC
+from omagd.learners.synced_optimizer import Stats
+from omagd.modules.agents.agent import Remembers, StartsInside
+from omagd.modules.agents.separate import SeparateAgents
+from omagd.modules.graph_reconstructers.belief import Belief
+from omagd.modules.graph_reconstructers.belief_head import BeliefHead
+from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
+from omagd.modules.kernels.forms import overridden_alone
+from omagd.utils.contracts import faults
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.packing import PackedBatch, Packing
+
+HEAD = "belief_head"  # name of the head's weight file
+DECAY = 0.99  # of the running mean and deviation, per update
+VARIES = 1e-3  # smallest deviation of a feature that is predicted; features are of order 1
+
+
+@dataclass(frozen=True)
+class BeliefCases:
+    """What the head is asked in R rows of a batch.
+
+    Attributes:
+        rows: [R] int64, their places among the S rows; None: all rows in order.
+        counted: [R, n, U] bool, the cases. living: [R, n, U] bool. truth: features [R, n, U, D], or codes [R, n, U].
+    """
+
+    rows: Tensor | None
+    counted: Tensor
+    living: Tensor
+    truth: Tensor
+
+    def among(self, which: Tensor, packing: Packing, every: int) -> BeliefCases:
+        """Return those of the rows `which` [S'], which are the rows of another packing."""
+        places = rows_read(packing, every, which.device)
+        which = which if places is None else which[places]
+        return BeliefCases(places, self.counted[which], self.living[which], self.truth[which])
+
+
+def rows_read(packing: Packing, every: int, device: torch.device) -> Tensor | None:
+    """Return the rows [R] of every `every`-th step of all episodes; None for all of them.
+
+    It follows from the step alone, so ranks read what one process with all episodes reads, and shapes are fixed.
+    """
+    if every == 1:
+        return None
+    if packing.lengths[-1] == packing.n_steps:  # episodes of equal length: nothing is copied into a CUDA graph
+        return torch.arange(sum(packing.lengths), device=device).view(packing.n_steps, -1)[::every].flatten()
+    return torch.nonzero(packing.step % every == 0).flatten().to(device, non_blocking=True)
+
+
+class BeliefLoss(nn.Module):
+    """Holds the head, and returns the summed loss of its cases.
+
+    Args:
+        head: trained. config: weight, which units count, which rows are read.
+
+    Attributes:
+        moments: [3, U, D] float64, running averages of 1, x and x² over living units, as of Adam's.
+    """
+
+    moments: Tensor
+
+    def __init__(self, head: BeliefHead, config: Config) -> None:
+        super().__init__()
+        self.head, self.layout, self.every = head, head.layout, config.belief_every
+        self.weight, self.all_units = config.belief_weight, config.belief_units == "all"
+        device = next(head.parameters()).device
+        self.register_buffer("moments", torch.zeros(3, head.n_units, head.dim, dtype=torch.float64, device=device))
+        self.register_buffer("real", feature_mask(self.layout)[1:].to(device), persistent=False)
+
+    @torch.no_grad()
+    def cases(self, batch: PackedBatch, every: int = 0) -> BeliefCases:
+        """Return the cases of a batch. every: in place of `belief_every`."""
+        rows = rows_read(batch.packing, every or self.every, batch.device)
+        parts = batch["obs"], batch["full_obs"], batch.valid_mask
+        obs, full, valid = (part if rows is None else part[rows] for part in parts)
+        truth = obs_to_nodes(full, self.layout)[..., 1:, :]
+        living, counted = ~(truth == 0).all(-1), (alive(obs) & valid[:, None])[..., None].expand(truth.shape[:-1])
+        if not self.all_units:
+            counted = counted & unseen(obs_to_nodes(obs, self.layout))[..., 1:]
+        if self.head.tokens:
+            truth = self.head.codes_of(truth, living)
+        return BeliefCases(rows, counted, living, truth)
+
+    def blank(self, n_rows: int, n_agents: int, like: Tensor) -> BeliefCases:
+        """Return no case in `n_rows` rows, with the float type and device of `like`."""
+        none = torch.zeros(n_rows, n_agents, self.head.n_units, dtype=torch.bool, device=like.device)
+        truth = none.long() if self.head.tokens else like.new_zeros(*none.shape, self.head.dim)
+        return BeliefCases(None, none, none, truth)
+
+    @torch.no_grad()
+    def observe(self, found: Sequence[BeliefCases], dist: Dist) -> None:
+        """Let mean and deviation follow the living units of an update's cases, of all ranks. A collective."""
+        if self.head.tokens:
+            return
+        sums = torch.zeros_like(self.moments)
+        for cases in found:
+            lives = (cases.counted & cases.living).unsqueeze(-1).double()
+            x = cases.truth.double() * lives
+            sums += torch.stack([lives.sum((0, 1)).expand_as(sums[0]), x.sum((0, 1)), (x * x).sum((0, 1))])
+        sums = dist.sum(sums)
+        count, finite = sums[:1], sums.isfinite().all()
+        follow = (1 - DECAY) * ((count > 0) & finite).double()  # a unit without cases stays as it was
+        self.moments.lerp_(sums.where(finite, 0.0) / count.clamp(min=1), follow)
+        weight, first, second = self.moments
+        mean = first / weight.clamp(min=1e-30)
+        deviation = (second / weight.clamp(min=1e-30) - mean.square()).clamp(min=0).sqrt()
+        self.head.mean.copy_(mean)
+        self.head.deviation.copy_(deviation.where((deviation > VARIES) & self.real, 0.0))
+
+    def forward(self, hidden: Tensor, cases: BeliefCases) -> tuple[Tensor, Stats]:
+        """Return the loss of the cases, summed and weighted, from hidden states [S, n, H], and stats per case."""
+        told = self.head(hidden if cases.rows is None else hidden[cases.rows]).to(self._kind)
+        if self.head.tokens:
+            each = F.cross_entropy(told.flatten(0, -2), cases.truth.flatten(), reduction="none").view(cases.truth.shape)
+            parts = {"loss_belief": each}
+        else:
+            lives, error = cases.living.to(told.dtype), self._error(told[..., 1:], cases.truth)
+            alive = F.binary_cross_entropy_with_logits(told[..., 0], lives, reduction="none")
+            parts = {"loss_belief": alive + lives * error, "belief_alive": alive, "belief_features": lives * error}
+        counted = cases.counted.to(told.dtype)
+        count = counted.sum()
+        sums = {name: (part * counted).sum() for name, part in parts.items()}
+        stats = {name: (total.detach(), count) for name, total in sums.items()}
+        return self.weight * sums["loss_belief"], stats
+
+    def _error(self, z: Tensor, truth: Tensor) -> Tensor:
+        """Return the mean squared error [R, n, U] of standardised features over those that vary."""
+        varies = self.head.deviation > 0
+        scale = torch.where(varies, 1 / self.head.deviation.clamp(min=VARIES), 0.0)
+        off = (z - (truth.to(z.dtype) - self.head.mean) * scale) * varies
+        return off.square().sum(-1) / varies.sum(-1).clamp(min=1)
+
+    @property
+    def _kind(self) -> torch.dtype:
+        return self.head.units.weight.dtype
+
+
+def belief_loss(config: Config, mac: MAC) -> BeliefLoss | None:
+    """Return the loss of the controller's head, None without one. Errors: UserError for an agent without memory."""
+    if mac.head is None:
+        return None
+    given = f"belief_loss={config.belief_loss}: agent={config.agent}"
+    for kind in {type(agent) for agent in (mac.agent.each if isinstance(mac.agent, SeparateAgents) else [mac.agent])}:
+        if wrong := faults(kind, Remembers):
+            raise UserError(
+                f"{given} has no memory that a loss could read ({'; '.join(wrong)}). Use agent=n_rnn, or see Remembers"
+                " in docs/extending.md"
+            )
+        if above := overridden_alone(kind, "forward", "unroll"):
+            raise UserError(
+                f"{given}: {kind.__name__} has a forward of its own, but would train with the unroll of"
+                f" {above.__name__}. Override encode or values, which both call, or unroll too"
+            )
+    return BeliefLoss(mac.head, config)
+
+
+class HeadBeliefs:
+    """What the head believes in the episodes of a batch, for the metrics of belief_metrics.py.
+
+    Args:
+        mac: whose agent plays. head: trained with it.
+    """
+
+    def __init__(self, mac: MAC, head: BeliefHead) -> None:
+        self.layout, self._mac, self._head = head.layout, mac, head
+
+    @torch.no_grad()
+    def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
+        """Return the missing nodes [S, n, N] bool of a batch, and the belief about each."""
+        missing = (
+            unseen(obs_to_nodes(batch["obs"], self.layout))
+            & ((alive(batch["obs"]) & batch.valid_mask[:, None])[..., None])
+        )
+        hidden = cast(StartsInside, self._mac.agent).hidden_states(self._mac.inputs(batch), batch.packing)
+        return missing, self._head.belief(hidden, missing)

@@ -1,0 +1,150 @@
+"""The belief head: what an agent's memory says of the units that it does not see, as an auxiliary task.
+
+A recurrent agent remembers what it has seen in its hidden state h. The head reads h and predicts for each other unit u
+of the battle (U = N - 1 allies and enemies) whether it lives and what it is like. With `belief_loss: features`
+
+    (l_u, z_u) for all u = W_2 relu(W_1 h + b_1) + b_2,    p(u lives) = sigmoid(l_u),    x_u = m_u + s_u z_u
+
+where m_u and s_u are the running mean and deviation of the features x_u of unit u while it lives. With `tokens`
+
+    v_u for all u = W_2 relu(W_1 h + b_1) + b_2,    p(code of u) = softmax(E v_u + c)
+
+over the K codes of stage 1 and ABSENT (dead): masked-token prediction as in stage 2, within the agent. The loss is in
+learners/belief_loss.py. Agents never read the head, so acting costs nothing and needs no full view.
+
+Related: a decoder of the belief state as an auxiliary loss (Moreno et al. 2018, "Neural belief states for partially
+observed domains"; Gregor et al. 2019, arXiv:1906.09237).
+Shapes: R rows, n agents, H hidden units, U other units, D features of a node, K codes, M missing nodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import Config
+from omagd.modules.agents.agent import Agent, AgentInputs
+from omagd.modules.graph_reconstructers.belief import Belief
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
+from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.utils.seeding import stream_seed
+
+TOKEN_DIM = 32  # width of what a unit's logits over codes are computed from
+DEAD = 0.5  # from this probability of being dead on, a unit is taken for dead
+
+
+class BeliefHead(nn.Module):
+    """Predicts the other units from an agent's hidden state; the same head for all agents.
+
+    Args:
+        config: `belief_loss`, `rnn_hidden_dim` and, for tokens, the number of codes. info: of an environment with a
+            layout.
+
+    Attributes:
+        mean, deviation: [U, D], of the features of living units. A deviation of 0: the feature does not vary, so it is
+            no news and the mean says it.
+        table: [K, D], decoded features of stage 1's codes (`tokens`).
+    """
+
+    mean: Tensor
+    deviation: Tensor
+    table: Tensor
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+        assert info.layout is not None
+        hidden, self.layout = config.rnn_hidden_dim, info.layout
+        self.n_units, self.dim = self.layout.n_nodes - 1, self.layout.node_dim
+        self.tokens, n_codes = config.belief_loss == "tokens", config.tokenizer_config.n_codes
+        self._tokenizer: list[Tokenizer] = []
+        self.hidden = nn.Linear(hidden, hidden)
+        self.units = nn.Linear(hidden, self.n_units * (TOKEN_DIM if self.tokens else 1 + self.dim))
+        if self.tokens:
+            self.codes = nn.Linear(TOKEN_DIM, n_codes + 1)
+            self.register_buffer("table", torch.zeros(n_codes, self.dim))
+        else:
+            self.register_buffer("mean", torch.zeros(self.n_units, self.dim))
+            self.register_buffer("deviation", torch.zeros(self.n_units, self.dim))
+
+    def learn_codes(self, tokenizer: Tokenizer) -> None:
+        """Predict the codes of stage 1's tokenizer from now on (`tokens`)."""
+        self._tokenizer = [tokenizer]  # in a list: no part of this module, and not saved with it
+        self.table.copy_(tokenizer.table())
+
+    @torch.no_grad()
+    def codes_of(self, units: Tensor, living: Tensor) -> Tensor:
+        """Return the code of each unit [...] int64, K (ABSENT) for the dead. units: [..., D]. living: [...] bool."""
+        (tokenizer,) = self._tokenizer
+        return torch.where(living, tokenizer.ids(units), tokenizer.n_codes)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [..., U, 1 + D], the logit of living and the standardised features, or logits [..., U, K + 1].
+
+        hidden: [..., H].
+        """
+        units = self.units(F.relu(self.hidden(hidden))).unflatten(-1, (self.n_units, -1))
+        return self.codes(units) if self.tokens else units
+
+    @torch.no_grad()
+    def belief(self, hidden: Tensor, missing: Tensor) -> Belief:
+        """Return the belief about the `missing` [S, n, N] nodes, from hidden states [S, n, H]."""
+        row, agent, node = missing.nonzero(as_tuple=True)
+        told = self(hidden)[row, agent, node - 1]
+        spread = None
+        if self.tokens:
+            p = told.softmax(-1)
+            p_dead, lives = p[:, -1], p[:, :-1] / p[:, :-1].sum(-1, keepdim=True).clamp(min=1e-12)
+            features = lives @ self.table
+            spread = (lives @ self.table.square() - features.square()).clamp(min=0).sqrt()
+        else:
+            p_dead = torch.sigmoid(-told[:, 0])
+            features = self.mean[node - 1] + self.deviation[node - 1] * told[:, 1:]
+        dead = p_dead > DEAD
+        return Belief(features.masked_fill(dead[:, None], 0.0), p_dead, dead, spread)
+
+
+class MemoryReconstructor(Reconstructor):
+    """Fills in what an agent's memory says of unseen units, for pictures and tests: no agent acts on it.
+
+    It follows the agent through the episode: the same observations and actions give the same hidden states.
+
+    Args:
+        agent, head: trained together. info: of an environment with a layout. device: of both.
+    """
+
+    def __init__(self, agent: Agent, head: BeliefHead, info: EnvInfo, device: torch.device) -> None:
+        assert info.layout is not None
+        super().__init__(info.layout, device)
+        self.agent, self.head = agent, head
+        self.begin(0)
+
+    def begin(self, n_slots: int) -> None:
+        """Start without memories in `n_slots` slots."""
+        self._hidden = self.agent.init_hidden(n_slots).detach().clone()
+
+    @torch.inference_mode()
+    def reset(self, which: np.ndarray) -> None:
+        """Clear the memories of the slots `which` [B] bool, where episodes start."""
+        slots = torch.as_tensor(np.flatnonzero(which), device=self.device)
+        self._hidden = self._hidden.index_copy(0, slots, self.agent.init_hidden(len(slots)))
+
+    def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
+        after = self.agent.step(AgentInputs(obs.to(self._hidden.dtype), actions), self._hidden)[1]
+        self._hidden = torch.where(played[:, None, None], after, self._hidden)
+        missing = self.columns.sight(obs)[1] & played[:, None, None]
+        nodes = torch.zeros((*missing.shape, self.layout.node_dim), device=self.device)
+        nodes[missing] = self.head.belief(self._hidden, missing).features.to(nodes)
+        return self.made(obs, self.columns.obs(nodes).half(), missing)
+
+
+def new_head(config: Config, info: EnvInfo, like: Tensor) -> BeliefHead:
+    """Return an untrained head, the same on every rank, of the float type and on the device of `like`.
+
+    Other random numbers go on as if none had been drawn, so that agent and mixer start as they do without a head.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_seed(config.seed, "belief head"))
+        return BeliefHead(config, info).to(like.device, like.dtype)

@@ -1,0 +1,403 @@
+"""The belief head: its loss, whom it trains, what it costs those who act, and where its beliefs are shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_budgets import BUDGETS
+from command_harness import records, summary_of
+from fixed_toys import CODES
+from plugin_toys import own_names
+from preset_toys import Made, config_of
+from q_toys import INFO, LAYOUT, copy_learner, equal, foggy, gradients_of, make_learner, random_episode, toy_config
+from torch import Tensor
+
+from omagd.config.loading import resolve
+from omagd.controllers.types import Exploration, Tick
+from omagd.envs.factory import make_env
+from omagd.envs.protocol import Observation
+from omagd.learners.belief_loss import BeliefLoss, HeadBeliefs
+from omagd.modules.agents import REGISTRY as AGENTS
+from omagd.modules.agents import agent as agents
+from omagd.modules.agents.rnn_agent import NRNNAgent
+from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
+from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
+from omagd.run.cli.main import main
+from omagd.run.memory_budget import replay_spec
+from omagd.run.training.build import PretrainedModules, build_mac
+from omagd.run.watch.recorder import Recorder
+from omagd.run.watch.recording import Recording
+from omagd.runners import REGISTRY as RUNNERS
+from omagd.runners.runner import Runner
+from omagd.runners.starts import EpisodeSeeds
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
+from omagd.utils.packing import pack_episodes
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+BELIEF = {"belief_loss": "features", "grad_norm_clip": 1e9}
+TOKENS = {**BELIEF, "belief_loss": "tokens", "pretrained_tokenizer_path": "given", **CODES}
+PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "learner_args": {"epochs": 1}}
+N, REAL = INFO.n_agents, feature_mask(LAYOUT).numpy()
+
+
+def batches(count: int) -> list[list[dict[str, Tensor]]]:
+    return [[foggy(random_episode(10 * i + j, k)) for j, k in enumerate((9, 4, 1, 7))] for i in range(count)]
+
+
+def cases_of(
+    episodes: list[dict[str, Tensor]], config: Any, every: int
+) -> list[tuple[int, int, int, int, bool, np.ndarray]]:
+    """Return episode, step, agent, other unit, whether it lives and its features of each case, as the docs say."""
+    found = []
+    for number, episode in enumerate(episodes):
+        obs, full = (obs_to_nodes(episode[name], LAYOUT).numpy() for name in ("obs", "full_obs"))
+        for step in range(0, len(obs) - 1, every):  # the last row has no step
+            for agent in range(N):
+                if not episode["obs"][step, agent].any():
+                    continue
+                for unit in range(1, LAYOUT.n_nodes):
+                    if config.belief_units == "all" or not obs[step, agent, unit].any():
+                        true = full[step, agent, unit].astype(np.float64)
+                        found.append((number, step, agent, unit - 1, bool(true.any()), true))
+    return found
+
+
+def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, int, np.ndarray, np.ndarray]:
+    """Return the summed loss and the number of cases of the last batch, and mean and deviation after all of them."""
+    head, config, episodes = learner.mac.head, learner.config, seen[-1]
+    moments = np.zeros((3, head.n_units, head.dim))
+    followed = config.belief_every if config.learner == "nq_learner" else 1  # chunks of PPO read other rows each time
+    for earlier in seen:
+        for unit in range(head.n_units):
+            x = np.array([case[5] for case in cases_of(earlier, config, followed) if case[3] == unit and case[4]])
+            if len(x):
+                now = np.stack([np.ones(head.dim), x.mean(0), (x**2).mean(0)])
+                moments[:, unit] = 0.99 * moments[:, unit] + 0.01 * now
+    mean = moments[1] / moments[0]
+    deviation = np.sqrt(np.maximum(moments[2] / moments[0] - mean**2, 0))
+    deviation[(deviation <= 1e-3) | ~REAL[1:].astype(bool)] = 0
+    batch = pack_episodes(episodes)
+    with torch.no_grad():
+        hidden = learner.mac.agent.hidden_states(learner.mac.inputs(batch), batch.packing)
+        told = batch.packing.pad(head(hidden)).numpy()
+    places = {episode: place for place, episode in enumerate(batch.sample_index)}
+    total, cases = 0.0, cases_of(episodes, config, config.belief_every)
+    for number, step, agent, unit, lives, x in cases:
+        out = told[places[number], step, agent, unit]
+        if config.belief_loss == "tokens":
+            code = int(head._tokenizer[0].ids(torch.tensor(x, dtype=torch.float32))) if lives else len(out) - 1
+            total += np.log(np.exp(out).sum()) - out[code]
+            continue
+        total += np.log1p(np.exp(-out[0] if lives else out[0]))
+        varies = deviation[unit] > 0
+        if lives and varies.any():
+            z = (x - mean[unit])[varies] / deviation[unit][varies]
+            total += ((out[1:][varies] - z) ** 2).mean()
+    return total, len(cases), mean, deviation
+
+
+@pytest.mark.parametrize("learner", [{}, PPO], ids=["QMIX", "PPO"])
+@pytest.mark.parametrize("units", ["unseen", "all"])
+@pytest.mark.parametrize(("kind", "every"), [(BELIEF, 1), (BELIEF, 3), (TOKENS, 3)])
+def test_the_loss_and_its_statistics_are_those_of_a_loop_over_units(kind, every, units, learner):
+    config = toy_config(**{**kind, **learner, "belief_every": every, "belief_units": units})
+    trained, given = make_learner(config, dtype=torch.float64), batches(3)
+    for update, episodes in enumerate(given, start=1):
+        total, count, mean, deviation = expected(trained, given[:update])
+        stats = trained.update(pack_episodes(episodes), episodes=0)
+        assert int(stats["loss_belief"][1]) == count > 50
+        assert float(stats["loss_belief"][0]) == pytest.approx(total, rel=1e-9)
+    if kind is BELIEF:
+        np.testing.assert_allclose(trained.mac.head.mean.numpy(), mean, atol=1e-12)
+        np.testing.assert_allclose(trained.mac.head.deviation.numpy(), deviation, atol=1e-9)
+        assert (deviation > 0).any() and (deviation == 0).any()
+
+
+@pytest.mark.parametrize("kind", [BELIEF, TOKENS], ids=["features", "tokens"])
+def test_the_weighted_mean_over_cases_is_added_to_the_other_loss(kind):
+    """Gradients of the agent are those of both losses; those of the mixer are as without it."""
+    (episodes,) = batches(1)
+    alone = make_learner(toy_config(grad_norm_clip=1e9), dtype=torch.float64)
+    both = make_learner(toy_config(**{**kind, "belief_weight": 0.3}), dtype=torch.float64)
+    batch = pack_episodes(episodes)
+    loss, cases = BeliefLoss(both.mac.head, toy_config(**kind)), both.belief.cases(batch)  # of weight 1
+    loss.observe([cases], Dist())
+    hidden = both.mac.agent.hidden_states(both.mac.inputs(batch), batch.packing)
+    weighted = 0.3 * loss(hidden, cases)[0] / cases.counted.sum()
+    parts = list(both.mac.agent.parameters())
+    wanted = torch.autograd.grad(weighted, parts, allow_unused=True)
+    reached = [
+        name for (name, _), grad in zip(both.mac.agent.named_parameters(), wanted, strict=True) if grad is not None
+    ]
+    assert {name.partition(".")[0] for name in reached} == {"fc1", "rnn"}
+    before, _ = gradients_of(alone, episodes)
+    after, _ = gradients_of(both, episodes)
+    for number, (one, other) in enumerate(zip(before, after[: len(before)], strict=True)):
+        more = wanted[number] if number < len(parts) and wanted[number] is not None else 0.0
+        torch.testing.assert_close(other, one + more, atol=1e-12, rtol=1e-9)
+    assert all(grad.abs().max() > 0 for grad in after[len(before) :])
+
+
+REMEMBER = [name for name in own_names(AGENTS) if AGENTS.get(name)(toy_config(agent=name), INFO).init_hidden(1).numel()]
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize("name", REMEMBER)
+def test_every_agent_with_memory_shows_its_hidden_states(name, share, monkeypatch):
+    """`unroll` is `forward` and `step`, also in blocks; the gradient of the loss reaches the agent's weights."""
+    monkeypatch.setattr(agents, "STEPS_AT_ONCE", 3)
+    (episodes,) = batches(1)
+    batch, gradients = pack_episodes(episodes), []
+    for blocks in (False, True):
+        words = {"agent": name, "share_parameters": share, "enable_gradient_checkpointing": blocks}
+        learner = make_learner(toy_config(**BELIEF, **words), dtype=torch.float64)
+        agent, inputs = learner.mac.agent, learner.mac.inputs(batch)
+        values, hidden = agent.unroll(inputs, batch.packing)
+        assert torch.equal(values, agent(inputs, batch.packing))
+        torch.testing.assert_close(hidden, agent.hidden_states(inputs, batch.packing), atol=1e-12, rtol=0)
+        state, rows = agent.init_hidden(len(episodes)), iter(torch.arange(len(hidden)))
+        for size in batch.packing.batch_sizes:
+            now = torch.stack([next(rows) for _ in range(size)])
+            q, state = agent.step(inputs.rows(now), state[:size])
+            torch.testing.assert_close((q, state), (values[now], hidden[now]), atol=1e-12, rtol=1e-9)
+        inside = agent.unroll(inputs, batch.packing, torch.ones_like(agent.init_hidden(len(episodes))))
+        assert torch.equal(inside[0], agent(inputs, batch.packing, torch.ones_like(agent.init_hidden(len(episodes)))))
+        assert not torch.equal(inside[1], hidden)
+        cases = learner.belief.cases(batch)
+        learner.belief.observe([cases], Dist())
+        found = torch.autograd.grad(learner.belief(hidden, cases)[0], list(agent.parameters()), allow_unused=True)
+        gradients.append([grad for grad in found if grad is not None])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-9)
+    assert sum(float(grad.abs().max()) > 0 for grad in gradients[0]) > 4
+
+
+def acts(mac: Any, episode: dict[str, Tensor]) -> np.ndarray:
+    """Return the actions of a team that evaluates on what an episode shows."""
+    mac.begin(1)
+    chosen = []
+    for step in range(len(episode["obs"])):
+        row = {name: episode[name][step : step + 1].numpy() for name in ("obs", "state", "avail_actions", "full_obs")}
+        seen = Observation(row["obs"], row["state"], row["avail_actions"].astype(bool), row["full_obs"])
+        chosen.append(mac.act(Tick(seen, np.array([step]), np.ones(1, bool)), None).actions)
+    return np.concatenate(chosen)
+
+
+def blinded(episodes: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{**episode, "full_obs": torch.full_like(episode["full_obs"], np.nan)} for episode in episodes]
+
+
+@pytest.mark.parametrize("learner", [{}, PPO], ids=["QMIX", "PPO"])
+def test_only_the_loss_reads_what_agents_do_not_see(learner):
+    given = batches(3)
+    team = make_learner(toy_config(**BELIEF, **learner))
+    plain, blind = (make_learner(toy_config(**learner)) for _ in range(2))
+    for episodes in given:
+        team.update(pack_episodes(episodes), episodes=0)
+        plain.update(pack_episodes(episodes), episodes=0)
+        blind.update(pack_episodes(blinded(episodes)), episodes=0)
+    assert equal(weights(plain), weights(blind))
+    assert not equal(weights(team), weights(plain))
+    for episode, unseen in zip(given[0], blinded(given[0]), strict=True):
+        assert np.array_equal(acts(team.mac, episode), acts(team.mac, unseen))
+
+
+def weights(learner: Any) -> dict[str, Tensor]:
+    parts = {name: module for name, module in learner.modules().items() if name != "belief_head"}
+    return {f"{part}.{name}": value for part, module in parts.items() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("preset", ["qmix", "mappo"])
+def test_agent_and_mixer_begin_as_they_do_without_it(preset):
+    with_head, without = (Made(config_of(preset, belief_loss=kind), CPU).learner for kind in ("features", "none"))
+    assert equal(weights(with_head), weights(without))
+    assert set(with_head.modules()) - set(without.modules()) == {"belief_head"}
+    again = Made(config_of(preset, belief_loss="features"), CPU).learner
+    assert equal(with_head.modules()["belief_head"].state_dict(), again.modules()["belief_head"].state_dict())
+
+
+def test_truth_that_is_not_finite_does_not_stay_in_the_statistics():
+    learner, (first, second) = make_learner(toy_config(**BELIEF)), batches(2)
+    learner.update(pack_episodes(first), episodes=0)
+    kept = {name: value.clone() for name, value in learner.mac.head.state_dict().items()}
+    learner.update(pack_episodes(blinded(second)), episodes=0)
+    assert equal(kept, dict(learner.mac.head.state_dict()))
+    learner.update(pack_episodes(second), episodes=0)
+    assert all(value.isfinite().all() for value in learner.mac.head.state_dict().values())
+    assert not equal(kept, dict(learner.mac.head.state_dict()))
+
+
+def test_a_checkpoint_holds_the_statistics():
+    one, other, (first, second) = (
+        make_learner(toy_config(**BELIEF)),
+        make_learner(toy_config(**BELIEF), seed=1),
+        batches(2),
+    )
+    one.update(pack_episodes(first), episodes=0)
+    copy_learner(one, other)
+    for learner in (one, other):
+        learner.update(pack_episodes(second), episodes=0)
+    assert equal(dict(one.mac.head.state_dict()), dict(other.mac.head.state_dict()))
+
+
+@pytest.mark.parametrize(("env", "words", "message"), [
+    ("skirmish", {"agent": "ff"}, "agent=ff has no memory"),
+    ("skirmish", {"agent": "ff", "share_parameters": False}, "agent=ff has no memory"),
+    ("matrix_game", {}, "env=matrix_game has no entity layout"),
+    ("skirmish", {"belief_loss": "tokens"}, "pretrained_tokenizer_path is empty"),
+    ("skirmish", {"use_graph_reconstruction": True, "mac": "n_graph_mac", "learner": "nq_graph_learner"},
+     "use_graph_reconstruction=True"),
+    ("skirmish", {"use_full_obs": True}, "use_full_obs=True"),
+    ("skirmish", {"fill_unseen": "last_seen", "mac": "n_graph_mac"}, "fill_unseen=last_seen"),
+    ("skirmish", {"learner": "ddpg_learner", "mac": "ddpg_mac", "agent": "ddpg"}, "learner=ddpg_learner"),
+])  # fmt: skip
+def test_what_does_not_go_with_it_is_named_before_a_folder_exists(env, words, message, tmp_path, capsys):
+    given = {"belief_loss": "features", "local_results_path": tmp_path / "results", **words}
+    base = "qmix", f"--env-config={env}"
+    assert main([f"--config={base[0]}", base[1], "with", *(f"{key}={value}" for key, value in given.items())]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert any(f"belief_loss={given['belief_loss']}" in line and message in line for line in lines), lines
+    assert not list(tmp_path.iterdir())
+
+
+class Doubling(NRNNAgent):
+    """A plug-in with another forward, and with a step that fits."""
+
+    def forward(self, inputs, packing, start=None):
+        return 2 * super().forward(inputs, packing, start)
+
+    def step(self, inputs, hidden):
+        values, hidden = super().step(inputs, hidden)
+        return 2 * values, hidden
+
+
+class Both(Doubling):
+    def unroll(self, inputs, packing, start=None):
+        values, hidden = NRNNAgent.unroll(self, inputs, packing, start)
+        return 2 * values, hidden
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_an_agent_that_would_train_with_another_forward_is_rejected(share, monkeypatch):
+    for name, kind in (("doubling", Doubling), ("both", Both)):
+        monkeypatch.setitem(AGENTS._objects, name, kind)
+    with pytest.raises(
+        UserError, match=r"^belief_loss=features: agent=doubling: Doubling has a forward of its own"
+    ) as e:
+        make_learner(toy_config(agent="doubling", share_parameters=share, **BELIEF))
+    assert "\n" not in e.value.render()
+    make_learner(toy_config(agent="doubling", share_parameters=share))
+    make_learner(toy_config(agent="both", share_parameters=share, **BELIEF))
+
+
+def team_of(map_name: str, slots: int, **words: Any) -> tuple[Any, Any, Any]:
+    """Return an environment, a configuration and a team whose untrained head says something of every unit."""
+    words = {"belief_loss": "features", "rnn_hidden_dim": 8, "env_args.map_name": map_name, **words}
+    config = resolve("qmix", "skirmish", {**words, "batch_size_run": slots})
+    env = make_env("skirmish", {"map_name": map_name}, slots, processes=False)
+    mac: Any = build_mac(config, env.info, CPU, PretrainedModules())
+    draws = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in (*mac.agent.parameters(), *mac.head.parameters()):
+            weight.copy_(torch.randn(weight.shape, generator=draws) * 0.5)
+        mac.head.mean.copy_(torch.rand(mac.head.mean.shape, generator=draws))
+        mac.head.deviation.copy_(torch.rand(mac.head.mean.shape, generator=draws))
+        mac.head.units.bias.view(mac.head.n_units, -1)[:, 0] += 1.0
+    return env, config, mac
+
+
+def test_what_pictures_fill_in_is_what_metrics_judge():
+    """Followed step by step, with random actions, the memory says what the head says of the packed episodes."""
+    env, config, mac = team_of("3m_mixed_sight6", 3)
+    plays = RUNNERS.get("parallel")(env, config, env.info, EpisodeSeeds(1, "train"))
+    episodes = plays.run(mac, explore=Exploration(0.7, np.random.default_rng(0)), full_obs=True).episodes
+    env.close()
+    batch, layout = pack_episodes(episodes), env.info.layout
+    missing, belief = HeadBeliefs(mac, mac.head).beliefs(batch)
+    shown = torch.zeros((*missing.shape, layout.node_dim))
+    shown[missing] = belief.features * feature_mask(layout)[missing.nonzero()[:, 2]]
+    memory, compared = MemoryReconstructor(mac.agent, mac.head, env.info, CPU), 0
+    memory.begin(2)
+    for place, number in enumerate(batch.sample_index):
+        rows, last = episodes[number], torch.full((2, env.info.n_agents), -1)
+        memory.reset(np.ones(2, bool))
+        for step in range(batch.packing.lengths[place] - 1):
+            row = int(((batch.packing.episode == place) & (batch.packing.step == step)).nonzero())
+            obs = torch.stack([torch.zeros_like(rows["obs"][step]), rows["obs"][step]])
+            made = memory.step(obs, np.full(2, step), None, last)
+            assert torch.equal(made.guessed[1] & missing[row].any(-1, keepdim=True), missing[row])
+            nodes = obs_to_nodes(made.obs[1], layout)
+            torch.testing.assert_close(nodes[missing[row]], shown[row][missing[row]], atol=2e-3, rtol=2e-3)
+            compared += int((nodes[missing[row]] != 0).any(-1).sum())
+            last = rows["actions"][step].long().expand(2, -1)
+    assert compared > 50
+
+
+def test_a_recording_shows_what_is_remembered_of_units_that_are_not_seen():
+    env, config, mac = team_of("3m_mixed_sight6", 2)
+    recorder = Recorder(mac, env, env.info, "team", most=2)
+    runner = Runner(env, config, env.info, EpisodeSeeds(3, "test"))
+    recorder.take(runner.run(recorder, explore=None, episodes_per_slot=2, keep=False).log)
+    recording, guessed = Recording(episodes=recorder.episodes), 0
+    assert len(recording.episodes) == 2
+    for moment in (moment for episode in recording.episodes for moment in episode.moments):
+        for agent, beliefs in enumerate(moment.beliefs):
+            seen = {unit for unit in range(len(moment.x)) if int(moment.seen[agent] or "0", 16) >> unit & 1}
+            assert not seen & {unit for unit, *_ in beliefs}
+            guessed += len(beliefs)
+    assert guessed > 20
+    mac.head = None
+    recorder = Recorder(mac, env, env.info, "team", most=2)
+    again = Runner(env, config, env.info, EpisodeSeeds(3, "test"))
+    recorder.take(again.run(recorder, explore=None, episodes_per_slot=2, keep=False).log)
+    env.close()
+    for one, other in zip(recording.episodes, recorder.episodes, strict=True):
+        assert [moment.actions for moment in one.moments] == [moment.actions for moment in other.moments]
+        assert not any(any(moment.beliefs) for moment in other.moments)
+
+
+def evaluated(run: Path, place: Path, *words: str) -> Path:
+    """Evaluate a run; return the folder of the evaluation."""
+    small = "eval_report_episodes=2", "batch_size_run=2", "save_replay=True", f"local_results_path={place}"
+    assert main(["evaluate", str(run), *small, *words]) == 0
+    (made,) = place.glob("*_evaluation_*/")
+    return made
+
+
+def beliefs_in(evaluation: Path) -> int:
+    """Return how many beliefs of single units an evaluation has recorded."""
+    recording = Recording.read(evaluation / "replays" / "episodes.json.gz")
+    return sum(len(each) for e in recording.episodes for moment in e.moments for each in moment.beliefs)
+
+
+@pytest.mark.processes
+def test_a_trained_team_is_evaluated_and_watched(qmix_run, tmp_path, capsys):
+    """Of a run with a head beliefs are shown, and judged at its end; a run without one has none, and may have asked."""
+    words = "with", "env_args.map_name=3m_mixed_sight6", "belief_loss=features", f"local_results_path={tmp_path}"
+    assert main(["--config=qmix", "--env-config=skirmish", *words, *BUDGETS, "unique_token=head", "t_max=400"]) == 0
+    run = tmp_path / "head"
+    assert list(run.glob("models/*/belief_head.th"))
+    assert any(line.get("policy/error", 0) > 0 for line in records(run))
+    assert "graph_pretrain_eval_episodes" not in capsys.readouterr().err, "it is read"
+    assert beliefs_in(evaluated(run, tmp_path / "1")) > 0
+    assert main(["watch", str(run), "--episodes=1", "-o", str(tmp_path / "w.html")]) == 0
+    plain, asked = (
+        evaluated(Path(qmix_run), tmp_path / "2"),
+        evaluated(Path(qmix_run), tmp_path / "3", "belief_loss=tokens"),
+    )
+    assert summary_of(asked)["stages"]["stage3"]["values"] == summary_of(plain)["stages"]["stage3"]["values"]
+    assert beliefs_in(plain) == beliefs_in(asked) == 0
+    assert main(["watch", str(qmix_run), "--episodes=1", "-o", str(tmp_path / "q.html")]) == 0
+    assert "error" not in capsys.readouterr().err
+
+
+def test_the_estimate_of_the_replay_counts_what_the_loss_reads():
+    plain, asked = (replay_spec(toy_config(belief_loss=kind), INFO) for kind in ("none", "features"))
+    assert set(asked) - set(plain) == {"full_obs"}
+    assert asked["full_obs"][1] == (N, INFO.obs_dim)
