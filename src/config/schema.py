@@ -309,7 +309,7 @@ class Config(Frozen):
 
     @property
     def records_truth(self) -> bool:
-        """Whether stage 3 records what agents do not see."""
+        """Whether a key makes stage 3 record what agents do not see; a learner can ask for it, too."""
         later = self.reconstructor_refresh > 0 or self.truth_until > 0
         return self.use_full_obs or self.use_team_obs or later or self.belief_loss != "none"
 

@@ -51,9 +51,11 @@ class Learner(Trainable, Protocol):
     Attributes:
         data: "replay" learns from batches sampled from the replay buffer; "on_policy" from the episodes that were
             collected last, which are then discarded.
+        reads_full_obs: whether batches hold `full_obs` for it, whatever the agents read.
     """
 
     data: Data = "replay"
+    reads_full_obs: bool = False
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None: ...
 
@@ -130,6 +132,11 @@ def protocol_of(found: Any) -> type:
 def explores(learner: Any) -> bool:
     """Return whether the actions of a learner, or of its class, are explored by the schedule of epsilon."""
     return bool(learner.data == "replay" or learner.explores)
+
+
+def records_full_obs(config: Config) -> bool:
+    """Return whether the episodes that stage 3 stores hold `full_obs`: for a key, or for the learner."""
+    return config.records_truth or bool(learner_class(config.learner).reads_full_obs)
 
 
 def updates_per_iteration(config: Config) -> int:

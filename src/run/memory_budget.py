@@ -17,7 +17,7 @@ from omagd import controllers, runners
 from omagd.components.episode_codec import Codec, Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import COMPONENT_ARGS, Config
-from omagd.learners.protocol import learner_class
+from omagd.learners.protocol import learner_class, records_full_obs
 from omagd.modules.graph_reconstructers import training_fields
 from omagd.runners.recorder import row_fields
 from omagd.utils.errors import UserError
@@ -135,7 +135,7 @@ def replay_bytes(config: Config, info: EnvInfo) -> int:
 
 def replay_spec(config: Config, info: EnvInfo) -> Spec:
     """Return the fields of the episodes that stage 3 stores."""
-    fields = row_fields(info, config.records_truth)
+    fields = row_fields(info, records_full_obs(config))
     return {**fields, **controllers.REGISTRY.get(config.mac).extra_fields(config, info)}
 
 

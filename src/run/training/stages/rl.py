@@ -17,7 +17,7 @@ from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.policy_learner import PolicyLearner
-from omagd.learners.protocol import Learner, explores, updates_per_iteration
+from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, far_step, find_step_folder, load_learner, save_learner
 from omagd.run.training.battles import means
@@ -215,7 +215,7 @@ class RLStage(Stage):
         """Play one iteration of the runner and store it."""
         if self.maps is not None:
             self.maps.begin()
-        truth = self.mac.wants_full_obs or self.session.config.records_truth
+        truth = self.mac.wants_full_obs or records_full_obs(self.session.config)
         rollout = self.session.runners["train"].collect(self.mac, explore=explore, full_obs=truth)
         if self.maps is not None:
             self.maps.played(rollout.log)
