@@ -10,17 +10,18 @@ from pathlib import Path
 
 from omagd.utils.registry import Registry
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "omagd_example"
-CONFIGS = EXAMPLE / "omagd_example" / "config"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE, RESEARCH = ROOT / "examples" / "omagd_example", ROOT / "research" / "reconstruction"
+CONFIGS, RESEARCH_CONFIGS = EXAMPLE / "omagd_example" / "config", RESEARCH / "omagd_reconstruction" / "config"
 
 
-def add_example() -> None:
-    """Register all components of the example package as its entry points do; may be called twice."""
-    if str(EXAMPLE) not in sys.path:
-        sys.path.insert(0, str(EXAMPLE))
-    groups = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]
+def add_example(folder: Path = EXAMPLE) -> None:
+    """Register all components of a package, the example, as its entry points do; may be called twice."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    groups = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"]
     for package in ("envs", "learners", "controllers", "modules.mixers"):
-        points = groups[f"omagd.{package.removeprefix('modules.')}"]
+        points = groups.get(f"omagd.{package.removeprefix('modules.')}", {})
         import_module(f"omagd.{package}").REGISTRY._lazy.update(points)
 
 

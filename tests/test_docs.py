@@ -43,7 +43,7 @@ def test_links_and_files_that_a_page_names_exist(page):
         file = (page.parent / path) if path else page
         if not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(f"{path}#{anchor}")
-    named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks|examples)/[\w./]+)`", text)
+    named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks|examples|research)/[\w./]+)`", text)
     invented = {path for path in named if path == "tests/__init__.py" or "/my_" in path}
     assert broken + [path for path in named if path not in invented and not (ROOT / path).exists()] == []
 

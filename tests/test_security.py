@@ -23,7 +23,8 @@ from omagd.run.checkpoint.weights import load_file
 from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
 
-SOURCES = [path for folder in ("src", "scripts", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+FOLDERS = ("src", "scripts", "benchmarks", "examples", "research")
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 # Here pickled objects come through a pipe from a process that this program has started, never from a file.
 BETWEEN_OWN_PROCESSES = {ROOT / "src/envs/workers" / f"{name}.py" for name in ("worker", "pool", "process_envs")}
 OWN_RESULTS = "ranks.py"  # of the benchmarks: what its own processes have measured
