@@ -5,23 +5,20 @@
 
 Runs stages 1 and 2 of `omagd_small` for each seed (further words `key=value` go to the runs; a finished run is not
 repeated). Prints Markdown tables of the errors on living units, each row on the same cases for all: the mean over
-seeds, then each seed; and whether each seed meets the aim of the tracker. Writes a JSON line for each row and seed, and
-a picture of the error by steps since the last sight.
+seeds, then each seed. Writes a JSON line for each row and seed, and a picture of the error by steps since the last
+sight.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from runs import play, summary
-
-from omagd.run.analysis.predictor_aim import SIMPLE, conditions, relative_error
 
 GUESSES = {
     "predictor": "reconstruction", "ridge": "ridge", "map_constant": "map constant",
@@ -32,18 +29,13 @@ AGES = {"never": "never", "age1": "1", "age2_3": "2-3", "age4_7": "4-7", "age8_1
 DRAWN = {"predictor": ("#0f8b8d", "o"), "ridge": ("#e4572e", "s"), "last_seen": ("#4f5d95", "^")}
 KINDS = {"enemy": "enemies", "ally": "allies"}
 LEAST = 100
-"""Fewest units over all seeds that make a point of the picture; of each seed that count in the table of the aim."""
+"""Fewest units over all seeds that make a point of the picture."""
 
 VALUES = {
     "mse": "mean squared error of the features that vary", "position_rms": "position, RMS error in cells",
     "health_r2": "health, R²",
 }  # fmt: skip
-NAMES = {
-    "": "all", "_never": "never seen", "_before": "seen before", "_age1": "… 1 step ago", "_age2_3": "… 2-3 steps ago",
-    "_age4_7": "… 4-7", "_age8_15": "… 8-15", "_age16": "… 16 and more",
-}  # fmt: skip
-Row = dict[str, Any]
-Rows = dict[str, Row]
+Rows = dict[str, dict[str, Any]]
 """Rows of one run's table by name."""
 
 
@@ -91,42 +83,6 @@ def tables(label: str, found: list[Rows]) -> str:
     for name in names:
         numbers = [cells(found, lambda row, k=key: row.get(k), name) for key in more]
         lines.append(f"| {name or 'all'} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
-
-
-def relative(row: Row, baselines: Sequence[str]) -> float | None:
-    """Return `relative_error`; None where it is unknown."""
-    ratio = relative_error(row, baselines)
-    return None if math.isnan(ratio) else ratio
-
-
-def aim(label: str, found: list[Rows], seeds: list[int]) -> str:
-    """Return the Markdown table of what the aim asks, and what each seed misses of it."""
-    columns: dict[str, Callable[[Row], float | None]] = {
-        "error ÷ best simple baseline": lambda row: relative(row, SIMPLE),
-        "error ÷ ridge": lambda row: relative(row, ["ridge"]),
-        "health R²": lambda row: row.get("health_r2", {}).get("predictor"),
-        "ridge's": lambda row: row.get("health_r2", {}).get("ridge"),
-        "living taken for dead, %": lambda row: 100 * row["taken_for_dead"] if "taken_for_dead" in row else None,
-        "dead recognised, %": lambda row: 100 * row["recall_dead"] if "recall_dead" in row else None,
-    }  # fmt: skip
-    lines = [f"\n{label}: the aim\n", f"| enemies | living, dead per seed | {' | '.join(columns)} |"]
-    lines.append("|---" * (len(columns) + 2) + "|")
-    for kind, title in NAMES.items():
-        name = f"enemy{kind}"
-        counts = [rows.get(name, {}).get("count", 0) for rows in found]
-        if max(counts) < LEAST:
-            continue
-        with_units = [{name: rows[name] if count >= LEAST else {}} for rows, count in zip(found, counts, strict=True)]
-        dead = np.mean([rows.get(name, {}).get("dead", 0) for rows in found])
-        numbers = [cells(with_units, value, name) for value in columns.values()]
-        lines.append(f"| {title} | {np.mean(counts):,.0f}, {dead:,.0f} | {' | '.join(numbers)} |")
-    lines.append("")
-    for seed, rows in zip(seeds, found, strict=True):
-        met = {state: [each.words for each in conditions(rows) if each.met is state] for state in (False, None)}
-        unknown = f"not all known: {'; '.join(met[None])}" if met[None] else "meets the aim"
-        said = "; ".join(met[False]) or unknown
-        lines.append(f"- seed {seed}: {said}")
     return "\n".join(lines)
 
 
@@ -180,7 +136,6 @@ def main() -> None:
     found = [rows_of(run(arguments, seed, extra)) for seed in arguments.seeds]
     label, name = f"{arguments.env} {arguments.map}", f"reconstruction_{arguments.env}_{arguments.map}"
     print(tables(label, found))
-    print(aim(label, found, arguments.seeds))
     lines = Path(arguments.lines or Path(arguments.results) / f"{name}.jsonl")
     about = {"env": arguments.env, "map": arguments.map, "config": arguments.config}
     with lines.open("w") as file:

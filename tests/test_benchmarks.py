@@ -36,7 +36,6 @@ SMALL: dict[str, str] = {
     "env_speed.py": "--slots 4 --steps 40 --rounds 1 --beside reference --plot OUT/p",
     "graph_agent_update.py": "--maps 3m --batch 4 --updates 1",
     "growth.py": "--only ranks --calls 1",
-    "interval_coverage.py": "--trials 5",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
     "many_maps.py": "--config hpn_qmix --sets 1m,2m --steps-per-map 30 --episodes 1 --results OUT --out OUT/rows.jsonl",
     "mutations.py": "--only 'the interquartile mean leaves out too little'",  # its test compiles nothing
@@ -66,7 +65,6 @@ SMALL: dict[str, str] = {
 }
 # Reasons why a command does not run here; only its imports and `--help` are tested.
 NOT_RUN: dict[str, str] = {
-    "belief_parts.py": "needs trained runs; tests/test_tracker.py has the changes of predictors",
     "chaos.py": "tests/test_chaos.py and tests/test_dealt_resuming.py are its short forms",
     "sweep_gain.py": "trains for hours; tests/test_sweeps.py has the search, tests/test_statistics.py the interval",
     "study_chaos.py": "tests/test_study_runs.py is its short form",

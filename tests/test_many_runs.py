@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -111,6 +112,13 @@ def test_what_does_not_change_the_method_makes_no_group(tmp_path):
     assert [len(group.runs) for group in (first, given)] == [5, 2], "given weights are a method, their path is not"
     make_run(tmp_path / "other weights", seed=6, pretrained_tokenizer_path="results/other/tokenizer.th")
     assert len(groups(load([tmp_path]))) == 4, "where a seed occurs twice, the path tells the runs apart"
+
+
+def test_a_removed_key_makes_a_group_only_where_it_has_another_value_than_its_default(tmp_path):
+    runs = load([make_run(tmp_path / str(seed), seed=seed) for seed in (1, 2)])
+    for value, number in ((False, 1), (True, 2)):
+        earlier = replace(runs[0], config={**runs[0].config, "belief_inputs": value})
+        assert len(groups([earlier, runs[1]])) == number
 
 
 def test_a_key_that_differs_between_maps_only_makes_no_group(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
@@ -44,32 +43,6 @@ def test_both_registries_have_the_same_kinds() -> None:
     assert {"masked", "tracker"} <= set(REGISTRY.names()) == set(PREDICTORS.names())
     with pytest.raises(UserError, match="argmax"):
         resolve("omagd_small", "skirmish", {"mask_predictor_config": {"kind": "tracker", "decode": "argmax"}})
-
-
-def test_parts_of_beliefs_are_deaths_and_the_linear_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of benchmarks/belief_parts.py, whose tests need trained runs."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-    parts = importlib.import_module("belief_parts")
-    stage, batch = learner(), pack_episodes(toy_episodes(8, seed=3, apart=True))
-    stage.predictor.gain.fill_(0.5)
-    stage.predictor.threshold.fill_(0.0)  # every unit is taken for dead
-    state = {name: value.clone() for name, value in stage.predictor.state_dict().items()}
-    sample = stage.sample(batch)
-    out, where = stage.predictor(sample.memory, sample.packing), torch.nonzero(sample.memory.missing)[:, 2]
-
-    def believed(change: Any) -> Any:
-        weights = {name: value.clone() for name, value in state.items()}
-        change(weights)
-        stage.predictor.load_state_dict(weights)
-        return stage.beliefs(batch)[1]
-
-    assert not believed(parts.no_deaths).taken_for_dead.any()
-    linear = believed(lambda weights: (parts.linear_means(weights), parts.no_deaths(weights)))
-    bounds = stage.predictor.bounds[:, where]
-    expected = (out.base + out.regressed).clamp(bounds[0], bounds[1]) * stage.predictor.real[where - 1]
-    torch.testing.assert_close(linear.features, expected.float())
-    assert believed(parts.linear_means).taken_for_dead.all()
-    assert set(parts.PARTS) == {"omagd", "omagd, no deaths", "omagd, linear means"} and parts.PARTS["omagd"] is None
 
 
 def test_memory_is_what_was_seen_last_and_when() -> None:

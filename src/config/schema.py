@@ -104,7 +104,7 @@ EXTENDS = "extends"
 """Key of a file, not of the configuration: the file, by name or path, whose keys it begins with."""
 REMOVED: dict[str, tuple[Any, str]] = {
     "act_in_halves": (False, "it brought no measurable gain; leave it out"),
-    "belief_inputs": (False, "teams won less with it (docs/results/reconstruction_details.md); leave it out"),
+    "belief_inputs": (False, "teams won less with it (docs/results/reconstruction.md); leave it out"),
 }
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
 may hold them; unfinished runs continue where the key had its default."""
