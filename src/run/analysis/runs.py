@@ -39,7 +39,6 @@ class Run:
         config: every key, empty if it cannot be read. card, summary: empty if they cannot be read.
         finished: whether it has ended and will not be resumed. arm: its name in a study, else "".
         given: its records, if they do not come from `metrics.jsonl`. study: the name of its study, else "".
-        cpu_seconds, commit: of its processes and of the code, from a results file; None, "" if not known.
         foreign: another program's; of its configuration only name, environment, map and seed are read.
     """
 
@@ -51,8 +50,6 @@ class Run:
     arm: str = ""
     given: tuple[dict[str, Any], ...] | None = None
     study: str = ""
-    cpu_seconds: float | None = None
-    commit: str = ""
     foreign: bool = False
 
     @property
@@ -329,8 +326,7 @@ def _of_line(file: Path, line: Mapping[str, Any]) -> Run | None:
     known = dict(card) if isinstance(card, dict) else {}
     study, arm = (readable(str(line.get(key, ""))) for key in ("study", "arm"))
     folder = file.parent / Path(study).name / Path(str(line.get("job"))).name
-    spent, commit = line.get("cpu_seconds"), readable(str(line.get("commit") or ""))
-    return Run(folder, config, known, summary, True, arm, records, study, spent if is_number(spent) else None, commit)
+    return Run(folder, config, known, summary, True, arm, records, study)
 
 
 def _is_summary(value: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ LEVEL = 0.95
 RESAMPLES = 2000
 FEW_SEEDS = 5
 FEW = f"intervals over fewer than {FEW_SEEDS} seeds are much too narrow (one arm, 3 seeds: 75 % in place of 95 %)"
-"""What a reader must know of intervals over few seeds: docs/plots.md and benchmarks/interval_coverage.py."""
+"""What a reader must know of intervals over few seeds: docs/plots.md."""
 
 ENTRIES_AT_ONCE = 4_000_000
 """Numbers of resampled scores in memory at a time."""
@@ -116,13 +116,6 @@ def proportion(won: np.ndarray) -> Interval:
 
     found = binomtest(int(np.sum(won)), len(won)).proportion_ci(LEVEL, method="wilson")
     return np.asarray(found.low), np.asarray(found.high)
-
-
-def area(steps: np.ndarray, values: np.ndarray) -> float:
-    """Return the area under a curve over its steps, divided by their range: its mean height. One point: its height."""
-    if len(steps) < 2 or steps[-1] <= steps[0]:
-        return float(values[-1])
-    return float(np.trapezoid(values, steps) / (steps[-1] - steps[0]))
 
 
 def gap_share(

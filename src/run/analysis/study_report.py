@@ -11,7 +11,6 @@ import numpy as np
 
 from omagd.run.analysis import belief_tests, curves
 from omagd.run.analysis.charts import Chart, curve_chart, style_of
-from omagd.run.analysis.contrasts import contrasts
 from omagd.run.analysis.groups import Group, groups, shown, telling
 from omagd.run.analysis.run_report import (
     SLOWEST_SHARE,
@@ -223,8 +222,7 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
     sizes = {"run": len(runs), "arm": len(found), "environment": len(curves.places(found)), "seed": seeds}
     return {
         "kind": "study", "runs": rows, "arms": len(found), "places": curves.places(found), "results": tables,
-        "few": FEW if few else "", "contrasts": contrasts(counted),
-        "belief_tests": _belief_tests(runs, folders, warnings),
+        "few": FEW if few else "", "belief_tests": _belief_tests(runs, folders, warnings),
         "charts": sections, "legend": legend, "keys": differing_keys(found),
         "labels": [group.label for group in found], "stage_values": stage_values(counted),
         "times": times(counted), "time_note": time_note(runs),

@@ -301,7 +301,7 @@ def _gate(options: argparse.Namespace, words: Sequence[str]) -> int:
         least = math.nan
     if not 0 <= least <= 1:
         raise UserError(f"--least={options.least}: must be a number from 0 to 1, such as 0.15")
-    from omagd.run.analysis.contrasts import gate, gate_table
+    from omagd.run.analysis.gate import gate, gate_table
     from omagd.run.analysis.runs import load
 
     rows = gate(load(words, "beliefs gate"), lower, upper, least)

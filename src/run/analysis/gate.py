@@ -1,13 +1,9 @@
-"""How arms of a study compare with named ones: interquartile means, chance of being better, share of a gap, area.
-
-Arms are found by their names: `LOWER` sees least, `UPPER` everything, `METHOD` fills in what it does not see, and the
-others are compared with `REFERENCES`.
-"""
+"""`omagd beliefs gate`: on which maps does an arm that sees everything win more than one that sees least?"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,24 +12,11 @@ import numpy as np
 from omagd.run.analysis.curves import places, without_repeats
 from omagd.run.analysis.groups import Group, groups
 from omagd.run.analysis.runs import Run, natural
-from omagd.run.analysis.statistics import (
-    FEW,
-    FEW_SEEDS,
-    Interval,
-    area,
-    difference,
-    gap_share,
-    improvement,
-    interval,
-    iqm,
-)
+from omagd.run.analysis.statistics import FEW, FEW_SEEDS, Interval, difference
 from omagd.run.reporting.card import Card, differences
 from omagd.utils.errors import UserError, nearest
 from omagd.utils.storage import is_number
 
-LOWER, UPPER, METHOD = "baseline", "full_obs", "omagd"
-REFERENCES = ("last_seen", "map_constant", "baseline")
-GAP = ("share of the gap", "share of the gap, whole curve")
 METRIC = "test_battle_won_mean"
 MAY_DIFFER = "observations"
 """Entry of the cards in which arms differ by design."""
@@ -43,54 +26,6 @@ LEAST_STEPS = 0.9
 
 Table = dict[str, Any]
 """`title`, `head`, `rows` and `note`, all text."""
-
-
-def contrasts(found: Sequence[Group]) -> list[Table]:
-    """Return a table for each environment: what the final win rates and the curves of the arms say beside each other.
-
-    Empty unless there are arms called `LOWER` and `UPPER`; an environment without runs of `UPPER` has no gap.
-    """
-    labels = {group.label for group in found}
-    if not {LOWER, UPPER} <= labels:
-        return []
-    references = [label for label in REFERENCES if label in labels]
-    return [table for place in places(found) if (table := _contrast(found, place, references)) is not None]
-
-
-def _contrast(found: Sequence[Group], place: str, references: Sequence[str]) -> Table | None:
-    last, mean_height = final_tests(found, place), mean_heights(found, place)
-    if LOWER not in last or len(last) < 2:
-        return None
-    references, has_gap = [label for label in references if label in last], UPPER in last
-    minutes = {group.label: cpu_minutes(group.at(place)) for group in found}
-    measured = not all(map(math.isnan, minutes.values()))
-    rows = []
-    for label, values in last.items():
-        ends = interval(iqm, [values])
-        height = float(np.mean(mean_height[label]))
-        row = [label, str(len(values)), text_of(float(iqm([values])), ends), f"{height:.3f}"]
-        if METHOD in last:
-            row.append("-" if label == METHOD else text_of(*difference([last[METHOD]], [values], iqm)))
-        row += ["-" if other == label else text_of(*improvement([values], [last[other]]))
-                for other in references]  # fmt: skip
-        for of in (last, mean_height) if has_gap else ():
-            inner = label not in (LOWER, UPPER) and iqm([of[UPPER]]) > iqm([of[LOWER]])  # else there is no gap
-            row.append(text_of(*gap_share([of[label]], [of[LOWER]], [of[UPPER]], iqm))
-                       if inner else "-")  # fmt: skip
-        took = minutes[label]
-        rows.append([*row, *(["-" if math.isnan(took) else f"{took:.1f}"] if measured else [])])
-    head = ["arm", "seeds", "win rate at the end, IQM", "mean height of the curve",
-            *([f"{METHOD} - arm, at the end"] if METHOD in last else ()),
-            *(f"P(better than {reference})" for reference in references),
-            *(GAP if has_gap else ()),
-            *(["CPU minutes of a run"] if measured else [])]  # fmt: skip
-    note = f"Gap: from {LOWER} to {UPPER}, interquartile means, all three resampled together. " if has_gap else ""
-    note += "Brackets: 95 % bootstrap intervals over seeds."
-    shares = [cell for row in rows for name, cell in zip(head, row, strict=True) if name in GAP]
-    if any(cell != "-" and "[" not in cell for cell in shares):
-        note += " A share without brackets has no interval: some resamples have no gap, or there is one seed."
-    few = any(len(values) < FEW_SEEDS for values in last.values())
-    return {"title": place, "head": head, "rows": rows, "note": f"{note} Note: {FEW}." if few else note}
 
 
 @dataclass(frozen=True)
@@ -133,7 +68,7 @@ def gate(runs: Sequence[Run], lower: str, upper: str, least: float) -> list[Gate
         raise UserError(f"{going_on[0]} has not ended. Continue its study with omagd study, then compare again")
     rows = []
     for place in places(found):
-        low, high = (_values(by_label[label].at(place), _last) for label in (lower, upper))
+        low, high = (last_tests(by_label[label].at(place)) for label in (lower, upper))
         if not len(low) or not len(high):
             rows.append(GateRow(place, low, high, math.nan, None, False, "an arm has no test here"))
             continue
@@ -150,7 +85,7 @@ def gate_table(rows: Sequence[GateRow], lower: str, upper: str, least: float) ->
     for row in rows:
         means = [f"{values.mean():.3f}" if len(values) else "-" for values in (row.low, row.high)]
         state = {True: "yes", False: "no", None: "open"}[row.enters] + (f": {row.why}" if row.why else "")
-        lines.append([row.place, f"{len(row.low)}, {len(row.high)}", *means, text_of(row.gap, row.ends, 3), state])
+        lines.append([row.place, f"{len(row.low)}, {len(row.high)}", *means, text_of(row.gap, row.ends), state])
     note = f"Enters: difference of the last tests at least {least:g}, its 95 % interval above 0."
     note += f" Note: {FEW}." if any(0 < row.seeds < FEW_SEEDS for row in rows) else ""
     head = ["environment", "seeds", lower, upper, "difference", "enters"]
@@ -191,44 +126,18 @@ def _alike(run: Run) -> Card | None:
     return {**run.card, "compared": kept}
 
 
-def final_tests(found: Sequence[Group], place: str) -> dict[str, np.ndarray]:
-    """Return the win rates of the last tests of each group that has some at a place, [seeds] by label."""
-    return {group.label: values for group in found if len(values := _values(group.at(place), _last))}
+def last_tests(runs: Sequence[Run]) -> np.ndarray:
+    """Return the last win rate of each training that has one, by seed: the files' order must not change a resample."""
+    ordered = sorted((run for run in runs if run.kind == "training"), key=lambda run: natural(str(run.seed)))
+    curves = [run.test_curve(METRIC)[2] for run in ordered]
+    return np.array([float(values[-1]) for values in curves if len(values)])
 
 
-def mean_heights(found: Sequence[Group], place: str) -> dict[str, np.ndarray]:
-    """Return the area under each curve over its steps, as `final_tests` does."""
-    return {group.label: values for group in found if len(values := _values(group.at(place), _area))}
-
-
-def cpu_minutes(runs: Sequence[Run]) -> float:
-    """Return the CPU minutes of one run, the mean over those where they are known; NaN where none is."""
-    known = [run.cpu_seconds for run in runs if run.cpu_seconds]
-    return float(np.mean(known)) / 60 if known else math.nan
-
-
-def _values(runs: Sequence[Run], of: Callable[[Run], float | None]) -> np.ndarray:
-    """Return a number of each training that has one, by seed: what is resampled must not depend on the files' order."""
-    ordered = sorted(runs, key=lambda run: natural(str(run.seed)))
-    found = [of(run) for run in ordered if run.kind == "training"]
-    return np.array([value for value in found if value is not None])
-
-
-def _last(run: Run) -> float | None:
-    values = run.test_curve(METRIC)[2]
-    return float(values[-1]) if len(values) else None
-
-
-def _area(run: Run) -> float | None:
-    steps, _, values = run.test_curve(METRIC)
-    return area(steps, values) if len(values) else None
-
-
-def text_of(value: float, ends: Interval | None, digits: int = 2) -> str:
+def text_of(value: float, ends: Interval | None) -> str:
     """Return a value with its interval, `-` where there is none."""
     if math.isnan(value):
         return "-"
     known = ends is not None and all(np.isfinite(end).all() for end in ends)
     all_three = (value, *((ends or ()) if known else (0, 0)))
-    value, low, high = (round(float(each), digits) + 0.0 for each in all_three)  # no -0
-    return f"{value:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if known else "")
+    value, low, high = (round(float(each), 3) + 0.0 for each in all_three)  # no -0
+    return f"{value:.3f}" + (f" [{low:.3f}, {high:.3f}]" if known else "")
