@@ -26,9 +26,12 @@ from omagd.modules.agents import agent as agents
 from omagd.modules.agents.rnn_agent import NRNNAgent
 from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
+from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.main import main
 from omagd.run.memory_budget import replay_spec
+from omagd.run.training.battles import load_mac
 from omagd.run.training.build import PretrainedModules, build_mac
+from omagd.run.training.evaluate import evaluation_config
 from omagd.run.watch.recorder import Recorder
 from omagd.run.watch.recording import Recording
 from omagd.runners import REGISTRY as RUNNERS
@@ -255,7 +258,8 @@ def test_a_checkpoint_holds_the_statistics():
      "use_graph_reconstruction=True"),
     ("skirmish", {"use_full_obs": True}, "use_full_obs=True"),
     ("skirmish", {"fill_unseen": "last_seen", "mac": "n_graph_mac"}, "fill_unseen=last_seen"),
-    ("skirmish", {"learner": "ddpg_learner", "mac": "ddpg_mac", "agent": "ddpg"}, "learner=ddpg_learner"),
+    ("skirmish", {"learner": "ddpg_learner", "mac": "ddpg_mac", "agent": "ddpg", "obs_last_action": False},
+     "learner=ddpg_learner has no such loss"),
 ])  # fmt: skip
 def test_what_does_not_go_with_it_is_named_before_a_folder_exists(env, words, message, tmp_path, capsys):
     given = {"belief_loss": "features", "local_results_path": tmp_path / "results", **words}
@@ -376,6 +380,13 @@ def beliefs_in(evaluation: Path) -> int:
     return sum(len(each) for e in recording.episodes for moment in e.moments for each in moment.beliefs)
 
 
+def head_of(run: Path) -> Any:
+    """Return the head of a run's newest team, if `belief_loss` asks for one."""
+    config = evaluation_config(str(run), {"belief_loss": "features"})
+    info = make_env(config.env, dict(config.env_args), 1, processes=False).info
+    return load_mac(config, info, CPU, find_step_folder(config.checkpoint_path, 0), "checkpoint_path").head
+
+
 @pytest.mark.processes
 def test_a_trained_team_is_evaluated_and_watched(qmix_run, tmp_path, capsys):
     """Of a run with a head beliefs are shown, and judged at its end; a run without one has none, and may have asked."""
@@ -393,6 +404,8 @@ def test_a_trained_team_is_evaluated_and_watched(qmix_run, tmp_path, capsys):
     )
     assert summary_of(asked)["stages"]["stage3"]["values"] == summary_of(plain)["stages"]["stage3"]["values"]
     assert beliefs_in(plain) == beliefs_in(asked) == 0
+    assert head_of(Path(qmix_run)) is None, "an untrained one would say something"
+    assert head_of(run) is not None
     assert main(["watch", str(qmix_run), "--episodes=1", "-o", str(tmp_path / "q.html")]) == 0
     assert "error" not in capsys.readouterr().err
 

@@ -11,7 +11,6 @@ from omagd.utils.errors import UserError, collected, together
 
 # Built-in names that cannot use reconstruction; plug-ins are not checked.
 PLAIN_LEARNERS = {"nq_learner", "nq_learner_ddp", "ddpg_learner", "ddpg_learner_ddp"}
-UNBELIEVING = {"ddpg_learner", "ddpg_learner_ddp"}
 PLAIN_MACS = {"basic_mac", "n_mac", "ddpg_mac"}
 PATHS = (
     "local_results_path",
@@ -130,8 +129,6 @@ def _belief(config: Config) -> Iterator[str]:
             yield f"{given}: is for agents that read what they see, and {key}=True shows more. Add {key}=False"
     if config.fill_unseen != "none":
         yield f"{given}: fill_unseen={config.fill_unseen} fills in what it predicts. Add fill_unseen=none"
-    if config.learner in UNBELIEVING:
-        yield f"{given}: learner={config.learner} has no such loss. Use learner=nq_learner or learner=ppo_learner"
     if config.belief_loss == "tokens" and not config.pretrained_tokenizer_path and not config.evaluate:
         yield (
             f"{given}: predicts the codes of stage 1, and pretrained_tokenizer_path is empty. Train one with"

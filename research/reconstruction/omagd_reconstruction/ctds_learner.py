@@ -79,7 +79,7 @@ class CTDSLearner:
     Args:
         mac: the student's controller. config, info: the run and its environment. dist: the ranks.
 
-    Errors: UserError where the student sees everything, or has a belief head, which nothing here trains.
+    Errors: UserError where the student sees everything.
     """
 
     data: Data = "replay"
@@ -90,8 +90,6 @@ class CTDSLearner:
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         if config.use_full_obs:
             raise UserError(f"use_full_obs=True: learner={config.learner} shows the teacher everything. Leave it out")
-        if mac.head is not None:
-            raise UserError(f"belief_loss={config.belief_loss}: learner={config.learner} has no such loss. Use none")
         self.mac, self.config, self.info, self.device = mac, config, info, dist.device
         seeing = {"use_full_obs": True, "use_team_obs": False, "use_graph_reconstruction": False, "fill_unseen": "none"}
         seer = config.model_copy(update={**seeing, "belief_loss": "none"})

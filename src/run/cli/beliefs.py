@@ -276,6 +276,8 @@ def _reconstructor(players: Players, run: str) -> Any:
     step, config = folder.step(max(folder.saved_steps(), default=0)), validate(values)
     if config.belief_loss != "none":
         team: Any = load_mac(config, players.info, torch.device("cpu"), step, source)
+        if team.head is None:
+            raise UserError(f"{source}: {step} has no belief_head.th. Give a run whose weights are whole")
         return MemoryReconstructor(team.agent, team.head, players.info, torch.device("cpu"))
     if not config.use_graph_reconstruction:
         fix = "Give one with use_graph_reconstruction=True, or with a belief_loss"

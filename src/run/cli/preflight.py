@@ -382,7 +382,7 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple
 
     Returns the learner, and the keys that it and its parts read: in their constructors, or anywhere in their files.
     """
-    from omagd.run.training.build import build_plain_mac
+    from omagd.run.training.build import build_plain_mac, learner_of
     from omagd.run.training.shapes import try_networks
     from omagd.utils.dist_utils import Dist
 
@@ -394,7 +394,7 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple
     if single and (config.obs_last_action or mac.agent.init_hidden(1).numel()):
         fix = "use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
         raise UserError(f"runner={config.runner}: learners get single steps, nothing from before: {fix}")
-    learner = registry_of("omagd.learners").build(config.learner, mac, config, info, Dist())
+    learner = learner_of(mac, config, info, Dist())
     if any(map(is_plugin, NAMES)):
         try_networks(learner, mac.agent, info)
     return learner, config.keys_read | keys_named_by((learner, mac, *learner.modules().values()))

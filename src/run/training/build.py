@@ -248,9 +248,20 @@ def build_learner(session: Session, pretrained: PretrainedModules) -> tuple[MAC,
     """Return the controller and the learner of stage 3."""
     mac = build_mac(session.config, session.info, session.dist.device, pretrained)
     config = session.config
-    learner: Learner = learners.REGISTRY.build(config.learner, mac, config, session.info, session.dist)
+    learner = learner_of(mac, config, session.info, session.dist)
     seed_everything(session.config.seed, "stage3 dropout", session.dist.rank)
     return mac, learner
+
+
+def learner_of(mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> Learner:
+    """Return the learner of a controller. Errors: UserError, also for one that would not train its head."""
+    learner: Learner = learners.REGISTRY.build(config.learner, mac, config, info, dist)
+    if mac.head is not None and mac.head not in learner.modules().values():
+        raise UserError(
+            f"belief_loss={config.belief_loss}: learner={config.learner} has no such loss. Use learner=nq_learner or"
+            " learner=ppo_learner"
+        )
+    return learner
 
 
 def pretrain_policy(session: Session, rng: np.random.Generator) -> Any:
