@@ -78,30 +78,32 @@ def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, 
     followed = config.belief_every if config.learner == "nq_learner" else 1  # chunks of PPO read other rows each time
     for earlier in seen:
         for unit in range(head.n_units):
-            x = np.array([case[5] for case in cases_of(earlier, config, followed) if case[3] == unit and case[4]])
+            x = np.array(
+                [case[5][: head.dim] for case in cases_of(earlier, config, followed) if case[3] == unit and case[4]]
+            )
             if len(x):
                 now = np.stack([np.ones(head.dim), x.mean(0), (x**2).mean(0)])
                 moments[:, unit] = 0.99 * moments[:, unit] + 0.01 * now
     mean = moments[1] / moments[0]
     deviation = np.sqrt(np.maximum(moments[2] / moments[0] - mean**2, 0))
-    deviation[(deviation <= 1e-3) | ~REAL[1:].astype(bool)] = 0
+    deviation[(deviation <= 1e-3) | ~REAL[1:, : head.dim].astype(bool)] = 0
     batch = pack_episodes(episodes)
     with torch.no_grad():
         hidden = learner.mac.agent.hidden_states(learner.mac.inputs(batch), batch.packing)
-        told = batch.packing.pad(head(hidden)).numpy()
+        told = [batch.packing.pad(part).numpy() for part in head(hidden)]
     places = {episode: place for place, episode in enumerate(batch.sample_index)}
     total, cases = 0.0, cases_of(episodes, config, config.belief_every)
     for number, step, agent, unit, lives, x in cases:
-        out = told[places[number], step, agent, unit]
+        out, *z = (part[places[number], step, agent, unit] for part in told)
         if config.belief_loss == "tokens":
             code = int(head._tokenizer[0].ids(torch.tensor(x, dtype=torch.float32))) if lives else len(out) - 1
             total += np.log(np.exp(out).sum()) - out[code]
             continue
-        total += np.log1p(np.exp(-out[0] if lives else out[0]))
+        total += np.log1p(np.exp(-out if lives else out))
         varies = deviation[unit] > 0
         if lives and varies.any():
-            z = (x - mean[unit])[varies] / deviation[unit][varies]
-            total += ((out[1:][varies] - z) ** 2).mean()
+            true = (x[: head.dim] - mean[unit])[varies] / deviation[unit][varies]
+            total += ((z[0][varies] - true) ** 2).mean()
     return total, len(cases), mean, deviation
 
 
@@ -111,6 +113,9 @@ def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, 
 def test_the_loss_and_its_statistics_are_those_of_a_loop_over_units(kind, every, units, learner):
     config = toy_config(**{**kind, **learner, "belief_every": every, "belief_units": units})
     trained, given = make_learner(config, dtype=torch.float64), batches(3)
+    for episode in (episode for episodes in given for episode in episodes):  # one feature does not vary
+        for field in (episode["obs"], episode["full_obs"]):
+            field[..., LAYOUT.move_dim] = (field[..., LAYOUT.move_dim] != 0).to(field.dtype)
     for update, episodes in enumerate(given, start=1):
         total, count, mean, deviation = expected(trained, given[:update])
         stats = trained.update(pack_episodes(episodes), episodes=0)
@@ -312,7 +317,7 @@ def team_of(map_name: str, slots: int, **words: Any) -> tuple[Any, Any, Any]:
             weight.copy_(torch.randn(weight.shape, generator=draws) * 0.5)
         mac.head.mean.copy_(torch.rand(mac.head.mean.shape, generator=draws))
         mac.head.deviation.copy_(torch.rand(mac.head.mean.shape, generator=draws))
-        mac.head.units.bias.view(mac.head.n_units, -1)[:, 0] += 1.0
+        mac.head.lives.bias += 1.0
     return env, config, mac
 
 

@@ -30,7 +30,7 @@ from omagd.modules.agents.agent import Remembers, StartsInside
 from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
-from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import GraphTables, alive, feature_mask, obs_to_nodes, unseen
 from omagd.modules.kernels.forms import overridden_alone
 from omagd.utils.contracts import faults
 from omagd.utils.dist_utils import Dist
@@ -93,7 +93,8 @@ class BeliefLoss(nn.Module):
         self.weight, self.all_units = config.belief_weight, config.belief_units == "all"
         device = next(head.parameters()).device
         self.register_buffer("moments", torch.zeros(3, head.n_units, head.dim, dtype=torch.float64, device=device))
-        self.register_buffer("real", feature_mask(self.layout)[1:].to(device), persistent=False)
+        self.register_buffer("real", feature_mask(self.layout)[1:, : head.dim].to(device), persistent=False)
+        self._columns = GraphTables(self.layout, device)
 
     @torch.no_grad()
     def cases(self, batch: PackedBatch, every: int = 0) -> BeliefCases:
@@ -101,13 +102,13 @@ class BeliefLoss(nn.Module):
         rows = rows_read(batch.packing, every or self.every, batch.device)
         parts = batch["obs"], batch["full_obs"], batch.valid_mask
         obs, full, valid = (part if rows is None else part[rows] for part in parts)
-        truth = obs_to_nodes(full, self.layout)[..., 1:, :]
-        living, counted = ~(truth == 0).all(-1), (alive(obs) & valid[:, None])[..., None].expand(truth.shape[:-1])
-        if not self.all_units:
-            counted = counted & unseen(obs_to_nodes(obs, self.layout))[..., 1:]
+        seen, missing = self._columns.sight(obs)  # neither for a dead observer
+        counted = seen[..., :1].expand_as(seen) if self.all_units else missing
+        counted, living = counted[..., 1:] & valid[:, None, None], self._columns.sight(full)[0][..., 1:]
+        truth = self._columns.nodes(full)[..., 1:, :]
         if self.head.tokens:
-            truth = self.head.codes_of(truth, living)
-        return BeliefCases(rows, counted, living, truth)
+            return BeliefCases(rows, counted, living, self.head.codes_of(truth, living))
+        return BeliefCases(rows, counted, living, truth[..., : self.head.dim])
 
     def blank(self, n_rows: int, n_agents: int, like: Tensor) -> BeliefCases:
         """Return no case in `n_rows` rows, with the float type and device of `like`."""
@@ -137,30 +138,35 @@ class BeliefLoss(nn.Module):
 
     def forward(self, hidden: Tensor, cases: BeliefCases) -> tuple[Tensor, Stats]:
         """Return the loss of the cases, summed and weighted, from hidden states [S, n, H], and stats per case."""
-        told = self.head(hidden if cases.rows is None else hidden[cases.rows]).to(self._kind)
+        read = hidden if cases.rows is None else hidden.index_select(0, cases.rows)
+        told = [part.to(self._kind) for part in self.head(read)]
+        counted = cases.counted.to(self._kind)
         if self.head.tokens:
-            each = F.cross_entropy(told.flatten(0, -2), cases.truth.flatten(), reduction="none").view(cases.truth.shape)
-            parts = {"loss_belief": each}
+            each = F.cross_entropy(told[0].flatten(0, -2), cases.truth.flatten(), reduction="none")
+            parts = {"loss_belief": (each * counted.flatten()).sum()}
         else:
-            lives, error = cases.living.to(told.dtype), self._error(told[..., 1:], cases.truth)
-            alive = F.binary_cross_entropy_with_logits(told[..., 0], lives, reduction="none")
-            parts = {"loss_belief": alive + lives * error, "belief_alive": alive, "belief_features": lives * error}
-        counted = cases.counted.to(told.dtype)
+            lives = cases.living.to(self._kind)
+            alive = F.binary_cross_entropy_with_logits(told[0], lives, weight=counted, reduction="sum")
+            z, weight = self._standardised(cases.truth, counted * lives)
+            error = ((told[1] - z).square() * weight).sum()
+            parts = {"loss_belief": alive + error, "belief_alive": alive, "belief_features": error}
         count = counted.sum()
-        sums = {name: (part * counted).sum() for name, part in parts.items()}
-        stats = {name: (total.detach(), count) for name, total in sums.items()}
-        return self.weight * sums["loss_belief"], stats
+        return self.weight * parts["loss_belief"], {name: (part.detach(), count) for name, part in parts.items()}
 
-    def _error(self, z: Tensor, truth: Tensor) -> Tensor:
-        """Return the mean squared error [R, n, U] of standardised features over those that vary."""
+    @torch.no_grad()
+    def _standardised(self, truth: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features that the head should say, and the weight of each error, [R, n, U, D].
+
+        Weights sum to 1 over the features of a unit that vary. counted: [R, n, U], 1 for living units that count.
+        """
         varies = self.head.deviation > 0
         scale = torch.where(varies, 1 / self.head.deviation.clamp(min=VARIES), 0.0)
-        off = (z - (truth.to(z.dtype) - self.head.mean) * scale) * varies
-        return off.square().sum(-1) / varies.sum(-1).clamp(min=1)
+        share = varies.to(self._kind) / varies.sum(-1, keepdim=True).clamp(min=1)
+        return (truth.to(self._kind) - self.head.mean) * scale, counted.unsqueeze(-1) * share
 
     @property
     def _kind(self) -> torch.dtype:
-        return self.head.units.weight.dtype
+        return self.head.hidden.weight.dtype
 
 
 def belief_loss(config: Config, mac: MAC) -> BeliefLoss | None:

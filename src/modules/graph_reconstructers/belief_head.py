@@ -3,21 +3,24 @@
 A recurrent agent remembers what it has seen in its hidden state h. The head reads h and predicts for each other unit u
 of the battle (U = N - 1 allies and enemies) whether it lives and what it is like. With `belief_loss: features`
 
-    (l_u, z_u) for all u = W_2 relu(W_1 h + b_1) + b_2,    p(u lives) = sigmoid(l_u),    x_u = m_u + s_u z_u
+    l, z = W_l k + b_l, W_z k + b_z,   k = relu(W h + b),    p(u lives) = sigmoid(l_u),    x_u = m_u + s_u z_u
 
-where m_u and s_u are the running mean and deviation of the features x_u of unit u while it lives. With `tokens`
+for all units at once, where m_u and s_u are the running mean and deviation of the features x_u of unit u while it
+lives. With `tokens`
 
-    v_u for all u = W_2 relu(W_1 h + b_1) + b_2,    p(code of u) = softmax(E v_u + c)
+    v = W_v k + b_v,   k = relu(W h + b),    p(code of u) = softmax(E v_u + c)
 
 over the K codes of stage 1 and ABSENT (dead): masked-token prediction as in stage 2, within the agent. The loss is in
 learners/belief_loss.py. Agents never read the head, so acting costs nothing and needs no full view.
 
 Related: a decoder of the belief state as an auxiliary loss (Moreno et al. 2018, "Neural belief states for partially
 observed domains"; Gregor et al. 2019, arXiv:1906.09237).
-Shapes: R rows, n agents, H hidden units, U other units, D features of a node, K codes, M missing nodes.
+Shapes: R rows, n agents, H hidden units, U other units, D features of a unit, K codes, M missing nodes.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,6 +33,7 @@ from omagd.modules.agents.agent import Agent, AgentInputs
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.modules.kernels.linear import FastLinear
 from omagd.utils.seeding import stream_seed
 
 TOKEN_DIM = 32  # width of what a unit's logits over codes are computed from
@@ -46,7 +50,7 @@ class BeliefHead(nn.Module):
     Attributes:
         mean, deviation: [U, D], of the features of living units. A deviation of 0: the feature does not vary, so it is
             no news and the mean says it.
-        table: [K, D], decoded features of stage 1's codes (`tokens`).
+        table: [K, features of a node], decoded features of stage 1's codes (`tokens`).
     """
 
     mean: Tensor
@@ -57,15 +61,17 @@ class BeliefHead(nn.Module):
         super().__init__()
         assert info.layout is not None
         hidden, self.layout = config.rnn_hidden_dim, info.layout
-        self.n_units, self.dim = self.layout.n_nodes - 1, self.layout.node_dim
+        self.n_units, self.dim = self.layout.n_nodes - 1, max(self.layout.ally_dim, self.layout.enemy_dim)
         self.tokens, n_codes = config.belief_loss == "tokens", config.tokenizer_config.n_codes
         self._tokenizer: list[Tokenizer] = []
-        self.hidden = nn.Linear(hidden, hidden)
-        self.units = nn.Linear(hidden, self.n_units * (TOKEN_DIM if self.tokens else 1 + self.dim))
+        linear = partial(FastLinear, bf16=config.precision == "bf16")
+        self.hidden = linear(hidden, hidden)
         if self.tokens:
-            self.codes = nn.Linear(TOKEN_DIM, n_codes + 1)
-            self.register_buffer("table", torch.zeros(n_codes, self.dim))
+            self.units = linear(hidden, self.n_units * TOKEN_DIM)
+            self.codes = linear(TOKEN_DIM, n_codes + 1)
+            self.register_buffer("table", torch.zeros(n_codes, self.layout.node_dim))
         else:
+            self.lives, self.features = linear(hidden, self.n_units), linear(hidden, self.n_units * self.dim)
             self.register_buffer("mean", torch.zeros(self.n_units, self.dim))
             self.register_buffer("deviation", torch.zeros(self.n_units, self.dim))
 
@@ -80,28 +86,31 @@ class BeliefHead(nn.Module):
         (tokenizer,) = self._tokenizer
         return torch.where(living, tokenizer.ids(units), tokenizer.n_codes)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return [..., U, 1 + D], the logit of living and the standardised features, or logits [..., U, K + 1].
+    def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the logit of living [..., U] and the standardised features [..., U, D], or logits [..., U, K + 1].
 
         hidden: [..., H].
         """
-        units = self.units(F.relu(self.hidden(hidden))).unflatten(-1, (self.n_units, -1))
-        return self.codes(units) if self.tokens else units
+        known = F.relu(self.hidden(hidden))
+        if self.tokens:
+            return (self.codes(self.units(known).unflatten(-1, (self.n_units, -1))),)
+        return self.lives(known), self.features(known).unflatten(-1, (self.n_units, -1))
 
     @torch.no_grad()
     def belief(self, hidden: Tensor, missing: Tensor) -> Belief:
         """Return the belief about the `missing` [S, n, N] nodes, from hidden states [S, n, H]."""
         row, agent, node = missing.nonzero(as_tuple=True)
-        told = self(hidden)[row, agent, node - 1]
+        told = [part[row, agent, node - 1].to(self.hidden.weight.dtype) for part in self(hidden)]
         spread = None
         if self.tokens:
-            p = told.softmax(-1)
+            p = told[0].softmax(-1)
             p_dead, lives = p[:, -1], p[:, :-1] / p[:, :-1].sum(-1, keepdim=True).clamp(min=1e-12)
             features = lives @ self.table
             spread = (lives @ self.table.square() - features.square()).clamp(min=0).sqrt()
         else:
-            p_dead = torch.sigmoid(-told[:, 0])
-            features = self.mean[node - 1] + self.deviation[node - 1] * told[:, 1:]
+            p_dead = torch.sigmoid(-told[0])
+            features = self.mean[node - 1] + self.deviation[node - 1] * told[1]
+            features = F.pad(features, (0, self.layout.node_dim - self.dim))
         dead = p_dead > DEAD
         return Belief(features.masked_fill(dead[:, None], 0.0), p_dead, dead, spread)
 
