@@ -16,5 +16,5 @@ packages = find_namespace_packages(".package", include=["omagd*"], exclude=["*__
 setup(
     package_dir={"": ".package"},
     packages=packages,
-    package_data={"omagd": ["py.typed", "config/*.yaml", "config/*/*.yaml", "run/watch/*.html", "run/analysis/*.html"]},
+    package_data={"omagd": ["py.typed", "config/*.yaml", "config/*/*.yaml", "lab/watch/*.html", "lab/analysis/*.html"]},
 )

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from omagd.run.analysis.runs import load
-from omagd.run.analysis.statistics import improvement, interval
+from omagd.lab.analysis.runs import load
+from omagd.lab.analysis.statistics import improvement, interval
 from omagd.run.cli.main import main as omagd
 
 METRIC = "test_battle_won_mean"

@@ -16,13 +16,14 @@ import omagd.run as _run_package  # noqa: E402 (first: its import would replace 
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
-    from omagd.run.analysis.groups import load_runs
-    from omagd.run.api import load_policy, make, play, study
+    from omagd.lab.analysis.groups import load_runs
+    from omagd.lab.api import study
+    from omagd.run.api import load_policy, make, play
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load_policy", "load_runs", "make", "play", "run", "study"]  # noqa: F822 (loaded on first use)
 _API = "omagd.run.api"
-_WITHOUT_TORCH = {"load_runs": "omagd.run.analysis.groups"}
+_LAB = {"load_runs": "omagd.lab.analysis.groups", "study": "omagd.lab.api"}
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -42,5 +43,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> object:
     """Load the Python interface on first use, so that `import omagd` needs no torch."""
     if name in __all__:
-        return getattr(import_module(_WITHOUT_TORCH.get(name, _API)), name)
+        return getattr(import_module(_LAB.get(name, _API)), name)
     raise AttributeError(f"module 'omagd' has no attribute {name!r}")

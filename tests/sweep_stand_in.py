@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from omagd.run.studies.executors import Ended, Job, Place
+from omagd.lab.studies.executors import Ended, Job, Place
 
 PLUGIN = {
     "stand_in-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: stand_in\nVersion: 1.0\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -39,12 +40,21 @@ def sources(codes: Iterable[CodeType]) -> list[str]:
 def test_the_map_names_every_module():
     """Of the packages that it lists, without the second names of learners for several ranks."""
     words, missing = set(re.findall(r"\w+", PAGE.split("```")[1])), []
-    for package in ("run", "learners", "runners", "controllers", "components"):
+    for package in ("lab", "run", "learners", "runners", "controllers", "components"):
         for path in sorted((ROOT / "src" / package).rglob("*.py")):
             inside = {"doctor", "compiled"} & {path.parent.name}  # a package that is named as a whole
             if not inside and path.stem != "__init__" and path.stem.removesuffix("_ddp") not in words:
                 missing.append(path.relative_to(ROOT).as_posix())
     assert missing == []
+
+
+@pytest.mark.processes
+def test_a_plain_run_loads_nothing_of_lab(tmp_path):
+    code = "import sys; from omagd.run.cli.main import main; print(main(sys.argv[1:])); print(*sys.modules)"
+    command = [sys.executable, "-c", code, *COMMAND.split(), f"local_results_path={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    modules = done.stdout.splitlines()[-1].split()
+    assert "omagd.learners.nq_learner" in modules and [name for name in modules if "omagd.lab" in name] == []
 
 
 @pytest.fixture

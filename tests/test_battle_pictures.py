@@ -17,11 +17,11 @@ from PIL import Image, ImageColor
 from watch_toys import Oracle, play, small_recording
 
 from omagd.config.env_info import EntityLayout
+from omagd.lab.watch import drawing, moments, panel
+from omagd.lab.watch.page import player_page
 from omagd.run.cli.main import main
+from omagd.run.recording.recording import Episode, Moment, Recording
 from omagd.run.reporting.battle_plot import battle_moment, battle_nodes
-from omagd.run.watch import drawing, moments, panel
-from omagd.run.watch.page import player_page
-from omagd.run.watch.recording import Episode, Moment, Recording
 from omagd.utils.errors import UserError
 
 

@@ -19,21 +19,21 @@ from omagd.config.loading import resolve
 from omagd.controllers.types import Decision, Tick
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import Observation
+from omagd.lab.analysis.belief_tests import FILE, compared, records, tables
+from omagd.lab.analysis.gate import gate, gate_table
+from omagd.lab.analysis.runs import load
+from omagd.lab.analysis.statistics import difference, paired_share, proportion
+from omagd.lab.analysis.study_report import _belief_tests
+from omagd.lab.beliefs import census as belief_census
+from omagd.lab.beliefs.believing import BeliefScript, Believing, Reconstructed, Seen, map_constant, win_rates
+from omagd.lab.beliefs.census import CLASSES, census_of, classified
+from omagd.lab.commands import beliefs
 from omagd.learners.belief_baselines import fit_baselines
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.modules.graph_reconstructers.last_sight import LastSight
 from omagd.modules.graph_reconstructers.map_constant import MapConstantReconstructor
-from omagd.run.analysis.belief_tests import FILE, compared, records, tables
-from omagd.run.analysis.gate import gate, gate_table
-from omagd.run.analysis.runs import load
-from omagd.run.analysis.statistics import difference, paired_share, proportion
-from omagd.run.analysis.study_report import _belief_tests
 from omagd.run.checkpoint.weights import AGENT_FILE
-from omagd.run.cli import beliefs
 from omagd.run.cli.main import main
-from omagd.run.training import census as belief_census
-from omagd.run.training.believing import BeliefScript, Believing, Reconstructed, Seen, map_constant, win_rates
-from omagd.run.training.census import CLASSES, census_of, classified
 from omagd.run.training.evaluate import evaluation_config
 from omagd.runners.runner import Runner
 from omagd.runners.starts import EpisodeSeeds

@@ -11,9 +11,9 @@ import sys
 import pytest
 from many_runs import make_run, make_study
 
-from omagd.run.analysis.comparison import table
-from omagd.run.analysis.runs import load
-from omagd.run.analysis.statistics import FEW
+from omagd.lab.analysis.comparison import table
+from omagd.lab.analysis.runs import load
+from omagd.lab.analysis.statistics import FEW
 from omagd.run.cli.main import main
 from omagd.utils.progress import duration
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from omagd.config.loading import resolve
+from omagd.lab.studies import estimate
+from omagd.lab.studies.executors import Job
+from omagd.lab.studies.spec import load
 from omagd.run.cli.main import config_from
-from omagd.run.studies import estimate
-from omagd.run.studies.executors import Job
-from omagd.run.studies.spec import load
 from omagd.utils.run_folder import RunFolder
 
 CARD = {"id": "x", "compared": {"t_max": 1}}

@@ -16,13 +16,13 @@ from types import SimpleNamespace
 import pytest
 from sockets import wait_until
 
+from omagd.lab.studies import engine, ray_tasks, slurm
+from omagd.lab.studies import state as study_state
+from omagd.lab.studies.executors import Ended, Job, Place
+from omagd.lab.studies.ray_tasks import RayArgs, RayExecutor
+from omagd.lab.studies.slurm import SlurmArgs, SlurmExecutor, SlurmRun
+from omagd.lab.studies.state import DONE, FAILED, StudyState, locked_study
 from omagd.run.checkpoint.run_lock import start_ticks
-from omagd.run.studies import engine, ray_tasks, slurm
-from omagd.run.studies import state as study_state
-from omagd.run.studies.executors import Ended, Job, Place
-from omagd.run.studies.ray_tasks import RayArgs, RayExecutor
-from omagd.run.studies.slurm import SlurmArgs, SlurmExecutor, SlurmRun
-from omagd.run.studies.state import DONE, FAILED, StudyState, locked_study
 from omagd.utils.errors import UserError
 
 SAVES = "trap 'sleep 0.3; echo saved; exit 143' TERM; echo ready; while :; do sleep 0.02; done"

@@ -14,8 +14,8 @@ import pytest
 from many_runs import STEPS, make_run, make_study
 
 import omagd
-from omagd.run.analysis.groups import differing, groups
-from omagd.run.analysis.runs import load, natural
+from omagd.lab.analysis.groups import differing, groups
+from omagd.lab.analysis.runs import load, natural
 from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
@@ -183,8 +183,8 @@ def test_runs_of_a_study_have_its_order_and_a_folder_of_studies_holds_their_runs
 
 
 def test_a_results_file_of_two_studies_keeps_the_lines_of_both(tmp_path, caplog):
-    from omagd.run.studies.executors import Job
-    from omagd.run.studies.results import append, line_of
+    from omagd.lab.studies.executors import Job
+    from omagd.lab.studies.results import append, line_of
 
     path = tmp_path / "results.jsonl"
     for study, rate, identity in (("a", 0.001, "1"), ("b", 0.005, "2"), ("a", 0.003, "3"), ("b", 0.005, "2")):
@@ -309,8 +309,8 @@ def test_load_runs_needs_no_torch(tmp_path):
 
 def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
     """The lines that a study appends, of runs whose folders may be gone."""
-    from omagd.run.studies.executors import Job
-    from omagd.run.studies.results import append, line_of
+    from omagd.lab.studies.executors import Job
+    from omagd.lab.studies.results import append, line_of
 
     make_study(tmp_path / "runs", maps=("3m", "8m"))
     runs = load([tmp_path / "runs"])
@@ -337,8 +337,8 @@ def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
 
 
 def test_lines_of_results_keep_budgets_and_the_last_of_two_counts(tmp_path):
-    from omagd.run.studies.executors import Job
-    from omagd.run.studies.results import append, line_of
+    from omagd.lab.studies.executors import Job
+    from omagd.lab.studies.results import append, line_of
 
     make_run(tmp_path / "runs" / "a", seed=1)
     make_run(tmp_path / "runs" / "b", seed=1, t_max=1000, test_nepisode=64, updates_per_iteration=3)

@@ -17,11 +17,11 @@ import omagd
 from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration
 from omagd.envs.factory import make_env
+from omagd.lab.analysis.groups import load
+from omagd.lab.analysis.run_report import reconstruction
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers.masked_autoencoder import InferringReconstructor
 from omagd.modules.graph_reconstructers.pretrained import check, describe
-from omagd.run.analysis.groups import load
-from omagd.run.analysis.run_report import reconstruction
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.run.training.build import build_mac, new_predictor

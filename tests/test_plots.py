@@ -12,10 +12,10 @@ from matplotlib import image
 
 from omagd.config.env_info import EntityLayout
 from omagd.envs.frames import Scene
-from omagd.run.analysis import charts, figures
-from omagd.run.analysis import curves as study_curves
-from omagd.run.analysis.groups import groups
-from omagd.run.analysis.runs import load
+from omagd.lab.analysis import charts, figures
+from omagd.lab.analysis import curves as study_curves
+from omagd.lab.analysis.groups import groups
+from omagd.lab.analysis.runs import load
 from omagd.run.reporting import plots
 from omagd.run.reporting.battle_plot import _notes, _view, battle_moment, battle_nodes, spread
 from omagd.run.reporting.plots import (

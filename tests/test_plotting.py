@@ -18,10 +18,10 @@ import sacred.observers
 from many_runs import STEPS, make_run, make_run_on_a_set, make_study, without
 from matplotlib import image
 
-from omagd.run.analysis import curves, figures, plot
-from omagd.run.analysis.groups import groups
-from omagd.run.analysis.runs import load
-from omagd.run.analysis.statistics import FEW, gap_share, interval, iqm
+from omagd.lab.analysis import curves, figures, plot
+from omagd.lab.analysis.groups import groups
+from omagd.lab.analysis.runs import load
+from omagd.lab.analysis.statistics import FEW, gap_share, interval, iqm
 from omagd.run.cli.main import main
 
 WON = "test_battle_won_mean"

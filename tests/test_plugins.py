@@ -20,13 +20,14 @@ from omagd.components import action_selectors, opponent_schedules
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import config_names, resolve
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
+from omagd.lab.studies import EXECUTORS
 from omagd.learners.nq_learner import NQLearner, QLoss
 from omagd.modules import agents, critics, mixers
 from omagd.modules.agents.agent import Agent, InputLinear
 from omagd.modules.agents.rnn_agent import RNNAgent
+from omagd.run.cli import REGISTRY as COMMANDS
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import _build_learner, preflight
-from omagd.run.studies import EXECUTORS
 from omagd.utils.errors import UserError
 
 SIZES = "t_max=60 batch_size=2 batch_size_run=2 test_nepisode=2 checkpoint_interval=0 use_cuda=False"
@@ -405,6 +406,30 @@ def test_an_agent_without_chunks_is_rejected_where_a_learner_cuts_episodes(plug,
     message = "learner_args.chunk_length=2: agent=my_agent .*has no hidden_states; forward takes no start"
     with pytest.raises(UserError, match=message):
         preflight(config_from([*command, "learner_args.chunk_length=2"]))
+
+
+def test_a_package_adds_a_command_that_help_shows(tmp_path, capsys, monkeypatch):
+    files = {
+        "my_tool.py": "from omagd.run.cli import Command\nfrom omagd.utils.writing import print_out\n"
+        "GREET = Command('greet NAME', 'greets somebody', __name__)\n"
+        "def arguments(parser): parser.add_argument('name')\n"
+        "def main(options): print_out(f'Hello {options.name}\\n'); return 3\n",
+        "my_tool-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: my-tool\nVersion: 1.0\n",
+        "my_tool-1.0.dist-info/entry_points.txt": "[omagd.commands]\ngreet = my_tool:GREET\n"
+        "broken = my_lost_tool:X\nwrong = my_tool:main\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(COMMANDS, "_lazy", dict(COMMANDS._lazy))
+    monkeypatch.setattr(COMMANDS, "_plugins_read", False)
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  greet NAME           greets somebody\n" in shown and "there is no my_lost_tool" in shown
+    assert main(["greet", "you"]) == 3 and capsys.readouterr().out == "Hello you\n"
+    for name, message in (("broken", "there is no my_lost_tool"), ("wrong", "is no omagd.run.cli.Command")):
+        assert main([name]) == 2 and message in capsys.readouterr().err
 
 
 class PQN(NQLearner):

@@ -11,8 +11,8 @@ import pytest
 from interruption import COMMAND
 
 import omagd
-from omagd.run.analysis.run_report import card_rows
-from omagd.run.analysis.runs import load
+from omagd.lab.analysis.run_report import card_rows
+from omagd.lab.analysis.runs import load
 from omagd.run.cli.main import main
 from omagd.run.reporting import provenance
 from omagd.run.reporting.card import differences, read_card

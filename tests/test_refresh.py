@@ -20,12 +20,12 @@ from run_equality import leaves
 import omagd
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.checks import refresh_warnings
+from omagd.lab.commands import beliefs
 from omagd.learners import PREDICTORS
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.graph_reconstructers import REGISTRY
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, keep_file, load_file
 from omagd.run.checkpoint.whole_state import whole_state
-from omagd.run.cli import beliefs
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.run.training import refresh

@@ -15,8 +15,8 @@ import torch
 from pydantic import BaseModel, Field
 
 from omagd.config.loading import resolve
-from omagd.run.analysis.comparison import table
-from omagd.run.analysis.runs import Run
+from omagd.lab.analysis.comparison import table
+from omagd.lab.analysis.runs import Run
 from omagd.run.api import run
 from omagd.run.cli.main import main
 from omagd.run.reporting.card import (

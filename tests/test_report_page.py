@@ -16,10 +16,10 @@ from many_runs import STEPS, make_run, make_run_on_a_set, make_study
 from scipy.stats import bootstrap
 
 from omagd.envs.frames import Scene
-from omagd.run.analysis.run_report import POPULATIONS
-from omagd.run.analysis.statistics import FEW
+from omagd.lab.analysis.run_report import POPULATIONS
+from omagd.lab.analysis.statistics import FEW
 from omagd.run.cli.main import main
-from omagd.run.watch.recording import Episode, Moment, Recording
+from omagd.run.recording.recording import Episode, Moment, Recording
 
 PIXEL = b"\x89PNG\r\n\x1a\n"
 EVIL = "<script>alert(1)</script>"
@@ -278,9 +278,9 @@ def test_a_folder_of_studies_names_the_failed_jobs_of_each(tmp_path):
 
 
 def test_the_page_of_a_results_file_is_beside_it(tmp_path, capsys):
-    from omagd.run.analysis.runs import load
-    from omagd.run.studies.executors import Job
-    from omagd.run.studies.results import append, line_of
+    from omagd.lab.analysis.runs import load
+    from omagd.lab.studies.executors import Job
+    from omagd.lab.studies.results import append, line_of
     from omagd.utils.run_folder import RunFolder
 
     (run,) = load([make_run(tmp_path / "run", seed=1)])
@@ -329,7 +329,7 @@ def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
     for line in ("old.json.gz: is damaged", "card: cannot be shown (TypeError)", "set_aside/ has files"):
         assert line in text
     assert "<img" not in (folder / "report.html").read_text(), "a picture that is too large"
-    monkeypatch.setattr("omagd.run.analysis.run_report.LARGEST_RECORDING", 3)
+    monkeypatch.setattr("omagd.lab.analysis.run_report.LARGEST_RECORDING", 3)
     assert "1 recordings are too large for this page" in "\n".join(report(folder).lines)
     (folder / "config.json").unlink()
     assert "config.json cannot be read" in report(folder).lines
@@ -344,9 +344,9 @@ def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
 
 
 def test_the_newest_recording_is_played(tmp_path):
-    from omagd.run.analysis.run_report import player
-    from omagd.run.analysis.runs import load
-    from omagd.run.watch.page import player_page
+    from omagd.lab.analysis.run_report import player
+    from omagd.lab.analysis.runs import load
+    from omagd.lab.watch.page import player_page
 
     folder = make_run(tmp_path / "run")
     record_battle(folder)

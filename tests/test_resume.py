@@ -20,10 +20,10 @@ from interruption import Interrupted, interrupted_run, wait_for_saves
 from run_equality import differences, reproducible, reproducible_lines
 
 from omagd.config.schema import Config
+from omagd.lab.analysis.comparison import table
+from omagd.lab.analysis.runs import load
 from omagd.learners import PREDICTORS, REGISTRY
 from omagd.learners.nq_learner import NQLearner
-from omagd.run.analysis.comparison import table
-from omagd.run.analysis.runs import load
 from omagd.run.checkpoint import store as checkpoint_store
 from omagd.run.checkpoint import writer as snapshot_writer
 from omagd.run.checkpoint.checkpointer import Checkpointer

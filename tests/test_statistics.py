@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omagd.run.analysis import statistics
-from omagd.run.analysis.statistics import gap_share, improvement, interval, iqm, mean, profile
+from omagd.lab.analysis import statistics
+from omagd.lab.analysis.statistics import gap_share, improvement, interval, iqm, mean, profile
 
 REPS = 4000
 

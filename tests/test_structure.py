@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "src").rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-RUN_PACKAGES = {"cli", "studies", "analysis", "watch", "launch", "training", "checkpoint", "reporting"}
+RUN_PACKAGES = {"cli", "launch", "training", "recording", "checkpoint", "reporting"}
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, ...]]:

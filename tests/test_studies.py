@@ -22,19 +22,19 @@ from sockets import wait_until
 
 import omagd
 from omagd.config.loading import resolve
+from omagd.lab.studies import EXECUTORS, engine, estimate, results, spec, view
+from omagd.lab.studies import local as local_runs
+from omagd.lab.studies import state as study_state
+from omagd.lab.studies import study as whole_study
+from omagd.lab.studies.executors import Ended, Job, Place
+from omagd.lab.studies.local import LocalArgs, LocalExecutor
+from omagd.lab.studies.processes import finish, last_error, start_run
+from omagd.lab.studies.spec import config_of, load
+from omagd.lab.studies.state import DONE, ELSEWHERE, FAILED, PRUNED, RUNNING, WAITING, Record, StudyState, locked_study
+from omagd.lab.studies.study import not_comparable, run_study
+from omagd.lab.studies.view import ConsoleView, seconds_left, study_table
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.cli.main import config_from, main
-from omagd.run.studies import EXECUTORS, engine, estimate, results, spec, view
-from omagd.run.studies import local as local_runs
-from omagd.run.studies import state as study_state
-from omagd.run.studies import study as whole_study
-from omagd.run.studies.executors import Ended, Job, Place
-from omagd.run.studies.local import LocalArgs, LocalExecutor
-from omagd.run.studies.processes import finish, last_error, start_run
-from omagd.run.studies.spec import config_of, load
-from omagd.run.studies.state import DONE, ELSEWHERE, FAILED, PRUNED, RUNNING, WAITING, Record, StudyState, locked_study
-from omagd.run.studies.study import not_comparable, run_study
-from omagd.run.studies.view import ConsoleView, seconds_left, study_table
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.signals import Stopped
@@ -234,7 +234,7 @@ def test_a_sweep_file_is_no_study_file_and_the_reverse(tmp_path, capsys):
 def test_an_executor_that_cannot_work_here_leaves_no_folder(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", str(tmp_path))  # no srun
-    monkeypatch.setattr("omagd.run.studies.study.examine", lambda jobs, executor, source: {})
+    monkeypatch.setattr("omagd.lab.studies.study.examine", lambda jobs, executor, source: {})
     study = load({"name": "toy", "config": "qmix"}, results=str(tmp_path / "results"), executor="slurm")
     with pytest.raises(UserError, match="executor=slurm: "):
         run_study(study, lambda line: None, quiet=True)
@@ -392,7 +392,7 @@ def test_a_failed_run_is_noted_and_the_others_go_on(study):
 def test_the_cpu_time_of_each_run_is_that_of_its_own_processes_over_all_starts(study, monkeypatch):
     jobs = [stub_job("busy", "busy"), stub_job("idle"), stub_job("later", "busy")]
     cores = tuple(os.sched_getaffinity(0))[0]
-    monkeypatch.setattr("omagd.run.studies.local._cores", lambda args: [(cores,), (cores,)])
+    monkeypatch.setattr("omagd.lab.studies.local._cores", lambda args: [(cores,), (cores,)])
     engine.run(jobs, local(study), study)
     spent = {name: record.cpu_seconds for name, record in study.records.items()}
     assert all(0.7 < spent[name] < 3 for name in ("busy", "later")) and 0 < spent["idle"] < 0.4
@@ -724,7 +724,7 @@ def test_the_process_that_checks_runs_ends_with_the_one_that_leads_the_study(tmp
     wait.write_text(f"#!/bin/sh\necho $$ > {number}.new; mv {number}.new {number}; exec sleep 60\n")
     wait.chmod(0o755)
     program = (
-        "import sys; from omagd.run.studies.executors import Job; from omagd.run.studies.study import examine\n"
+        "import sys; from omagd.lab.studies.executors import Job; from omagd.lab.studies.study import examine\n"
         "sys.executable = sys.argv[1]; examine([Job('a', 'a', 'toy', '', 1, ('with',))], 'local', 'study')"
     )
     leader = subprocess.Popen([sys.executable, "-c", program, str(wait)])
@@ -739,7 +739,7 @@ def test_the_process_that_checks_runs_ends_with_the_one_that_leads_the_study(tmp
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 def test_a_run_gets_sigterm_when_the_process_that_leads_the_study_is_killed(tmp_path):
     program = (
-        "import sys, time; from pathlib import Path; from omagd.run.studies.processes import start_run\n"
+        "import sys, time; from pathlib import Path; from omagd.lab.studies.processes import start_run\n"
         "print(start_run(sys.argv[2:], Path(sys.argv[1])).pid, flush=True); time.sleep(60)"
     )
     stub = [sys.executable, "-S", "-E", "-c", STUB, str(tmp_path / "run"), "hangs"]

@@ -23,9 +23,9 @@ from run_equality import differences
 from sockets import wait_until
 
 import omagd
-from omagd.run.studies import results
-from omagd.run.studies.spec import load
-from omagd.run.studies.state import StudyState
+from omagd.lab.studies import results
+from omagd.lab.studies.spec import load
+from omagd.lab.studies.state import StudyState
 
 pytestmark = pytest.mark.processes
 PATIENCE = 240.0
@@ -178,8 +178,8 @@ def test_a_preempted_slurm_task_saves_and_is_requeued(tmp_path):
     stub += f"open({str(tmp_path / 'times')!r}, 'a').write('x'); print('ready', flush=True); time.sleep(60)"
     program = (
         "import sys; from pathlib import Path\n"
-        "from omagd.run.studies.executors import Job, Place\n"
-        "from omagd.run.studies.slurm import SlurmArgs, SlurmExecutor\n"
+        "from omagd.lab.studies.executors import Job, Place\n"
+        "from omagd.lab.studies.slurm import SlurmArgs, SlurmExecutor\n"
         "place = Path(sys.argv[1]); (place / 'logs').mkdir(parents=True)\n"
         "executor = SlurmExecutor(Place(place, SlurmArgs(poll_seconds=2)))\n"
         "executor.start(Job('a', '', '', '', 1, ()), sys.argv[2:], ())\n"

@@ -23,13 +23,13 @@ from matplotlib.figure import Figure
 from sweep_stand_in import BEST_GAMMA, BEST_LR, PLUGIN, KnownExecutor
 
 from omagd.config.loading import resolve
+from omagd.lab.studies import EXECUTORS, engine, estimate, sweep, sweep_report, trials
+from omagd.lab.studies.spec import config_of
+from omagd.lab.studies.state import DONE, FAILED, PRUNED, StudyState
+from omagd.lab.studies.study import examine
+from omagd.lab.studies.sweep import run_sweep
+from omagd.lab.studies.sweep_spec import Parameter, load_sweep
 from omagd.run.cli.main import main
-from omagd.run.studies import EXECUTORS, engine, estimate, sweep, sweep_report, trials
-from omagd.run.studies.spec import config_of
-from omagd.run.studies.state import DONE, FAILED, PRUNED, StudyState
-from omagd.run.studies.study import examine
-from omagd.run.studies.sweep import run_sweep
-from omagd.run.studies.sweep_spec import Parameter, load_sweep
 from omagd.utils.errors import UserError
 
 SPACE = {"lr": {"low": 1e-5, "high": 1e-1, "log": True}, "gamma": {"low": 0.5, "high": 0.99}}
@@ -160,7 +160,7 @@ def test_a_sweep_that_is_killed_at_random_moments_loses_and_repeats_no_trial(tmp
         (plugin / name).parent.mkdir(parents=True, exist_ok=True)
         (plugin / name).write_text(text)
     program = (
-        "import sys; from omagd.run.studies import engine, sweep; from omagd.run.cli.main import main\n"
+        "import sys; from omagd.lab.studies import engine, sweep; from omagd.run.cli.main import main\n"
         "engine.POLL_SECONDS = 0.02; sweep.LOOK_SECONDS = 0; sweep.examine = lambda *_: {}\n"
         "sys.exit(main(sys.argv[1:]))"
     )

@@ -21,11 +21,12 @@ from watch_toys import Oracle, play, small_recording
 from omagd.components.action_selectors import log_softmax
 from omagd.config.loading import resolve
 from omagd.envs.factory import make_env
+from omagd.lab.watch import drawing
+from omagd.lab.watch.page import player_page
 from omagd.run.cli.main import main
+from omagd.run.recording import WRITERS
+from omagd.run.recording.recording import Recording, save_recording
 from omagd.run.reporting.log_sinks import make_logger
-from omagd.run.watch import drawing
-from omagd.run.watch.page import player_page, save_recording
-from omagd.run.watch.recording import Recording
 from omagd.runners.runner import Runner
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError
@@ -132,7 +133,7 @@ def test_a_file_is_read_as_it_was_written_and_a_wrong_one_is_one_line(battles, t
         assert battles.packed() == path.read_bytes(), "whenever it is written"
     values = json.loads(gzip.decompress(path.read_bytes()))
     with monkeypatch.context() as patch:
-        patch.setattr("omagd.run.watch.recording.LARGEST", len(gzip.decompress(path.read_bytes())) - 1)
+        patch.setattr("omagd.run.recording.recording.LARGEST", len(gzip.decompress(path.read_bytes())) - 1)
         with pytest.raises(UserError, match="holds more than"):
             Recording.read(path)
     short = json.loads(json.dumps(values))
@@ -230,7 +231,7 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
         (["watch", str(tmp_path / "gone")], "no such folder"),
         (["watch", str(tmp_path)], "holds no agent.th"),
         (["watch", str(path), "seed=3"], "seed=3: a recording is shown as it is"),
-        (["watch", str(path), "--format=avi"], "--format=avi: must be html, gif, mp4 or png"),
+        (["watch", str(path), "--format=avi"], "--format=avi: must be gif, html, mp4 or png"),
         (["watch", str(path), "--agent=5"], "--agent=5: the agents are 0 to 4"),
         (["watch", str(path), "--agent=-1"], "--agent=-1: must be a number"),
         (["watch", str(path), "--steps=3"], "--steps=3: html shows all steps"),
@@ -245,7 +246,7 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
 
 
 def test_episodes_that_were_played_are_kept_beside_their_page(battles, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("omagd.run.cli.watch._played", lambda *_: (battles, tmp_path / "replays" / "3m_400"))
+    monkeypatch.setattr("omagd.lab.commands.watch._played", lambda *_: (battles, tmp_path / "replays" / "3m_400"))
     assert main(["watch", str(tmp_path), "-o", str(tmp_path / "b.html")]) == 0 and not (tmp_path / "replays").exists()
     assert main(["watch", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "replays" / "3m_400.html")
@@ -264,7 +265,7 @@ def test_what_is_asked_for_reaches_the_game_and_the_file(battles, tmp_path, caps
         ("checkpoint.weights.run_folder_of", lambda step: step.parent.parent),
     ):
         monkeypatch.setattr(f"omagd.run.{place}", made)
-    monkeypatch.setitem(drawing.WRITERS, "gif", lambda recording, path, agent: asked.append((path.name, agent)))
+    monkeypatch.setitem(WRITERS._objects, "gif", lambda recording, path, agent: asked.append((path.name, agent)))
     assert main(["watch", str(tmp_path), "with", "seed=3", "--episodes=4", "--agent=2"]) == 0
     assert asked == [{"seed": "3"}, 4]
     page = tmp_path / "run" / "replays" / "skirmish_5m_vs_6m_400.html"
@@ -275,7 +276,7 @@ def test_what_is_asked_for_reaches_the_game_and_the_file(battles, tmp_path, caps
         tmp_path / "mixed.json.gz"
     )
     assert main(["watch", str(mixed), "--agent=4"]) == 0, "an agent of the larger map"
-    save_recording(battles, tmp_path / "kept")
+    save_recording(battles, tmp_path / "kept", "html")
     assert "?? 0)" in (tmp_path / "kept.html").read_text()
     title = (tmp_path / "kept.html").read_text().partition("<title>")[2].partition("</title>")[0]
     assert "&lt;b&gt;policy" in title and "<b>" not in title
@@ -284,7 +285,7 @@ def test_what_is_asked_for_reaches_the_game_and_the_file(battles, tmp_path, caps
 def test_a_video_needs_the_extra_and_has_all_moments(battles, tmp_path, capsys, monkeypatch):
     path = battles.write(tmp_path / "a.json.gz")
     with monkeypatch.context() as patch:
-        patch.setattr("omagd.run.cli.watch.find_spec", lambda name: None)
+        patch.setattr("omagd.lab.commands.watch.find_spec", lambda name: None)
         assert main(["watch", str(path), "--format=mp4"]) == 2
     assert "needs an extra: pip install" in capsys.readouterr().err
     ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="the extra [watch] is not installed")
@@ -346,7 +347,7 @@ def test_the_largest_map_is_shown_in_one_small_page_and_drawn_in_seconds(tmp_pat
     recording, _, _ = play(map_name="27m_vs_30m", slots=1)
     (episode,) = recording.episodes
     assert episode.moments[0].beliefs and len(episode.moments[0].values) == 27
-    save_recording(recording, tmp_path / "big")
+    save_recording(recording, tmp_path / "big", "html")
     page = (tmp_path / "big.html").read_text(encoding="utf-8")
     assert len(page) * 100 / episode.length < 2_000_000, "100 steps of the largest map"
     begun = time.process_time()

@@ -11,8 +11,8 @@ from omagd.controllers.types import Decision
 from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
-from omagd.run.watch.recorder import Recorder
-from omagd.run.watch.recording import Recording
+from omagd.run.recording.recorder import Recorder
+from omagd.run.recording.recording import Recording
 from omagd.runners.runner import Runner
 from omagd.runners.starts import EpisodeSeeds, TaskStarts
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from omagd.run.analysis.statistics import difference, improvement, interval, iqm
+from omagd.lab.analysis.statistics import difference, improvement, interval, iqm
 
 PAGE = Path(__file__).with_name("reconstruction.md")
 RESULTS = PAGE.with_suffix("") / "belief_head.jsonl"

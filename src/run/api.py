@@ -1,10 +1,8 @@
-"""Python interface (docs/python_api.md): `run`, `study`, `load_policy`, `make` and `play` of `omagd`."""
+"""Python interface (docs/python_api.md): `run`, `load_policy`, `make` and `play` of `omagd`."""
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -23,7 +21,7 @@ from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import AGENT_REWARD, LOST_IN_A_ROW, Observation
 from omagd.envs.task_sets.sets import task_set
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
-from omagd.run.launchers import join_tasks, require_one_task
+from omagd.run.launchers import join_tasks
 from omagd.run.run import run_seeds
 from omagd.run.training import build
 from omagd.run.training.battles import load_mac
@@ -31,7 +29,6 @@ from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError, unknown_name
 from omagd.utils.run_folder import RunFolder
-from omagd.utils.signals import stoppable
 
 
 class Team(Protocol):
@@ -56,28 +53,6 @@ def run(config: Config) -> dict[str, Any]:
 
     join_tasks()
     return run_seeds(None, preflight(config).config)
-
-
-def study(
-    spec: str | Path | Mapping[str, Any], *, results: str | None = None, executor: str | None = None
-) -> dict[str, Any]:
-    """Run a study, or what is left of it, like `omagd study`; call it in the main thread.
-
-    Args:
-        spec: path of a study file, or its values (docs/studies.md). results: folder around the study's folder.
-        executor: local, slurm or ray, instead of the first one that the study names.
-    Returns: `folder`; `complete`: whether every run has a result; `runs`: a list with `name`, `arm`, `env`, `map`,
-        `seed`, `state`, `error` and `folder` of each.
-    Errors: UserError for what the study gets wrong, before anything starts. A failed run is no error.
-    """
-    require_one_task("study")
-    from omagd.run.studies.spec import load
-    from omagd.run.studies.study import outcome, run_study
-
-    found = load(spec, results=results, executor=executor)
-    with stoppable():
-        complete, runs = outcome(run_study(found, warnings.warn, quiet=not sys.stderr.isatty()), found)
-    return {"folder": str(found.folder), "complete": complete, "runs": runs}
 
 
 def make(env: str, **env_args: Any) -> ParallelBattle:

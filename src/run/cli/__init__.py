@@ -1,1 +1,60 @@
-"""Command line: parse arguments, check the configuration, list and compare runs, examine the machine."""
+"""Command line: parse arguments, check the configuration, examine the machine. `REGISTRY` maps names to commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omagd.utils.errors import UserError
+from omagd.utils.registry import Registry
+
+if TYPE_CHECKING:
+    import argparse
+
+    from omagd.utils.errors import Mistakes
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that does something else than train.
+
+    Attributes:
+        usage: name and arguments. about: for `--help`.
+        module: has `arguments(parser)`, which adds its arguments to an `argparse.ArgumentParser`, and `main(options)`,
+            which returns the exit code. It is imported when the command is used.
+        run: instead of `module`, for a command that takes the options of a training: called with the options, the
+            words after the command's name, and what is wrong so far.
+    """
+
+    usage: str
+    about: str
+    module: str = ""
+    run: Callable[[argparse.Namespace, list[str], Mistakes], int] | None = None
+
+    def help(self) -> str:
+        """Return the line of `--help`."""
+        return f"  {self.usage:<19}  {self.about}"
+
+
+REGISTRY: Registry[Command] = Registry(
+    "command",
+    "omagd.commands",
+    lazy={
+        **{name: f"omagd.run.cli.main:{name.upper()}" for name in ("doctor", "evaluate", "clean")},
+        **{
+            name: f"omagd.lab.commands:{name.upper()}"
+            for name in ("plot", "compare", "report", "beliefs", "study", "sweep", "watch")
+        },
+    },
+)
+
+
+def command_of(words: list[str]) -> Command | None:
+    """Return the command that the first word names; None for another word. Errors: UserError for a broken plug-in."""
+    if not words or words[0] not in REGISTRY:
+        return None
+    found = REGISTRY.get(words[0])
+    if not isinstance(found, Command):
+        raise UserError(f"command={words[0]}: {found!r} is no omagd.run.cli.Command. See docs/extending.md")
+    return found

@@ -8,13 +8,14 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from omagd.run import REGISTRY
+from omagd.run.cli import REGISTRY as COMMANDS
+from omagd.run.cli import Command, command_of
 from omagd.run.launchers import is_main, join_tasks, require_one_task
 from omagd.utils.errors import (
     USER_ERROR_EXIT_CODE,
@@ -156,7 +157,7 @@ def _options(argv: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
 
 
 def _main(argv: list[str]) -> int:
-    command = COMMANDS.get(argv[0]) if argv else None
+    command = command_of(argv)
     if command is not None and command.module:
         require_one_task(argv[0])
         return _own(command, argv)
@@ -164,9 +165,9 @@ def _main(argv: list[str]) -> int:
     options = _options(argv, mistakes)
     if options.help:  # of `doctor` and `evaluate` too, which take the same options
         mistakes.raise_any()
-        print_out(HELP.format(commands="\n".join(command.help() for command in COMMANDS.values())))
+        print_out(HELP.format(commands="\n".join(map(_line, COMMANDS.names()))))
         return 0
-    if (command := COMMANDS.get("".join(options.words[:1]))) is not None and command.run is not None:
+    if (command := command_of(options.words)) is not None and command.run is not None:
         return command.run(options, options.words[1:], mistakes)
     texts = updates(options.words, mistakes)
     if options.version or options.list:
@@ -184,26 +185,13 @@ def _main(argv: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command that does something else than train.
-
-    Attributes:
-        usage: name and arguments. about: for `--help`.
-        module: has `arguments(parser)`, which adds its arguments to an `argparse.ArgumentParser`, and `main(options)`,
-            which returns the exit code. It is imported when the command is used.
-        run: instead of `module`, for a command that takes the options of a training: called with the options, the
-            words after the command's name, and what is wrong so far.
-    """
-
-    usage: str
-    about: str
-    module: str = ""
-    run: Callable[[argparse.Namespace, list[str], Mistakes], int] | None = None
-
-    def help(self) -> str:
-        """Return the line of `--help`."""
-        return f"  {self.usage:<19}  {self.about}"
+def _line(name: str) -> str:
+    """Return a command's line of `--help`; of a broken plug-in, what is wrong with it."""
+    try:
+        command = command_of([name])
+    except UserError as error:
+        return f"  {name:<19}  {error.message}"
+    return command.help() if command else ""
 
 
 def _own(command: Command, argv: list[str]) -> int:
@@ -312,7 +300,7 @@ def updates(words: Sequence[str], mistakes: Mistakes | None = None) -> dict[str,
     with collected(mistakes) as found:
         if first != "with":
             fix = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
-            near = nearest(first, COMMANDS)
+            near = nearest(first, COMMANDS.names())
             if first in COMMANDS:
                 fix, near = "give it before the options", ""
             told = "use --dry-run" if first == "print_config" else f"not understood; {fix}{'.' * bool(near)}{near}"
@@ -347,39 +335,12 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}. See --help")
 
 
-COMMANDS = {
-    command.usage.partition(" ")[0]: command
-    for command in (
-        Command("doctor", "check this machine and print fixes; --env-config=NAME: for that environment", run=_doctor),
-        Command(
-            "evaluate RUN [key=value ...]",
-            "evaluate a trained run; RUN: its folder, its models/ or one step's folder there",
-            run=_evaluate,
-        ),
-        Command(
-            "plot RUN ...", "figures of several runs or a study: curves with bands, profiles", "omagd.run.analysis.plot"
-        ),
-        Command(
-            "compare RUN ...",
-            "print the results of several runs or a study in a table; marks runs that cannot be compared",
-            "omagd.run.analysis.comparison",
-        ),
-        Command("report RUN ...", "one HTML page about a run, several runs or a study", "omagd.run.analysis.report"),
-        Command(
-            "beliefs TEST ...",
-            "cheap tests of what is unseen: census, plug-in, swap; `beliefs gate STUDY`",
-            "omagd.run.cli.beliefs",
-        ),
-        Command("study FILE.yaml", "run arms x environments x seeds; `study status FOLDER`", "omagd.run.cli.study"),
-        Command(
-            "clean FOLDER ...", "free what finished runs no longer need (--dry-run shows it)", "omagd.run.cli.clean"
-        ),
-        Command("sweep FILE.yaml", "search the best keys with Optuna; `sweep status FOLDER`", "omagd.run.cli.sweep"),
-        Command(
-            "watch RUN [key=value ...]",
-            "play a trained run, or a recording, as an HTML page, a GIF or an MP4 (--format=...)",
-            "omagd.run.cli.watch",
-        ),
-    )
-}
-"""By name."""
+DOCTOR = Command("doctor", "check this machine and print fixes; --env-config=NAME: for that environment", run=_doctor)
+EVALUATE = Command(
+    "evaluate RUN [key=value ...]",
+    "evaluate a trained run; RUN: its folder, its models/ or one step's folder there",
+    run=_evaluate,
+)
+CLEAN = Command(
+    "clean FOLDER ...", "free what finished runs no longer need (--dry-run shows it)", "omagd.run.cli.clean"
+)

@@ -13,11 +13,11 @@ from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
 from omagd.run.checkpoint.weights import find_step_folder
+from omagd.run.recording.recorder import Recorder
+from omagd.run.recording.recording import Recording
 from omagd.run.training.build import build_mac, load_agent, load_pretrained, of_checkpoint
 from omagd.run.training.session import Session
 from omagd.run.training.tasks import episode_starts
-from omagd.run.watch.recorder import Recorder
-from omagd.run.watch.recording import Recording
 from omagd.runners.runner import Runner
 from omagd.runners.starts import TaskStarts
 from omagd.utils.metrics import Metrics

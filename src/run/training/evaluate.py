@@ -15,13 +15,12 @@ from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+from omagd.run.recording.recorder import Recorder
+from omagd.run.recording.recording import Recording, save_recording
 from omagd.run.reporting.card import Card, read_card
 from omagd.run.training.battles import greedy_episodes, load_mac, policy_name
 from omagd.run.training.build import require_same_weights
 from omagd.run.training.session import Session
-from omagd.run.watch.page import save_recording
-from omagd.run.watch.recorder import Recorder
-from omagd.run.watch.recording import Recording
 from omagd.utils.errors import Mistakes, UserError, collected
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.writing import STORAGE
@@ -100,7 +99,7 @@ def evaluate(session: Session) -> StageResult:
     session.logger.log(values, stage="stage3", clock="t_env", t=t_env)
     if recorder is not None:
         with STORAGE.attempt("replays"):
-            save_recording(Recording(episodes=recorder.episodes), session.folder.replays / "episodes")
+            save_recording(Recording(episodes=recorder.episodes), session.folder.replays / "episodes", "html")
     if config.save_replay:
         # An environment may have replays of its own, as StarCraft II has.
         with suppress(NotImplementedError), STORAGE.attempt("replays"):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from omagd.controllers.types import MAC
+from omagd.run.recording.recorder import Recorder
+from omagd.run.recording.recording import Recording, save_recording
 from omagd.run.training.battles import greedy_episodes
 from omagd.run.training.session import Session
-from omagd.run.watch.drawing import write_gif
-from omagd.run.watch.recorder import Recorder
-from omagd.run.watch.recording import SUFFIX, Recording
 from omagd.utils.writing import STORAGE
 
 BEST_OF = ("test_battle_won_mean", "test_return_mean")
@@ -70,5 +69,4 @@ class Tests:
             return
         video, self._video, path = self._video, None, self.session.folder.replays / f"test_{t_env}"
         with STORAGE.attempt("replays"):
-            video.write(path.with_name(path.name + SUFFIX))
-            self.session.logger.picture("test_battle", write_gif(video, path.with_name(path.name + ".gif"), agent=0))
+            self.session.logger.picture("test_battle", save_recording(video, path, "gif"))

@@ -1,0 +1,29 @@
+"""The commands of this package, as `omagd.run.cli.REGISTRY` names them."""
+
+from __future__ import annotations
+
+from omagd.run.cli import Command
+
+PLOT = Command(
+    "plot RUN ...", "figures of several runs or a study: curves with bands, profiles", "omagd.lab.analysis.plot"
+)
+COMPARE = Command(
+    "compare RUN ...",
+    "print the results of several runs or a study in a table; marks runs that cannot be compared",
+    "omagd.lab.analysis.comparison",
+)
+REPORT = Command("report RUN ...", "one HTML page about a run, several runs or a study", "omagd.lab.analysis.report")
+BELIEFS = Command(
+    "beliefs TEST ...",
+    "cheap tests of what is unseen: census, plug-in, swap; `beliefs gate STUDY`",
+    "omagd.lab.commands.beliefs",
+)
+STUDY = Command("study FILE.yaml", "run arms x environments x seeds; `study status FOLDER`", "omagd.lab.commands.study")
+SWEEP = Command(
+    "sweep FILE.yaml", "search the best keys with Optuna; `sweep status FOLDER`", "omagd.lab.commands.sweep"
+)
+WATCH = Command(
+    "watch RUN [key=value ...]",
+    "play a trained run, or a recording, as an HTML page, a GIF or an MP4 (--format=...)",
+    "omagd.lab.commands.watch",
+)

@@ -1,0 +1,79 @@
+"""`omagd sweep FILE.yaml`: search the space of a sweep file, export it for W&B, or show how far a sweep is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omagd.lab.commands.study import add_common, continued, only_word, status_folder
+from omagd.utils.errors import UserError
+from omagd.utils.signals import stoppable
+from omagd.utils.writing import print_out, print_warning, replace_file
+
+if TYPE_CHECKING:
+    from omagd.lab.studies.sweep_spec import Sweep
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `sweep`."""
+    add_common(parser, "sweep", "docs/sweeps.md")
+    parser.add_argument("--export-wandb", metavar="FILE", help="write the space as a W&B sweep file, and run nothing")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; return 1 if no trial has a result."""
+    if options.words[:1] == ["status"]:
+        return _status(options.words[1:])
+    file = only_word(options.words, "sweep")
+    from omagd.lab.studies.study import named_with_runs
+    from omagd.lab.studies.sweep_spec import load_sweep
+
+    with named_with_runs():
+        sweep = load_sweep(file, results=options.results, executor=options.executor)
+    if options.export_wandb is not None:
+        return _export(sweep, Path(options.export_wandb).expanduser())
+    with stoppable():
+        if options.dry_run:
+            from omagd.lab.studies.estimate import estimate_sweep
+
+            print_out(estimate_sweep(sweep, options.probe_seconds))
+            return 0
+        with continued(sweep.folder, "sweep", options, sweep.file.trials):
+            return _run(sweep)
+
+
+def _run(sweep: Sweep) -> int:
+    from omagd.lab.studies.sweep import run_sweep
+    from omagd.lab.studies.sweep_report import markdown
+
+    found = run_sweep(sweep, print_warning)
+    print_out(f"{markdown(sweep, found)}\n{sweep.folder}\n")
+    return 0 if found["best"] is not None else 1
+
+
+def _export(sweep: Sweep, path: Path) -> int:
+    from omagd.lab.studies.sweep_report import wandb_file
+
+    try:
+        replace_file(path, wandb_file(sweep).encode())
+    except OSError as problem:
+        raise UserError(f"--export-wandb={path}: cannot be written ({problem.strerror}). Give another file") from None
+    print_out(f"{path}\nStart it: wandb sweep {path}\n")
+    return 0
+
+
+def _status(words: Sequence[str]) -> int:
+    from omagd.lab.studies.state import StudyState
+    from omagd.lab.studies.view import ConsoleView
+
+    folder = status_folder(words, "sweep")
+    try:
+        table = (folder / "trials.md").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        raise UserError(f"{folder}: holds no sweep, or none that has begun a trial (trials.md is missing)") from None
+    state = StudyState.read(folder)
+    who = state.leader()  # before the table: it says which runs still go on
+    print_out(f"{table}\nruns: {ConsoleView(state, 1).headline()}; {who}\n")
+    return 0

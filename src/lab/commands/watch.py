@@ -1,0 +1,152 @@
+"""`watch RUN [key=value …]` plays a trained team, `watch FILE` shows a recording: a page, a video, or moments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omagd.run.recording import WRITERS
+from omagd.utils.errors import UserError
+from omagd.utils.writing import print_out
+
+if TYPE_CHECKING:
+    from omagd.run.recording.recording import Recording
+
+NAMED = 8
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `watch`."""
+    add = parser.add_argument
+    run = "a run's folder, its models/, a step's folder, a study of one run, or a recording (*.json.gz)"
+    add("source", nargs="?", metavar="RUN", help=run)
+    keys = "keys to change, such as env_args.map_name=3m load_step=400000 seed=2"
+    add("words", nargs="*", metavar="key=value", help=keys)
+    add("--format", default="", help="html (default), gif, mp4 (needs the extra `watch`), or png: moments of a battle")
+    where = "default: in replays/ of the run, or beside the recording"
+    add("-o", "--output", default="", metavar="FILE", help=where)
+    add("--agent", metavar="N", help="the agent whose view is shown, in html the first one; default: 0; png: the one of"
+        " whom there is most to see")  # fmt: skip
+    add("--steps", default="", metavar="A,B,...", help="png: steps of the battle to show; default: three telling ones")
+    add("--episodes", default="1", metavar="N", help="episodes of each map; default: 1")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Play or read the episodes, write the file and print its path. Errors: UserError."""
+    if not options.source or "=" in options.source:
+        raise UserError("watch: name the run or a recording, as in: python -m omagd watch results/<run>")
+    kind = _format(options)
+    agent = None if options.agent is None else _number("--agent", options.agent, 0)
+    episodes, steps = _number("--episodes", options.episodes, 1), _steps(options.steps, kind)
+    source = Path(os.path.expanduser(options.source))  # unlike Path.expanduser, no error for an unknown user
+    from omagd.run.recording.recording import SUFFIX, Recording
+
+    if played := not os.path.isfile(source):
+        recording, beside = _played(options.source, options.words, episodes)
+    else:
+        if options.words:
+            fix = "give the run's folder to play other episodes"
+            raise UserError(f"{options.words[0]}: a recording is shown as it is; {fix}")
+        recording, beside = Recording.read(source), source.with_name(source.name.removesuffix(SUFFIX))
+    most = max(episode.n_agents for episode in recording.episodes)
+    if agent is not None and agent >= most:
+        raise UserError(f"--agent={agent}: the agents are 0 to {most - 1}")
+    path = Path(options.output).expanduser() if options.output else beside.with_name(f"{beside.name}.{kind}")
+    try:
+        _write(recording, path, kind, agent, steps)
+        if played and not options.output:  # beside the page, for `report` and other formats
+            recording.write(beside.with_name(beside.name + SUFFIX))
+    except OSError as problem:
+        raise UserError(f"{path}: cannot be written ({problem.strerror}). Give another file with --output") from None
+    for episode in recording.episodes:
+        print_out(f"{episode.label}: {episode.outcome} after {episode.length} steps, seed {episode.seed}\n")
+    print_out(f"{path}\n")
+    return 0
+
+
+def _format(options: argparse.Namespace) -> str:
+    """Return the format: as given, else as the output's ending says, else html. Errors: UserError."""
+    ending = Path(options.output).suffix.removeprefix(".").lower()
+    formats = [*WRITERS.names(), "png"]  # png: moments, which are chosen
+    kind = str(options.format or (ending if ending in formats else "html"))
+    if kind not in formats:
+        raise UserError(f"--format={kind}: must be {', '.join(formats[:-1])} or {formats[-1]}")
+    if kind == "mp4" and find_spec("imageio_ffmpeg") is None:  # before anything is played
+        raise UserError('--format=mp4: needs an extra: pip install "omagd[watch]". Without it use --format=gif')
+    return kind
+
+
+def _number(flag: str, text: str, least: int) -> int:
+    if not text.isdecimal() or len(text) > 6 or int(text) < least:
+        raise UserError(f"{flag}={text}: must be a number from {least} on")
+    return int(text)
+
+
+def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]:
+    """Play episodes of a run; return them and the path, without ending, of the file to write."""
+    from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+    from omagd.run.training.battles import record_battles
+    from omagd.run.training.evaluate import evaluation_config
+    from omagd.utils.run_folder import RunFolder
+
+    texts: dict[str, str] = {}
+    for word in words[1:] if words[:1] == ["with"] else words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UserError(f"watch {run} {word}: expected key=value, without spaces around `=`")
+        texts[key] = text
+    run = _only_run(run)
+    source = f"watch {run}"
+    config = evaluation_config(run, texts, "watch")
+    step = find_step_folder(config.checkpoint_path, config.load_step, source=source)
+    recording = record_battles(config, episodes, source)
+    if step.name.isdecimal():
+        asked = config.load_step not in (0, int(step.name))
+        near = f" (of those saved, the nearest to load_step={config.load_step})" if asked else ""
+        print_out(f"weights of step {step.name}{near}\n")
+    maps = list(dict.fromkeys(episode.map_name for episode in recording.episodes))
+    name = "_".join([config.env, *([maps[0]] if len(maps) == 1 and maps[0] else []), step.name])
+    return recording, RunFolder(run_folder_of(step)).replays / name
+
+
+def _only_run(given: str) -> str:
+    """Return the run to play: as given, or the only one with weights in a study or a folder of runs.
+
+    Errors: UserError that names the runs to choose from.
+    """
+    from omagd.lab.analysis.runs import folders_of_runs
+    from omagd.run.checkpoint.weights import AGENT_FILE
+    from omagd.utils.run_folder import RunFolder
+
+    place = Path(os.path.expanduser(given))
+    runs = {} if (place / AGENT_FILE).is_file() or (place / "models").is_dir() else folders_of_runs(place.absolute())
+    if not runs or place.absolute() in runs:
+        return given
+    trained = [folder for folder in runs if RunFolder(folder).saved_steps()]
+    if len(trained) == 1:
+        return str(trained[0])
+    if not trained:
+        raise UserError(f"watch {given}: holds {len(runs)} runs, and none has saved weights yet")
+    names = ", ".join(str(folder.relative_to(place.absolute())) for folder in trained[:NAMED])
+    more = f" and {len(trained) - NAMED} more" if len(trained) > NAMED else ""
+    raise UserError(f"watch {given}: holds {len(trained)} runs with weights. Name one of them: {names}{more}")
+
+
+def _steps(text: str, kind: str) -> list[int]:
+    """Return the steps to show. Errors: UserError."""
+    if text and kind != "png":
+        raise UserError(f"--steps={text}: {kind} shows all steps. Use it with --format=png")
+    return [_number("--steps", part.strip(), 0) for part in text.split(",")] if text else []
+
+
+def _write(recording: Recording, path: Path, kind: str, agent: int | None, steps: list[int]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "png":
+        from omagd.lab.watch.moments import write_png
+
+        write_png(recording, path, agent, steps)
+        return
+    WRITERS.get(kind)(recording, path, agent or 0)

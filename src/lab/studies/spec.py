@@ -1,0 +1,340 @@
+"""From a study file to jobs: arms x grid x environments x seeds, each with a configuration that was checked."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from omagd.config.checks import LONGEST_NAME
+from omagd.config.loading import SUFFIXES, apply_texts, base_values, validate
+from omagd.config.messages import shorten
+from omagd.config.schema import Config
+from omagd.lab.studies.executors import Job
+from omagd.lab.studies.files import (
+    Seeds,
+    executor_of,
+    expanded,
+    folder_of,
+    read_file,
+    require_few_runs,
+    require_right,
+    seeds_of,
+    validated,
+)
+from omagd.utils.errors import Mistakes, UserError, collected, readable
+
+OWN = {
+    "seed": "give seeds: at the top", "seeds": "give seeds: at the top",
+    "local_results_path": "give results: at the top",
+    "unique_token": "leave it out, the study names its runs", "auto_resume": "leave it out, every run resumes",
+    "auto_resume_wait": "leave it out", "evaluate": "leave it out, a study trains",
+}  # fmt: skip
+"""Keys that the study sets itself."""
+
+MOST_KEYS = 1000
+"""Of `with:`, nested ones counted one by one."""
+
+LONGEST_WORD = 100_000
+"""In bytes; Linux takes no argument of 128 KiB."""
+
+
+class Entry(BaseModel):
+    """What arms, environments and the study itself may give.
+
+    Attributes:
+        config, env_config: as `--config` and `--env-config`. with_: `with:` in the file, values by key.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    config: str | None = None
+    env_config: str | None = None
+    with_: dict[str, Any] = Field(default_factory=dict, alias="with")
+
+
+class Environment(BaseModel):
+    """One environment. map: short for `with: {env_args.map_name: …}`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    env_config: str | None = None
+    map: str | None = None
+    with_: dict[str, Any] = Field(default_factory=dict, alias="with")
+
+
+class StudyFile(Entry):
+    """The keys of a study file.
+
+    Attributes:
+        name: of the study's folder; default: the name of the file. results: the folder around it.
+        arms: what is compared, by name. runs: instead of arms, a list of overrides.
+        grid: lists of values by key; each arm has a run for each combination of them.
+        environments: by name, or a list of maps. seeds: a list, or how many (1, 2, …).
+        executor: settings by executor (`local: {jobs: 2}`); the first one is used unless the command names another.
+        results_file: JSON lines to which every finished run is appended; runs that are there are skipped.
+    """
+
+    name: str | None = None
+    results: str = "results"
+    arms: dict[str, dict[str, Any] | None] | None = None
+    runs: list[dict[str, Any]] | None = None
+    grid: dict[str, Any] = Field(default_factory=dict)
+    environments: dict[str, dict[str, Any] | str | None] | list[dict[str, Any] | str] | None = None
+    seeds: Seeds = 1
+    executor: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
+    results_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A checked study.
+
+    Attributes:
+        folder: of the study. jobs: all of them. executor: its name. settings: its `args_model`.
+        results_file: to append to, None for none. text: the study file, or its values as YAML.
+        source: name of the file, for messages.
+    """
+
+    folder: Path
+    jobs: tuple[Job, ...]
+    executor: str
+    settings: BaseModel
+    results_file: Path | None
+    text: str
+    source: str
+
+
+def load(given: str | Path | Mapping[str, Any], *, results: str | None = None, executor: str | None = None) -> Study:
+    """Return the study of a file, or of its values.
+
+    Args:
+        results: instead of the file's `results`. executor: instead of the first one in the file.
+    Errors: UserError in one line that names the file, the place in it, and the key.
+    """
+    text, values, source, base = read_file(given)
+    found, of_runs = Mistakes(), Mistakes()
+    file = validated(StudyFile, values, source, found)
+    where, kept = Path(), None
+    with found.caught():
+        where = folder_of(file.name, results or file.results, given, source)
+    chosen, settings = executor_of(file.executor, source, executor, found)
+    with found.caught():
+        kept = base / expanded(file.results_file, f"{source}: results_file") if file.results_file else None
+    jobs = tuple(_jobs(file, source, base, found, of_runs))
+    require_right(found, of_runs, jobs, chosen, source)
+    return Study(where, jobs, chosen, settings, kept, text, source)
+
+
+def config_of(job: Job) -> Config:
+    """Return the checked configuration of a job. Errors: UserError."""
+    return config_of_words(job.words)
+
+
+def config_of_words(words: Sequence[str]) -> Config:
+    """Return the checked configuration of the words of a job. Errors: UserError."""
+    options = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
+    texts = dict(word.split("=", 1) for word in words[words.index("with") + 1 :])
+    names = options.get("config"), options.get("env-config")
+    with collected(None) as found:
+        try:
+            values = _base_values(*names)
+        except UserError:
+            values = base_values(*names, found)
+        return validate(apply_texts(values, texts, found), found)
+
+
+def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes, of_runs: Mistakes) -> Iterator[Job]:
+    """Yield a job for each arm, environment and seed; one without a name where its configuration is wrong.
+
+    found: collects mistakes of the file. of_runs: of those in configurations.
+    """
+    seeds: Sequence[int] = [1]
+    with found.caught():
+        seeds = seeds_of(file.seeds, source)
+    factors = {"arms" if file.runs is None else "runs": file.arms or file.runs, "environments": file.environments}
+    grid = _grid(file, source, found)
+    counts = {key: len(given or "1") for key, given in factors.items()}
+    counts |= {f"grid.{key}": len(given) for key, given in grid.items()}
+    try:
+        require_few_runs(source, {**counts, "seeds": len(seeds)})
+    except UserError as error:
+        found.note(error)
+        return
+    arms, environments = dict[str, Entry](), dict[str, Environment]()
+    with found.caught():
+        arms = _on_grid(_arms(file, source, found), grid, file, source, found)
+    with found.caught():
+        environments = _environments(file, source, found)
+    same: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for arm, entry in arms.items():
+        for label, environment in environments.items():
+            where = f"{source}: {arm}" + (f", environments {label}" if label else "")
+            words: tuple[str, ...] | None = None
+            with found.caught(where):
+                words = words_of(file, entry, environment, base, found, where)
+            for seed in seeds if words is not None else ():
+                job = Job("", arm, "", "", seed, (*words, f"seed={seed}"))
+                with of_runs.caught(where):
+                    config = config_of(job)
+                    with found.caught(where):
+                        job = _named(job, config, label)
+                        _require_another(job, config, f"{arm} {label}".strip(), same, names)
+                yield job
+                if not job.name:
+                    break
+
+
+def _require_another(job: Job, config: Config, title: str, same: dict[str, str], names: dict[str, str]) -> None:
+    """Reject a run that another one of the study equals, or whose folder is that of another one. Errors: UserError."""
+    values, folder = config.model_dump_json(exclude={"name"}), job.name.casefold()
+    if values in same:
+        raise UserError(f"is the same run as {same[values]}. Leave one out")
+    if folder in names:
+        raise UserError(f"its folder {job.name} is that of {names[folder]}. Rename one")
+    same[values] = names[folder] = title
+
+
+def _named(job: Job, config: Config, label: str) -> Job:
+    """Return a job with its name, environment and map. Errors: UserError."""
+    play, arm = label or config.map_name or config.env, job.arm.removeprefix("arms.")
+    name = re.sub(r"[^\w.=+,-]+", "_", f"{arm}-{play}-seed{job.seed}").lstrip(".")
+    if len(name.encode()) > LONGEST_NAME:
+        raise UserError("its name is too long for a folder. Give arms: with short names")
+    return Job(name, arm, config.env, config.map_name, job.seed, job.words)
+
+
+def _arms(file: StudyFile, source: str, found: Mistakes) -> dict[str, Entry]:
+    """Return the arms by `arms.NAME`; those of `runs` by their overrides."""
+    if file.runs is not None and file.arms is not None:
+        raise UserError(f"{source}: runs: and arms: are given; give one of them")
+    if file.runs is not None:
+        entries = {_title(run) or "plain": Entry.model_validate({"with": run}) for run in file.runs}
+        if len(entries) < len(file.runs):
+            raise UserError(f"{source}: runs: two entries are equal. Leave one out")
+    elif file.arms is not None:
+        entries = {
+            f"arms.{n}": validated(Entry, arm or {}, f"{source}: arms.{n}", found) for n, arm in file.arms.items()
+        }
+    else:
+        entries = {file.config or "default": Entry()}
+    if "arms." in entries:
+        raise UserError(f"{source}: arms: a name is empty. Give one, it is part of the names of folders")
+    if not entries:
+        raise UserError(f"{source}: the study is empty: give at least one entry of arms: or runs:")
+    return entries
+
+
+def _grid(file: StudyFile, source: str, found: Mistakes) -> dict[str, list[Any]]:
+    """Return the values of the grid by dotted key, without wrong ones."""
+    grid = {}
+    for key, values in flat(file.grid):
+        if isinstance(values, list) and values and len(set(map(str, values))) == len(values):
+            grid[key] = values
+        else:
+            found.add(f"{source}: grid.{key}={shorten(values)}: must be a list of different values, as [1, 2]")
+    return grid
+
+
+def _on_grid(
+    arms: dict[str, Entry], grid: dict[str, list[Any]], file: StudyFile, source: str, found: Mistakes
+) -> dict[str, Entry]:
+    """Return an arm for each arm and combination of the grid's values; a key of both is a mistake."""
+    if not grid:
+        return arms
+    ends = {key: key.rpartition(".")[2] for key in grid}
+    shown = {key: end if list(ends.values()).count(end) == 1 else key for key, end in ends.items()}
+    points = {}
+    for name, entry in arms.items():
+        if both := grid.keys() & dict(flat(entry.with_)).keys():
+            found.add(f"{source}: {name}: {min(both)} is given here and in grid:. Leave one out")
+        for values in product(*grid.values()):
+            point = dict(zip(grid, values, strict=True))
+            title = ",".join(f"{shown[key]}={value}" for key, value in point.items())
+            label = f"{name},{title}" if file.arms or file.runs else title
+            points[label] = entry.model_copy(update={"with_": {**entry.with_, **point}})
+    return points
+
+
+def _title(run: Mapping[str, Any]) -> str:
+    return ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in flat(run))
+
+
+def _environments(file: StudyFile, source: str, found: Mistakes) -> dict[str, Environment]:
+    given = file.environments
+    if given is None:
+        return {"": Environment()}
+    if isinstance(given, list):
+        given = {_environment_name(entry, source, found): entry for entry in given}
+        if len(given) < len(file.environments or ()):
+            raise UserError(f"{source}: environments: one is named twice. Leave it out, or give names: `name: {{…}}`")
+    if not given:
+        raise UserError(f"{source}: the study is empty: environments: names none. Leave it out, or name one")
+    maps = {name: {"map": entry} if isinstance(entry, str) else entry or {} for name, entry in given.items()}
+    return {
+        name: validated(Environment, entry, f"{source}: environments.{name}", found) for name, entry in maps.items()
+    }
+
+
+def _environment_name(entry: dict[str, Any] | str, source: str, found: Mistakes) -> str:
+    if isinstance(entry, str):
+        return entry
+    named = validated(Environment, entry, f"{source}: environments", found)
+    return named.map or Path(named.env_config or "").stem
+
+
+def words_of(
+    file: Entry, arm: Entry, environment: Environment, base: Path, found: Mistakes, where: str
+) -> tuple[str, ...]:
+    """Return the words of a run without its seed. An arm overrides its environment, which overrides the study.
+
+    found: collects keys that are left out, since the study sets them or no command line takes them. where: the place.
+    Errors: UserError for too many keys.
+    """
+    config = arm.config or file.config
+    env_config = environment.env_config or arm.env_config or file.env_config
+    options = {"config": config, "env-config": env_config}
+    values = dict(flat(file.with_))
+    if environment.map is not None:
+        values["env_args.map_name"] = environment.map
+    values |= dict(flat(environment.with_)) | dict(flat(arm.with_))
+    if len(values) > MOST_KEYS:
+        raise UserError(f"with: has {len(values)} keys, more than {MOST_KEYS}. Leave some out")
+    words = list[str]()
+    for key, value in values.items():
+        word = f"{key}={value}"
+        if key in OWN:
+            found.note(UserError(f"{key}={shorten(value)}: {OWN[key]}"), where)
+        elif "\0" in word or len(word.encode(errors="replace")) > LONGEST_WORD:
+            reason = "holds a NUL character" if "\0" in word else "is too long for a command line"
+            found.note(UserError(f"{shorten(readable(word))}: {reason}. Give another value"), where)
+        else:
+            words.append(word)
+    chosen = [f"--{flag}={_file(name, base)}" for flag, name in options.items() if name is not None]
+    return (*chosen, "with", *words)
+
+
+def _file(name: str, base: Path) -> str:
+    """Return an absolute path for a YAML file beside the study file, else the name as it is."""
+    beside = base / os.path.expanduser(name)
+    return str(beside) if name.endswith(SUFFIXES) and os.path.isfile(beside) else name
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value); nested mappings are taken apart."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+@lru_cache(maxsize=256)
+def _base_values(config: str | None, env_config: str | None) -> dict[str, Any]:
+    return base_values(config, env_config)

@@ -1,0 +1,193 @@
+"""`Recorder`: a policy that acts as another one does and records the episodes of one slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from omagd.components.action_selectors import log_softmax
+from omagd.config.env_info import EnvInfo
+from omagd.controllers.types import Decision, Exploration, Policy, Tick
+from omagd.envs.frames import Frame
+from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
+from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
+from omagd.run.recording.recording import FARTHEST, Belief, Episode, Moment, Number, number_of
+from omagd.run.reporting.battle_plot import NO_UNIT, units_of_nodes
+
+
+class Recorder:
+    """Acts as `policy` and records slot 0 of `env`.
+
+    Args:
+        policy: a controller. env: what it plays. info: facts of `env`. name: of the policy, for the title. most:
+            episodes that each `take` keeps, the first ones.
+
+    Attributes:
+        episodes: that were kept.
+    """
+
+    def __init__(self, policy: Policy, env: BatchedEnv, info: EnvInfo, name: str, most: int = 10) -> None:
+        self._policy, self._env, self._info, self._name, self._most = policy, env, info, name, most
+        self._logits = bool(getattr(policy, "outputs_logits", False))
+        self._reconstructor: Reconstructor | None = getattr(policy, "reconstructor", None)
+        self._memory = _memory_of(policy, info)
+        self._read: Any = getattr(policy, "read", None)  # of controllers; scripts read `obs`
+        self._found: list[tuple[Frame, list[Moment]]] = []
+        self._open: list[Moment] = []
+        self._made: Reconstruction | None = None  # by the memory, of the last tick
+        self._forget()
+        self.episodes: list[Episode] = []
+
+    @property
+    def wants_full_obs(self) -> bool:
+        """Whether the policy reads `full_obs`."""
+        return self._policy.wants_full_obs
+
+    def begin(self, n_slots: int) -> None:
+        """Prepare for B = `n_slots` slots."""
+        self._policy.begin(n_slots)
+        self._open = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what the recorded slot has remembered."""
+        self._last_action = np.full((1, self._info.n_agents), -1)
+        if self._memory is not None:
+            self._memory.begin(1)
+
+    def reset(self, which: np.ndarray) -> None:
+        """Reset the memory of the slots `which` [B] bool, where episodes start."""
+        self._policy.reset(which)
+        if which[0]:
+            self._open = []
+            self._forget()
+
+    def refresh(self) -> None:
+        """Use the newest weights."""
+        self._policy.refresh()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the policy's memory; recordings are not part of it."""
+        return self._policy.snapshot()
+
+    def load_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Restore a `snapshot`."""
+        self._policy.load_snapshot(snapshot)
+
+    def act(self, tick: Tick, explore: Exploration | None) -> Decision:
+        """Choose actions as the policy does, and record the moment."""
+        decision = self._policy.act(tick, explore)
+        self._made = None
+        if self._memory is not None and tick.active[0]:
+            seen = tick.observation.obs[:1], tick.step[:1], None, self._last_action
+            self._made = self._memory.step(*seen)
+            self._last_action = decision.actions[:1].copy()
+        if tick.active[0] and (self._open or len(self._found) < self._most + LOST_IN_A_ROW):
+            self._record(tick, decision)
+        return decision
+
+    def take(self, log: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the episodes that were recorded since the last time; `log`: the entries of their `Rollout`.
+
+        Episodes that were lost have no entry and are left out.
+        """
+        waiting, self._found, kept = iter(self._found), [], 0
+        for entry in (entry for entry in log if entry["slot"] == 0):
+            found = next((each for each in waiting if len(each[1]) == entry["length"] + 1), None)
+            if found is None or kept == self._most:
+                break
+            values = {name: float(entry[name]) for name in entry.keys() - {"slot", "seed", "length", "task"}}
+            results = {name: value for name, value in values.items() if np.isfinite(value)}
+            episode = Episode.model_construct(
+                env=self._info.name, map_name=str(entry.get("task", self._info.map_name)), seed=int(entry["seed"]),
+                policy=self._name, values="probabilities" if self._logits else "Q-values",
+                results=dict(sorted(results.items())), scene=found[0].scene, moments=found[1],
+            )  # fmt: skip
+            self.episodes.append(episode)
+            kept += 1
+
+    def _record(self, tick: Tick, decision: Decision) -> None:
+        views = self._views(tick, decision)  # first: the observation is valid until the environment's next call
+        frame = self._env.frame(0)
+        n = frame.scene.teams.count(0)
+        available = tick.observation.avail_actions[0, :n]
+        if not self._open:
+            self._found.append((frame, self._open))
+        parts = {name: value for name, value in frame.to_dict().items() if name != "scene"}
+        seen, beliefs = ([], []) if views is None else self._about(views, frame, n)
+        self._open.append(
+            Moment.model_construct(
+                **parts,
+                actions=decision.actions[0, :n].tolist(),
+                values=self._values(decision, available, n),
+                seen=seen,
+                beliefs=beliefs,
+            )
+        )
+
+    def _values(self, decision: Decision, available: np.ndarray, n: int) -> list[list[Number | None]]:
+        """Return the policy's values of the available actions, [n][A]."""
+        if decision.values is None:
+            return []
+        values = np.asarray(decision.values[0, :n], np.float64)
+        if self._logits:
+            with np.errstate(invalid="ignore"):  # of a diverged policy
+                values = np.exp(log_softmax(values, available))
+        rows = zip(np.round(values, 4).tolist(), available.tolist(), strict=True)
+        return [[number_of(value) if may else None for value, may in zip(row, mask, strict=True)] for row, mask in rows]
+
+    def _views(self, tick: Tick, decision: Decision) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None] | None:
+        """Return the nodes [n, N, D] that the agents see, those with guesses, and which ones [n, N] are guesses."""
+        layout, shown = self._info.layout, tick.observation
+        if layout is None:
+            return None
+        obs = shown.obs if self._read is None else self._read(shown)
+        nodes = obs_to_nodes(np.array(obs[0]), layout)
+        if (by := self._made) is not None:
+            return nodes, obs_to_nodes(by.obs[0].cpu().numpy(), layout), by.guessed[0].cpu().numpy()
+        fills = self._reconstructor
+        if fills is None or (stored := decision.extras.get(fills.field)) is None:
+            return nodes, None, None
+        data = {"obs": obs[:1], fills.field: stored[:1]}
+        made, guessed = fills.restore({name: torch.from_numpy(np.array(value)) for name, value in data.items()})
+        return nodes, obs_to_nodes(made[0].cpu().numpy(), layout), guessed[0].cpu().numpy()
+
+    def _about(self, views: tuple[Any, ...], frame: Frame, n: int) -> tuple[list[str], list[list[Belief]]]:
+        """Return `Moment.seen` and `Moment.beliefs`."""
+        layout, (nodes, made, guessed) = self._info.layout, views
+        assert layout is not None
+        units, living = units_of_nodes(layout, n), nodes[:n].any((1, 2)) & np.array(frame.alive[:n])
+        sees = ~unseen(nodes[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
+        seen = [hex(sum(1 << unit for unit in units[i][sees[i]].tolist()))[2:] for i in range(n)]
+        if made is None:
+            return seen, []
+        takes = guessed[:n] & ~unseen(made[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
+        sight = np.array([one or layout.sight for one in frame.scene.sight or [0.0] * n])
+        way = made[:n][..., list(layout.position)].astype(np.float64) * sight[:, None, None]
+        place = _within(np.round(np.array([frame.x[:n], frame.y[:n]]).T[:, None] + way, 1), -FARTHEST, FARTHEST)
+        health = np.round(_within(made[:n, :, layout.health].astype(np.float64), 0, 1), 2)
+        beliefs: list[list[Belief]] = [[] for _ in range(n)]
+        for i, node in np.argwhere(takes).tolist():
+            unit = int(units[i, node])
+            known = layout.health >= 0 and any(frame.scene.health_max) and frame.scene.health_max[unit] > 0
+            x, y = map(number_of, place[i, node].tolist())
+            share = number_of(health[i, node].item()) if known else None
+            beliefs[i].append((unit, x, y, share))
+        return seen, beliefs
+
+
+def _memory_of(policy: Any, info: EnvInfo) -> MemoryReconstructor | None:
+    """Return what says what a policy's agents remember of unseen units; None where they have not learned to."""
+    if (head := getattr(policy, "head", None)) is None:
+        return None
+    return MemoryReconstructor(policy.agent, head, info, next(head.parameters()).device)
+
+
+def _within(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Return values between two bounds; NaN and infinities stay what they are."""
+    return np.where(np.isfinite(values), values.clip(low, high), values)
