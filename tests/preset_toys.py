@@ -19,6 +19,7 @@ from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.learners.protocol import records_full_obs
 from omagd.run.checkpoint.serialization import pack
 from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
 from omagd.run.training.stages.base import PretrainedModules
@@ -88,6 +89,7 @@ class Made:
             if config.mask_predictor_config.kind == "masked":  # the others read no tokens
                 pretrained.predictor.bind(pretrained.tokenizer.table())
         self.mac = build_mac(config, env.info, device, pretrained)
+        self.full_obs = self.mac.wants_full_obs or records_full_obs(config)
         self.learner = learners.REGISTRY.get(config.learner)(self.mac, config, env.info, Dist(device=device))
         self.learner.warm_up()
         starts = episode_starts(config, env.info, "train", 0)
@@ -97,9 +99,7 @@ class Made:
         """Return episodes (or steps) of training."""
         explore = Exploration(0.5, np.random.default_rng(0))
         return [
-            e
-            for _ in range(4)
-            for e in self.runner.collect(self.mac, explore=explore, full_obs=self.mac.wants_full_obs).episodes
+            e for _ in range(4) for e in self.runner.collect(self.mac, explore=explore, full_obs=self.full_obs).episodes
         ]
 
     def batch(self, episodes: list[Any]) -> Any:
