@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ CPU = torch.device("cpu")
 BELIEF = {"belief_loss": "features", "grad_norm_clip": 1e9}
 TOKENS = {**BELIEF, "belief_loss": "tokens", "pretrained_tokenizer_path": "given", **CODES}
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "learner_args": {"epochs": 1}}
+CHUNKS = {**PPO, "learner_args": {"epochs": 1, "chunk_length": 4}}
 N, REAL = INFO.n_agents, feature_mask(LAYOUT).numpy()
 
 
@@ -107,7 +109,7 @@ def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, 
     return total, len(cases), mean, deviation
 
 
-@pytest.mark.parametrize("learner", [{}, PPO], ids=["QMIX", "PPO"])
+@pytest.mark.parametrize("learner", [{}, PPO, CHUNKS], ids=["QMIX", "PPO", "chunks"])
 @pytest.mark.parametrize("units", ["unseen", "all"])
 @pytest.mark.parametrize(("kind", "every"), [(BELIEF, 1), (BELIEF, 3), (TOKENS, 3)])
 def test_the_loss_and_its_statistics_are_those_of_a_loop_over_units(kind, every, units, learner):
@@ -419,3 +421,30 @@ def test_the_estimate_of_the_replay_counts_what_the_loss_reads():
     plain, asked = (replay_spec(toy_config(belief_loss=kind), INFO) for kind in ("none", "features"))
     assert set(asked) - set(plain) == {"full_obs"}
     assert asked["full_obs"][1] == (N, INFO.obs_dim)
+
+
+def test_units_that_a_map_of_a_set_lacks_are_no_cases():
+    (episodes,) = batches(1)
+    for episode in episodes[::2]:  # played on a map without the last enemy
+        for field in (episode["obs"], episode["full_obs"]):
+            last = LAYOUT.move_dim + (LAYOUT.n_enemies - 1) * LAYOUT.enemy_dim
+            field[..., last : last + LAYOUT.enemy_dim] = 0
+    learner = make_learner(toy_config(**BELIEF, belief_every=2), info=replace(INFO, padded=True))
+    batch = pack_episodes(episodes)
+    cases = learner.belief.cases(batch)
+    lacks = torch.tensor([number % 2 == 0 for number in batch.sample_index])[batch.packing.episode[cases.rows]]
+    assert not cases.counted[lacks, :, -1].any() and cases.counted[~lacks, :, -1].any()
+    assert cases.counted[lacks, :, :-1].any() and (~cases.living & cases.counted)[:, :, :-1].any()  # the dead are cases
+
+
+@pytest.mark.processes
+def test_teams_play_maps_of_other_units_without_their_head_and_a_head_needs_its_weights(tmp_path, capsys):
+    words = ["--env-config=skirmish", "with", "agent=hpn_rnn", "obs_agent_id=False", "run=default", *BUDGETS]
+    words += ["env_args.map_name=3m", "t_max=100", f"local_results_path={tmp_path}"]
+    assert main(["--config=omagd_belief", *words, "unique_token=with"]) == 0
+    assert main(["evaluate", str(tmp_path / "with"), "env_args.map_name=5m_vs_6m", "test_nepisode=2"]) == 0
+    assert main(["--config=fog_baseline", *words, "unique_token=without"]) == 0
+    capsys.readouterr()
+    start = f"checkpoint_path={tmp_path / 'without' / 'models'}"
+    assert main(["--config=omagd_belief", *words, "t_max=300", start]) == 2
+    assert "its team has no belief head. Continue it with belief_loss=none" in capsys.readouterr().err

@@ -56,9 +56,9 @@ class BeliefCases:
     living: Tensor
     truth: Tensor
 
-    def among(self, which: Tensor, packing: Packing, every: int) -> BeliefCases:
-        """Return those of the rows `which` [S'], which are the rows of another packing."""
-        places = rows_read(packing, every, which.device)
+    def among(self, which: Tensor, step: Tensor, every: int) -> BeliefCases:
+        """Return those of the rows `which` [S'], which become rows of another packing. step: [S'] (CPU), of each."""
+        places = None if every == 1 else (step % every == 0).nonzero().flatten().to(which.device, non_blocking=True)
         which = which if places is None else which[places]
         return BeliefCases(places, self.counted[which], self.living[which], self.truth[which])
 
@@ -105,6 +105,10 @@ class BeliefLoss(nn.Module):
         seen, missing = self._columns.sight(obs)  # neither for a dead observer
         counted = seen[..., :1].expand_as(seen) if self.all_units else missing
         counted, living = counted[..., 1:] & valid[:, None, None], self._columns.sight(full)[0][..., 1:]
+        if self.head.padded:  # a map of a set may lack units, which nobody sees at its start
+            exists = self._columns.sight(batch["full_obs"][: batch.packing.n_episodes])[0].any(1)[:, None, 1:]
+            episode = batch.packing.episode.to(batch.device, non_blocking=True)
+            counted = counted & exists[episode if rows is None else episode[rows]]
         truth = self._columns.nodes(full)[..., 1:, :]
         if self.head.tokens:
             return BeliefCases(rows, counted, living, self.head.codes_of(truth, living))

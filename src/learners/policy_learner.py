@@ -89,10 +89,11 @@ class PolicyRows:
 
     def rows(self, which: Tensor, packing: Packing, start: Tensor | None, every: int = 1) -> PolicyRows:
         """Return the rows at the places `which` [R'] as rows of another packing. every: `belief_every`."""
+        step = self.packing.step[which]
         which = which.to(self.state.device, non_blocking=True)
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {name: value[which] for name, value in values.items() if isinstance(value, Tensor)}
-        cases = None if self.cases is None else self.cases.among(which, packing, every)
+        cases = None if self.cases is None else self.cases.among(which, step, every)
         chosen = {"inputs": self.inputs.rows(which), "packing": packing, "start": start, "cases": cases}
         return PolicyRows(**{**values, **chosen})
 

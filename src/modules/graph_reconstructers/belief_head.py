@@ -60,7 +60,7 @@ class BeliefHead(nn.Module):
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
         assert info.layout is not None
-        hidden, self.layout = config.rnn_hidden_dim, info.layout
+        hidden, self.layout, self.padded = config.rnn_hidden_dim, info.layout, info.padded
         self.n_units, self.dim = self.layout.n_nodes - 1, max(self.layout.ally_dim, self.layout.enemy_dim)
         self.tokens, n_codes = config.belief_loss == "tokens", config.tokenizer_config.n_codes
         self._tokenizer: list[Tokenizer] = []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from omagd.learners.belief_loss import HEAD
 from omagd.learners.protocol import Trainable
 from omagd.run.checkpoint.serialization import first_not_finite, serialized
 from omagd.run.checkpoint.store import Damaged, read_part
@@ -85,6 +86,8 @@ def load_learner(learner: Trainable, folder: Path) -> dict[str, int]:
     """
     for name, module in learner.modules().items():
         path = folder / f"{name}.th"
+        if name == HEAD and not path.is_file():
+            raise UserError(f"checkpoint_path={folder}: its team has no belief head. Continue it with belief_loss=none")
         load_into(module, load_file(path, "checkpoint_path"), path, "checkpoint_path")
     path = folder / LEARNER_FILE
     state = load_file(path, "checkpoint_path")

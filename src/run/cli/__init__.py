@@ -55,6 +55,6 @@ def command_of(words: list[str]) -> Command | None:
     if not words or words[0] not in REGISTRY:
         return None
     found = REGISTRY.get(words[0])
-    if not isinstance(found, Command):
-        raise UserError(f"command={words[0]}: {found!r} is no omagd.run.cli.Command. See docs/extending.md")
+    if not isinstance(found, Command) or not (found.module or found.run):
+        raise UserError(f"command={words[0]}: {found!r} is no Command with a module. See docs/extending.md")
     return found

@@ -28,7 +28,7 @@ from omagd.utils.errors import (
     nearest,
     visible,
 )
-from omagd.utils.plugins import explained
+from omagd.utils.plugins import explained, in_one_line
 from omagd.utils.signals import Stopped
 from omagd.utils.writing import drop_lost_output, print_out, print_warning
 
@@ -196,9 +196,10 @@ def _line(name: str) -> str:
 
 def _own(command: Command, argv: list[str]) -> int:
     """Run a command that has arguments of its own."""
-    module = import_module(command.module)
-    parser = _Parser(prog=f"omagd {argv[0]}", description=command.about, allow_abbrev=False)
-    module.arguments(parser)
+    with in_one_line(f"command={argv[0]} cannot be used", command.module.partition(".")[0]):
+        module = import_module(command.module)
+        parser = _Parser(prog=f"omagd {argv[0]}", description=command.about, allow_abbrev=False)
+        module.arguments(parser)
     try:
         options = parser.parse_intermixed_args(argv[1:])
     except SystemExit:  # --help; an error is a UserError

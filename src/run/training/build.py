@@ -238,9 +238,11 @@ def load_agent(mac: MAC, step_folder: Path, key: str) -> None:
     load_into(mac.agent, load_file(path, key), path, key)
     if mac.head is not None:
         path = step_folder / f"{HEAD}.th"
-        if path.is_file():
-            load_into(mac.head, load_file(path, key), path, key)
-        else:  # of a team that was trained without
+        weights = load_file(path, key) if path.is_file() else {}
+        own = {name: value.shape for name, value in mac.head.state_dict().items()}
+        if own == {name: getattr(value, "shape", None) for name, value in weights.items()}:
+            load_into(mac.head, weights, path, key)
+        else:  # of a team that was trained without, or on a map with other units; no agent acts on it
             mac.head = None
 
 
