@@ -428,7 +428,7 @@ def test_a_package_adds_a_command_that_help_shows(tmp_path, capsys, monkeypatch)
     shown = capsys.readouterr().out
     assert "\n  greet NAME           greets somebody\n" in shown and "there is no my_lost_tool" in shown
     assert main(["greet", "you"]) == 3 and capsys.readouterr().out == "Hello you\n"
-    for name, message in (("broken", "there is no my_lost_tool"), ("wrong", "is no omagd.run.cli.Command")):
+    for name, message in (("broken", "there is no my_lost_tool"), ("wrong", "is no Command with a module")):
         assert main([name]) == 2 and message in capsys.readouterr().err
 
 
