@@ -41,7 +41,10 @@ def command_of(kind, place):
 
 
 def runs_in(place):
-    return sorted(path.parent for path in place.glob("results/**/logs") if (path.parent / "run.json").exists())
+    try:
+        return sorted(path.parent for path in place.glob("results/**/logs") if (path.parent / "run.json").exists())
+    except FileNotFoundError:  # a folder that a check of the sweep made and removed meanwhile
+        return []
 
 
 def is_under_way(run):

@@ -58,7 +58,8 @@ def assert_recorded_once(run: Path) -> None:
     """Check that W&B has every line of metrics.jsonl once, in one W&B run for each stage."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = history(run)
-    assert found.keys() == {line["stage"] for line in lines}
+    stages = {line["stage"] for line in lines}
+    assert found.keys() == stages, (dict(found), stages, offline_files(run))
     for stage, runs in found.items():
         (rows,) = runs.values()
         clock = "t_env" if stage == "stage3" else "epoch"
