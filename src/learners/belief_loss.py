@@ -30,7 +30,7 @@ from omagd.modules.agents.agent import Remembers, StartsInside
 from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
-from omagd.modules.graph_reconstructers.graphs import GraphTables, alive, feature_mask, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import GraphTables, feature_mask
 from omagd.modules.kernels.forms import overridden_alone
 from omagd.utils.contracts import faults
 from omagd.utils.dist_utils import Dist
@@ -58,9 +58,22 @@ class BeliefCases:
 
     def among(self, which: Tensor, step: Tensor, every: int) -> BeliefCases:
         """Return those of the rows `which` [S'], which become rows of another packing. step: [S'] (CPU), of each."""
-        places = None if every == 1 else (step % every == 0).nonzero().flatten().to(which.device, non_blocking=True)
+        places = every_step(step, every, which.device)
         which = which if places is None else which[places]
         return BeliefCases(places, self.counted[which], self.living[which], self.truth[which])
+
+
+def every_step(step: Tensor, every: int, device: torch.device) -> Tensor | None:
+    """Return the places on `device` of every `every`-th step, of steps [S] (CPU); None for all of them."""
+    if every == 1:
+        return None
+    return torch.nonzero(step % every == 0).flatten().to(device, non_blocking=True)
+
+
+def counts(count: Tensor, found: Sequence[BeliefCases]) -> Tensor:
+    """Return [2]: the samples of the other loss, and the cases of a batch that comes in parts."""
+    asked = torch.stack([cases.counted.sum() for cases in found]).sum()
+    return torch.stack([count.to(asked.device, non_blocking=True), asked.to(count.dtype)])
 
 
 def rows_read(packing: Packing, every: int, device: torch.device) -> Tensor | None:
@@ -68,11 +81,9 @@ def rows_read(packing: Packing, every: int, device: torch.device) -> Tensor | No
 
     It follows from the step alone, so ranks read what one process with all episodes reads, and shapes are fixed.
     """
-    if every == 1:
-        return None
-    if packing.lengths[-1] == packing.n_steps:  # episodes of equal length: nothing is copied into a CUDA graph
+    if every > 1 and packing.lengths[-1] == packing.n_steps:  # equal lengths: nothing is copied into a CUDA graph
         return torch.arange(sum(packing.lengths), device=device).view(packing.n_steps, -1)[::every].flatten()
-    return torch.nonzero(packing.step % every == 0).flatten().to(device, non_blocking=True)
+    return every_step(packing.step, every, device)
 
 
 class BeliefLoss(nn.Module):
@@ -205,9 +216,6 @@ class HeadBeliefs:
     @torch.no_grad()
     def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
         """Return the missing nodes [S, n, N] bool of a batch, and the belief about each."""
-        missing = (
-            unseen(obs_to_nodes(batch["obs"], self.layout))
-            & ((alive(batch["obs"]) & batch.valid_mask[:, None])[..., None])
-        )
+        missing = GraphTables(self.layout, batch.device).sight(batch["obs"])[1] & batch.valid_mask[:, None, None]
         hidden = cast(StartsInside, self._mac.agent).hidden_states(self._mac.inputs(batch), batch.packing)
         return missing, self._head.belief(hidden, missing)

@@ -16,7 +16,7 @@ from omagd.components.td_lambda import batch_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import HEAD, BeliefCases, BeliefLoss, belief_loss
+from omagd.learners.belief_loss import HEAD, BeliefCases, BeliefLoss, belief_loss, counts
 from omagd.learners.fixed_updates import FixedUpdates
 from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, copy_if_finite, lr_scale
@@ -198,9 +198,8 @@ class NQLearner:
         else:
             cases = [self.belief.cases(part) for part in parts]
             self.belief.observe(cases, self._step.dist)
-            asked = torch.stack([each.counted.sum() for each in cases]).sum()
-            counts = torch.stack([count.to(asked.device, non_blocking=True), asked])
-            result = self._step(counts, *((*self._part(part), each) for part, each in zip(parts, cases, strict=True)))
+            both = zip(parts, cases, strict=True)
+            result = self._step(counts(count, cases), *((*self._part(part), each) for part, each in both))
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
     def _learn_drawn(self, draw: FixedDraw, drawn: Tensor) -> Stats:

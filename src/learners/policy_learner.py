@@ -23,7 +23,7 @@ from omagd.components.chunks import Chunks, Minibatches
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import HEAD, BeliefCases, BeliefLoss, belief_loss
+from omagd.learners.belief_loss import HEAD, BeliefCases, BeliefLoss, belief_loss, counts
 from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules import agents
@@ -249,8 +249,7 @@ class PolicyLearner(ABC, Generic[Args]):
                 same = [parts] if self.args.minibatches == 1 else []
                 count = torch.stack([part.weight.sum() for part in parts]).sum()
                 if self.belief is not None:
-                    asked = [part.cases.counted.sum() for part in parts if part.cases is not None]
-                    count = torch.stack([count, torch.stack(asked).sum().to(count)])
+                    count = counts(count, [part.cases for part in parts if part.cases is not None])
                 result = self._step(count, *((part,) for part in parts))
                 self.updates += result.stepped
                 merged = merge(merged, {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped})
