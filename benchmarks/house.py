@@ -1,0 +1,117 @@
+"""Print the size of the code base, and what one update, one start and one resume read of it.
+
+    python benchmarks/house.py
+
+Lines are those of Python files. Core is `src/` without `lab/` and the simulators `envs/battle/` and `envs/snakes/`.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src"
+APART = ("lab", "envs/battle", "envs/snakes")
+RUN = "--config=qmix --env-config=skirmish with env_args.map_name=3m batch_size_run=16 use_cuda=False use_wandb=False"
+
+# Runs the command line in this process and notes the files of the package whose functions are called: in an update, or
+# by the package `run/checkpoint` and by what it calls until the state of a checkpoint is restored.
+PROFILED = """
+import os, signal, sys, threading
+from omagd.learners.nq_learner import NQLearner
+from omagd.run.checkpoint.checkpointer import Checkpointer
+from omagd.run.cli.main import main
+src, what, *words = sys.argv[1:]
+files, on = set(), what == "resume"
+def note(frame, event, argument):
+    if not on or event != "call" or not frame.f_code.co_filename.startswith(src):
+        return
+    above = frame
+    while what == "resume" and above and "run/checkpoint" not in above.f_code.co_filename:
+        above = above.f_back
+    if above:
+        files.add(frame.f_code.co_filename[len(src) + 1:])
+def switch(owner, name, inside, after):
+    plain = getattr(owner, name)
+    def call(*values, **more):
+        global on
+        on = inside
+        try:
+            return plain(*values, **more)
+        finally:
+            on = after
+    setattr(owner, name, call)
+if "stop" in what:
+    NQLearner.update = lambda *values, **more: os.kill(os.getpid(), signal.SIGINT) or {}
+switch(NQLearner, "update", what == "update", False)
+switch(Checkpointer, "restore", what == "resume", False)
+if what in ("update", "resume"):
+    threading.setprofile(note)
+    sys.setprofile(note)
+try:
+    main(words)
+finally:
+    sys.setprofile(None)
+    if "modules" in what:
+        files = {name for name in sys.modules if name.startswith("omagd")}
+    print("FOUND", *sorted(files))
+"""
+
+
+def lines(path: Path) -> int:
+    """Return the number of lines of a text file."""
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def sizes() -> dict[str, str]:
+    """Return files and lines of core, package, tests and mutations, and the 95th percentile of functions."""
+    files = sorted(SRC.rglob("*.py"))
+    core = [path for path in files if not path.relative_to(SRC).as_posix().startswith(APART)]
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    functions = sorted(
+        (node.end_lineno or 0) - node.lineno + 1
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return {
+        "core: files; lines": f"{len(core)}; {sum(map(lines, core))}",
+        "src: files; lines": f"{len(files)}; {sum(map(lines, files))}",
+        "function p95": str(functions[int(0.95 * len(functions))]),
+        "tests: files; lines": f"{len(tests)}; {sum(map(lines, tests))}",
+        "mutations: lines": str(lines(ROOT / "benchmarks" / "mutations.yaml")),
+    }
+
+
+def found(what: str, *words: str) -> list[str]:
+    """Return the files of `src/` whose functions a run called, or the modules that it loaded."""
+    source = (SRC / "__init__.py").resolve().parent
+    command = [sys.executable, "-c", PROFILED, str(source), what, *RUN.split(), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode not in (0, 130):  # 130: the interrupted run
+        sys.exit(done.stderr)
+    return next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("FOUND"))
+
+
+def main() -> None:
+    """Print a line for each measure; with `--names` also the files."""
+    table = sizes()
+    with tempfile.TemporaryDirectory() as folder:
+        run = (f"local_results_path={folder}", "auto_resume=True", "t_max=2000")
+        modules, resume = found("modules, then stop", *run), found("resume", *run)
+        update = found("update", *run)
+    table["one QMIX update: files; without kernels"] = f"{len(update)}; {sum('kernels' not in name for name in update)}"
+    table["modules that a qmix run loads"] = str(len(modules))
+    table["files that a resume enters"] = str(len(resume))
+    for name, value in table.items():
+        print(f"{name:42} {value}")
+    if "--names" in sys.argv:
+        print("\nupdate:", *update, "\nresume:", *resume, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()
