@@ -7,6 +7,7 @@ Lines are those of Python files. Core is `src/` without `lab/` and the simulator
 
 from __future__ import annotations
 
+import argparse
 import ast
 import subprocess
 import sys
@@ -99,7 +100,9 @@ def found(what: str, *words: str) -> list[str]:
 
 def main() -> None:
     """Print a line for each measure; with `--names` also the files."""
-    table = sizes()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--names", action="store_true", help="name the files of an update and of a resume")
+    names, table = parser.parse_args().names, sizes()
     with tempfile.TemporaryDirectory() as folder:
         run = (f"local_results_path={folder}", "auto_resume=True", "t_max=2000")
         modules, resume = found("modules, then stop", *run), found("resume", *run)
@@ -109,7 +112,7 @@ def main() -> None:
     table["files that a resume enters"] = str(len(resume))
     for name, value in table.items():
         print(f"{name:42} {value}")
-    if "--names" in sys.argv:
+    if names:
         print("\nupdate:", *update, "\nresume:", *resume, sep="\n  ")
 
 

@@ -29,12 +29,8 @@ PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 PEERS = ("--peer", "--smac", "--pymarl3", "--epymarl", "--checkout")
 # Words appended to a command; OUT is a folder of the test.
 SMALL: dict[str, str] = {
-    "attack.py": "--faults 1 --jobs 1 --only damage --rows OUT/rows",
     "acting.py": "--rounds 2 --slots 2 --sizes small",
-    "checkpoint_stall.py": "--map 3m --stored 40 --saves 1",
-    "ddpg_speed.py": "--batch 4 --updates 1 --hidden 16",
     "env_speed.py": "--slots 4 --steps 40 --rounds 1 --beside reference --plot OUT/p",
-    "graph_agent_update.py": "--maps 3m --batch 4 --updates 1",
     "growth.py": "--only ranks --calls 1",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
     "many_maps.py": "--config hpn_qmix --sets 1m,2m --steps-per-map 30 --episodes 1 --results OUT --out OUT/rows.jsonl",
@@ -43,36 +39,22 @@ SMALL: dict[str, str] = {
     "pymarl3_learning.py": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
     "qmix_update.py": "--map 3m --batch 4 --updates 1",
     "reconstruction.py": "--seeds 1 --results OUT --env skirmish",
-    "replay_memory.py": "--episodes 64 --overwrites 1",
-    "rollout_processes.py": "--processes 2 --milliseconds 0 --steps 100 --rounds 1",
     "runner_speed.py": "--maps 3m --battles 1 2 --ours skirmish --seconds 0.01 --rounds 1 --rows OUT/r --plot OUT/p",
-    "sc2_overhead.py": "--maps 3m --steps 5",
-    "scaling_model.py": "--map 3m --batch 4 --iterations 2",
     "scripted_table.py": "--maps 3m --episodes 2",
     "snakes_learners.py": "--rows vdn --seeds 1 --games 1 --side-by-side 1 --results OUT --out OUT t_max=200",
     "resident.py": "--device cpu --map 3m --slots 4 --rounds 1 --updates 1 --batch 4",
-    "snakes_speed.py": "--boards 4 --seconds 0.01 --rounds 1",
     "snakes_table.py": "--games 1 --out OUT",
-    "stage1_update.py": "--batch 2 --updates 1 --config omagd_small",
-    "stage2_update.py": "--batch 2 --updates 1 --config omagd_small",
-    "stage3_update.py": "--batch 2 --updates 1 --config omagd_small",
     "startup.py": "--runs 1 --ranks 1 --env matrix_game --config qmix",
-    "task_balance.py": "--ranks 2 --slots 2 --iterations 1 --before 1 --maps 3m 4m",
     "three_way.py": "--seeds 1 --t-max 30 --results OUT --map 3m",
-    "time_parts.py": "--maps 3m --t-max 60 --runs 1 --no-warm-up --rows OUT/rows --plot OUT/picture.png",
     "two_ranks.py": "--maps 3m --batch 4 --turns 1 --calls 1",
     "whole_loop.py": "--map 3m --t-max 60",
 }
 # Reasons why a command does not run here; only its imports and `--help` are tested.
 NOT_RUN: dict[str, str] = {
     "chaos.py": "tests/test_chaos.py and tests/test_dealt_resuming.py are its short forms",
-    "sweep_gain.py": "trains for hours; tests/test_sweeps.py has the search, tests/test_statistics.py the interval",
-    "study_chaos.py": "tests/test_study_runs.py is its short form",
-    "endurance.py": "tests/test_resume.py has its short form",
+    "house.py": "starts three runs; only its reader needs the numbers",
     "pymarl3_gradients.py": "compares with a checkout of PyMARL3; tests/test_q_learning.py has the formula",
-    "sc2_kills.py": "tests/test_sc2_env.py has its short form",
     "scripted_smaclite.py": "needs SMAClite, which is no dependency",
-    "smax_race.py": "SMAX compiles for longer than all that runs here",
 }
 
 
