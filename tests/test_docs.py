@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import runpy
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 from omagd.config.loading import HERE, find_yaml, known_keys, read_yaml
 from omagd.learners.ppo_learner import PPOArgs
-from omagd.utils import dist_utils
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -56,20 +54,6 @@ def test_the_drawing_of_the_packages_shows_what_exists():
     words = set(re.findall(r"[a-z][a-z0-9_]+", drawing)) - {"src", "py", "yaml", "fit", "stage"}
     assert words - there == set()
     assert packages - words == set()
-
-
-def test_signatures_of_dist_utils_are_those_of_the_code():
-    """The first Python block of the page on DDP holds `name(signature)` lines."""
-    block = re.search(r"```python\n(.*?)```", DDP_PAGE, re.DOTALL)[1]
-    shown = dict(re.findall(r"^(\w+)(\(.*\))", block, re.MULTILINE))
-    assert len(shown) == 8
-    for name, signature in shown.items():
-        real = inspect.signature(getattr(dist_utils, name))
-        plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in real.parameters.values()]
-        assert signature == str(inspect.Signature(plain))
-    named = re.findall(r"`(\w+)`", re.search(r"handed\s+a\s+`Dist`\s+\(([^)]*)\)", DDP_PAGE)[1])
-    methods = [name for name, value in vars(dist_utils.Dist).items() if inspect.isfunction(value) and name[0] != "_"]
-    assert sorted(named) == sorted(methods)
 
 
 def test_defaults_in_the_page_on_ddp_are_those_of_the_files():
