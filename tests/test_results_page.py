@@ -23,7 +23,7 @@ def line(arm: str, seed: int, won: list[float], minutes: list[float]) -> str:
 
 
 def test_arms_are_compared_at_the_time_that_all_runs_of_the_head_have_had():
-    lines = [line("head_x3", s, [0.0, 0.2, 0.6 + 0.01 * s], [0, 5, 10 + s]) for s in range(4)]
+    lines = [line("head", s, [0.0, 0.2, 0.6 + 0.01 * s], [0, 5, 10 + s]) for s in range(4)]
     lines += [line("baseline", s, [0.0, 0.1, 0.2, 0.4], [0, 4, 8, 12]) for s in range(4)]
     lines += [line("short", s, [0.0, 0.9], [0, 9.9]) for s in range(4)]
     rows = [re.split(r" *\| *", row)[1:-1] for row in page.table(page.runs_of(lines)).splitlines()]
@@ -31,7 +31,7 @@ def test_arms_are_compared_at_the_time_that_all_runs_of_the_head_have_had():
     budget = 600.0  # the head's quickest run had ten minutes
     own = sorted(np.interp(budget, [0, 300, 600 + 60 * s], [0, 0.2, 0.6 + 0.01 * s]) for s in range(4))
     middle = (own[1] + own[2]) / 2
-    assert head[1:4] == ["`head_x3`", "4", head[3]] and float(head[3].split()[0]) == pytest.approx(middle, abs=0.006)
+    assert head[1:4] == ["`head`", "4", head[3]] and float(head[3].split()[0]) == pytest.approx(middle, abs=0.006)
     assert baseline[3] == "0.30 [0.30, 0.30]"  # half-way between its tests at 8 and 12 minutes
     assert float(baseline[4].split()[0]) == pytest.approx(middle - 0.3, abs=0.006) and baseline[5].startswith("1.00")
     assert baseline[6] == "0.20 [0.20, 0.20]"  # after a million steps

@@ -5,7 +5,7 @@
     omagd plot docs/results/reconstruction/belief_head.jsonl --x cpu --stat iqm --maps-only \\
         --out docs/results/reconstruction/belief_head.png
 
-The budget of a map is the least CPU time of training, without tests, that a run of `head_x3` took there. The value of a
+The budget of a map is the least CPU time of training, without tests, that a run of `head` took there. The value of a
 run at that budget, or at so many steps, is interpolated linearly between its tests; a run that ended before has none.
 """
 
@@ -24,7 +24,7 @@ from omagd.lab.analysis.statistics import difference, improvement, interval, iqm
 
 PAGE = Path(__file__).with_name("reconstruction.md")
 RESULTS = PAGE.with_suffix("") / "belief_head.jsonl"
-HEAD, WON, STEPS = "head_x3", "test_battle_won_mean", 1_000_000
+HEAD, WON, STEPS = "head", "test_battle_won_mean", 1_000_000
 PART = re.compile(r"(<!-- begin results -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 Runs = dict[str, dict[str, list[dict[str, Any]]]]
