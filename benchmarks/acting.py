@@ -4,9 +4,8 @@
     python benchmarks/acting.py --table [--env smax] [--updates 100]
 
 Plays the same battles (scripted players with random actions mixed in, whose own time is left out) with three
-controllers that take turns: without reconstruction; reconstructing only what is missing; tracking (`kind: tracker`, of
-the same `d_model` and `feedforward_dim`); and reconstructing every agent at every step, the dead ones too, with the
-predictor as it is trained. Times are CPU seconds of one thread, ratios are
+controllers that take turns: without reconstruction; reconstructing only what is missing; and reconstructing every agent
+at every step, the dead ones too, with the predictor as it is trained. Times are CPU seconds of one thread, ratios are
 medians over rounds. Weights are as initialised (times do not depend on them); with `--table`, predictors of several
 sizes are trained on the same episodes with one tokenizer, and their error on held-out episodes stands beside the time.
 """
@@ -41,8 +40,6 @@ from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.graph_reconstructers.tracker import Tracker
-from omagd.modules.graph_reconstructers.tracking import TrackingReconstructor
 from omagd.runners.runner import ParallelRunner
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
@@ -168,17 +165,13 @@ def compare(arguments: argparse.Namespace) -> None:
             info = make_env(config.env, dict(config.env_args), 1, processes=False).info
             parts = modules(config, info)
             ours, every = TokenReconstructor(*parts, config, info), EveryAgent(*parts, config, info)
-            tracked = configured(arguments, slots, **{**sizes.model_dump(), "kind": "tracker"})
-            tracker = TrackingReconstructor(None, Tracker(tracked.mask_predictor_config, info), tracked, info)
-            made = {"plain": None, "ours": ours, "tracker": tracker, "every agent": every}
+            made = {"plain": None, "ours": ours, "every agent": every}
             speeds = rollouts(config, made, arguments.rounds)
             median = {name: f"{statistics.median(values):,.0f}" for name, values in speeds.items()}
             against_all, against_none = ratio(speeds, "ours", "every agent"), ratio(speeds, "ours", "plain")
-            quarters = statistics.quantiles([a / b for a, b in zip(speeds["ours"], speeds["tracker"], strict=True)])
             say(
                 f"{arguments.map} {size} {arguments.acting_precision}, {slots} slots, steps/s: {median};"
                 f" {against_all:.2f} x every agent, {against_none:.2f} x plain;"
-                f" a step with the tracker costs {quarters[1]:.2f} [{quarters[0]:.2f}, {quarters[2]:.2f}] x ours;"
                 f" {1e3 * ours.seconds / ours.calls:.2f} ms and {ours.frames / ours.calls:.0f} frames a tick"
             )
         arguments.codes = codes

@@ -1,11 +1,11 @@
 """The comparison that the method lives by: agents on what they see, on what is reconstructed, and on everything.
 
     python benchmarks/three_way.py --env skirmish --map 5m_vs_6m --t-max 300000 --seeds 1 2 3
-        [--arms ff baseline last_seen map_constant team_obs omagd full_obs]
+        [--arms ff baseline team_obs omagd full_obs]
 
 `baseline` reads `obs`, `omagd` the reconstruction, `full_obs` (an upper bound, not a method) the whole field; same
-agent, same seeds, same steps. `ff` has no memory, agents of `last_seen` keep units as they saw them last, agents of
-`team_obs` tell one another what they see. With `--config=omagd_small` (default) these arms are the presets fog_*.
+agent, same seeds, same steps. `ff` has no memory, agents of `team_obs` tell one another what they see. With
+`--config=omagd_small` (default) these arms are the presets fog_*.
 Gap closed = (omagd - baseline) / (full_obs - baseline) in the last test's win rate. Prints a Markdown table and writes
 `three_way.png`. Further words `key=value` go to every run. An asterisk marks a row with a run whose card (what its
 result depends on) is not that of the first run: `full_obs` at least, whose agents see more.
@@ -25,15 +25,13 @@ SEES = ["use_graph_reconstruction=False"]
 KINDS = {
     "ff": [*SEES, "agent=ff"],
     "baseline": SEES,
-    "last_seen": [*SEES, "fill_unseen=last_seen"],
-    "map_constant": ["mask_predictor_config.kind=map_constant"],
     "team_obs": [*SEES, "use_team_obs=True"],
     "omagd": [],
     "full_obs": [*SEES, "use_full_obs=True"],
 }
 COLOURS = {
-    "ff": "#b9a44c", "baseline": "#8893a3", "last_seen": "#3f9b4f", "team_obs": "#6a5acd", "omagd": "#0f8f8a",
-    "full_obs": "#d95f3a", "map_constant": "#c2478f",
+    "ff": "#b9a44c", "baseline": "#8893a3", "team_obs": "#6a5acd", "omagd": "#0f8f8a",
+    "full_obs": "#d95f3a",
 }  # fmt: skip
 Curve = list[tuple[float, float, float]]
 

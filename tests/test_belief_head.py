@@ -264,7 +264,6 @@ def test_a_checkpoint_holds_the_statistics():
     ("skirmish", {"use_graph_reconstruction": True, "mac": "n_graph_mac", "learner": "nq_graph_learner"},
      "use_graph_reconstruction=True"),
     ("skirmish", {"use_full_obs": True}, "use_full_obs=True"),
-    ("skirmish", {"fill_unseen": "last_seen", "mac": "n_graph_mac"}, "fill_unseen=last_seen"),
     ("skirmish", {"learner": "ddpg_learner", "mac": "ddpg_mac", "agent": "ddpg", "obs_last_action": False},
      "learner=ddpg_learner has no such loss"),
 ])  # fmt: skip

@@ -433,7 +433,7 @@ def test_calibration_is_the_distance_of_stated_from_true_shares(data) -> None:
 
 
 def test_a_batch_that_is_judged_in_parts_gives_the_same_table(data, monkeypatch) -> None:
-    learner, whole = graph_learner("stage2", kind="tracker"), []
+    learner, whole = graph_learner("stage2"), []
     beliefs = learner.beliefs
     learner.beliefs = lambda batch: whole.append(batch.packing.n_episodes) or beliefs(batch)
     tables = []

@@ -13,7 +13,7 @@ from interruption import TornRun, interrupted_run
 from run_equality import differences, reproducible_lines
 
 from omagd.config.schema import Config
-from omagd.learners.tracker_learner import TrackerLearner
+from omagd.learners.predictor_learner import PredictorLearner
 from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
 from omagd.run.cli.main import config_from
@@ -185,12 +185,11 @@ def test_the_numbers_below_a_picture_are_those_of_living_units():
 
 
 def test_what_a_learner_does_once_counts_as_preparation_not_as_updates(tmp_path, monkeypatch):
-    begin = TrackerLearner.begin
+    begin = PredictorLearner.begin
 
     def slow(self, batches):
         time.sleep(1.5)
         begin(self, batches)
 
-    monkeypatch.setattr(TrackerLearner, "begin", slow)
-    given = config(tmp_path, "mask_predictor_config.kind=tracker")
-    assert launch(given, "run")["stages"]["stage2"]["phases"]["prepare"] >= 1.5
+    monkeypatch.setattr(PredictorLearner, "begin", slow)
+    assert launch(config(tmp_path), "run")["stages"]["stage2"]["phases"]["prepare"] >= 1.5

@@ -201,8 +201,8 @@ def test_one_start_names_every_mistake_and_its_remedy(capsys, empty_folder):
 def test_a_wrong_path_or_value_hides_no_other_mistake(capsys, empty_folder):
     """Neither files behind another path, nor contradictions of keys that one check reads together."""
     typed = "checkpoint_path=gone pretrained_tokenizer_path=gone2 pretrain_buffer_path=gone3 learner=nq_learner"
-    assert main(["--config=omagd", "with", *typed.split(), "fill_unseen=last"]) == 2
-    starts = ("checkpoint_path", "pretrained_tokenizer_path", "pretrain_buffer_path", "learner", "fill_unseen")
+    assert main(["--config=omagd", "with", *typed.split(), "belief_loss=last"]) == 2
+    starts = ("checkpoint_path", "pretrained_tokenizer_path", "pretrain_buffer_path", "learner", "belief_loss")
     lines = capsys.readouterr().err.splitlines()
     assert sorted(line.split("=")[0] for line in lines) == sorted(f"error: {key}" for key in starts), lines
 

@@ -51,17 +51,12 @@ def test_every_file_resolves_and_the_defaults_play_the_embedded_battle():
 
 
 ARMS = {
-    "ff": {"agent": "ff"}, "baseline": {}, "last_seen": {"fill_unseen": "last_seen"},
-    "map_constant": {
-        "use_graph_reconstruction": True, "learner": "nq_graph_learner_ddp",
-        "mask_predictor_config.kind": "map_constant",
-    },
+    "ff": {"agent": "ff"}, "baseline": {},
     "ma2e": {
         "use_graph_reconstruction": True, "learner": "nq_graph_learner_ddp", "mask_predictor_config.kind": "ma2e",
     },
     "team_obs": {"use_team_obs": True}, "full_obs": {"use_full_obs": True},
 }  # fmt: skip
-TRAINING = {"reconstructor_refresh", "reconstructor_refresh_updates"}  # of ma2e
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -70,26 +65,11 @@ def test_arms_differ_from_omagd_small_in_what_agents_read_and_in_nothing_else(ar
     given = {"use_graph_reconstruction": False, "learner": "nq_learner_ddp", "name": f"fog_{arm}", **ARMS[arm]}
     made, wanted = (config.model_dump() for config in (resolve(f"fog_{arm}"), resolve("omagd_small", None, given)))
     unused = {key for key in made if key.startswith("graph_") and key != "graph_updates"}
-    if made["use_graph_reconstruction"]:  # by means, which train no network; by one with a training of its own
+    if made["use_graph_reconstruction"]:  # by one with a training of its own
         assert made["mask_predictor_config"]["kind"] == wanted["mask_predictor_config"]["kind"] == arm
         unused = {"graph_pretrain_epochs", "graph_lr"}
-    unused |= {"tokenizer_config", "mask_predictor_config", *TRAINING}
+    unused |= {"tokenizer_config", "mask_predictor_config"}
     assert {key for key in made if made[key] != wanted[key]} <= unused
-
-
-def test_the_tracking_arm_differs_from_omagd_small_in_its_predictor_and_how_it_learns_and_in_nothing_else():
-    made, wanted = (resolve(name).model_dump() for name in ("omagd_tracker", "omagd_small"))
-    unread = {"name", "tokenizer_config", "mask_predictor_config"}
-    differing = {key for key in made if made[key] != wanted[key]} - unread
-    privileged = {"truth_all_until", "truth_until", "reconstructor_refresh", "reconstructor_refresh_updates"}
-    assert privileged < differing and all(key.startswith("graph_pretrain_") for key in differing - privileged)
-
-
-def test_the_arm_ridge_differs_from_the_tracking_arm_in_its_network_and_in_nothing_else():
-    made, wanted = (resolve(name).model_dump() for name in ("fog_ridge", "omagd_tracker"))
-    differing = {key for key in made if made[key] != wanted[key]}
-    network = {"graph_pretrain_epochs", "graph_lr", "reconstructor_refresh_updates", "mask_predictor_config"}
-    assert differing == {"name", *network} and made["mask_predictor_config"]["kind"] == "tracker"
 
 
 PUBLISHED_VALUES = {
@@ -198,6 +178,15 @@ def test_a_saved_run_may_hold_removed_keys_and_keeps_its_identity(tmp_path, monk
     assert identity_of(config) != today
     monkeypatch.undo()
     assert identity_of(config) == today
+    for key, (default, _) in REMOVED.items():
+        path.write_text(json.dumps({**to_plain(config), key: default}))
+        assert validate(read_saved(path, "run")) == config
+    path.write_text(json.dumps({**to_plain(config), "truth_until": 0.9, "truth_all_until": 0.5}))
+    assert validate(read_saved(path, "run")) == config, "it shaped training alone"
+    for key, value in {"fill_unseen": "last_seen", "reconstructor_refresh": 0.1}.items():
+        path.write_text(json.dumps({**to_plain(config), key: value}))
+        with pytest.raises(UserError, match=f"^run: trained with {key}={value}, which was removed"):
+            read_saved(path, "run")
 
 
 def test_both_spellings_of_the_stage_work():

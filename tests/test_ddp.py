@@ -74,11 +74,9 @@ STAGES = {
     "stage2": {"mask_ratio": 0.3},
     "stage2 matched": {"matching": "type"},
     "stage2 GRU": {"use_gru": True, "early_step_weight": 0.3},
-    "stage2 tracker": {"kind": "tracker", "graph_frames_at_once": 2},
 }
 compared = {updates.get("kind", "masked") for name, updates in STAGES.items() if name.startswith("stage2")}
-trained = {kind for kind in PREDICTORS.names() if not hasattr(PREDICTORS.get(kind), "most_updates")}
-STAGES |= {f"stage2 {kind}": {"kind": kind} for kind in sorted(trained - compared)}
+STAGES |= {f"stage2 {kind}": {"kind": kind} for kind in sorted({*PREDICTORS.names()} - compared)}
 LOSSES = ("loss_td", "td_error_abs", "q_taken_mean", "target_mean", "graph_loss", "loss_belief", "belief_alive")
 FOLLOW_DATA = {"belief_head.mean", "belief_head.deviation"}  # whether a step is taken or not
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -37,7 +37,7 @@ STAGES: dict[str, Any] = {
     },
     "graph_pretrain_epochs": 2, "graph_pretrain_episodes": 4, "graph_pretrain_batch_size": 2,
     "graph_pretrain_eval_interval": 1, "graph_pretrain_eval_episodes": 2, "graph_pretrain_test_episodes": 2,
-    "graph_frames_at_once": 64, "truth_until": 0.0, "reconstructor_refresh_updates": 1,
+    "graph_frames_at_once": 64,
 }  # fmt: skip
 SNAKES: dict[str, Any] = {**TINY, "ticks_per_iteration": 20, "buffer_size": 60, "rnn_hidden_dim": 8}
 TOKENIZER = {"pretrained_tokenizer_path": "all stages/models/pretrain_stage1_best"}
@@ -116,29 +116,15 @@ RUNS: dict[str, Run] = {
         needs={**TOKENIZER, "graph_pretrain_policy": "all stages", "graph_pretrain_policy_path": "all stages"},
         graph_pretrain_policy_share=0.25, makes=("models/pretrain_stage2_best/*.th",),
     ),
-    "a tracker": Run(
-        "omagd_small", "skirmish", STAGES, t_max=40, graph_pretrain_patience=1,
-        mask_predictor_config={**STAGES["mask_predictor_config"], "kind": "tracker", "decode": "mean"},
-        reconstructor_refresh=20,
-        truth_all_until=0.2, truth_until=0.5,
-        makes=("models/pretrain_stage2_best/stage2_model.th", "plots/beliefs.png"),
-    ),
-    "map constants": Run(
-        "fog_map_constant", "skirmish", TINY, NETWORKS, run="default", t_max=40, graph_pretrain_episodes=4,
-        graph_pretrain_eval_episodes=2, graph_pretrain_test_episodes=2, env_args={"map_name": "3m"},
-        mask_predictor_config={"kind": "map_constant"}, makes=("models/pretrain_stage2_best/stage2_model.th",),
-    ),
     "stage 3 alone": Run(
-        "omagd_small", "skirmish", STAGES, t_max=40, recontructer_stage="stage3", needs=PRETRAINED
+        "omagd_small", "skirmish", STAGES, t_max=40, graph_pretrain_patience=1, recontructer_stage="stage3",
+        needs=PRETRAINED,
     ),
     "the upper bound": Run(
         "gnn_qmix", "skirmish", TINY, NETWORKS, t_max=40, use_full_obs=True, gnn_hidden_dim=8
     ),
     "what the team sees": Run(
         "fog_team_obs", "skirmish", TINY, NETWORKS, run="default", t_max=40, use_team_obs=True
-    ),
-    "what was seen last": Run(
-        "fog_last_seen", "skirmish", TINY, NETWORKS, run="default", t_max=40, fill_unseen="last_seen"
     ),
     "what is remembered": Run(
         "fog_baseline", "skirmish", TINY, NETWORKS, run="default", t_max=40, belief_loss="tokens", belief_weight=0.5,

@@ -1,4 +1,4 @@
-"""What agents read beside what they see: what others see (`use_team_obs`), and what they saw (`fill_unseen`)."""
+"""What agents read beside what they see: what others see (`use_team_obs`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.types import Exploration
 from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
-from omagd.learners.belief_cases import cases_of
-from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
-from omagd.modules.graph_reconstructers.last_sight import LastSight
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.modules.graph_reconstructers.team_view import TeamView
 from omagd.run.cli.preflight import preflight
-from omagd.run.training.build import PretrainedModules, build_mac
 from omagd.runners import REGISTRY as RUNNERS
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError
@@ -28,7 +25,6 @@ from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-SIGHT = {"fill_unseen": "last_seen", "mac": "n_graph_mac"}
 
 
 def moments(name: str, map_name: str, steps: int) -> tuple[list[np.ndarray], list[np.ndarray], object]:
@@ -117,9 +113,6 @@ def test_learners_read_the_bits_that_agents_acted_on(runner, monkeypatch):
     ({"use_full_obs": True}, "use_team_obs=True: use_full_obs=True shows everything already"),
     ({"use_graph_reconstruction": True, "mac": "n_graph_mac"}, "use_team_obs=True: .*use_graph_reconstruction=False"),
     ({"runner": "resident"}, "runner=resident: .* not with use_team_obs=True. Use runner=parallel"),
-    ({"use_team_obs": False, **SIGHT, "runner": "resident"}, "runner=resident: .* fill_unseen=last_seen. Use runner"),
-    ({"use_team_obs": False, **SIGHT, "mac": "n_mac"}, "mac=n_mac: fills in no units .* Use mac=n_graph_mac"),
-    ({**SIGHT}, "fill_unseen=last_seen: use_team_obs=True shows units in another way"),
 ])  # fmt: skip
 def test_what_does_not_go_with_it_is_rejected(words, message):
     with pytest.raises(UserError, match=message):
@@ -143,53 +136,3 @@ def test_a_trained_team_plays_on_what_it_tells_one_another(tmp_path: Path):
     with pytest.raises(ValueError, match="use_team_obs=True"):
         policy.act(obs, mask)
     env.close()
-
-
-@pytest.mark.parametrize("runner", ["parallel", "stream"])
-def test_units_stay_as_they_were_seen_last(runner):
-    """The fills of a rollout are the last sights that the metrics of beliefs find in its episodes, rounded."""
-    config = resolve("fog_last_seen", "skirmish", {**SMALL, "env_args.map_name": "3s_vs_5z", "mark_guesses": True})
-    env = make_env("skirmish", {"map_name": "3s_vs_5z"}, 3, processes=False)
-    mac = build_mac(config, env.info, CPU, PretrainedModules())
-    plays = RUNNERS.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
-    explore, episodes = Exploration(1.0, np.random.default_rng(0)), []
-    while len(episodes) < 6:
-        episodes += plays.collect(mac, explore=explore, full_obs=True).episodes
-    env.close()
-    batch, layout = pack_episodes(episodes), env.info.layout
-    inputs, cases = mac.inputs(batch), cases_of(batch, layout)
-    nodes = obs_to_nodes(inputs.features, layout)
-    assert (cases.age > 3).sum() > 20
-    assert torch.equal(nodes[cases.row, cases.agent, cases.node], cases.last.half().float())
-    missing = inputs.guessed & batch.valid_mask[:, None, None]
-    assert torch.equal(missing, cases.missing)
-    kept = torch.where(inputs.guessed[..., None], 0.0, nodes)
-    assert torch.equal(kept, torch.where(inputs.guessed[..., None], 0.0, obs_to_nodes(batch["obs"], layout)))
-
-
-def test_memories_of_slots_that_wait_stay_and_those_of_others_are_restored():
-    info = make_env("skirmish", {"map_name": "3m"}, 1, processes=False).info
-    memory, other = (LastSight(info, CPU) for _ in range(2))
-    memory.begin(2)
-    full = torch.rand(2, 3, info.obs_dim) + 0.1
-    own = nodes_to_obs(obs_to_nodes(full, info.layout) * (torch.arange(info.layout.n_nodes) == 0)[:, None], info.layout)
-    everyone = np.ones(2, bool)
-    memory.step(full, np.zeros(2), everyone)
-    shown = torch.stack([own[0], 2 * full[1]])
-    waits = memory.step(shown, np.ones(2), np.array([True, False]))
-    assert torch.equal(waits.obs[1], shown[1])
-    assert not waits.guessed[1].any()
-    other.begin(2)
-    other.load_snapshot(memory.snapshot())
-    made = [one.step(own, np.full(2, 2), everyone).obs for one in (memory, other)]
-    assert torch.equal(made[0], made[1])
-    torch.testing.assert_close(made[0], full, atol=1e-3, rtol=0)
-    kept = memory.snapshot()
-    memory.reset(np.array([True, False]))
-    again = memory.step(own, np.full(2, 3), everyone).obs
-    assert torch.equal(again[0], own[0])
-    assert torch.equal(again[1], made[0][1])
-    for slot in (0, 1):  # what happens later changes no snapshot, whether it was taken or loaded
-        memory.load_snapshot(kept)
-        memory.reset(np.arange(2) != slot)
-        assert torch.equal(memory.step(own, np.full(2, 3), everyone).obs[slot], made[0][slot])

@@ -383,7 +383,7 @@ def small(path: Path, *more: str) -> Any:
 
 @pytest.mark.processes
 def test_one_command_trains_stages_two_and_three_and_reports_its_own_error(tmp_path):
-    config = small(tmp_path, "t_max=200", "reconstructor_refresh=30", "reconstructor_refresh_updates=1")
+    config = small(tmp_path, "t_max=200")
     assert preflight(config).stages == ("stage2", "stage3")
     summary = omagd.run(config)
     assert list(summary["stages"]) == ["stage2", "stage3"]
@@ -392,7 +392,7 @@ def test_one_command_trains_stages_two_and_three_and_reports_its_own_error(tmp_p
     assert "test_error" not in stage2["values"] and "beliefs" not in stage2 and "beliefs" not in stage3
     assert "policy_error_allies" in stage3["values"]
     log = (Path(summary["folder"]) / "metrics.jsonl").read_text()
-    assert "refresh/error_allies_before" in log and "ratio_simple" not in log
+    assert "ratio_simple" not in log
     assert reconstruction(load([Path(summary["folder"])])[0]) == []
     policy, env = omagd.load_policy(summary["folder"]), omagd.make("skirmish", map_name="3m")
     assert omagd.play(policy, env, episodes=2)["totals"]["episodes"] == 2
@@ -408,8 +408,7 @@ def test_one_command_trains_stages_two_and_three_and_reports_its_own_error(tmp_p
     ({"mac": "gnn_graph_mac", "agent": "gnn_rnn"}, "agent=gnn_rnn does not read what it infers"),
     ({"env_args.map_name": "3m,4m"}, "learns one map, not a set .*3m.4m.*Give one map"),
     ({"mask_predictor_config.decode": "argmax"}, "kind=ma2e predicts features, not codes. Use decode=mean"),
-    ({"runner": "resident", "reconstructor_refresh": 0},
-     "runner=resident: reconstructs with .*kind=masked, not kind=ma2e. Use runner=parallel"),
+    ({"runner": "resident"}, "runner=resident: reconstructs with .*kind=masked, not kind=ma2e. Use runner=parallel"),
 ])  # fmt: skip
 def test_what_does_not_go_with_it_is_rejected(words, message):
     with pytest.raises(UserError, match=message):

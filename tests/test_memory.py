@@ -38,7 +38,6 @@ def config(name: str = "qmix", **updates):
         ("qmix", {}, {}),
         ("gnn_qmix", {"use_full_obs": True}, {}),
         ("fog_team_obs", {}, {}),
-        ("fog_last_seen", {}, {"recon": np.zeros((1, 5, 55), np.float16)}),
         ("omagd", {"mask_predictor_config.decode": "mean"}, {"recon": np.zeros((1, 5, 55), np.float16)}),
         ("omagd", {"mask_predictor_config.decode": "argmax"}, {"tokens": np.zeros((1, 5, 11), np.int16)}),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_toys import INFO, LAYOUT, graph_learner, toy_config, toy_episodes
+from graph_toys import INFO, LAYOUT, graph_learner, toy_episodes
 from q_toys import INFO as Q_INFO
 from q_toys import random_episode
 from q_toys import toy_config as q_config
@@ -17,14 +17,11 @@ from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.agent import AgentInputs, InputLinear, RecurrentAgent
 from omagd.modules.agents.ff_agent import FFAgent
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
-from omagd.modules.graph_reconstructers.map_constant import MapConstant, MapConstantReconstructor
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Quantized, Tokenizer
-from omagd.modules.graph_reconstructers.tracker import Tracker
-from omagd.modules.graph_reconstructers.tracking import TrackingReconstructor
 from omagd.modules.kernels import compiling
 from omagd.modules.kernels.linear import FastLinear
 from omagd.modules.kernels.recurrent import PackedGRU
@@ -126,50 +123,12 @@ def test_a_device_rejects_a_predictor_that_it_would_compute_in_another_way() -> 
         ResidentReconstruction(reconstructor, 2)
 
 
-@pytest.mark.parametrize("part", ["encode", "decode", "linear"])
-def test_a_tracker_acts_with_the_network_that_was_trained(part: str) -> None:
-    stage = graph_learner("stage2", torch.float32, kind="tracker")
-    tracker = stage.predictor
-    for weight in tracker.parameters():
-        weight.data += 0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(weight)))
-    episodes = toy_episodes(5, seed=21, apart=True)
-    before = stage.beliefs(pack_episodes(episodes))[1].features
-
-    class Mine(Tracker):
-        def encode(self, *given: Any) -> Any:
-            x, *rest = super().encode(*given)
-            return (x * (-2 if part == "encode" else 1), *rest)
-
-        def decode(self, *given: Any) -> Any:
-            out = super().decode(*given)
-            return out._replace(learned=out.learned * -2) if part == "decode" else out
-
-    if part == "linear":
-        tracker.join.__class__ = scaled(nn.Linear)
-    else:
-        tracker.__class__ = Mine
-    believed = acts_as_it_believes(stage, TrackingReconstructor(None, tracker, stage.config, INFO), episodes)
-    assert not torch.allclose(believed, before, atol=0.1)
-
-
-def test_a_table_of_means_acts_with_its_own_forward() -> None:
-    predictor = scaled(MapConstant)(INFO)
-    predictor.table.copy_(torch.randn(predictor.table.shape))
-    reconstructor = MapConstantReconstructor(None, predictor, toy_config(kind="map_constant"), INFO)
-    (episode,) = toy_episodes(1, seed=3, longest=1)
-    made = reconstructor.step(episode["obs"][:1], torch.zeros(1, dtype=torch.int64))
-    _, agent, node = made.guessed.nonzero(as_tuple=True)
-    same_guesses(made.obs, made.guessed, predictor(agent, node, torch.zeros_like(agent)))
-
-
 def test_who_trains_by_a_forward_of_its_own_and_acts_by_an_inherited_step_is_rejected() -> None:
     for name in AGENTS.names():
         kind = AGENTS.get(name)
         if issubclass(kind, RecurrentAgent):
             with pytest.raises(UserError, match=f"^My{kind.__name__}: .*Override encode or values, .*or step too"):
                 scaled(kind)(q_config(agent=name), Q_INFO)
-    with pytest.raises(UserError, match=r"^MyTracker: .*Override encode or decode"):
-        scaled(Tracker)(toy_config(kind="tracker").mask_predictor_config, INFO)
     with pytest.raises(UserError, match=r"^MyPackedGRU: "):
         scaled(PackedGRU)(4, 4)
     both = type("Both", (scaled(AGENTS.get("n_rnn"), "step"),), {"forward": RecurrentAgent.forward, "step": None})

@@ -11,7 +11,6 @@ import pytest
 import torch
 from graph_toys import toy_config, toy_episodes
 
-from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.scripted_mac import DividedPolicy
 from omagd.controllers.types import Decision
 from omagd.run.checkpoint.checkpointer import Checkpointer
@@ -35,7 +34,6 @@ class Measured(PretrainStage):
         self.module = torch.nn.Linear(1, 1, bias=False)
         return SimpleNamespace(
             best_metric="error",
-            calibrate=lambda batch: None,
             evaluate=lambda batch: {"error": (self.error, 1.0)},
             modules=lambda: {"toy": self.module},
             state_dict=dict,
@@ -60,20 +58,6 @@ def measure(stage, errors):
         stage.module.weight.data.fill_(number)
         stage.clock.epoch = number
         stage.evaluate()
-
-
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_held_out_episodes_pass_in_parts_where_the_learner_allows_it(in_parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(pretraining, "TOGETHER", 5)
-    stage, seen, calibrated = stage_of(tmp_path), [], []
-    stage.learner.in_parts = in_parts
-    stage.learner.calibrate = lambda batches: calibrated.extend(batch.packing.n_episodes for batch in batches)
-    stage.learner.evaluate = lambda batch: seen.append(batch.packing.n_episodes) or {"error": (seen[-1] ** 2, seen[-1])}
-    stage.pretrained.held_out = EpisodeBuffer(12)
-    stage.pretrained.held_out.add(toy_episodes(12))
-    stage.evaluate()
-    assert seen == calibrated == ([5, 5, 2] if in_parts else [12])
-    assert stage.last["error"] == pytest.approx(sum(count**2 for count in seen) / 12)
 
 
 @pytest.mark.parametrize(("errors", "best"), [([3.0, 1.0, 2.0], 2), ([2.0, 3.0], 1)])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from graph_toys import INFO, LAYOUT, graph_learner, noting, toy_config, toy_episodes, toy_modules
+from graph_toys import INFO, LAYOUT, noting, toy_config, toy_episodes, toy_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +34,6 @@ from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
-from omagd.modules.graph_reconstructers.tracking import TrackingReconstructor
 from omagd.run.training import beliefs
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -379,8 +378,7 @@ def test_a_controller_acts_for_some_slots_as_for_all(decode: str, field: str) ->
 
 
 @pytest.mark.parametrize("changes", [
-    {"decode": "mean"}, {"decode": "argmax"}, {"use_gru": True}, {"kind": "tracker"},
-    {"kind": "map_constant"}, {"kind": "ma2e"},
+    {"decode": "mean"}, {"decode": "argmax"}, {"use_gru": True}, {"kind": "ma2e"},
 ], ids=str)  # fmt: skip
 def test_kinds_store_the_fields_that_they_declare(changes: dict[str, object]) -> None:
     config = toy_config(**changes)
@@ -470,15 +468,14 @@ def test_a_picture_shows_a_moment_at_which_something_is_hidden() -> None:
 
 
 def test_a_picture_is_made_of_the_actions_before_each_step(tmp_path, monkeypatch) -> None:
-    stage = graph_learner("stage2", torch.float32, kind="tracker")
-    episodes, taken, step = toy_episodes(3, seed=31), [], TrackingReconstructor.step
+    parts, episodes, taken, step = trained(), toy_episodes(3, seed=31), [], TokenReconstructor.step
 
     def noted(self, obs, now, active, actions):
         taken.append(actions[0])
         return step(self, obs, now, active, actions)
 
-    monkeypatch.setattr(TrackingReconstructor, "step", noted)
-    shown = moment_of(monkeypatch, tmp_path, (None, stage.predictor, stage.config), pack_episodes(episodes))
+    monkeypatch.setattr(TokenReconstructor, "step", noted)
+    shown = moment_of(monkeypatch, tmp_path, parts, pack_episodes(episodes))
     assert len(taken) == shown["info"]["step"] + 1 > 2 and (taken[0] == -1).all()
     played = [episode["actions"][: len(taken) - 1] for episode in episodes]
     assert any(torch.equal(torch.stack(taken[1:]), actions) for actions in played)

@@ -182,12 +182,7 @@ DIFFERENCES = [
     ({"updates_per_iteration": 5}, "updates_per_round 5"),
     ({"test_nepisode": 500}, "test_episodes"),
     ({"use_full_obs": True}, "observations everything (use_full_obs), not each agent's own; fair if you compare what"),
-    ({"fill_unseen": "last_seen", "mac": "n_graph_mac"}, "observations each agent's own (fill_unseen=last_seen)"),
     ({"use_team_obs": True}, "observations what any living ally sees (use_team_obs)"),
-    (
-        {"fill_unseen": "zeros", "mac": "n_graph_mac", "truth_until": 0.9},
-        "in training first everything (truth_until=0.9)",
-    ),
     ({"precision": "bf16"}, "precision bf16"),
     ({"env_args__map_name": "8m"}, "map 8m, not 3m"),
     ({"env_args__difficulty": "3"}, "difficulty 3, not 7"),

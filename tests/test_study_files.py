@@ -13,11 +13,8 @@ from omagd.lab.studies.spec import config_of, load
 FILES = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "studies").glob("*.yaml"))
 READS = {
     "name",
-    "truth_all_until",
-    "truth_until",
     "use_full_obs",
     "use_team_obs",
-    "fill_unseen",
     "use_graph_reconstruction",
     "agent",
     "learner",
@@ -28,7 +25,7 @@ READS = {
     "updates_per_iteration",
     "t_max",
 }
-OF_PREDICTORS = ("graph_", "reconstructor_refresh", "tokenizer_config", "mask_predictor_config")
+OF_PREDICTORS = ("graph_", "tokenizer_config", "mask_predictor_config")
 
 
 def by_environment(file):

@@ -50,11 +50,7 @@ def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
     config = resolve("omagd_small", "skirmish", {**values, "runner": runner, **changes})
     env = make_env("skirmish", {"map_name": "3m_mixed_sight6"}, 3, processes=False)
     modules = PretrainedModules(new_tokenizer(config, env.info, CPU), new_predictor(config, env.info, CPU))
-    if changes.get("mask_predictor_config.kind") != "tracker":
-        modules.predictor.bind(modules.tokenizer.table())
-    if changes.get("mask_predictor_config.kind") == "tracker":  # an untrained one reads no actions
-        for value in modules.predictor.parameters():
-            torch.nn.init.normal_(value, std=0.2, generator=torch.Generator().manual_seed(len(value)))
+    modules.predictor.bind(modules.tokenizer.table())
     mac: Any = build_mac(config, env.info, CPU, modules)
     read = noting(mac, marks_of)
     plays, episodes = RUNNERS.get(runner)(env, config, env.info, EpisodeSeeds(1, "train")), []
@@ -66,7 +62,7 @@ def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
 
 
 @pytest.mark.parametrize("changes", [
-    {"mask_predictor_config.kind": "tracker"},
+    {},
     {"mac": "gnn_graph_mac", "agent": "gnn_rnn", "mark_guesses": True},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("runner", ["parallel", "stream"])
@@ -84,26 +80,8 @@ def test_learners_read_the_guesses_on_which_agents_acted(runner: str, changes: d
     assert values.shape == batch["avail_actions"].shape
 
 
-@pytest.mark.parametrize("runner", ["parallel", "stream"])
-def test_agents_tell_the_predictor_what_they_have_done(runner: str) -> None:
-    mac, episodes, _ = collected(runner, **{"mask_predictor_config.kind": "tracker"})
-    ours, n = mac.reconstructor, mac.info.n_agents
-    nothing, differ = torch.full((n,), -1), 0.0
-    for episode in episodes:
-        played = episode["actions"].flatten(1)
-        made = []
-        for actions in ([nothing, *played], [nothing] * (len(played) + 1)):
-            ours.begin(1)
-            rows = zip(episode["obs"], actions, strict=False)
-            steps = [ours.step(obs[None], torch.tensor([t]), None, last[None]) for t, (obs, last) in enumerate(rows)]
-            made.append(torch.stack([each.fields["recon"][0] for each in steps]).float())
-        torch.testing.assert_close(made[0], episode["recon"].float(), rtol=2e-3, atol=2e-3)
-        differ = max(differ, float((made[0] - made[1]).abs().max()))
-    assert differ > 0.05
-
-
 def test_memories_of_a_predictor_are_part_of_a_controllers_snapshot() -> None:
-    mac, episodes, _ = collected("parallel", **{"mask_predictor_config.kind": "tracker"})
+    mac, episodes, _ = collected("parallel")
     del mac._build_inputs  # which notes
     other, rows = copy.deepcopy(mac), next(episode["obs"] for episode in episodes if len(episode["obs"]) > 12)
     for one in (mac, other):

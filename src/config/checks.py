@@ -127,25 +127,11 @@ def _belief(config: Config) -> Iterator[str]:
     for key in ("use_graph_reconstruction", "use_full_obs", "use_team_obs"):
         if getattr(config, key):
             yield f"{given}: is for agents that read what they see, and {key}=True shows more. Add {key}=False"
-    if config.fill_unseen != "none":
-        yield f"{given}: fill_unseen={config.fill_unseen} fills in what it predicts. Add fill_unseen=none"
     if config.belief_loss == "tokens" and not config.pretrained_tokenizer_path and not config.evaluate:
         yield (
             f"{given}: predicts the codes of stage 1, and pretrained_tokenizer_path is empty. Train one with"
             " --config=omagd_small with reconstructer_stage=stage1, and give its models/pretrain_stage1_best/"
         )
-
-
-def _fill(config: Config) -> Iterator[str]:
-    if config.fill_unseen != "none":
-        for key in ("use_full_obs", "use_team_obs", "use_graph_reconstruction"):
-            if getattr(config, key):
-                yield f"fill_unseen={config.fill_unseen}: {key}=True shows units in another way. Drop one"
-        if config.mac in PLAIN_MACS:
-            yield (
-                f"mac={config.mac}: fills in no units (fill_unseen={config.fill_unseen}). Use mac=n_graph_mac or"
-                " mac=gnn_graph_mac"
-            )
 
 
 def _reconstruction(config: Config) -> Iterator[str]:
@@ -179,57 +165,6 @@ def _predictor(config: Config) -> Iterator[str]:
         yield (
             f"mask_predictor_config.n_heads={predictor.n_heads}: must divide "
             f"mask_predictor_config.d_model={predictor.d_model}"
-        )
-
-
-def _trains_agents(config: Config) -> bool:
-    """Return whether the run has a stage 3 that trains; presets set keys of it that other runs do not read."""
-    return not (config.evaluate or config.evaluation_only or config.pretrain_only) and config.stage in {"all", "stage3"}
-
-
-def _refresh(config: Config) -> Iterator[str]:
-    if not config.reconstructor_refresh or not _trains_agents(config):
-        return
-    if not config.use_graph_reconstruction:
-        yield (
-            f"reconstructor_refresh={config.reconstructor_refresh}: use_graph_reconstruction=False has no predictor."
-            " Use --config=fog_baseline, or reconstructor_refresh=0 truth_until=0"
-        )
-    if config.truth_until and config.truth_all_until >= 1:
-        yield (
-            f"truth_all_until={config.truth_all_until}: no training episode shows what the predictor believes, so"
-            " reconstructor_refresh never refreshes it. Give less than 1, or reconstructor_refresh=0"
-        )
-
-
-def refresh_warnings(config: Config) -> list[str]:
-    """Return the warning of a run whose interval is its whole length; none where `max_episodes` ends it."""
-    interval, ends = config.reconstructor_refresh, config.t_max
-    if interval < 1 or interval < ends or not _trains_agents(config):
-        return []
-    fix = "Give less, such as an eighth of it: reconstructor_refresh=0.125"
-    return [f"reconstructor_refresh={interval}: t_max={ends} ends the run before the first refresh. {fix}"]
-
-
-def _truth(config: Config) -> Iterator[str]:
-    if not config.truth_until or not _trains_agents(config):
-        return
-    if config.truth_all_until > config.truth_until:
-        yield (
-            f"truth_all_until={config.truth_all_until}: must be at most truth_until={config.truth_until}, where none is"
-            " shown any more. Give a larger truth_until, or truth_all_until=0"
-        )
-    given = f"truth_until={config.truth_until}"
-    predictor = config.mask_predictor_config
-    if not config.use_graph_reconstruction and config.fill_unseen == "none":
-        yield (
-            f"{given}: shows all units in place of guesses, and nothing is guessed. Use --config=omagd_tracker, a"
-            " fill_unseen, or truth_until=0"
-        )
-    if config.use_graph_reconstruction and predictor.kind == "masked" and predictor.decode != "mean":
-        yield (
-            f"{given}: mask_predictor_config.decode={predictor.decode} stores codes, which cannot say what is true. Use"
-            " decode=mean, or truth_until=0"
         )
 
 
@@ -289,7 +224,7 @@ def _listed(config: Config) -> str:
 
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _token, partial(_name, "unique_token"), partial(_name, "name"), _stages, _full_obs, _belief, _fill,
-    _reconstruction, _predictor, _refresh, _truth, _playing, _step, _seeds, _ranks, _replay, _epsilon, _parts,
+    _token, partial(_name, "unique_token"), partial(_name, "name"), _stages, _full_obs, _belief,
+    _reconstruction, _predictor, _playing, _step, _seeds, _ranks, _replay, _epsilon, _parts,
 )  # fmt: skip
 """Each yields a message for every contradiction. One that reads a wrong value ends there, so they are small."""

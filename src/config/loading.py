@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from omagd.config.checks import check, unusable
 from omagd.config.messages import shorten, unknown_key, validation_messages
-from omagd.config.schema import EXTENDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
+from omagd.config.schema import ACTED_WITH, EXTENDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
 from omagd.config.yaml_files import VERSIONS, read_yaml
 from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, unknown_name
 from omagd.utils.foreign import KEYS, find
@@ -176,6 +176,9 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
         raise UserError(f"{source}: {path} cannot be read ({reason}): give the folder of a run") from None
     if not isinstance(values, dict):
         raise UserError(f"{source}: {path} must hold a mapping of keys to values: give the folder of a run")
+    for key in ACTED_WITH:
+        if (value := values.get(key, REMOVED[key][0])) != REMOVED[key][0]:
+            raise UserError(f"{source}: trained with {key}={value}, which was removed. Play it with omagd 0.1")
     values = {key: value for key, value in values.items() if key not in REMOVED}
     with collected(None) as found:
         return _merge(read_yaml(HERE / "default.yaml"), values, found, source=str(path))

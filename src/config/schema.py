@@ -28,15 +28,6 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _as_interval(value: object) -> object:
-    """Return whole steps as an int, a share of the run as a float. Errors: ValueError for any other number."""
-    value = as_whole(value)
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if not whole and not (isinstance(value, float) and 0 < value < 1):
-        raise ValueError("give whole steps, or less than 1: a share of the run")
-    return value
-
-
 Int = Annotated[int, BeforeValidator(as_whole)]
 Count = Annotated[Int, Field(ge=1, le=10**12)]  # steps and intervals, where a huge number means never
 Size = Annotated[Int, Field(ge=1, le=10**6)]
@@ -45,7 +36,6 @@ Whole = Annotated[Int, Field(ge=0, le=2**63 - 1)]
 Width = Annotated[Int, Field(ge=1, le=2**16)]
 Layers = Annotated[Int, Field(ge=1, le=1000)]
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
-Interval = Annotated[Whole | Annotated[float, Field(gt=0.0, lt=1.0)], BeforeValidator(_as_interval)]
 Weight = Annotated[float, Field(ge=0.0, le=1e9)]  # sums of weights stay finite
 Positive = Annotated[float, Field(gt=0.0)]
 Amount = Annotated[float, Field(gt=0.0, le=1e6)]
@@ -82,8 +72,8 @@ class TokenizerConfig(Frozen):
 class MaskPredictorConfig(Frozen):
     """Stage 2, the predictor of unseen units."""
 
-    kind: str  # masked: transformer over tokens | tracker: state per unit | map_constant: means | ma2e: of allies
-    d_model: Width  # width of the transformer, of the tracker's state
+    kind: str  # masked: transformer over tokens | ma2e: infers what allies observe
+    d_model: Width  # width of the transformer
     n_layers: Layers  # layers of the transformer
     n_heads: Width  # attention heads; divides d_model
     feedforward_dim: Width  # hidden width of the feed-forward layers
@@ -102,12 +92,20 @@ class MaskPredictorConfig(Frozen):
 
 EXTENDS = "extends"
 """Key of a file, not of the configuration: the file, by name or path, whose keys it begins with."""
+TRACKER_LEFT = "the study that it served ended (docs/results/reconstruction.md); leave it out"
 REMOVED: dict[str, tuple[Any, str]] = {
     "act_in_halves": (False, "it brought no measurable gain; leave it out"),
     "belief_inputs": (False, "teams won less with it (docs/results/reconstruction.md); leave it out"),
+    "fill_unseen": ("none", "a recurrent agent remembers what it saw last; leave it out"),
+    "truth_all_until": (0.0, TRACKER_LEFT),
+    "truth_until": (0.0, TRACKER_LEFT),
+    "reconstructor_refresh": (0, TRACKER_LEFT),
+    "reconstructor_refresh_updates": (50, TRACKER_LEFT),
 }
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
 may hold them; unfinished runs continue where the key had its default."""
+ACTED_WITH = ("fill_unseen", "reconstructor_refresh")
+"""Removed keys without which a team that was trained with them would act on other inputs."""
 COMPONENT_ARGS = ("learner_args", "agent_args", "mixer_args")
 """Sections whose keys the component defines, by a pydantic model in its class (`args_model`)."""
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -125,7 +123,6 @@ OF_GRAPHS = (
     "graph_",
     "pretrain",
     "save_pretrain",
-    "reconstructor_refresh",
     "tokenizer_config",
     "mask_predictor_config",
 )
@@ -233,10 +230,7 @@ class Config(Frozen):
     use_graph_reconstruction: bool  # run stages 1 and 2; agents of stage 3 act on reconstructions
     use_full_obs: bool  # agents see everything: an upper bound, not a method
     use_team_obs: bool  # agents tell one another: each also reads the units that any living ally sees; communication
-    fill_unseen: Literal["none", "last_seen", "zeros"]  # without a network: units not seen are as seen last, or zeros
     mark_guesses: bool  # add a flag for reconstructed nodes to the agent's input
-    truth_all_until: Unit  # all training episodes show all units, not guesses, until this share of the steps
-    truth_until: Unit  # then ever fewer do, none from this share on; 0: never any, whatever `truth_all_until` is
     belief_loss: BeliefKind  # a loss by which agents learn to say from memory what unseen units are like
     belief_weight: Positive  # weight of that loss beside the one of reinforcement learning
     belief_units: Literal["unseen", "all"]  # units that count in it
@@ -261,8 +255,6 @@ class Config(Frozen):
     graph_pretrain_random_share: Unit  # probability of a random action under `mixed`
     graph_pretrain_patience: Whole  # evaluations without a better model that end stages 1 and 2; 0: never
     graph_lr: Rate  # learning rate of Adam in stages 1 and 2
-    reconstructor_refresh: Interval  # steps between trainings of the predictor in stage 3, or their share; 0: never
-    reconstructor_refresh_updates: Size  # updates of the predictor each time, on the team's own episodes
     tokenizer_config: TokenizerConfig
     mask_predictor_config: MaskPredictorConfig
 
@@ -310,13 +302,7 @@ class Config(Frozen):
     @property
     def records_truth(self) -> bool:
         """Whether a key makes stage 3 record what agents do not see; a learner can ask for it, too."""
-        later = self.reconstructor_refresh > 0 or self.truth_until > 0
-        return self.use_full_obs or self.use_team_obs or later or self.belief_loss != "none"
-
-    def truth_share(self, progress: float) -> float:
-        """Return the share of training episodes that show all units, after the share `progress` of stage 3's steps."""
-        first, last = self.truth_all_until, self.truth_until
-        return 0.0 if progress >= last else 1.0 if progress < first else (last - progress) / (last - first)
+        return self.use_full_obs or self.use_team_obs or self.belief_loss != "none"
 
     @property
     def dealing(self) -> Literal["round_robin", "sharded", "queue"]:

@@ -54,14 +54,13 @@ class Decision:
 
 @dataclass
 class Exploration:
-    """How to explore: share of random actions, random generator, share of episodes that show all units (`truth_until`).
+    """How to explore: share of random actions, and random generator.
 
     For learners with on-policy data `epsilon` is 0: the policy itself is stochastic.
     """
 
     epsilon: float
     rng: np.random.Generator
-    truth: float = 0.0
 
 
 class Policy(Protocol):

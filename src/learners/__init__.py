@@ -25,8 +25,6 @@ PREDICTORS: Registry[type] = Registry(
     "omagd.predictor_learners",
     lazy={
         "masked": "omagd.learners.predictor_learner:PredictorLearner",
-        "tracker": "omagd.learners.tracker_learner:TrackerLearner",
-        "map_constant": "omagd.learners.map_constant_learner:MapConstantLearner",
         "ma2e": "omagd.learners.masked_autoencoder_learner:MaskedAutoencoderLearner",
     },
     protocol="omagd.learners.protocol:PretrainingLearner",

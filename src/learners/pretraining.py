@@ -31,8 +31,6 @@ class GraphLearner(ABC):
     """
 
     loss_name = "graph_loss"
-    in_parts = False  # whether `evaluate` may be called on parts of the held-out episodes, whose sums add up
-    frames_each = 1  # frames that take as much memory as one of `graph_frames_at_once`
 
     def __init__(
         self, name: str, module: nn.Module, loss: LossModule, config: Config, info: EnvInfo, dist: Dist
@@ -52,7 +50,7 @@ class GraphLearner(ABC):
     def parts(self, batch: PackedBatch) -> list[PackedBatch]:
         """Return the batch in parts of whole episodes, as even as the limit on frames at once asks for."""
         frames = len(batch["obs"]) * self.info.n_agents
-        return batch.split(max(1, -(-frames // (self.frames_each * self.config.graph_frames_at_once))))
+        return batch.split(max(1, -(-frames // self.config.graph_frames_at_once)))
 
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run discarded forward and backward passes on `batch` (None: an empty one); return their number."""
@@ -65,9 +63,6 @@ class GraphLearner(ABC):
 
     def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:  # noqa: B027 most need nothing
         """Prepare on this rank's training episodes, which each call yields; before the first update, by all ranks."""
-
-    def calibrate(self, batches: Iterable[PackedBatch]) -> None:  # noqa: B027 most have nothing to choose
-        """Choose what is chosen on held-out episodes, such as a threshold. Called by all ranks before `evaluate`."""
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained module by name."""

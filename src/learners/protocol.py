@@ -91,9 +91,6 @@ class OnPolicyLearner(Learner, Protocol):
 class PretrainingLearner(Trainable, Protocol):
     """A learner of stage 1 or 2.
 
-    Optional: `most_updates`, after how many updates there is nothing left to learn; by default never.
-    `in_parts`, whether `evaluate` may be called on parts of the held-out episodes, whose sums add up; by default not.
-
     Attributes:
         best_metric: name in the stats of `evaluate` that selects the best model; lower is better.
     """
@@ -108,9 +105,6 @@ class PretrainingLearner(Trainable, Protocol):
 
     def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:
         """Prepare on this rank's training episodes, which each call yields; before the first update, by all ranks."""
-
-    def calibrate(self, batches: Iterable[PackedBatch]) -> None:
-        """Choose what is chosen on held-out episodes, such as a threshold. Called by all ranks before `evaluate`."""
 
     def evaluate(self, batch: PackedBatch) -> Stats:
         """Return (sum, count) pairs by name on held-out episodes. Called by all ranks."""

@@ -96,8 +96,6 @@ def _fix(config: Config, stage: str, phase: str) -> str:
         return f"Lower {given('batch_size_run')}"
     if phase == "replay":
         return f"Lower {data}"
-    if phase == "refresh":
-        return f"Lower {given('graph_frames_at_once')} or {given('graph_pretrain_batch_size')}"
     if stage == "stage3" and learns:
         more = min(2 * config.accumulate, config.batch_size)
         return f"{f'Give accumulate={more}, or lower' if more > config.accumulate else 'Lower'} {given('batch_size')}"

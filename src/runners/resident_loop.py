@@ -28,7 +28,6 @@ RETURN, LENGTH, END, RESULTS = range(4)
 """Columns of `ResidentLoop.results`: return, length, the tick at which the episode ended, then the game's results."""
 
 GREEDY = -1.0  # an epsilon below every random number
-SHOWN = -1  # number of the draw of an episode that decides whether it shows all units; those of `choose` follow
 WARM_UP = 3  # ticks before a graph is captured: kernels are compiled and libraries set up by then
 LOOK_EVERY = 8  # ticks between two looks at whether slots still play
 
@@ -88,12 +87,12 @@ class ResidentLoop:
         columns = RESULTS + len(game.results)
         self.results = torch.zeros(episodes * slots, columns, dtype=torch.float64, device=device)
         self._returned = torch.zeros(slots, dtype=torch.float64, device=device)
-        self._epsilon, self._truth = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+        self._epsilon = torch.zeros((), dtype=torch.float64, device=device)
         self._seeds, self._tick = counts(episodes, slots), counts()
         self._seed, self._step, self._number, self._slot = (counts(slots) for _ in range(4))
         self._slot += torch.arange(slots, device=device)
-        self._playing, self._closing, self._again, self._showing = (
-            torch.zeros(slots, dtype=torch.bool, device=device) for _ in range(4)
+        self._playing, self._closing, self._again = (
+            torch.zeros(slots, dtype=torch.bool, device=device) for _ in range(3)
         )
         self._last_action, self._chosen = (counts(slots, info.n_agents) for _ in range(2))
         self._start = self._actor.init_hidden(slots).detach().clone()
@@ -131,7 +130,6 @@ class ResidentLoop:
         everyone = torch.ones_like(self._playing)
         self._seeds.copy_(seeds, non_blocking=True)
         self._epsilon.fill_(GREEDY if explore is None else explore.epsilon)
-        self._truth.fill_(0.0 if explore is None else explore.truth)
         self._start.copy_(self._actor.init_hidden(len(everyone)))
         for counter in (self._tick, self._step, self._number, self._returned, self._closing):
             counter.zero_()
@@ -156,8 +154,7 @@ class ResidentLoop:
         shown = self._shown
         features, guessed = shown.full if self._reads_full else shown.obs, None
         if self._guesses is not None:
-            truth = (shown.full, self._showing) if self._see_all else None
-            features, guessed = self._guesses.tick(shown.obs, self._step, self._playing | self._closing, truth)
+            features, guessed = self._guesses.tick(shown.obs, self._step, self._playing | self._closing)
         q, hidden = self._actor.step(AgentInputs(features.to(self._dtype), self._last_action, guessed), self._hidden)
         actions = choose(q, shown.avail, self._epsilon, self._seed, self._step)
         self._chosen.copy_(actions.masked_fill(~self._playing.unsqueeze(1), 0))
@@ -189,7 +186,6 @@ class ResidentLoop:
         """Begin the episode `_number` of the slots `_again`, but for the game's own part."""
         which = self._again
         self._seed.copy_(torch.where(which, self._seeds.gather(0, self._number.unsqueeze(0)).squeeze(0), self._seed))
-        self._showing.copy_(uniform(torch.full_like(self._slot, SHOWN), self._seed) < self._truth)
         self._step.masked_fill_(which, 0)
         self._returned.masked_fill_(which, 0)
         self._last_action.masked_fill_(which.unsqueeze(1), -1)

@@ -82,7 +82,6 @@ class ResidentRunner(Runner):
             ),
             "plays one map, not a set of maps": task_set(config.env_args.get("map_name")) is not None,
             "shows agents what they see or everything, so not with use_team_obs=True": config.use_team_obs,
-            f"fills in what a predictor says, not with fill_unseen={config.fill_unseen}": config.fill_unseen != "none",
             f"reconstructs with mask_predictor_config.kind=masked, not kind={kind}": (
                 config.use_graph_reconstruction and not issubclass(PREDICTORS.get(kind), TokenReconstructor)
             ),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd import __version__
-from omagd.lab.analysis import belief_tests, run_report, study_report
+from omagd.lab.analysis import run_report, study_report
 from omagd.lab.analysis.runs import Run, read_runs
 from omagd.run.reporting.report import number_text
 from omagd.utils.errors import UserError, readable
@@ -100,7 +100,6 @@ def run_facts(run: Run) -> dict[str, Any]:
         "tiles": part("results", _tiles, []), "charts": part("curves", run_report.charts_by_stage, []),
         "results": part("results", run_report.results, []), "preset": preset, "differences": differences,
         "reconstruction": part("reconstruction", run_report.reconstruction, []),
-        "belief_tests": part("tests of beliefs", lambda of: belief_tests.tables(belief_tests.records(of.folder)), []),
         "codebook": part("codebook", run_report.codebook, []), "times": part("times", run_report.phases, []),
         "time_note": run_report.time_note([run]), "rank_note": run_report.rank_note(run),
         "ranks": part("ranks", run_report.ranks, []), "card": part("card", run_report.card_rows, []),

@@ -93,31 +93,6 @@ def difference(scores: Scores, others: Scores, statistic: Statistic = mean) -> t
     return float(between(*scores, *others)), _bootstrap(between, [*scores, *others])
 
 
-def paired_share(values: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> tuple[float, Interval | None]:
-    """Return the share of the difference upper - lower that `values` carry, over the same battles, and its interval.
-
-    (v - l) / (u - l) of the means; battles are resampled, each with its three results. NaN where both ends are equal.
-
-    Args:
-        values, lower, upper: results of the same battles in one order, [battles].
-    """
-
-    def share(v: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        v, low, high = (np.mean(each, axis=-1) for each in (v, low, high))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.asarray((v - low) / np.where(high != low, high - low, np.nan))
-
-    return float(share(values, lower, upper)), _bootstrap(share, [values, lower, upper], paired=True)
-
-
-def proportion(won: np.ndarray) -> Interval:
-    """Return the 95 % interval of the share of battles won (Wilson 1927). won: [battles], each 0 or 1."""
-    from scipy.stats import binomtest
-
-    found = binomtest(int(np.sum(won)), len(won)).proportion_ci(LEVEL, method="wilson")
-    return np.asarray(found.low), np.asarray(found.high)
-
-
 def gap_share(
     scores: Scores, lower: Scores, upper: Scores, statistic: Statistic = mean
 ) -> tuple[float, Interval | None]:
@@ -141,8 +116,8 @@ def gap_share(
     return float(share(*scores, *lower, *upper)), _bootstrap(share, [*scores, *lower, *upper])
 
 
-def _bootstrap(statistic: Callable[..., np.ndarray], samples: Scores, paired: bool = False) -> Interval | None:
-    """Return the percentile interval of a statistic of independent (`paired`: of joint) samples, each [..., seeds]."""
+def _bootstrap(statistic: Callable[..., np.ndarray], samples: Scores) -> Interval | None:
+    """Return the percentile interval of a statistic of independent samples, each [..., seeds]."""
     if any(each.shape[-1] < 2 for each in samples):
         return None
     from scipy.stats import bootstrap
@@ -150,13 +125,13 @@ def _bootstrap(statistic: Callable[..., np.ndarray], samples: Scores, paired: bo
     points, entries = len(samples[0]) if samples[0].ndim > 1 else 0, sum(each.size for each in samples)
     if points > 1 and entries * RESAMPLES > ENTRIES_AT_ONCE:
         half = points // 2
-        parts = [_bootstrap(statistic, [each[i] for each in samples], paired) for i in (slice(half), slice(half, None))]
+        parts = [_bootstrap(statistic, [each[i] for each in samples]) for i in (slice(half), slice(half, None))]
         lows, highs = zip(*filter(None, parts), strict=True)
         return np.concatenate(lows), np.concatenate(highs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # where there is no gap
         found = bootstrap(
-            samples, lambda *each, axis: statistic(*each), vectorized=True, paired=paired, axis=-1, method="percentile",
+            samples, lambda *each, axis: statistic(*each), vectorized=True, axis=-1, method="percentile",
             n_resamples=RESAMPLES, confidence_level=LEVEL, random_state=np.random.default_rng(0),
             batch=max(1, ENTRIES_AT_ONCE // entries),  # with several samples, it also changes what is drawn
         )  # fmt: skip

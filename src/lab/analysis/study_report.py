@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from omagd.lab.analysis import belief_tests, curves
+from omagd.lab.analysis import curves
 from omagd.lab.analysis.charts import Chart, curve_chart, style_of
 from omagd.lab.analysis.groups import Group, groups, shown, telling
 from omagd.lab.analysis.run_report import (
@@ -222,7 +222,7 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
     sizes = {"run": len(runs), "arm": len(found), "environment": len(curves.places(found)), "seed": seeds}
     return {
         "kind": "study", "runs": rows, "arms": len(found), "places": curves.places(found), "results": tables,
-        "few": FEW if few else "", "belief_tests": _belief_tests(runs, folders, warnings),
+        "few": FEW if few else "",
         "charts": sections, "legend": legend, "keys": differing_keys(found),
         "labels": [group.label for group in found], "stage_values": stage_values(counted),
         "times": times(counted), "time_note": time_note(runs),
@@ -230,28 +230,6 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
         "tiles": [*(_count(noun, number) for noun, number in sizes.items()),
                   *((state, str(number)) for state, number in states.most_common())],
     }  # fmt: skip
-
-
-def _belief_tests(runs: Sequence[Run], folders: Sequence[Path], warnings: list[str]) -> list[belief_tests.Table]:
-    """Return the tests of beliefs in the folders that the user named, then those of the runs, each once.
-
-    Beside a results file are those of other studies, too: of these only the maps of the runs are shown.
-    """
-    named = {folder.absolute(): None for folder in (*folders, *(run.folder for run in runs)) if not folder.is_file()}
-    beside = {folder.absolute().parent: {run.place for run in runs} for folder in folders if folder.is_file()}
-    made = []
-    for folder, places in {**beside, **named}.items():
-        try:
-            found = belief_tests.records(folder)
-        except OSError as problem:
-            warnings.append(f"{folder / belief_tests.FILE}: cannot be read ({problem.strerror})")
-            continue
-        found = [each for each in found if places is None or f"{each.get('env')} {each.get('map')}" in places]
-        shown = belief_tests.tables(found)
-        made += shown
-        if lost := len(found) - len(shown):
-            warnings.append(f"{folder / belief_tests.FILE}: {lost} of {len(found)} tests cannot be shown")
-    return made
 
 
 def _count(noun: str, number: int) -> tuple[str, str]:

@@ -14,8 +14,8 @@ COMPARE = Command(
 )
 REPORT = Command("report RUN ...", "one HTML page about a run, several runs or a study", "omagd.lab.analysis.report")
 BELIEFS = Command(
-    "beliefs TEST ...",
-    "cheap tests of what is unseen: census, plug-in, swap; `beliefs gate STUDY`",
+    "beliefs ...",
+    "how far off a run's reconstruction of unseen units is (--reconstruction RUN)",
     "omagd.lab.commands.beliefs",
 )
 STUDY = Command("study FILE.yaml", "run arms x environments x seeds; `study status FOLDER`", "omagd.lab.commands.study")

@@ -98,10 +98,9 @@ class FFAgent(Agent):
         shown = ("use_full_obs", "use_team_obs", "use_graph_reconstruction", "mark_guesses")
         more = ("obs_last_action", "obs_agent_id", *shown)
         silent = ("an agent that does not talk (agent=ddpg)",) if cls.talks else ()
-        filled = ("fill_unseen=none",) if config.fill_unseen != "none" else ()
         plain = all(getattr(cls, name) is getattr(FFAgent, name) for name in ("forward", "step"))
         own = () if plain else ("an agent without a forward of its own (agent=ff)",)
-        return (*silent, *own, *(f"{key}=False" for key in more if getattr(config, key)), *filled)
+        return (*silent, *own, *(f"{key}=False" for key in more if getattr(config, key)))
 
     def layers(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return copies of weight [out, in] and bias [out] of each layer, with ReLU between them.

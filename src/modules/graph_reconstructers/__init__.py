@@ -25,8 +25,6 @@ REGISTRY: Registry[type[Reconstructor]] = Registry(
     "omagd.predictors",
     lazy={
         "masked": "omagd.modules.graph_reconstructers.token_reconstructor:TokenReconstructor",
-        "tracker": "omagd.modules.graph_reconstructers.tracking:TrackingReconstructor",
-        "map_constant": "omagd.modules.graph_reconstructers.map_constant:MapConstantReconstructor",
         "ma2e": "omagd.modules.graph_reconstructers.masked_autoencoder:InferringReconstructor",
     },
 )
@@ -57,9 +55,5 @@ def check_inferences(config: Config, info: EnvInfo) -> None:
     if not n_inferred(config, info.layout):
         return
     given = f"mask_predictor_config.kind={config.mask_predictor_config.kind}"
-    if config.truth_until:
-        raise UserError(
-            f"{given}: fills in no units, so truth_until={config.truth_until} shows none. Use truth_until=0"
-        )
     if not getattr(agents.REGISTRY.get(config.agent), "reads_inferences", False):
         raise UserError(f"{given}: agent={config.agent} does not read what it infers. Use agent=n_rnn, rnn or ff")

@@ -53,18 +53,6 @@ class Reconstruction:
         fields = {name: spread(value) for name, value in self.fields.items()}
         return Reconstruction(fields, obs.index_copy(0, slots, self.obs), spread(self.guessed))
 
-    def with_truth(self, full_obs: Tensor, shown: Tensor, columns: GraphTables) -> Reconstruction:
-        """Return the result with what is true in the slots `shown` [B] bool, where nothing is guessed yet.
-
-        full_obs: [B, n, obs_dim] float32. It is rounded as guesses are, so that learning reads the same bits.
-        """
-        shown, truth = shown.to(self.obs.device)[:, None, None], full_obs.to(self.obs.device)
-        missing = columns.sight(self.obs)[1] & shown
-        features, rounded = columns.of_nodes(missing), truth.half()
-        fields = {**self.fields, "recon": torch.where(features, rounded, self.fields["recon"])}
-        filled = torch.where(features, rounded.to(self.obs.dtype), self.obs)
-        return Reconstruction(fields, filled, self.guessed | missing)
-
 
 class Reconstructor(ABC):
     """Fills in features where agents see nothing.

@@ -85,14 +85,11 @@ class ResidentReconstruction:
         """Clear the histories of the slots `which` [B] bool, where episodes start."""
         self._history.reset(which)
 
-    def tick(
-        self, obs: Tensor, step: Tensor, active: Tensor, truth: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def tick(self, obs: Tensor, step: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """Return (obs [B, n, obs_dim] with guesses, which nodes [B, n, N] bool are guesses) at `step` [B].
 
         active: [B] bool, slots that have made a step. Where the others show the observation of their last one, they
             get its guesses again: what they remember of missing nodes has not changed.
-        truth: `full_obs` [B, n, obs_dim] and the slots [B] bool that show it in place of guesses, rounded likewise.
         """
         columns = self._of.columns
         seen, missing = columns.sight(obs)
@@ -100,10 +97,6 @@ class ResidentReconstruction:
         codes = torch.cat([self._tokenizer(nodes[group].flatten(0, 1)) for group in self._groups])
         self._history.advance(torch.where(seen, codes.view(seen.shape), self._mask), active)
         self.stored.copy_(self._guessed(missing, step))
-        if truth is not None and self._of.mean:  # codes cannot say what is true
-            full, shown = truth
-            where = columns.of_nodes(missing & shown.view(-1, 1, 1))
-            self.stored.copy_(torch.where(where, full.half(), self.stored))
         self._history.note(step, active)
         return self._of.filled(obs, self.stored, missing, columns), missing
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omagd.config.schema import Config
+from omagd.config.schema import REMOVED, Config
 from omagd.run.checkpoint.freeing import episode_files, was_freed
 from omagd.run.checkpoint.set_aside import link
 from omagd.run.checkpoint.store import Checkpoint, Damaged, folders, read_checkpoint
@@ -119,13 +119,14 @@ def _require_files(config: Config, found: Checkpoint) -> None:
 def _unlike(config: Config, found: Checkpoint) -> str:
     """Return why a run cannot go on with a state of stage 3: the key with both values; empty if it can.
 
-    Learners, starts of episodes and a refreshed predictor have states of their own, and the episodes of a replay hold
+    Learners and starts of episodes have states of their own, and the episodes of a replay hold
     what their agents read.
     """
     saved = read_entry(RunFolder(found.path.parents[1]).config_json)
     if found.manifest["stage"] != "stage3" or "learner" not in saved:
         return ""
-    theirs, ours = {**EARLIER, **saved}, config.model_dump()
+    removed = {key: default for key, (default, _) in REMOVED.items()}
+    theirs, ours = {**EARLIER, **saved}, {**removed, **config.model_dump()}
     return next(
         (
             f"{key}={theirs[key]}, not {ours[key]}"

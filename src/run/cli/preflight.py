@@ -122,15 +122,13 @@ def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mis
     from omagd.run.training.device import check_machine
     from omagd.run.training.groups import check_groups
     from omagd.run.training.opponents import check_opponents
-    from omagd.run.training.refresh import check_refresh
     from omagd.run.training.tasks import check_dealing
 
     with _caught(found):
         if plan is not None:
             check_machine(config, plan, info)
-    for check in (check_refresh, check_data):
-        with _caught(found):
-            check(config)
+    with _caught(found):
+        check_data(config)
     for fits in (_require_units, check_inferences, check_groups, check_tasks, check_dealing, check_opponents):
         with _caught(found):
             fits(config, info)
@@ -288,8 +286,7 @@ def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | Non
     """
     import torch
 
-    from omagd.modules.graph_reconstructers.pretrained import check
-    from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file, load_learner, require_finite
+    from omagd.run.checkpoint.weights import load_learner
 
     learner, read = _build_learner(config, info, torch.device("cpu"))
     if whole is not None:
@@ -297,10 +294,6 @@ def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | Non
         _require_steps_left(config, whole[1]["shared"]["clock"] if whole[1].get("stage") == "stage3" else {})
     elif folder is not None:
         _require_steps_left(config, load_learner(learner, folder))
-        if config.reconstructor_refresh and (path := folder / PREDICTOR_FILE).is_file():
-            content = load_file(path, "checkpoint_path")
-            check(content.get("meta"), config, info, predictor=True, source=f"checkpoint_path={path}")
-            require_finite(content.get("weights", {}), path, "checkpoint_path")
     return read
 
 

@@ -51,7 +51,6 @@ COVERED = {
     "batch_size": "effective_batch", "batch_size_run": "environments", "updates_per_iteration": "updates_per_round",
     "ticks_per_iteration": "ticks_per_round", "test_nepisode": "test_episodes", "use_full_obs": "observations",
     "use_team_obs": "observations",
-    "fill_unseen": "observations",
     "precision": "precision", "acting_precision": "precision",
 }  # fmt: skip
 """Keys that `compared` has under another name, over all ranks."""
@@ -300,10 +299,7 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
 
 
 def _observations(config: Config) -> dict[str, Any]:
-    own = "each agent's own"
-    if config.fill_unseen != "none":
-        own = f"{own} (fill_unseen={config.fill_unseen})"
-    shared = "what any living ally sees (use_team_obs)" if config.use_team_obs else own
+    shared = "what any living ally sees (use_team_obs)" if config.use_team_obs else "each agent's own"
     return {READS: "everything (use_full_obs)" if config.use_full_obs else shared}
 
 
@@ -331,8 +327,6 @@ def _training(config: Config, world_size: int, environments: int) -> dict[str, A
     reads = _observations(config)
     if config.belief_loss != "none":
         reads[READS] += f"; a loss of training reads everything (belief_loss={config.belief_loss})"
-    if config.truth_until:
-        reads[READS] += f"; in training first everything (truth_until={config.truth_until})"
     return reads | {
         "environments": environments,
         "updates_per_round": updates_per_iteration(config),

@@ -24,7 +24,6 @@ from omagd.modules import graph_reconstructers as reconstructers
 from omagd.modules.agents.agent import Agent
 from omagd.modules.agents.entity_agents import EntityAgent
 from omagd.modules.graph_reconstructers.belief_head import new_head
-from omagd.modules.graph_reconstructers.last_sight import FILLS
 from omagd.modules.graph_reconstructers.pretrained import check, require_one_pretraining
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
@@ -149,10 +148,8 @@ def of_checkpoint(config: Config, step_folder: Path) -> Config:
     run_folder = RunFolder(run_folder_of(step_folder))
     found: dict[str, str] = {}
     for stage in reconstructers.pretraining(config):
-        _, key, file, _ = PRETRAINED[stage]
+        _, key, _, _ = PRETRAINED[stage]
         given, own = getattr(config, key), run_folder.pretrained(stage, best=True)
-        if (step_folder / file).is_file() and given in {"", read_entry(run_folder.config_json).get(key)}:
-            own, given = step_folder, ""
         found[key] = given or (str(own) if own.is_dir() else _given_to(run_folder, key))
     return config.model_copy(update=found)
 
@@ -172,8 +169,6 @@ def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None
 def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules | None) -> MAC:
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
     reconstructor: Reconstructor | None = None
-    if config.fill_unseen != "none" and info.layout is not None:
-        reconstructor = FILLS[config.fill_unseen](info, torch.device("cpu") if config.cpu_inference else device)
     if config.use_graph_reconstruction and pretrained is not None:
         assert pretrained.predictor is not None
         frozen: tuple[Any, ...] = pretrained.tokenizer, pretrained.predictor

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omagd.config.checks import refresh_warnings
 from omagd.config.schema import Config
 from omagd.learners.protocol import learner_class, updates_per_iteration
 from omagd.run.checkpoint.plan import ResumePlan
@@ -74,7 +73,7 @@ def log_start(session: Session, card: Card) -> None:
         session.logger.info(line)
     ranks = ranks_here(dist.world_size)
     limits = limit_warnings(config, info, session.folder.path, dist.device.type == "cuda" and ranks > 1)
-    for line in (*memory_warnings(config, info, ranks), *limits, *refresh_warnings(config)):
+    for line in (*memory_warnings(config, info, ranks), *limits):
         session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
 

@@ -102,14 +102,8 @@ class PretrainStage(Stage):
         """Whether there is nothing left to learn from or to learn."""
         config = self.session.config
         patient = not config.graph_pretrain_patience or self.without_gain < config.graph_pretrain_patience
-        over = self.clock.epoch >= self._epochs or not patient
+        over = self.clock.epoch >= config.graph_pretrain_epochs or not patient
         return not self._missing and (config.evaluation_only or over)
-
-    @property
-    def _epochs(self) -> int:
-        """Most epochs of this stage."""
-        wanted = self.session.config.graph_pretrain_epochs
-        return min(wanted, int(getattr(self.learner, "most_updates", wanted)))
 
     def _is_over(self) -> bool:
         """Whether the last evaluation on the held-out episodes is due."""
@@ -181,8 +175,6 @@ class PretrainStage(Stage):
         """
         assert self.pretrained.held_out is not None
         held_out = self.pretrained.held_out
-        if not self.session.config.evaluation_only:
-            self.learner.calibrate(self.parts(held_out))
         values = self.measure(held_out)
         self.last = values
         record = {f"eval/{name}": value for name, value in values.items()}
@@ -200,15 +192,8 @@ class PretrainStage(Stage):
     def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
         """Return the learner's metrics on episodes of all ranks."""
         metrics = Metrics()
-        for batch in self.parts(buffer):
-            metrics.add(self.learner.evaluate(batch))
+        metrics.add(self.learner.evaluate(buffer.batch(range(len(buffer))).to(self.session.dist.device)))
         return summarise(metrics.reduce(self.session.dist))
-
-    def parts(self, buffer: EpisodeBuffer) -> Iterator[PackedBatch]:
-        """Yield all episodes of a buffer; so many at a time that memory does not grow, if the learner allows it."""
-        if getattr(self.learner, "in_parts", False):
-            return in_batches(buffer, self.session.dist.device)
-        return iter([buffer.batch(range(len(buffer))).to(self.session.dist.device)])
 
     def standing(self) -> dict[str, float]:
         """Return the last measurement on the held-out episodes, and the best one with its epoch."""
@@ -252,13 +237,13 @@ class PretrainStage(Stage):
         started = time.monotonic()
         passes = self.learner.warm_up(few.to(self.session.dist.device))
         seconds = (time.monotonic() - started) / passes * size / few.packing.n_episodes
-        left = self._epochs - self.clock.epoch
+        left = config.graph_pretrain_epochs - self.clock.epoch
         self.session.logger.info(
             f"{self.name}: {left} epochs, each of {size} of {len(self._episodes)} episodes on every rank; about"
             f" {duration(seconds * left)}"
         )
         shown = self.session.dist.is_main
-        self._bar = Progress(self._epochs, "epoch", self.name, enabled=shown, initial=self.clock.epoch)
+        self._bar = Progress(config.graph_pretrain_epochs, "epoch", self.name, enabled=shown, initial=self.clock.epoch)
 
     def _wanted(self) -> dict[str, int]:
         """Return how many episodes are to be played over all ranks, by purpose; in whole rounds of all slots."""

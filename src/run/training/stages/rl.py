@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +18,12 @@ from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
-from omagd.run.checkpoint.weights import PREDICTOR_FILE, far_step, find_step_folder, load_learner, save_learner
+from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
 from omagd.run.training.battles import means
 from omagd.run.training.beliefs import evaluate_beliefs
 from omagd.run.training.build import build_learner, require_same_weights
 from omagd.run.training.groups import Groups
 from omagd.run.training.opponents import Opponents
-from omagd.run.training.refresh import Refresh
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.run.training.stages.testing import Tests
@@ -60,15 +58,12 @@ class RLStage(Stage):
         self.maps = training_tasks(session) if session.info.tasks else None
         self.schedule = epsilon_schedule(config) if explores(learner) else None
         self.opponents = Opponents(session, self.mac, self.clock)
-        wanted = config.reconstructor_refresh > 0
-        self.refresh = Refresh(session, pretrained, self.mac, self.data.buffer) if wanted else None
         self.played, self.learned = Metrics(), Metrics()
         self.metrics.update(played=self.played, learned=self.learned)
         self.tests = Tests(session, self.mac)
         self._collected = [0, 0]  # steps and episodes of this rank since the last count
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
         self._ready, self._deal = False, ""
-        self._refreshes = False  # in this iteration, unless it is the last one
         self._bar: Progress | None = None
         self._stopwatch = Stopwatch()
         self._since = (time.monotonic(), 0)
@@ -91,11 +86,6 @@ class RLStage(Stage):
         self.register("ready", Attribute(self, "_ready"))
         self.register("opponents", self.opponents)  # after the clock, from which its level follows
         self.register("seconds", self._stopwatch)
-        if (refresh := self.refresh) is not None:
-            self.register("refresh", refresh)
-            # Episodes in flight end before the tests: they may be the last of the run, which then ends without refresh.
-            self.tasks.insert(0, Task("refresh", partial(self._refresh_begins, refresh), self._drain))
-            self.tasks.append(Task("refresh", lambda: self._refreshes and not self.done(), self.refresh_predictor))
         if self.maps is not None:
             self.register("maps", self.maps)
             self.register("maps of the rank", self.maps.tally.own, "rank")
@@ -119,8 +109,6 @@ class RLStage(Stage):
     def prepare(self) -> None:
         """Run the learner's discarded passes, which fix the order of sums."""
         self.learner.warm_up()
-        if self.refresh is not None:
-            self.refresh.prepare()
 
     def start(self) -> None:
         """Load the weights of `checkpoint_path`, if given; replay starts empty, and the first test is due."""
@@ -136,14 +124,6 @@ class RLStage(Stage):
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
             self.opponents.apply()
-            if self.refresh is not None:
-                self.refresh.load(folder, self.clock.t_env)
-            elif self.pretrained.predictor is not None and not self.session.config.pretrained_mask_predictor_path:
-                if (folder / PREDICTOR_FILE).is_file():
-                    self.session.logger.warning(
-                        f"checkpoint_path={folder}: its agents acted with the refreshed predictor in that folder, and"
-                        f" this run's do not. To change that: pretrained_mask_predictor_path={folder}"
-                    )
 
     def restored(self) -> None:
         """Start to measure speed and to show the progress."""
@@ -207,8 +187,7 @@ class RLStage(Stage):
         if self.groups is not None:
             self.played.add(self.groups.data.stats())
         self.session.say_first_episodes()
-        said = {"epsilon": self.schedule is not None, "truth": self.session.config.truth_until > 0}
-        shown = {key: (getattr(explore, key), 1.0) for key, known in said.items() if known}
+        shown = {} if self.schedule is None else {"epsilon": (explore.epsilon, 1.0)}
         self.played.add(shown | self.opponents.stats())
 
     def _play(self, explore: Exploration) -> None:
@@ -223,8 +202,7 @@ class RLStage(Stage):
 
     def _exploration(self) -> Exploration:
         epsilon = 0.0 if self.schedule is None else self.schedule.value(self.clock.t_env)
-        truth = self.session.config.truth_share(self.clock.t_env / self._end())
-        return Exploration(epsilon, self.rng("explore"), truth)
+        return Exploration(epsilon, self.rng("explore"))
 
     def _store(self, rollout: Rollout) -> None:
         """Store the episodes of a rollout and add its metrics."""
@@ -301,16 +279,6 @@ class RLStage(Stage):
             self._start_count()
             self._count()
 
-    def _refresh_begins(self, refresh: Refresh) -> bool:
-        acting = self._ready and self._exploration().truth < 1  # some agents act with the predictor, and learn
-        self._refreshes = acting and refresh.due(self.clock.t_env, self._end())
-        return self._refreshes
-
-    def refresh_predictor(self) -> None:
-        """Train the predictor on the team's episodes while none is in flight."""
-        assert self.refresh is not None
-        self.log(self.refresh.run(self.rng("refresh"), self.when))
-
     def test(self) -> None:
         """Play this rank's share of the test episodes greedily."""
         self._drain()
@@ -356,8 +324,6 @@ class RLStage(Stage):
             self.require_sound()
             if self.session.dist.is_main:
                 folder = self.session.folder.step(self.clock.t_env)
-                if self.refresh is not None:
-                    self.refresh.save(folder)
                 save_learner(self.learner, self.clock, folder)
 
     def finish(self) -> StageResult:
@@ -365,8 +331,7 @@ class RLStage(Stage):
         if self._bar is not None:
             self._bar.close()
         values = self.standing()
-        acting = self.pretrained if self.refresh is None else self.refresh.modules()
-        beliefs, pictures, table = evaluate_beliefs(self.session, acting, self.mac)
+        beliefs, pictures, table = evaluate_beliefs(self.session, self.pretrained, self.mac)
         if beliefs:
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
             values.update({f"policy_{name}": value for name, value in beliefs.items()})

@@ -1,1 +1,0 @@
-"""Tests of beliefs: what is unseen, and what filling it in is worth."""
