@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from omagd import learners
+from omagd.modules import graph_reconstructers
 from omagd.utils.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +25,8 @@ def add_example(folder: Path = EXAMPLE) -> None:
     for package in ("envs", "learners", "controllers", "modules.mixers"):
         points = groups.get(f"omagd.{package.removeprefix('modules.')}", {})
         import_module(f"omagd.{package}").REGISTRY._lazy.update(points)
+    graph_reconstructers.REGISTRY._lazy.update(groups.get("omagd.predictors", {}))
+    learners.PREDICTORS._lazy.update(groups.get("omagd.predictor_learners", {}))
 
 
 POINTS = """\

@@ -82,7 +82,6 @@ FOLLOW_DATA = {"belief_head.mean", "belief_head.deviation"}  # whether a step is
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}
 KINDS = (*Q, *DDPG, *STAGES)
 TRAINED = [kind for kind in KINDS if kind != "compiled"]
-NEVER_IDLE = {"stage2 ma2e"}  # it learns from every step, whoever lives
 # Different numbers of episodes and very different numbers of steps on each rank.
 LENGTHS = [[9, 4, 4, 1, 7], [1, 2], [3]]
 UPDATES = dict.fromkeys(TRAINED, 6) | {"qmix": 20, "belief": 20, "graph": 20, "stage1": 10}
@@ -255,7 +254,7 @@ def test_codes_are_revived_in_these_updates(ranks):
     assert grown.any(-1).sum() >= 2
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind not in NEVER_IDLE])
+@pytest.mark.parametrize("kind", TRAINED)
 def test_all_ranks_take_part_in_or_skip_an_update(ranks, kind):
     """A rank without a step takes part; without any step, or with an overflow on one rank, nothing changes."""
     first, *others = (rank[kind, "idle"] for rank in ranks)

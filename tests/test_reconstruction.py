@@ -378,7 +378,7 @@ def test_a_controller_acts_for_some_slots_as_for_all(decode: str, field: str) ->
 
 
 @pytest.mark.parametrize("changes", [
-    {"decode": "mean"}, {"decode": "argmax"}, {"use_gru": True}, {"kind": "ma2e"},
+    {"decode": "mean"}, {"decode": "argmax"}, {"use_gru": True},
 ], ids=str)  # fmt: skip
 def test_kinds_store_the_fields_that_they_declare(changes: dict[str, object]) -> None:
     config = toy_config(**changes)

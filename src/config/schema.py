@@ -72,7 +72,7 @@ class TokenizerConfig(Frozen):
 class MaskPredictorConfig(Frozen):
     """Stage 2, the predictor of unseen units."""
 
-    kind: str  # masked: transformer over tokens | ma2e: infers what allies observe
+    kind: str  # masked: transformer over tokens
     d_model: Width  # width of the transformer
     n_layers: Layers  # layers of the transformer
     n_heads: Width  # attention heads; divides d_model

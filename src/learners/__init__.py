@@ -25,7 +25,6 @@ PREDICTORS: Registry[type] = Registry(
     "omagd.predictor_learners",
     lazy={
         "masked": "omagd.learners.predictor_learner:PredictorLearner",
-        "ma2e": "omagd.learners.masked_autoencoder_learner:MaskedAutoencoderLearner",
     },
     protocol="omagd.learners.protocol:PretrainingLearner",
 )

@@ -68,7 +68,7 @@ class AgentInputs:
 
 class Marks:
     """What agents read beside features: of each node whether it is a guess (`mark_guesses`), and what they infer
-    (`mask_predictor_config.kind: ma2e`).
+    (`n_inferred` of a kind of predictor).
 
     Attributes:
         width: numbers of a node. n: numbers of all nodes and inferred ones, which follow the features of a flat input.

@@ -25,7 +25,6 @@ REGISTRY: Registry[type[Reconstructor]] = Registry(
     "omagd.predictors",
     lazy={
         "masked": "omagd.modules.graph_reconstructers.token_reconstructor:TokenReconstructor",
-        "ma2e": "omagd.modules.graph_reconstructers.masked_autoencoder:InferringReconstructor",
     },
 )
 

@@ -12,6 +12,7 @@ import torch
 from command_budgets import BUDGETS
 from ddp_harness import run_ranks
 from graph_toys import INFO, LAYOUT, graph_learner, toy_episodes
+from plugin_toys import RESEARCH, add_example
 
 import omagd
 from omagd.config.loading import resolve
@@ -20,7 +21,6 @@ from omagd.envs.factory import make_env
 from omagd.lab.analysis.groups import load
 from omagd.lab.analysis.run_report import reconstruction
 from omagd.modules.agents.agent import AgentInputs
-from omagd.modules.graph_reconstructers.masked_autoencoder import InferringReconstructor
 from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
@@ -32,8 +32,10 @@ from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode, PackedBatch, pack_episodes
+from omagd_reconstruction.masked_autoencoder import InferringReconstructor
 
 torch.set_num_threads(1)
+add_example(RESEARCH)  # also in the processes of ranks
 CPU, N, DIM, K = torch.device("cpu"), INFO.n_agents, INFO.obs_dim, 3
 
 
@@ -332,7 +334,7 @@ def test_ranks_train_as_one_process_with_the_episodes_of_all():
 
 @pytest.mark.parametrize(("runner", "agent"), [("parallel", "n_rnn"), ("stream", "ff")])
 def test_learners_read_what_agents_have_acted_on(runner: str, agent: str):
-    config = resolve("fog_ma2e", "skirmish", {
+    config = resolve("ma2e", "skirmish", {
         "env_args.map_name": "3m_mixed_sight6", "batch_size_run": 3, "rnn_hidden_dim": 8, "runner": runner,
         "agent": agent, "mark_guesses": True,
     })  # fmt: skip
@@ -378,7 +380,7 @@ def test_the_smallest_width_has_places_for_agents_alone():
 
 def small(path: Path, *more: str) -> Any:
     words = ("t_max=60", "test_nepisode=2", "save_replay=False", f"local_results_path={path}", *more)
-    return config_from(["--config=fog_ma2e", "with", "env_args.map_name=3m", *BUDGETS, *words])
+    return config_from(["--config=ma2e", "with", "env_args.map_name=3m", *BUDGETS, *words])
 
 
 @pytest.mark.processes
@@ -412,4 +414,4 @@ def test_one_command_trains_stages_two_and_three_and_reports_its_own_error(tmp_p
 ])  # fmt: skip
 def test_what_does_not_go_with_it_is_rejected(words, message):
     with pytest.raises(UserError, match=message):
-        preflight(resolve("fog_ma2e", "skirmish", words))
+        preflight(resolve("ma2e", "skirmish", words))

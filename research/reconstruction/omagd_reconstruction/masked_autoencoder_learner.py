@@ -22,10 +22,10 @@ from omagd.learners.graph_metrics import mean_of
 from omagd.learners.pretraining import GraphLearner
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
 from omagd.modules.graph_reconstructers.graphs import alive
-from omagd.modules.graph_reconstructers.masked_autoencoder import MaskedAutoencoder
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, Packing, last_actions
+from omagd_reconstruction.masked_autoencoder import MaskedAutoencoder
 
 
 @dataclass(frozen=True)

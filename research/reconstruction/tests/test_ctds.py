@@ -11,11 +11,10 @@ import pytest
 import torch
 from command_budgets import BUDGETS
 from ddp_harness import run_ranks
-from plugin_toys import RESEARCH, RESEARCH_CONFIGS, add_example
+from plugin_toys import RESEARCH, add_example
 from q_toys import INFO, copy_learner, equal, gradients_of, make_learner, random_episode, state_of, toy_config
 
 import omagd
-from omagd.config import loading
 from omagd.controllers.types import Tick
 from omagd.envs.protocol import Observation
 from omagd.learners.synced_optimizer import SKIPPED
@@ -154,7 +153,6 @@ def test_an_overflow_of_any_network_keeps_the_student_as_it_was_and_is_counted(p
 
 
 def test_a_run_records_full_obs_saves_the_teacher_and_its_student_plays_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "config_dirs", lambda: [loading.HERE, RESEARCH_CONFIGS])
     words = ["--config=ctds", "--env-config=skirmish", "with", "env_args.map_name=2s3z_mixed_sight4", *BUDGETS]
     words += ["run=default", "rnn_hidden_dim=8", "updates_per_iteration=1", "batch_size=2", "t_max=300"]
     assert main([*words, f"local_results_path={tmp_path}"]) == 0
