@@ -35,8 +35,7 @@ from omagd.learners.graph_metrics import summarise
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes, unseen
-from omagd.modules.graph_reconstructers.history import SlotHistory
-from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.predictor import MaskPredictor, SlotHistory
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer

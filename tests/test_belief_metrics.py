@@ -15,12 +15,11 @@ from ddp_harness import run_phases
 from graph_toys import INFO, LAYOUT, graph_learner, toy_episodes
 
 from omagd.config.env_info import ALLY, ENEMY
-from omagd.learners import belief_baselines, belief_cases
-from omagd.learners.belief_baselines import BASELINES, LEAST, PENALTIES, Baselines, fit_baselines
-from omagd.learners.belief_cases import cases_of
+from omagd.learners import belief_baselines
+from omagd.learners.belief_baselines import BASELINES, LEAST, PENALTIES, Baselines, cases_of, fit_baselines
 from omagd.learners.belief_metrics import belief_values, judge
-from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
+from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.run.training import beliefs
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -437,8 +436,8 @@ def test_a_batch_that_is_judged_in_parts_gives_the_same_table(data, monkeypatch)
     beliefs = learner.beliefs
     learner.beliefs = lambda batch: whole.append(batch.packing.n_episodes) or beliefs(batch)
     tables = []
-    for at_once in (belief_cases.NUMBERS_AT_ONCE, data.batch["obs"].numel() // 3):
-        monkeypatch.setattr(belief_cases, "NUMBERS_AT_ONCE", at_once)
+    for at_once in (belief_baselines.NUMBERS_AT_ONCE, data.batch["obs"].numel() // 3):
+        monkeypatch.setattr(belief_baselines, "NUMBERS_AT_ONCE", at_once)
         tables.append(judge(learner, [data.batch], data.baselines, Dist()))
     assert whole[0] == sum(whole[1:]) and len(whole) > 3
     one, parts = ([(row["row"], row.get("count")) for row in table["rows"]] for table in tables)

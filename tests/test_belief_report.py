@@ -16,13 +16,13 @@ from omagd.config.schema import Config
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
-from omagd.run.cli.main import config_from
+from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting import plots
 from omagd.run.training.beliefs import _errors
-from omagd.run.training.stages import prediction
-from omagd.run.training.stages.prediction import TEST, Stage2
+from omagd.run.training.stages import pretraining
+from omagd.run.training.stages.pretraining import TEST, Stage2
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import read_json
@@ -87,7 +87,7 @@ def test_test_episodes_are_played_last_and_change_nothing_that_is_trained(whole,
 
 def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
     """The best one is made another one than the last, which a run this short may end with."""
-    seen, report, judging = [], Stage2.report, prediction.judge
+    seen, report, judging = [], Stage2.report, pretraining.judge
 
     def reporting(self):
         best = {**self.best[2], "head.bias": self.best[2]["head.bias"] + 1}
@@ -101,14 +101,14 @@ def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
         return judging(learner, *rest)
 
     monkeypatch.setattr(Stage2, "report", reporting)
-    monkeypatch.setattr(prediction, "judge", judged)
+    monkeypatch.setattr(pretraining, "judge", judged)
     launch(config(tmp_path), "run")
     best, last, reported, after = seen[-4:]
     assert best == reported != last == after
 
 
 def test_baselines_are_fitted_on_training_episodes_and_their_penalties_chosen_on_held_out_ones(tmp_path, monkeypatch):
-    fitted, judged, fit, judge = [], [], prediction.fit_baselines, prediction.judge
+    fitted, judged, fit, judge = [], [], pretraining.fit_baselines, pretraining.judge
 
     def count(batches):
         return sum(batch.packing.n_episodes for batch in batches)
@@ -121,8 +121,8 @@ def test_baselines_are_fitted_on_training_episodes_and_their_penalties_chosen_on
         judged.append(count(kept := list(batches)))
         return judge(learner, kept, *rest)
 
-    monkeypatch.setattr(prediction, "fit_baselines", fitting)
-    monkeypatch.setattr(prediction, "judge", judging)
+    monkeypatch.setattr(pretraining, "fit_baselines", fitting)
+    monkeypatch.setattr(pretraining, "judge", judging)
     launch(config(tmp_path), "run")
     assert fitted == [(8, 4)] and judged == [4, 4, 6], "8 episodes to learn from, 4 held out, 6 to test on"
 
@@ -174,6 +174,30 @@ def test_the_predictors_file_has_the_baselines_for_later_runs(whole, tmp_path):
         torch.save({**content, "baselines": baselines}, bare)
         with pytest.raises(UserError, match=r"stage2_model.th: its baselines do not fit \(bounds is missing"):
             preflight(config(tmp_path / harm, *given))
+
+
+def test_a_run_is_measured_beside_guesses_on_battles_of_its_team(small_run, capfd):
+    assert main(["beliefs", "--reconstruction", str(small_run), "--episodes=8", "with", "seed=3"]) == 0
+    title, head, *rows = capfd.readouterr().out.strip().splitlines()
+    assert "skirmish 3m, omagd_small, seed 3" in title and head.split()[-1] == "ridge" and "reconstruction" in head
+    everything, never = (next(row for row in rows if row.startswith(name)) for name in ("all", "never"))
+    assert int(everything.split()[1].replace(",", "")) >= int(never.split()[1].replace(",", "")) > 0
+    assert all(0 < float(cell) < 30 for cell in everything.split()[2:])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["census"], "beliefs: name a run, as in: omagd beliefs --reconstruction results/<run>"),
+        (["--reconstruction=RUN", "--episodes=3"], "--episodes=3: must be a number from 8 to 100,000"),
+        (["--reconstruction=RUN", "--episodes=8"], "--reconstruction=RUN: predicts nothing. Give a run with"),
+        (["--reconstruction=gone"], "gone"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(words, message, qmix_run, capfd):
+    assert main(["beliefs", *(word.replace("RUN", str(qmix_run)) for word in words)]) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert message.replace("RUN", str(qmix_run)) in line
 
 
 def test_the_numbers_below_a_picture_are_those_of_living_units():

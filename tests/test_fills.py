@@ -15,8 +15,7 @@ from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.types import Exploration
 from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
-from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
-from omagd.modules.graph_reconstructers.team_view import TeamView
+from omagd.modules.graph_reconstructers.graphs import TeamView, obs_to_nodes
 from omagd.run.cli.preflight import preflight
 from omagd.runners import REGISTRY as RUNNERS
 from omagd.runners.starts import EpisodeSeeds

@@ -19,8 +19,7 @@ from omagd.modules.agents.ff_agent import FFAgent
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
-from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
-from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import ResidentReconstruction, TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Quantized, Tokenizer
 from omagd.modules.kernels import compiling
 from omagd.modules.kernels.linear import FastLinear

@@ -29,8 +29,7 @@ from omagd.modules.graph_reconstructers.graphs import (
     obs_to_nodes,
     unseen,
 )
-from omagd.modules.graph_reconstructers.history import Frames
-from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor
 from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor

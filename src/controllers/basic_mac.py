@@ -20,7 +20,7 @@ from omagd.envs.protocol import Observation
 from omagd.modules import agents
 from omagd.modules.agents.agent import Agent, AgentInputs
 from omagd.modules.agents.separate import SeparateAgents
-from omagd.modules.graph_reconstructers.team_view import TeamView
+from omagd.modules.graph_reconstructers.graphs import TeamView
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, last_actions
 

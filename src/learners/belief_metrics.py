@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from omagd.config.env_info import ALLY, ENEMY, EntityLayout
-from omagd.learners.belief_baselines import BASELINES, SIMPLE, Baselines
-from omagd.learners.belief_cases import Cases, bounded, cases_of
-from omagd.modules.graph_reconstructers.belief import Belief
+from omagd.learners.belief_baselines import BASELINES, SIMPLE, Baselines, Cases, bounded, cases_of
+from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
@@ -212,7 +211,7 @@ def judge(believer: Believer, batches: Iterable[PackedBatch], baselines: Baselin
         if not torch.equal(missing, cases.missing):
             raise ValueError(
                 f"{type(believer).__name__}.beliefs is about {int(missing.sum())} nodes, not about the {len(cases)}"
-                " unseen ones of living agents in rows with a step (learners/belief_cases.py)"
+                " unseen ones of living agents in rows with a step (learners/belief_baselines.py)"
             )
         sums.add(cases, belief, baselines)
     return sums.table(dist)

@@ -27,10 +27,9 @@ from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.pretraining import GraphLearner, even_parts
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
-from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
-from omagd.modules.graph_reconstructers.history import Frames, PackedHistory
-from omagd.modules.graph_reconstructers.predictor import MaskPredictor
+from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor, PackedHistory
+from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.kernels.linear import autocast_bf16
 from omagd.modules.kernels.transformer import cross_entropy

@@ -18,8 +18,7 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Exploration
 from omagd.envs.resident import Outcome, ResidentGame, Seen
 from omagd.modules.agents.agent import AgentInputs
-from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
-from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import ResidentReconstruction, TokenReconstructor
 from omagd.runners.recorder import row_fields
 from omagd.utils.capturing import captured
 from omagd.utils.seeding import uniform

@@ -1,4 +1,4 @@
-"""Finds the presets of this package; helpers that its tests share with those of omagd are in `tests` of the checkout."""
+"""Finds the presets of this package; helpers that its tests share with those of omagd are in the folder `tests`."""
 
 from __future__ import annotations
 

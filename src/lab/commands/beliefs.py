@@ -115,7 +115,8 @@ def _team(run: str, words: list[str], episodes: int) -> Iterator[Team]:
     from omagd.run.training.evaluate import evaluation_config
 
     source = f"--reconstruction={run}"
-    config = evaluation_config(run, updates(["with", *words] if words else []), source)
+    words = words if not words or words[0] == "with" else ["with", *words]
+    config = evaluation_config(run, updates(words), "beliefs --reconstruction")
     torch.set_num_threads(config.torch_threads)
     slots = min(config.batch_size_run if issubclass(REGISTRY.get(config.env), MultiAgentEnv) else SLOTS, episodes)
     env = make_env(config.env, dict(config.env_args), slots, processes=False)

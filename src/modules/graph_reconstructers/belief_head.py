@@ -30,8 +30,7 @@ from torch.nn import functional as F
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent, AgentInputs
-from omagd.modules.graph_reconstructers.belief import Belief
-from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
+from omagd.modules.graph_reconstructers.reconstructor import Belief, Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.kernels.linear import FastLinear
 from omagd.utils.seeding import stream_seed

@@ -20,7 +20,7 @@ import torch
 from omagd.config.env_info import EntityLayout
 from omagd.modules.graph_reconstructers.frozen import PLACES, ROUND, FrozenPredictor
 from omagd.modules.graph_reconstructers.graphs import GraphTables
-from omagd.modules.graph_reconstructers.history import N_SPECIAL, SlotHistory
+from omagd.modules.graph_reconstructers.predictor import N_SPECIAL, SlotHistory
 from omagd.utils.compiling import Compiler
 
 compiler = Compiler(Path(__file__).resolve().parent, "kernels of reconstruction", "3 to 6 s")

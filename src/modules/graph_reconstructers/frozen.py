@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omagd.modules.graph_reconstructers.history import Frames
-from omagd.modules.graph_reconstructers.predictor import Block, Guess, MaskPredictor
+from omagd.modules.graph_reconstructers.predictor import Block, Frames, Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import MLP, Tokenizer, first_largest
 from omagd.modules.kernels.forms import is_only
 from omagd.modules.kernels.linear import prefers_onednn
@@ -273,7 +272,9 @@ class FrozenPredictor:
         return x
 
     def everywhere(self, frames: Frames, missing: Tensor) -> Guess:
-        """Predict all nodes but the first of all frames, [F·(N - 1)] rows, in work of fixed shapes: see `resident.py`.
+        """Predict all nodes but the first of all frames, [F·(N - 1)] rows: as `ResidentReconstruction` asks for.
+
+        Its work has fixed shapes.
 
         missing: [F, N] bool; guesses of other nodes mean nothing.
         """

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,22 @@ from omagd.modules.graph_reconstructers.graphs import GraphTables
 
 if TYPE_CHECKING:
     from omagd.components.episode_codec import Spec
+
+
+class Belief(NamedTuple):
+    """Beliefs about M missing nodes (unseen, not the agent itself, of a living observer).
+
+    They are in the order of `torch.nonzero(missing)` over missing [S, n, N].
+
+    Attributes:
+        features: [M, D] float32 as the agent receives them, zero where taken for dead. p_dead: [M], in [0, 1].
+            taken_for_dead: [M] bool. spread: [M, D], predicted standard deviation, or None.
+    """
+
+    features: Tensor
+    p_dead: Tensor
+    taken_for_dead: Tensor
+    spread: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ from omagd.run.training.records import (
 )
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage
-from omagd.run.training.stages.prediction import Stage2
-from omagd.run.training.stages.pretraining import Stage1
+from omagd.run.training.stages.pretraining import Stage1, Stage2
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.compiling import warn_no_more
 from omagd.utils.dist_utils import Dist, broken_exchange
