@@ -23,7 +23,6 @@ from omagd.lab.analysis.belief_tests import FILE, compared, records, tables
 from omagd.lab.analysis.gate import gate, gate_table
 from omagd.lab.analysis.runs import load
 from omagd.lab.analysis.statistics import difference, paired_share, proportion
-from omagd.lab.analysis.study_report import _belief_tests
 from omagd.lab.beliefs import census as belief_census
 from omagd.lab.beliefs.believing import BeliefScript, Believing, Reconstructed, Seen, map_constant, win_rates
 from omagd.lab.beliefs.census import CLASSES, census_of, classified
@@ -301,21 +300,11 @@ def test_tables_of_records_show_shares_of_the_living_and_the_last_test_of_each_r
         ("census", None, 1), ("plug-in", "one", 7), ("plug-in", "two", 1)
     ]  # fmt: skip
     table = tables(found)[0]
-    (tmp_path / "study.jsonl").write_text("")
-    beside = [tmp_path / "study.jsonl", tmp_path / "another.jsonl"]
-    (tmp_path / "another.jsonl").write_text("")
-    of_map, other = (SimpleNamespace(place=f"skirmish {name}", folder=tmp_path / "x") for name in (census["map"], "no"))
-    assert _belief_tests([of_map], beside, []) == tables(found), "those beside results files, once"
-    assert _belief_tests([other], beside, []) == [], "of other maps"
-    assert _belief_tests([other], [beside[0], tmp_path], []) == tables(found), "all of a folder that was named"
     empty = {**census, "units": {"enemy": {**entry, "living": 0}}}
     odd = {**plug_in, "beliefs": {"full": {"win_rate": 0.5, "interval": [], "share": None}}}
     assert tables([empty, odd, *found]) == tables(found), "what cannot be shown is left out"
     (tmp_path / FILE).write_text(json.dumps({**census, "test": []}) + "\n" + json.dumps(empty) + "\n")
     assert records(tmp_path) == [empty]
-    warnings = []
-    assert _belief_tests([], [tmp_path], warnings) == []
-    assert warnings == [f"{tmp_path / FILE}: 1 of 1 tests cannot be shown"]
     assert [row[:2] for row in table["rows"]] == [["enemy, all", "0.250"], ["enemy, seen before", "0.100"]]
     assert "enemy: 25 % unseen, of these 40 % seen before" in table["note"]
 
@@ -455,9 +444,6 @@ def test_tests_of_beliefs_from_the_command_line(seeing_run, small_run, tmp_path,
     ends = [line.split() for line in printed if line.startswith(("observation ", "everything "))]
     assert all("[" not in word for line in ends for word in line[4:]), "the ends of the difference have no interval"
     assert any(line.startswith("everything") for line in printed)
-    assert main(["report", str(seeing_run)]) == 0
-    page = (seeing_run / "report.html").read_text()
-    assert "Swap test" in page and "Census" in page and "Plug-in test" in page
     assert main(["beliefs", "census", *few, "env_args.map_name=3m"]) == 0
     file = tmp_path / "results" / "beliefs" / "beliefs.jsonl"
     assert file.is_file()
