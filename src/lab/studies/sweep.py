@@ -453,13 +453,13 @@ def _draw_slices(sweep: Sweep, trials: Sequence[Trial]) -> None:
     """Write `slices.png`: for each key, the value of each complete trial over the key. Errors: OSError."""
     if best_of(sweep, trials) is None:
         return
-    import matplotlib
+    from matplotlib import pyplot
 
-    matplotlib.use("agg")
-    with matplotlib.rc_context(), warnings.catch_warnings(action="ignore"):
+    pyplot.switch_backend("agg")
+    with pyplot.rc_context(), warnings.catch_warnings(action="ignore"):
         drawn = optuna().visualization.matplotlib.plot_slice(
             _optuna_study(sweep, trials), target_name=sweep.file.metric
         )
         figure = np.ravel(drawn)[0].figure
         figure.savefig(sweep.folder / "slices.png", dpi=150)
-        matplotlib.pyplot.close(figure)
+        pyplot.close(figure)
