@@ -93,7 +93,7 @@ def continued(folder: Path, kind: str, options: argparse.Namespace) -> Iterator[
         from omagd.lab.studies.view import state_line
 
         begun = (folder / STATE).exists()
-        left = state_line(StudyState.read(folder), 1) if begun else "nothing was started"
+        left = state_line(StudyState.read(folder), 0) if begun else "nothing was started"
         given = [f"--{name}={value}" for name in ("executor", "results") if (value := getattr(options, name))]
         command = shlex.join(["omagd", kind, *options.words, *given])
         stop.where = readable(f": {left} in {folder}. Continue with: {command}")

@@ -160,11 +160,13 @@ class _Search:
     def begin(self) -> list[Job]:
         """Return the runs of trials that an earlier start has begun, and those that it could not cancel."""
         jobs = [job for trial in self._open() for job in self._jobs(trial)]
-        for trial in self._trials:
-            if trial.state != OPEN:
-                self._unwanted(trial)
-                left = (self._state.records.get(job.name) for job in self._jobs(trial))
-                jobs += [record.job for record in left if record and record.state == PRUNED and record.reference]
+        names = [job.name for trial in self._trials if trial.state != OPEN for job in self._jobs(trial)]
+        for record in (self._state.records[name] for name in names if name in self._state.records):
+            if record.state not in {DONE, FAILED, PRUNED}:
+                record.state = DONE if self._state.is_finished(record.job.name) else PRUNED
+                self._state.changed()
+            if record.state == PRUNED and record.reference:
+                jobs.append(record.job)
         return jobs
 
     def more(self) -> list[Job] | None:
@@ -342,15 +344,14 @@ def propose(sweep: Sweep, trials: Sequence[Trial]) -> dict[str, Value] | None:
     """
     samplers = optuna().samplers
     tried = {json.dumps(trial.keys, sort_keys=True) for trial in trials}
-    for attempt in range(ATTEMPTS + RANDOM_ATTEMPTS):
-        seed = int(np.random.SeedSequence([sweep.file.seed, len(trials), attempt]).generate_state(1)[0])
-        if attempt < ATTEMPTS:
-            sampler = samplers.TPESampler(n_startup_trials=sweep.file.startup_trials, seed=seed, constant_liar=True)
-        else:
-            sampler = samplers.RandomSampler(seed=seed)
-        values = dict(_optuna_study(sweep, trials, sampler).ask(sweep.space).params)
-        if json.dumps(values, sort_keys=True) not in tried:
-            return values
+    seed = int(np.random.SeedSequence([sweep.file.seed, len(trials)]).generate_state(1)[0])
+    tpe = samplers.TPESampler(n_startup_trials=sweep.file.startup_trials, seed=seed, constant_liar=True)
+    for sampler, attempts in ((tpe, ATTEMPTS), (samplers.RandomSampler(seed=seed), RANDOM_ATTEMPTS)):
+        study = _optuna_study(sweep, trials, sampler)
+        for _ in range(attempts):
+            values = dict(study.ask(sweep.space).params)
+            if json.dumps(values, sort_keys=True) not in tried:
+                return values
     return None
 
 

@@ -162,6 +162,7 @@ def load_sweep(given: Given, *, results: str | None = None, executor: str | None
     Errors: UserError in one line that names the file, the place in it, and the key.
     """
     text, values, source, base = read_file(given, "sweep", "space:, trials: and seeds:")
+    optuna()  # before what is wrong is looked for with it
     found, folder, seeds = Mistakes(), Path(), list[int]()
     file = validated(SweepFile, values, source, found)
     words: tuple[str, ...] = ("with",)

@@ -58,10 +58,10 @@ class ConsoleView(View):
 
 
 def state_line(state: StudyState, slots: int) -> str:
-    """Return how many runs are in each state, and the time left with so many `slots`."""
+    """Return how many runs are in each state, and the time left with so many `slots`; none: without the time."""
     counts = state.counts()
     parts = [f"{counts.get(name, 0)} {name}" for name in dict.fromkeys([DONE, RUNNING, WAITING, FAILED, *counts])]
-    left = seconds_left(state, slots)
+    left = seconds_left(state, slots) if slots else None
     return ", ".join(parts) + (f"; about {duration(left)} left" if left else "")
 
 
