@@ -80,7 +80,7 @@ def test_ppo_and_held_out_maps_are_drawn(tmp_path):
     (tmp_path / "env_info.json").write_text(json.dumps({"tasks": ["3m", "5m", "4m"], "n_training": 2}))
     with pytest.MonkeyPatch.context() as patch:
         figures = []
-        patch.setattr(plots, "save", lambda figure, path: plot.append(figure))
+        patch.setattr(plots, "save", lambda figure, path: figures.append(figure))
         curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     drawn = {axis.get_title(loc="left"): axis.get_lines() for axis in figures[0].axes if axis.get_lines()}
     assert list(drawn) == [
