@@ -6,7 +6,8 @@ Four methods on three maps of skirmish with five seeds: 60 tiny runs, two at a t
 left alone. Another one is hit by SIGKILL at random moments: the process that leads the study, a run, or a process of a
 run's environments; whenever the command has ended it is typed again, until it ends with exit code 0. Then weights,
 metrics, episodes and results of every run are compared with those of the first study, and processes that were left are
-looked for. Exit code 1 where a run differs or is missing, or a process is left.
+looked for. It also reports the CPU time of the study's own processes (leading, and checking the jobs) beside that of
+the runs. Exit code 1 where a run differs or is missing, a process is left, or that share is more than 3 %.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from reaper import having  # noqa: E402
 
 KINDS = ("launcher", "run", "worker")
 MARK = "OMAGD_STUDY_CHAOS"
+MOST_SHARE = 0.03
 LEFT_SECONDS = 60.0
 MOST_STARTS = 50
 LATER_SECONDS = 15.0
@@ -207,8 +209,10 @@ def main() -> None:
         said(f"killed {len(killed.kills)} times: {killed.seconds:.0f} s, {killed.starts} starts {killed.codes}; {left}")
         alone.run([], said)
         left += alone.left()
-        jobs = json.loads((alone.folder / "study.json").read_text())["jobs"]
-        said(f"left alone: {len(jobs)} runs in {alone.seconds:.0f} s")
+        about = json.loads((alone.folder / "study.json").read_text())
+        jobs, cpu = about["jobs"], about["cpu_seconds"]
+        share = (cpu["engine"] + cpu["checks"]) / cpu["runs"]
+        said(f"left alone: {len(jobs)} runs in {alone.seconds:.0f} s; CPU seconds {cpu}: {share:.2%}")
         names = [job["job"]["name"] for job in jobs]
         wrong = []
         for name in names:
@@ -217,11 +221,12 @@ def main() -> None:
             except (OSError, ValueError, KeyError) as error:
                 found = [f"{type(error).__name__}: {error}"]
             wrong += [f"{name}: {each}" for each in found]
-        fine = not wrong and not left and alone.codes == [0] and killed.codes[-1:] == [0]
+        fine = not wrong and not left and alone.codes == [0] and killed.codes[-1:] == [0] and share <= MOST_SHARE
         row = {
             "runs": len(names), "kills": len(killed.kills), "kinds": {k: kinds.count(k) for k in KINDS},
             "starts": killed.starts, "codes": killed.codes, "different": wrong, "left": left,
             "seconds_alone": round(alone.seconds), "seconds_killed": round(killed.seconds),
+            "cpu_seconds": {name: round(value, 2) for name, value in cpu.items()}, "engine_share": round(share, 4),
             "fine": fine and len(killed.kills) == asked.kills,
         }  # fmt: skip
     sys.stdout.write(json.dumps(row) + "\n")
