@@ -17,13 +17,13 @@ import omagd.run as _run_package  # noqa: E402 (first: its import would replace 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
     from omagd.lab.analysis.groups import load_runs
-    from omagd.lab.api import study
+    from omagd.lab.studies.study import study
     from omagd.run.api import load_policy, make, play
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load_policy", "load_runs", "make", "play", "run", "study"]  # noqa: F822 (loaded on first use)
 _API = "omagd.run.api"
-_LAB = {"load_runs": "omagd.lab.analysis.groups", "study": "omagd.lab.api"}
+_LAB = {"load_runs": "omagd.lab.analysis.groups", "study": "omagd.lab.studies.study"}
 
 
 def run(config: Config) -> dict[str, Any]:

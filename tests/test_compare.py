@@ -101,22 +101,6 @@ def test_a_row_of_several_runs_says_what_differs_among_them(tmp_path):
     assert cells["card"] == f"{first} …" and "game" in notes[0]
 
 
-def test_keys_of_one_name_are_written_out_and_no_differing_key_is_left_unsaid(tmp_path):
-    for name, one, other in (("a", 0.0, 0.0), ("b", 0.5, 0.0), ("c", 0.0, 0.5)):
-        keys = {"tokenizer_config__dropout": one, "mask_predictor_config__dropout": other}
-        make_run(tmp_path / "same" / name, config="omagd_small", **keys)
-    head, rows, _ = rows_of(table(load([tmp_path / "same"])))
-    assert set(head[1:3]) == {"tokenizer_config.dropout", "mask_predictor_config.dropout"} and len(rows) == 3
-    changed = {"lr": 0.1, "gamma": 0.5, "grad_norm_clip": 1.0, "target_update_interval": 7, "rnn_hidden_dim": 8}
-    changed |= {"epsilon_start": 0.9, "epsilon_finish": 0.3, "epsilon_anneal_time": 9, "buffer_size": 70}
-    make_run(tmp_path / "many" / "a")
-    make_run(tmp_path / "many" / "b", **changed)
-    head, _, notes = rows_of(table(load([tmp_path / "many"])))
-    (note,) = [note for note in notes if note.startswith("these keys differ too: ")]
-    named = note.removeprefix("these keys differ too: ").removesuffix(" and 2 more").split(", ")
-    assert len(named) == 6 and {head[1], *named} < changed.keys() and note.endswith(" and 2 more")
-
-
 def test_a_run_that_goes_on_and_an_evaluation_have_their_rows(tmp_path):
     make_run(tmp_path / "running", (0.0, 0.5, 0.25), seed=1, finished=False)
     played = make_run(tmp_path / "played", seed=1, evaluate=True, checkpoint_path="x")
@@ -148,15 +132,6 @@ def test_a_damaged_run_among_many_is_one_line_and_the_table_is_quick(tmp_path):
     assert len(rows) == 12 and [row[3] for row in rows].count("5") == 11
     seconds, torch = last.split()
     assert float(seconds) < 10 and torch == "False"
-
-
-def test_runs_without_a_configuration_have_rows_of_their_own(tmp_path):
-    make_study(tmp_path, rates=(0.001,))
-    for folder in tmp_path.iterdir():
-        (folder / "config.json").unlink()
-    _, rows, _ = rows_of(table(load([tmp_path])))
-    assert [row[0] for row in rows] == ["lr0.001_3m_seed1", "lr0.001_3m_seed2"]
-    assert [run.seed for run in load([tmp_path])] == [1, 2], "as their summaries say"
 
 
 @pytest.mark.parametrize("words", [[], ["nowhere"], ["--all"]])

@@ -15,8 +15,7 @@ from many_runs import STEPS, make_run, make_study
 
 import omagd
 from omagd.lab.analysis.groups import differing, groups
-from omagd.lab.analysis.runs import load, natural
-from omagd.run.cli.main import main
+from omagd.lab.analysis.runs import load
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 
@@ -217,13 +216,6 @@ def test_load_runs_returns_a_row_for_each_test(tmp_path, monkeypatch):
         omagd.load_runs(tmp_path)
 
 
-def test_rows_of_load_runs_name_arm_map_and_study(tmp_path):
-    make_study(tmp_path / "mine" / "runs", rates=(0.001,), maps=("3m", "8m"), seeds=(1,))
-    as_study(tmp_path / "mine", lambda _: "slow")
-    rows = omagd.load_runs(tmp_path / "mine")[["arm", "env", "map", "study"]].drop_duplicates()
-    assert rows.to_numpy().tolist() == [["slow", "skirmish", name, "mine"] for name in ("3m", "8m")]
-
-
 def test_an_evaluation_is_no_repetition_of_a_training(tmp_path):
     for seed in (1, 2):
         make_run(tmp_path / f"trained{seed}", seed=seed)
@@ -260,45 +252,6 @@ def test_ranks_that_share_the_work_of_one_are_a_repetition_unless_they_scale_the
         write(f"scaled/{ranks}", ranks, config="qmix", lr_scaling="linear")
     assert differing(load([tmp_path / "scaled"]))["world_size"] == [1, 2]
     assert len(groups(load([tmp_path / "scaled"]))) == 2
-
-
-def test_runs_without_a_card_are_one_method_on_all_maps_and_defaults_are_named(tmp_path):
-    for map_name in ("3m", "8m"):
-        folder = make_run(tmp_path / "bare" / map_name, finished=False, env_args__map_name=map_name)
-        (folder / "card.json").unlink()
-    assert [len(group.runs) for group in groups(load([tmp_path / "bare"]))] == [2]
-    assert differing(load([tmp_path / "bare"])) == {}, "the map is no setting"
-    make_run(tmp_path / "both" / "a")
-    make_run(tmp_path / "both" / "b", env_args__reward_sparse=True)
-    labels = [group.label for group in groups(load([tmp_path / "both"]))]
-    assert labels == ["reward_sparse=default", "reward_sparse=True"]
-
-
-def test_studies_of_one_name_and_arms_on_other_maps_are_joined_only_where_the_method_is_one(tmp_path):
-    for place, rate in (("a", 0.001), ("b", 0.005)):
-        make_study(tmp_path / place / "s" / "runs", rates=(rate,))
-        as_study(tmp_path / place / "s", lambda _: "mine")
-    assert len(groups(load([tmp_path / "a" / "s", tmp_path / "b" / "s"]))) == 2, "two studies with one name"
-    for name, config, map_name in (("x", "qmix", "3m"), ("y", "vdn", "8m")):
-        make_run(tmp_path / name / "runs" / "r", config=config, env_args__map_name=map_name)
-        as_study(tmp_path / name, lambda _: "same")
-    assert len(groups(load([tmp_path / "x", tmp_path / "y"]))) == 2, "no map in common, and another mixer"
-
-
-def test_tests_are_those_of_stage_3_in_the_order_of_their_steps(tmp_path):
-    folder = make_run(tmp_path / "run", (0.1, 0.2), finished=False)
-    more = [("stage3", 99, 0.3), ("stage2", 50, 0.9), ("stage3", 5000, 0.4)]
-    with (folder / "metrics.jsonl").open("a") as file:
-        for stage, t_env, value in more:
-            file.write(json.dumps({"stage": stage, "t_env": t_env, "test/3m/battle_won_mean": value}) + "\n")
-    (run,) = load([folder])
-    assert [record["t_env"] for record in run.tests] == [99, STEPS[0], 5000, STEPS[1]]
-    assert run.test_curve("test/3m/battle_won_mean")[2].tolist() == [0.3, 0.4]
-    assert run.state == "unfinished" and not run.finished
-    (folder / "run.json").write_text('{"finished": true}')
-    assert load([folder])[0].state == "completed"
-    names = ["lr=0.001", "lr=3e-5", "lr=0.0003", "3m", "10m"]
-    assert sorted(names, key=natural) == ["3m", "10m", "lr=3e-5", "lr=0.0003", "lr=0.001"]
 
 
 def test_load_runs_needs_no_torch(tmp_path):
@@ -361,25 +314,3 @@ def test_lines_of_results_keep_budgets_and_the_last_of_two_counts(tmp_path):
 
 
 HUGE = 10**400
-
-
-@pytest.mark.parametrize("where", ["t_env", "wall_seconds", "test_battle_won_mean", "summary", "values"])
-def test_a_whole_number_that_no_float_holds_is_left_out(where, tmp_path, caplog):
-    make_study(tmp_path / "runs", seeds=(1, 2))
-    folder = RunFolder(tmp_path / "runs" / "lr0.001_3m_seed1")
-    if where in {"summary", "values"}:
-        summary = json.loads(folder.summary_json.read_text())
-        summary |= (
-            {"wall_seconds": HUGE} if where == "summary" else {"stages": {"stage3": {"values": {"win_rate": HUGE}}}}
-        )
-        folder.summary_json.write_text(json.dumps(summary))
-    else:
-        row = json.loads(folder.metrics_jsonl.read_text().splitlines()[-1])
-        with folder.metrics_jsonl.open("a") as file:
-            file.write(json.dumps({**row, where: HUGE}) + "\n")
-    assert main(["compare", str(tmp_path / "runs")]) == 0
-    said = caplog.text
-    assert ("left out" in said and "summary.json" in said) == (where in {"summary", "values"})
-    assert main(["report", str(tmp_path / "runs"), f"--out={tmp_path / 'report.html'}"]) == 0
-    assert main(["report", str(folder.path), f"--out={tmp_path / 'run.html'}"]) == 0
-    assert main(["plot", str(tmp_path / "runs"), f"--out={tmp_path / 'curves.png'}"]) == 0

@@ -1,13 +1,11 @@
-"""`omagd plot`: what the curves are, the pictures, marl-eval's format, mistakes in one line."""
+"""`omagd plot`: what the curves are, the pictures, mistakes in one line."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,10 +16,10 @@ import sacred.observers
 from many_runs import STEPS, make_run, make_run_on_a_set, make_study, without
 from matplotlib import image
 
-from omagd.lab.analysis import curves, figures, plot
+from omagd.lab.analysis import curves, plot
 from omagd.lab.analysis.groups import groups
 from omagd.lab.analysis.runs import load
-from omagd.lab.analysis.statistics import FEW, gap_share, interval, iqm
+from omagd.lab.analysis.statistics import FEW, interval, iqm
 from omagd.run.cli.main import main
 
 WON = "test_battle_won_mean"
@@ -104,12 +102,12 @@ def test_groups_with_another_card_are_marked(tmp_path):
     assert len(marked) == 1 and notes[0].endswith("env_args.reward_sparse True, not the default")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in plot.KINDS if kind != "gap"])
+@pytest.mark.parametrize("kind", plot.KINDS)
 def test_every_kind_writes_a_picture_of_print_size_and_says_what_a_point_is(tmp_path, kind, capsys, monkeypatch):
     make_study(tmp_path / "runs", rates=(0.001, 0.005), maps=("3m", "8m"), seeds=(1, 2))
     captions = []
-    rendered = figures.render
-    monkeypatch.setattr(figures, "render", lambda *args: captions.append(args[2]) or rendered(*args))
+    rendered = plot.render
+    monkeypatch.setattr(plot, "render", lambda *args: captions.append(args[2]) or rendered(*args))
     assert main(["plot", str(tmp_path / "runs"), "--kind", kind, "--out", str(tmp_path / "new" / "figure.png")]) == 0
     png, svg = map(str, (tmp_path / "new" / "figure.png", tmp_path / "new" / "figure.svg"))
     assert capsys.readouterr().out.split() == [png, svg]
@@ -163,14 +161,6 @@ def test_last_tests_are_scaled_by_the_range_of_each_map_before_they_are_put_toge
     assert (line.band[0][-1], line.band[1][-1]) == pytest.approx([float(end) for end in interval(iqm, both)])
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_metric_that_never_changes_on_a_map_can_be_averaged_over_maps(tmp_path):
-    for map_name, won in (("3m", (2.0, 2.0)), ("8m", (0.0, 4.0))):
-        make_run(tmp_path / map_name, won, env_args__map_name=map_name)
-    (panel,) = [p for p in curves.curve_panels(groups(load([tmp_path])), WON, "steps", "mean") if p.normalised]
-    assert panel.lines[0].y.tolist() == [0.0, 0.5]
-
-
 def test_maps_that_some_group_has_not_played_are_not_put_together(tmp_path):
     make_study(tmp_path, rates=(0.001, 0.005), maps=("3m", "8m"), seeds=(1, 2))
     make_study(tmp_path / "more", rates=(0.005,), maps=("2s3z",), seeds=(1, 2))
@@ -210,9 +200,9 @@ def test_runs_that_cannot_be_drawn_are_named_and_runs_of_unknown_seed_all_count(
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Return a list of what is rendered: (panels, axes, caption, width, marked)."""
+    """Return a list of what is rendered: (panels, axes, caption, marked)."""
     found = []
-    monkeypatch.setattr(figures, "render", lambda *args: found.append(args) or {})
+    monkeypatch.setattr(plot, "render", lambda *args: found.append(args) or {})
     return found
 
 
@@ -229,50 +219,35 @@ def test_the_options_of_plot_reach_the_figure(tmp_path, drawn, monkeypatch, capl
     assert (plain[0][0].lines[0].x[-1], wall[0][0].lines[0].x[-1]) == pytest.approx((STEPS[-1], STEPS[-1] / 6000))
     assert plain[1].unit and final[1].unit and plain[1].groups == ("lr=0.001", "lr=0.005")
     assert plain[2].startswith("Mean on a map, IQM over maps, 2 seeds per map; band: 95 %")
-    assert "no interval" not in plain[2] and "range" not in plain[2] and "dotted" not in plain[2]
     assert main(["plot", "runs", "--kind", "improvement", "--baseline", "lr=0.005"]) == 0
     assert [line.label for line in drawn[-1][0][0].lines] == ["lr=0.001"]
     assert main(["plot", "runs", "--metric", "return"]) == 0
     assert not drawn[-1][1].unit and "over maps: shares of each map's range" in drawn[-1][2]
 
 
-def test_a_caption_names_single_seeds_and_a_figure_what_cannot_be_compared(tmp_path, drawn, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "a", lr=0.001, seed=1)
-    make_run(tmp_path / "runs" / "b", (0.1, 0.2), lr=0.002, seed=1, finished=False, env_args__reward_sparse=True)
-    make_run(tmp_path / "runs" / "c", (0.1,), lr=0.001, seed=1)
-    assert main(["plot", "runs"]) == 0
-    _, _, caption, width, marked = drawn[0]
-    assert "1 seed; no interval: a single seed" in caption and width == "single"
-    (label,) = marked
-    text = "\n".join(caplog.messages)
-    assert f"* {label} is not comparable" in text and "the same map and seed again, left out: c" in text
-    caplog.clear()
-    assert main(["plot", "runs", "--kind", "final"]) == 0
-    assert "not finished, left out: b" in caplog.messages and len(drawn[-1][0][0].lines) == 1
-    assert main(["plot", "runs/b", "--kind", "final"]) == 0
-    assert caplog.messages[-1] == "no run has ended: the last tests so far are used"
-
-
-def test_lines_of_different_length_keep_their_times_in_other_units(tmp_path, drawn, monkeypatch):
+def test_time_axes_have_readable_units_and_only_runs_that_have_them(tmp_path, drawn, monkeypatch, capsys, caplog):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "runs" / "whole", (0.0, 0.2, 0.4, 0.6), seed=1, seconds_per_step=1.0)
     make_run(tmp_path / "runs" / "killed", (0.0, 0.4), seed=2, seconds_per_step=1.0)
     assert main(["plot", "runs", "--x", "wall"]) == 0
     (line,) = drawn[0][0][0].lines
     assert line.rest[0] == pytest.approx(np.array(STEPS[1:]) / 3600) and line.rest[1] == pytest.approx([0.3, 0.4, 0.6])
-    assert "dotted: not all seeds" in drawn[0][2] and drawn[0][1].x == "wall-clock hours"
-
-
-def test_cpu_time_is_an_axis_of_runs_that_have_it(tmp_path, drawn, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "one", (0.0, 0.2), more={"cpu_seconds": [0.0, 600.0]})
-    assert main(["plot", "runs", "--x", "cpu"]) == 0
-    (line,) = drawn[0][0][0].lines
-    assert line.x == pytest.approx([0, 10]) and drawn[0][1].x == "CPU minutes"
-    make_run(tmp_path / "runs" / "old", (0.0, 0.4), seed=2)
+    assert drawn[0][1].x == "wall-clock hours"
+    make_run(tmp_path / "cpu" / "one", (0.0, 0.2), more={"cpu_seconds": [0.0, 600.0]})
+    assert main(["plot", "cpu", "--x", "cpu"]) == 0
+    assert drawn[-1][0][0].lines[0].x == pytest.approx([0, 10]) and drawn[-1][1].x == "CPU minutes"
     assert main(["plot", "runs", "--x", "cpu"]) == 2
-    assert "--x=cpu: tests of old have no cpu_seconds" in capsys.readouterr().err
+    assert "have no cpu_seconds" in capsys.readouterr().err
+
+
+def test_runs_that_go_on_are_left_out_of_last_tests(tmp_path, drawn, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "a", lr=0.001, seed=1)
+    make_run(tmp_path / "runs" / "b", (0.1, 0.2), lr=0.002, seed=1, finished=False)
+    assert main(["plot", "runs", "--kind", "final", "--maps-only"]) == 0
+    assert "not finished, left out: b" in caplog.messages and len(drawn[-1][0][0].lines) == 1
+    assert main(["plot", "runs/b", "--kind", "final"]) == 0
+    assert caplog.messages[-1] == "no run has ended: the last tests so far are used"
 
 
 def test_pictures_are_the_same_in_each_call(tmp_path):
@@ -282,29 +257,6 @@ def test_pictures_are_the_same_in_each_call(tmp_path):
         assert main(["plot", str(tmp_path / "runs"), "--out", str(tmp_path / name)]) == 0
         found.append((tmp_path / f"{name}.svg").read_bytes())
     assert found[0] == found[1]
-
-
-def test_labels_stand_apart_in_the_order_of_their_lines():
-    found = figures._apart([0.5, 0.52, 0.1, 0.51], 0.1)
-    assert sorted(range(4), key=found.__getitem__) == [2, 0, 3, 1]
-    assert np.diff(sorted(found)).min() >= 0.1 - 1e-3 and found[2] == pytest.approx(0.1)
-
-
-def test_marl_evals_format(tmp_path):
-    """Environment, task, algorithm, seed, step: one value for each metric; the absolute metrics come last."""
-    make_study(tmp_path, rates=(0.001, 0.005), maps=("3m", "8m"))
-    out = tmp_path / "all.json"
-    assert main(["plot", str(tmp_path), "--out", str(tmp_path / "x"), "--json", str(out)]) == 0
-    data = json.loads(out.read_text())
-    assert list(data) == ["skirmish"] and list(data["skirmish"]) == ["3m", "8m"]
-    assert list(data["skirmish"]["8m"]) == ["lr=0.001", "lr=0.005"]
-    seeds = data["skirmish"]["3m"]["lr=0.005"]
-    assert list(seeds) == ["seed_1", "seed_2"]
-    steps = seeds["seed_1"]
-    assert list(steps) == ["step_0", "step_1", "step_2", "step_3", "absolute_metrics"]
-    values = {"battle_won": [pytest.approx(0.42)], "return": [pytest.approx(8.4)]}
-    assert steps["step_3"] == {"step_count": 30100, "elapsed_time": pytest.approx(301.0), **values}
-    assert steps["absolute_metrics"] == {"elapsed_time": [pytest.approx(301.0)], **values}
 
 
 def test_a_set_of_maps_has_its_own_panel_first_then_one_for_each_map(tmp_path):
@@ -322,56 +274,13 @@ def test_a_set_of_maps_has_its_own_panel_first_then_one_for_each_map(tmp_path):
         assert len(lines) == 12 and all(line.seeds == (2, 2) and line.band is not None for line in lines)
         values = [float((panel.lines[0].y if panels is drawn else panel.lines[0].x)[-1]) for panel in panels]
         assert values == pytest.approx([end + 0.015 for end in ends])
-    axes = figures.Axes("curves", "", "", tuple(group.label for group in found), unit=True)
-    grid = figures._figure(drawn, axes, "", 7.16, set()).axes
+    axes = plot.Axes("curves", "", "", tuple(group.label for group in found), unit=True)
+    grid = plot._figure(drawn, axes, "", 7.16, set()).axes
     styles = [{line.get_linestyle() for line in axis.get_lines()} for axis in grid]
     assert styles == [{"-"}, {"--"}, {"-"}, {"-"}, {"-"}, {"--"}], "lines of held-out maps are dashed"
     assert "dashed: maps that are not trained on" in plot.caption("curves", drawn, found)
     alone = curves.curve_panels(found, "test/5m/battle_won_mean", "steps", None)
     assert [panel.title for panel in alone] == titles[:1], "a metric of one map has no parts"
-
-
-def test_with_another_map_beside_a_set_each_panel_names_its_set(tmp_path):
-    make_run_on_a_set(tmp_path / "set", seed=1)
-    make_run(tmp_path / "one", config="hpn_qmix", seed=1)
-    found = [panel.title for panel in curves.curve_panels(groups(load([tmp_path])), WON, "steps", None)]
-    assert "skirmish marine-easy: 4m (held out)" in found and found.count("skirmish 3m") == 1 and "all 2 maps" in found
-
-
-def test_the_share_of_a_gap_is_printed_drawn_and_written(tmp_path, capsys, caplog):
-    make_study(tmp_path / "runs", maps=("3m", "8m"), seeds=(1, 2, 3))
-    out, numbers = tmp_path / "gap", tmp_path / "gap.json"
-    words = ["--gap=lr=0.0003,lr=0.005", "--out", str(out), "--json", str(numbers)]
-    assert main(["plot", str(tmp_path / "runs"), *words]) == 0
-    png, svg, written, head, line = capsys.readouterr().out.splitlines()
-    assert [png, svg, written] == [f"{out}.png", f"{out}.svg", str(numbers)]
-    assert head == "share of the gap, all 2 maps: from lr=0.0003 (0) to lr=0.005 (1)"
-    scores = [[np.array([0.2 + 0.2 * i + 0.05 * j + 0.02 * seed for seed in (1, 2, 3)]) for j in (0, 1)]
-              for i in (1, 0, 2)]  # fmt: skip
-    share, ends = gap_share(*scores)
-    data = json.loads(numbers.read_text())["shares"]["lr=0.001"]
-    assert data["share"] == pytest.approx(share) == pytest.approx(0.5) and data["seeds"] == [3, 3]
-    assert data["interval"] == pytest.approx([float(end) for end in ends]) and data["interval"][0] < 0.5
-    assert line == f"  lr=0.001: 0.500 [{data['interval'][0]:.3f}, {data['interval'][1]:.3f}], 3 seeds"
-    assert image.imread(png).shape[1] / 300 == pytest.approx(3.5, abs=0.01)
-    assert caplog.messages == [FEW]
-
-
-def test_last_tests_may_have_the_gap_shaded_and_maps_no_panel_together(tmp_path, drawn, monkeypatch):
-    make_study(tmp_path / "runs", maps=("3m", "8m"), seeds=(1, 2))
-    monkeypatch.chdir(tmp_path)
-    for kind in (["curves"], ["final", "--gap=lr=0.0003,lr=0.005"]):
-        assert main(["plot", "runs", "--maps-only", "--kind", *kind]) == 0
-    (of_curves, *_), (panels, axes, caption, width, marked) = drawn
-    assert [panel.title for panel in of_curves] == [panel.title for panel in panels] == ["skirmish 3m", "skirmish 8m"]
-    assert "shaded: from lr=0.0003 up to lr=0.005" in caption
-    for gap, patches in ((axes.gap, 1), (axes.gap[::-1], 0), (None, 0)):
-        figure = figures._figure(panels, replace(axes, gap=gap), caption, 7.16, marked)
-        for axis, panel in zip(figure.axes, panels, strict=True):
-            assert len(axis.patches) == patches
-            for shade in axis.patches:
-                ends = [of_label(panel)[label].x[0] for label in gap]
-                assert [shade.get_x(), shade.get_x() + shade.get_width()] == pytest.approx(ends)
 
 
 @pytest.mark.parametrize("seeds, lines", [(2, [FEW]), (4, [FEW]), (5, []), (1, [])])
@@ -396,28 +305,6 @@ def test_a_missing_library_is_one_line(tmp_path, monkeypatch, capsys, command, p
     assert [path.name for path in tmp_path.rglob("*") if path.suffix in (".png", ".svg", ".html")] == []
 
 
-def test_a_broken_library_is_one_line(tmp_path, monkeypatch, capsys):
-    make_study(tmp_path / "runs", rates=(0.001,))
-    without("scipy", monkeypatch)
-    monkeypatch.delitem(sys.modules, "scipy")
-    (tmp_path / "scipy").mkdir()
-    (tmp_path / "scipy" / "__init__.py").write_text("raise ImportError('libblas.so: cannot open shared object file')")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["compare", str(tmp_path / "runs")]) == 2
-    assert capsys.readouterr().err == (
-        "error: compare: needs SciPy, which cannot be imported (libblas.so: cannot open shared object file): "
-        "pip install --force-reinstall scipy\n"
-    )
-
-
-def test_marl_evals_format_has_the_metrics_that_every_test_has(tmp_path):
-    make_study(tmp_path, rates=(0.001,), seeds=(1, 2))
-    with (tmp_path / "lr0.001_3m_seed2" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"stage": "stage3", "t_env": 40_000, WON: 0.5, "test_only_here_mean": 1.0}) + "\n")
-    seeds = plot.marl_eval(groups(load([tmp_path])))["skirmish"]["3m"]["qmix"]
-    assert {*seeds["seed_1"]["step_0"]} == {*seeds["seed_2"]["step_4"]} == {"step_count", "elapsed_time", "battle_won"}
-
-
 MISTAKES = [
     (["plot"], "error: plot: name runs or a study"),
     (["plot", "~nobody_here/x"], "error: plot ~nobody_here/x: holds no run"),
@@ -427,19 +314,6 @@ MISTAKES = [
     (["plot", "runs", "--kind", "curve"], "error: argument --kind: invalid choice"),
     (["plot", "one", "--kind", "improvement"], "error: --kind improvement: compares groups"),
     (["plot", "runs", "--kind", "improvement", "--baseline", "lr=1"], "error: --baseline lr=1: no group has this"),
-    (
-        ["plot", "three", "--gap", "lr=0.001,lr=0.05"],
-        "error: --gap=lr=0.001,lr=0.05: lr=0.05 is no label. Did you mean",
-    ),
-    (["plot", "three", "--gap", "lr=0.001"], "error: --gap=lr=0.001: LOW,HIGH is no label. Known: lr=0.0003"),
-    (["plot", "runs", "--gap", "lr=0.001,lr=0.005"], "error: --gap=lr=0.001,lr=0.005: needs a lower group, an upper"),
-    (["plot", "runs", "--kind", "gap"], "error: --kind gap: the shares of a gap have a figure of their own"),
-    (["plot", "three", "--kind", "curves", "--gap", "a,b"], "error: --kind curves: the shares of a gap have a figure"),
-    (["plot", "three", "--kind", "final", "--gap", "a,b"], "error: --gap=a,b: a is no label. Known: lr=0.0003"),
-    (
-        ["plot", "same", "--gap", "lr=0.001,lr=0.005"],
-        "error: --gap: lr=0.001 and lr=0.005 are equal in",
-    ),
     (["plot", "apart", "--kind", "profile"], "error: plot: the groups share no map"),
     (["plot", "begun"], "error: plot: the runs have no test yet"),
     (["plot", "runs", "--out", "/proc/x/y"], "error: plot: /proc/x/y.png cannot be written"),
@@ -451,9 +325,6 @@ def some_runs(tmp_path_factory):
     place = tmp_path_factory.mktemp("some")
     make_study(place / "runs", rates=(0.001, 0.005))
     make_study(place / "one", rates=(0.001,))
-    make_study(place / "three")
-    for rate in (0.001, 0.002, 0.005):
-        make_run(place / "same" / f"{rate}", lr=rate)
     make_run(place / "apart" / "a", config="qmix")
     make_run(place / "apart" / "b", config="vdn", env_args__map_name="8m")
     make_run(place / "begun", won=(), finished=False)
@@ -480,14 +351,6 @@ def test_a_damaged_run_among_many_is_one_line_and_the_others_are_drawn(tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (line,) = done.stderr.splitlines()
     assert line.startswith("left out: ") and "lr0.001_3m_seed2" in line and len(done.stdout.splitlines()) == 2
-
-
-def test_help_of_plot_names_its_options(capsys):
-    assert main(["plot", "--help"]) == 0
-    text = capsys.readouterr().out
-    parser = argparse.ArgumentParser()
-    plot.arguments(parser)
-    assert all(action.option_strings[-1] in text for action in parser._actions if action.option_strings)
 
 
 def record_as_pymarl(folder: Path, won: tuple[float, ...], scalars: bool, **config: object) -> None:

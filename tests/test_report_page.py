@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from browser import opened
-from many_runs import STEPS, make_run, make_run_on_a_set, make_study
+from many_runs import STEPS, make_run, make_study
 from scipy.stats import bootstrap
 
 from omagd.envs.frames import Scene
@@ -106,7 +107,7 @@ def record_battle(folder):
     Recording(episodes=[episode]).write(folder / "replays" / "one.json.gz")
 
 
-def test_a_run_has_results_reconstruction_codes_times_ranks_card_and_differences(tmp_path, capsys):
+def test_a_run_has_results_reconstruction_times_ranks_card_and_differences(tmp_path, capsys):
     folder = three_stages(tmp_path / "run", seed=7)
     page = report(folder)
     assert capsys.readouterr().out.split() == [str(folder / "report.html")]
@@ -115,9 +116,8 @@ def test_a_run_has_results_reconstruction_codes_times_ranks_card_and_differences
     assert page.row("reconstruction")[1:5] == ["0.01", "0", "0.02", "0.04"] and page.row("units")[1:] == ["7"] * 10
     assert page.row("zeros")[1] == "0.400" and page.row("token right")[1] == "0.750"
     assert page.row("to ridge regression")[1] == "1.500"
-    assert page.row("codes in use", 2)[1] == "64 of 256 (25%)"
-    phases = [line for line in page.lines if line in ("update 75.0 % 8 s", "collect 25.0 % 2 s")]
-    assert phases == ["update 75.0 % 8 s", "collect 25.0 % 2 s"], "the longest first"
+    phases = [row for row in page.rows if row[0] in ("update", "collect")]
+    assert phases[:2] == [["update", "8 s", "75.0%"], ["collect", "2 s", "25.0%"]], "the longest first"
     assert page.row("0")[1:5] == ["2", "10", "2", "0"] and page.row("1", 5)[1:] == ["2", "14", "3", "1.000"]
     card = json.loads((folder / "card.json").read_text())
     assert page.row("id")[1] == card["id"] and page.row("torch")[1] == card["recorded"]["versions"]["torch"]
@@ -126,10 +126,8 @@ def test_a_run_has_results_reconstruction_codes_times_ranks_card_and_differences
         ["lr", "0.001", "0.002"], ["seed", "1", "7"],
     ]  # fmt: skip
     assert page.row("t_max", 2)[1] == "500000", "all keys are there too"
-    curve = [attrs["points"] for tag, attrs in page.tags if tag == "polyline"]
-    points = np.array([pair.split(",") for pair in curve[0].split()], float)
-    slope = np.diff(points[:, 1]) / np.diff(points[:, 0])
-    assert len(points) == len(STEPS) and np.allclose(slope, slope[0], atol=0.01) and slope[0] < 0, "a straight line up"
+    pictures = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
+    assert len(pictures) == 2 and base64.b64decode(pictures[0].partition(",")[2])[:8] == PIXEL, "curves and a battle"
 
 
 def test_warnings_of_a_run(tmp_path):
@@ -138,94 +136,17 @@ def test_warnings_of_a_run(tmp_path):
     add(folder, "card.json", {"resumed": [entry]})
     add(folder, "summary.json", {"exit_state": "failed", "restarts": 2})
     log(folder, {"stage": "stage3", "t_env": 9, "skipped_updates": 3, "lost_episodes": 5, "worker_restarts": 0})
-    (folder / "logs").mkdir()
-    (folder / "logs" / "rank_1.log").write_text("2026-01-02 03:04:05,678 WARNING omagd the disk is full\nbroken\n")
     text = "\n".join(report(folder).lines)
     for line in (
         "the run is failed", "started again 2 times", "resumed (lossy)", "checkpoints/3 at 40 steps", "2 episodes lost",
-        "set_aside/x", "3 updates skipped", "5 episodes lost", "the disk is full",
+        "set_aside/x", "3 updates skipped", "5 episodes lost",
     ):  # fmt: skip
         assert line in text
     assert "workers" not in text, "what has not happened is no warning"
-
-
-def test_times_and_ranks_of_a_resumed_run_are_those_of_all_starts(tmp_path):
-    """Two starts of stage 1 and three of stage 3; the summary has the phases of the last start of each stage."""
-    folder = make_run(tmp_path / "run")
-    assert "All starts" not in (report(folder) and (folder / "report.html").read_text())
-    stages = {
-        "stage1": {"clock": {"epoch": 40, "updates": 80}, "phases": {"wall": 10.0, "prepare": 1.0, "update": 9.0}},
-        "stage2": {"clock": {"epoch": 20, "updates": 20}, "phases": {"wall": 8.0, "prepare": 1.0, "update": 7.0}},
-        "stage3": {"clock": {"t_env": 90}, "phases": {"wall": 100.0, "prepare": 10.0, "collect": 60.0, "finish": 30.0}},
-    }
-    add(folder, "summary.json", {"stages": stages})
-    add(folder, "card.json", {"resumed": [{"kind": "exact", "from": "checkpoints/1", "t_env": 0}] * 3})
-
-    def share(prepare, update=0.0, collect=0.0):
-        return {"time/prepare": prepare, "time/update": update, "time/collect": collect}
-
-    (folder / "metrics.jsonl").write_text("")
-    log(
-        folder,
-        {"stage": "stage1", "epoch": 20, "updates_per_second": 2.0, **share(0.25, 0.75)},  # 40 updates: 20 s
-        {"stage": "stage1", "epoch": 40, "updates_per_second": 8.0, **share(0.5, 0.5)},  # after the resume
-        {"stage": "stage2", "epoch": 20, "updates_per_second": 5.0, **share(0.25, 0.75)},
-        {"stage": "stage3", "t_env": 10, "wall_seconds": 10.0, **share(0.5, 0.0, 0.5), "memory/rss_mb_rank0": 5.0,
-         "memory/rss_mb_rank1": 7.0, "memory/gpu_peak_mb_rank1": 3.0, "memory/gpu_peak_mb_rank0": 9.0},
-        {"stage": "stage3", "t_env": 20, "wall_seconds": 50.0, **share(0.0, 0.25, 0.75)},
-        {"stage": "stage3", "t_env": 20, "test_battle_won_mean": 0.5},
-        {"stage": "stage3", "t_env": 50, "wall_seconds": 90.0, **share(0.5, 0.5)},  # the second start
-        {"stage": "stage3", "t_env": 80, "wall_seconds": 170.0, **share(0.1, 0.0, 0.9), "memory/rss_mb_rank0": 6.0,
-         "memory/gpu_peak_mb_rank0": 4.0},  # the last one
-    )  # fmt: skip
+    add(folder, "summary.json", {"stages": {"stage3": {"phases": {"wall": 200.0, "update": 100.0, "log": 0.9}}}})
     page = report(folder)
-    whole = 100 + 90
-    for line in (
-        f"collect {100 * (60 + 5 + 30) / whole:.1f} % 1 min 35 s", f"finish {100 * 30 / whole:.1f} % 30 s",
-        f"prepare {100 * (10 + 5 + 20) / whole:.1f} % 35 s", f"update {100 * (10 + 20) / whole:.1f} % 30 s",
-        "update 80.0 % 24 s", "prepare 20.0 % 6 s", "update 87.5 % 7 s",
-    ):  # fmt: skip
-        assert line in page.lines, "stage 3 above, then stage 1: 20 s and 10 s; stage 2 was not interrupted"
-    text = (folder / "report.html").read_text()
-    assert "All starts together; those before the last one count up to their last record" in text
-    assert page.row("0", 7)[5:] == ["6", "9"] and page.row("1", 7)[5:] == ["-", "3"], "the last start has one rank"
-    assert "Episodes, steps and peaks are those of all starts" in text
-    make_run(tmp_path / "both" / "other", seed=2)
-    folder.rename(tmp_path / "both" / "run")
-    page = report(tmp_path / "both")
-    assert f"collect {100 * 95 / (190 + 30 + 8):.1f} % 1 min 35 s" in page.lines, "stages together, one run with times"
-
-
-def test_without_records_of_earlier_starts_the_page_says_what_the_times_cover(tmp_path):
-    folder = three_stages(tmp_path / "run")
-    add(folder, "card.json", {"resumed": [{"kind": "exact", "from": "checkpoints/1", "t_env": 0}]})
-    page = report(folder)
-    assert "update 75.0 % 8 s" in page.lines
-    assert "An interrupted stage counts since its last start alone" in (folder / "report.html").read_text()
-
-
-def test_a_run_without_an_end_has_the_times_that_it_logged(tmp_path):
-    folder = make_run(tmp_path / "run", finished=False)
-    log(folder, {"stage": "stage3", "t_env": 50_000, "wall_seconds": 40.0, "time/prepare": 0.25, "time/collect": 0.75})
-    assert "collect 75.0 % 30 s" in report(folder).lines
-
-
-def test_held_out_maps_are_dashed_and_labelled(tmp_path):
-    folder = make_run_on_a_set(tmp_path / "runs" / "one", seed=1)
-    page = report(folder)
-    (chart,) = (words for _, attrs in page.tags if "by map" in (words := attrs.get("aria-label", "")))
-    assert "4m (held out) 0.71" in chart and "3m 0.11" in chart
-    text = (folder / "report.html").read_text()
-    lines = re.findall(r'class="line ([^"]*)" points="[^"]*"><title>([^<]*)</title>', text)
-    drawn = {label: style for style, label in lines}
-    assert drawn["4m (held out)"].endswith("d1") and drawn["held-out maps"].endswith("d1")
-    assert drawn["3m"].endswith("d0") and drawn["greedy test"].endswith("d0")
-    make_run_on_a_set(tmp_path / "runs" / "two", seed=2)
-    report(tmp_path / "runs")
-    text = (tmp_path / "runs" / "report.html").read_text()
-    figures = re.findall(r'<figcaption>([^<]*)<.*?class="line (c\d d\d)" points', text, re.DOTALL)
-    found = {title.strip(): style for title, style in figures}
-    assert found["4m (held out)"] == "c0 d1" == found["held-out maps"] and found["3m"] == "c0 d0"
+    assert ["update", "1 min 40 s", "50.0%"] in page.rows and "log" not in [row[0] for row in page.rows]
+    assert "since its last start" in (folder / "report.html").read_text()
 
 
 def test_intervals_over_few_seeds_have_a_note(tmp_path):
@@ -291,31 +212,21 @@ def test_the_page_of_a_results_file_is_beside_it(tmp_path, capsys):
     assert (tmp_path / "all_report.html").is_file()
 
 
-def test_an_evaluation_has_one_value_of_each_and_a_single_test_is_a_large_dot(tmp_path):
+def test_an_evaluation_has_one_value_of_each(tmp_path):
     played = make_run(tmp_path / "played", seed=1, evaluate=True, checkpoint_path="x")
     add(played, "summary.json", {"kind": "evaluation"})
     page = report(played)
     assert page.row("win rate")[1:] == ["0.750"] and page.row("", 2) == ["", "value"]
     assert "seed 1 · completed · evaluation" in (played / "report.html").read_text()
-    for seed in (1, 2):
-        make_run(tmp_path / "short" / f"{seed}", (0.5,), seed=seed)
-    dots = {float(attrs["r"]) for tag, attrs in report(tmp_path / "short").tags if tag == "circle"}
-    assert min(dots) >= 4
 
 
-def test_headlines_and_results_of_a_run_that_goes_on_are_its_last_and_its_best_test(tmp_path, capsys):
+def test_results_of_a_run_that_goes_on_are_its_last_and_its_best_test(tmp_path, capsys):
     folder = make_run(tmp_path / "run", (0.0, 0.8, 0.5), finished=False)
     last = {"stage": "stage3", "t_env": STEPS[2], "policy/error": 0.03, "loss_rank1": 0.5}
     log(folder, {**last, "skipped_updates": 2}, {**last, "skipped_updates": 5}, {**last, "skipped_updates": 4})
     page = report(folder)
-    text = (folder / "report.html").read_text()
-    assert page.row("belief error")[1] == "0.03"
-    for label, value in (("win rate, last test", "0.500"), ("best win rate", "0.800"), ("return, last test", "10"),
-                         ("environment steps", "20,100")):  # fmt: skip
-        assert f"<b>{value}</b><span>{label}</span>" in text
     assert page.row("win rate")[1:] == ["0.500", "0.800"] and page.row("return", 3)[1:] == ["10", "16"]
     assert "5 updates skipped: their gradient was not finite" in page.lines, "counts are of the whole run"
-    assert page.row("1")[-1] == "0.500", "what a rank logged of its own"
 
 
 def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
@@ -328,7 +239,7 @@ def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
     text = "\n".join(report(folder).lines)
     for line in ("old.json.gz: is damaged", "card: cannot be shown (TypeError)", "set_aside/ has files"):
         assert line in text
-    assert "<img" not in (folder / "report.html").read_text(), "a picture that is too large"
+    assert (folder / "report.html").read_text().count("<img") == 1, "without the picture that is too large"
     monkeypatch.setattr("omagd.lab.analysis.run_report.LARGEST_RECORDING", 3)
     assert "1 recordings are too large for this page" in "\n".join(report(folder).lines)
     (folder / "config.json").unlink()
@@ -357,112 +268,38 @@ def test_the_newest_recording_is_played(tmp_path):
     assert player(load([folder])[0]) == (player_page(newer), "")
 
 
-def test_ranks_have_means_of_their_last_hundred_episodes_and_logs_their_last_lines(tmp_path):
-    folder = make_run(tmp_path / "run", env_args__map_name="8m", use_wandb=True)
-    (folder / "episodes").mkdir()
-    lines = [json.dumps({"length": 2, "return": 1000 * (i < 20) + i % 2, "battle_won": i % 4 == 0}) for i in range(120)]
-    (folder / "episodes" / "rank_0.jsonl").write_text("\n".join(lines))
-    (folder / "logs").mkdir()
-    said = [f"2026-01-02 03:04:05,678 {'ERROR' if i % 2 else 'WARNING'} omagd fault {i}" for i in range(20)]
-    (folder / "logs" / "rank_0.log").write_text("\n".join([*said, said[-1]]))
-    page = report(folder)
-    assert page.row("0")[:4] == ["0", "120", "240", "0.500"]
-    assert [line for line in page.lines if "fault" in line] == [f"rank 0, 03:04:05: fault {i}" for i in range(8, 20)]
-    assert page.row("env_args.map_name", 3)[2] == "8m" and page.row("map")[1] == "8m", "of the card"
-    assert [row for row in page.rows if row[:1] == ["use_wandb"] and len(row) == 3] == [], "it changes no result"
-
-
-def test_shares_of_the_time_are_those_of_the_wall_clock_whatever_the_phases_add_up_to(tmp_path):
-    """Time between the phases belongs to none of them; what takes less than half a percent is left out."""
-    folder = make_run(tmp_path / "run")
-    phases = {"wall": 200.0, "collect": 30.0, "update": 100.0, "test": 1.0, "log": 0.9}
-    add(folder, "summary.json", {"stages": {"stage3": {"phases": phases}}})
-    page = report(folder)
-    shares = [line for line in page.lines if line.split()[0] in phases]
-    assert shares == ["update 50.0 % 1 min 40 s", "collect 15.0 % 30 s", "test 0.5 % 1 s"]
-
-
 def test_a_study_counts_each_seed_once_and_evaluations_not_at_all(tmp_path):
-    """And what it shows of an arm is that of its runs: the best one bold, means of stages and of times."""
     for lr, won in ((0.001, 0.4), (0.005, 0.6)):
         for seed in (1, 2):
-            folder = make_run(tmp_path / f"{lr}_{seed}", (0.0, 0.9, won + seed / 10), lr=lr, seed=seed, gamma=1 - lr)
-            stages = json.loads((folder / "summary.json").read_text())["stages"]
-            stages["stage3"]["phases"] = {"wall": 100.0 * seed, "update": 75.0 * seed, "collect": 25.0 * seed}
-            stages["stage3"]["values"]["test_return_mean"] = 20 * (won + seed / 10)
-            stages["stage1"] = {"values": {"mse": 0.1 * seed}}
-            add(folder, "summary.json", {"stages": stages})
+            make_run(tmp_path / f"{lr}_{seed}", (0.0, 0.9, won + seed / 10), lr=lr, seed=seed, gamma=1 - lr)
     make_run(tmp_path / "again", (0.0, 0.1), lr=0.001, seed=1, gamma=0.999)
     played = make_run(tmp_path / "played", (1.0,), lr=0.001, seed=3, gamma=0.999, evaluate=True, checkpoint_path="x")
     add(played, "summary.json", {"kind": "evaluation"})
     page = report(tmp_path)
-    (low, first), (high, _) = [(row[1], row[0]) for row in page.rows if len(row) == 2 and "n = 2" in row[1]][:2]
+    low, high = [row[1] for row in page.rows if len(row) == 2 and "n = 2" in row[1]][:2]
     assert low.startswith("0.550") and high.startswith("0.750"), "means of the last tests of two seeds each"
     text = (tmp_path / "report.html").read_text()
-    assert "<b>0.750</b>" in text and "<b>0.550</b>" not in text
-    assert f"last values: {first} 0.55, " in text, "so has its curve"
+    assert "<b>0.750</b>" in text and "<b>0.550</b>" not in text, "the best one is bold"
     assert "the same map and seed again, left out: again" in text
-    assert page.row(first, 3)[1:] == ["skirmish 3m", "0.150"], "the mean of stage 1"
-    assert page.lines.count("update 75.0 % 1 min 52 s") == 2
     assert page.row("gamma")[1:3] == ["0.999", "0.995"] and page.row("lr")[1:3] == ["0.001", "0.005"]
-    row = page.row("0.005_2")
-    assert row[5:9] == ["0.800", "0.900", "16", "20,100"]
-    assert "<b>3</b><span>seeds</span>" in text and "<b>6</b><span>runs</span>" in text
+    assert page.row("0.005_2")[5:7] == ["0.800", "0.900"] and page.row("0.005_2")[8] == "20,100"
 
 
 def test_a_study_says_which_jobs_wait_and_which_arms_cannot_be_compared(tmp_path):
     make_run(tmp_path / "runs" / "a", (0.2, 0.3), lr=0.001, seed=1)
     for seed in range(1, 36):
         make_run(tmp_path / "runs" / f"b{seed}", (0.0,), lr=0.002, seed=seed, finished=False, test_nepisode=64)
-    (tmp_path / "runs" / "a" / "replays").mkdir()
-    (tmp_path / "runs" / "a" / "replays" / "one.json.gz").write_bytes(b"damaged")
     states = ["done", "elsewhere", "waiting", "waiting"]
     jobs = [{"job": {"name": str(i), "arm": "x"}, "state": state} for i, state in enumerate(states)]
     (tmp_path / "study.json").write_text(json.dumps({"jobs": jobs}))
     page = report(tmp_path)
     assert "2 jobs of the study are waiting" in page.lines and not any("elsewhere" in line for line in page.lines)
     assert any(re.match(r"\* .* is not comparable with .*test_episodes", line) for line in page.lines)
-    assert any(line.startswith("a: ") and "one.json.gz: is damaged" in line for line in page.lines)
     unfinished = {line for line in page.lines if line.endswith(": the run is unfinished")}
     assert unfinished == {f"b{seed}: the run is unfinished" for seed in range(1, 36)}, "also those that are folded in"
-    assert sum(row[4] == "unfinished ⚠" for row in page.rows if len(row) == 11) == 35
+    assert sum(row[4] == "unfinished" for row in page.rows if len(row) == 11) == 35
     starred = [row[0] for row in page.rows if row and row[0].endswith("*")]
     assert starred and all("0.002" in name for name in starred)
-
-
-def test_the_best_arm_of_each_map_is_bold_and_a_win_rate_has_the_axis_of_a_share(tmp_path):
-    make_study(tmp_path, rates=(0.001, 0.005), maps=("8m", "2m_vs_1m"), seeds=(1, 2))
-    report(tmp_path)
-    text = (tmp_path / "report.html").read_text()
-    assert text.count("<td><b>") == 4, "win rate and return: one on each map, also on the one with lower results"
-    (axes,) = [part for part in text.split("<h3>") if part.startswith("Win rate</h3>")]
-    assert axes.count('class="end" x="41" y="14.0">1</text>') == 3, "1 is the upper end on both maps and over them"
-
-
-def test_a_phase_has_the_same_colour_in_all_bars(tmp_path):
-    for lr, phases in ((0.001, {"update": 75.0, "collect": 25.0}), (0.005, {"update": 25.0, "collect": 75.0})):
-        folder = make_run(tmp_path / str(lr), (0.0, 0.9), lr=lr, seed=1)
-        stages = json.loads((folder / "summary.json").read_text())["stages"]
-        stages["stage3"]["phases"] = {"wall": 100.0, **phases}
-        add(folder, "summary.json", {"stages": stages})
-    report(tmp_path)
-    found = re.findall(r'<i class="(f\d)"></i>(\w+) <b>', (tmp_path / "report.html").read_text())
-    assert sorted(name for _, name in found) == ["collect", "collect", "update", "update"]
-    assert len(set(found)) == 2 and len({colour for colour, _ in found}) == 2
-
-
-def test_bars_and_bands_of_a_study_lie_at_their_values(tmp_path):
-    make_study(tmp_path, rates=(0.001, 0.005), seeds=(1, 2))
-    page = report(tmp_path)
-    text = (tmp_path / "report.html").read_text()
-    bars = [tuple(map(float, pair)) for pair in re.findall(r'<i style="left:([\d.]+)%;width:([\d.]+)%', text)]
-    assert bars == [(22.0, 2.0), (42.0, 2.0)], "from the lower to the upper end of the interval"
-    bands = [np.array([pair.split(",") for pair in attrs["points"].split()], float) for tag, attrs in page.tags
-             if tag == "polygon"]  # fmt: skip
-    assert len(bands) == 4 and all(len(band) == 2 * len(STEPS) and np.ptp(band[[3, 4], 1]) > 1 for band in bands)
-    keys = re.findall(r'class="line (c\d d\d)"[^>]*/></svg>([^<]+)', text)
-    lines = re.findall(r'<polyline class="line (c\d d\d)"[^>]*><title>([^<]+)', text)
-    assert len(set(lines)) == 2 and set(keys) == set(lines)
 
 
 @pytest.mark.parametrize(
@@ -480,21 +317,10 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, words, says):
 def test_everything_is_escaped(tmp_path):
     folder = three_stages(tmp_path / EVIL.replace("/", "∕"), name=EVIL, pretrained_tokenizer_path=EVIL)
     record_battle(folder)
-    (folder / "logs").mkdir()
-    (folder / "logs" / "rank_0.log").write_text(f"2026-01-02 03:04:05,678 ERROR omagd {EVIL}\n")
     page = report(folder)
     assert [tag for tag, _ in page.tags].count("script") == 1
     (frame,) = [attrs for tag, attrs in page.tags if tag == "iframe"]
     assert EVIL not in frame["srcdoc"] and "<canvas" in frame["srcdoc"]
-
-
-def test_the_page_of_a_study_with_large_pictures_is_at_most_5_mb(tmp_path):
-    for seed in range(6):
-        folder = three_stages(tmp_path / f"run{seed}", seed=seed, batch_size=8 + seed)
-        (folder / "plots" / "beliefs.png").write_bytes(PIXEL + bytes(900_000))
-    page = report(tmp_path)
-    assert (tmp_path / "report.html").stat().st_size < 5_000_000
-    assert 2 <= [tag for tag, _ in page.tags].count("img") < 6
 
 
 def test_a_report_needs_no_torch(tmp_path):
@@ -504,43 +330,22 @@ def test_a_report_needs_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("kind", ["run", "study"])
-def test_the_page_in_a_browser(tmp_path, kind, dark):
+def test_the_page_in_a_browser(tmp_path, kind):
     if kind == "run":
         record_battle(three_stages(tmp_path / "run"))
-        folder, sections = tmp_path / "run", ["Results", "Curves", "Codebook", "Ranks", "Card", "Configuration"]
+        folder, sections = tmp_path / "run", ["Results", "Curves", "Ranks", "Card", "Configuration"]
     else:
         make_study(tmp_path, maps=("3m", "8m", "5m_vs_6m", "2s3z"), seeds=(1, 2))
         folder, sections = tmp_path, ["Results", "Curves", "Runs", "Arms"]
     report(folder)
-    with opened(folder / "report.html", dark=dark, wide=390) as (page, complaints):
-        assert page.locator("h1").count() == 1
+    with opened(folder / "report.html", dark=True, wide=390) as (page, complaints):
         assert set(sections) <= set(page.locator("h2").all_text_contents())
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        chart = page.locator("figure.chart svg").first.bounding_box()
-        assert chart["width"] > 250 and chart["height"] > 120
-        grounds = []
-        for _ in range(2):
-            grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-            page.click("#theme")
-        brightness = [sum(map(int, re.findall(r"\d+", ground)[:3])) for ground in grounds]
-        assert (brightness[0] < brightness[1]) == dark, "as the system has it, then the other one"
-        boxes = page.locator(".scroll").evaluate_all(
-            """boxes => boxes.map(
-                box => [box.scrollWidth > box.clientWidth + 1, getComputedStyle(box, "::before").content])"""
-        )
-        hints = {cut: {hint for each, hint in boxes if each == cut} for cut in (False, True)}
-        assert hints == {False: {"none"}, True: {'"more columns →"'}}, "a cut table says so"
-        page.locator(".scroll.wide").first.evaluate("box => { box.scrollLeft = 9999; }")
-        page.locator(".scroll.wide.end").first.wait_for(timeout=20_000)
+        assert page.locator("#curves img").first.bounding_box()["width"] > 250
         if kind == "run":
             page.locator("iframe").scroll_into_view_if_needed()
             player = page.frame_locator("iframe")
             player.locator("#next").click()
             player.locator("#clock", has_text="1").wait_for(timeout=20_000)
-            assert not player.locator("#theme").is_visible(), "the page has that button"
-            for now in (dark, not dark, dark):
-                player.locator(f"html[data-theme={'dark' if now else 'light'}]").wait_for(timeout=20_000)
-                page.click("#theme")
         assert [line for line in complaints if not line.startswith("data:")] == []

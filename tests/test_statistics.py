@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from omagd.lab.analysis import statistics
-from omagd.lab.analysis.statistics import gap_share, improvement, interval, iqm, mean, profile
+from omagd.lab.analysis.statistics import improvement, interval, iqm, mean, profile
 
 REPS = 4000
 
@@ -99,19 +99,6 @@ def test_one_seed_has_no_interval_and_every_call_gives_the_same():
     assert improvement(scores, scores)[0] == 0.5
 
 
-def test_the_share_of_a_gap_is_resampled_jointly():
-    """A method that is the mean of both ends in every seed; and one that equals the upper end."""
-    lower, upper = [np.array([0.0, 0.1, 0.2])], [np.array([0.8, 0.9, 1.0])]
-    middle = [(lower[0] + upper[0]) / 2]
-    share, ends = gap_share(middle, lower, upper)
-    assert share == pytest.approx(0.5) and ends is not None and ends[0] < 0.5 < ends[1]
-    assert gap_share(upper, lower, upper)[0] == pytest.approx(1.0)
-    same = [np.array([0.5, 0.5])]
-    assert np.isnan(gap_share(same, same, same)[0]), "no gap, no share"
-    exact, sure = gap_share([np.array([0.25, 0.25])], [np.array([0.0, 0.0])], [np.array([1.0, 1.0])])
-    assert exact == 0.25 and sure is not None and tuple(map(float, sure)) == (0.25, 0.25)
-
-
 @pytest.mark.parametrize("seeds, maps, coverage", [(2, 1, 0.50), (5, 1, 0.84), (5, 3, 0.89), (20, 1, 0.94)])
 def test_intervals_hold_the_true_mean_as_often_as_the_documentation_says(seeds, maps, coverage):
     """The table of docs/plots.md: the percentile bootstrap is too narrow with few seeds."""
@@ -120,17 +107,6 @@ def test_intervals_hold_the_true_mean_as_often_as_the_documentation_says(seeds, 
     assert np.mean((low <= 0) & (high >= 0)) == pytest.approx(coverage, abs=0.035)
     percent = f"{100 * coverage:.0f} %"
     assert percent in (Path(__file__).parents[1] / "docs" / "plots.md").read_text(encoding="utf-8")
-
-
-def test_the_share_of_a_gap_is_that_of_the_statistic_that_is_asked_for():
-    """With an outlier in each part, which the interquartile mean leaves out; and without a gap there is no share."""
-    lower, middle, upper = ([np.array([at, at, at, at, at, at, at, 50.0])] for at in (0.0, 0.25, 1.0))
-    share, ends = gap_share(middle, lower, upper, iqm)
-    assert share == 0.25 and ends is not None
-    upper[0][-1] = 90.0
-    assert gap_share(middle, lower, upper, iqm)[0] == 0.25 != gap_share(middle, lower, upper)[0]
-    share, _ = gap_share(upper, lower, lower)
-    assert np.isnan(share), "a method that is better than two equal ones closes no gap"
 
 
 def test_memory_is_bounded_and_parts_give_the_same(monkeypatch):

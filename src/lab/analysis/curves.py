@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from omagd.lab.analysis.groups import Group, repeated
 from omagd.lab.analysis.runs import Run
-from omagd.lab.analysis.statistics import AGGREGATES, Interval, gap_share, improvement, interval, profile
+from omagd.lab.analysis.statistics import AGGREGATES, Interval, improvement, interval, profile
 from omagd.run.reporting.card import differences
 from omagd.utils.errors import UserError, nearest
 
@@ -333,46 +332,6 @@ def improvement_panel(groups: Sequence[Group], metric: str, baseline: str | None
             ends = (min(sizes), max(sizes))
             lines.append(Line(group.label, np.array([share]), np.zeros(1), band, ends))
     return Panel(f"{_title(common)}: better than {base.label}", tuple(lines), "mean")
-
-
-def gap_ends(text: str, groups: Sequence[Group]) -> tuple[Group, Group]:
-    """Return the groups between which `--gap=LOW,HIGH` measures. Errors: UserError unless it names two of three."""
-    by_label = {group.label: group for group in groups}
-    words = text.split(",")
-    pairs = [(",".join(words[:i]).strip(), ",".join(words[i:]).strip()) for i in range(1, len(words))]
-    low, high = next((pair for pair in pairs if by_label.keys() >= set(pair)), pairs[0] if pairs else (text, ""))
-    for label in (low, high):
-        if label not in by_label:
-            known = f"Known: {', '.join(by_label)}"
-            raise UserError(f"--gap={text}: {label or 'LOW,HIGH'} is no label.{nearest(label, by_label)} {known}")
-    if low == high or len(groups) < 3:
-        raise UserError(f"--gap={text}: needs a lower group, an upper one and at least a third one between them")
-    return by_label[low], by_label[high]
-
-
-def gap_panel(groups: Sequence[Group], metric: str, statistic: str | None, names: str) -> Panel:
-    """Return the share of the gap between two groups that each other group closes, in the last tests.
-
-    Args:
-        names: `LOW,HIGH`, the labels of the two.
-    Errors: UserError for an unknown label, where the groups share no map, or where both ends are equal.
-    """
-    ends = gap_ends(names, groups)
-    common, scale = _needed(groups), ranges(groups, metric)
-    lower, upper = (final_scores(end, common, metric, scale) for end in ends)
-    lines = []
-    for group in groups:
-        if group not in ends:
-            scores = final_scores(group, common, metric, scale)
-            share, found = gap_share(scores, lower, upper, AGGREGATES[statistic or "mean"])
-            if math.isnan(share):
-                raise UserError(f"--gap: {ends[0].label} and {ends[1].label} are equal in {metric}: there is no gap")
-            sizes = [len(values) for values in (*scores, *lower, *upper)]
-            known = found is not None and np.isfinite(found).all()  # not where some resamples have no gap
-            band = (found[0].reshape(1), found[1].reshape(1)) if found is not None and known else None
-            lines.append(Line(group.label, np.array([share]), np.zeros(1), band, (min(sizes), max(sizes))))
-    title = f"{_title(common)}: from {ends[0].label} (0) to {ends[1].label} (1)"
-    return Panel(title, tuple(lines), statistic or "mean", scale is not None)
 
 
 def _needed(groups: Sequence[Group]) -> list[str]:

@@ -1,80 +1,91 @@
-"""`omagd plot`: figures of many runs, and their results in marl-eval's format."""
+"""`omagd plot`: figures of many runs."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import logging
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from omagd.lab.analysis import curves
 from omagd.lab.analysis.curves import LABELS, STATISTIC, Panel
-from omagd.lab.analysis.figures import population
 from omagd.lab.analysis.groups import Group, groups
-from omagd.lab.analysis.runs import Run, load
-from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, LEVEL
-from omagd.run.reporting.report import number_text
+from omagd.lab.analysis.runs import load
+from omagd.lab.analysis.statistics import FEW, FEW_SEEDS
 from omagd.utils.errors import UserError
 from omagd.utils.writing import print_out, replace_file
 
 LOG = logging.getLogger("omagd")
-KINDS = ("curves", "final", "profile", "improvement", "gap")
+KINDS = ("curves", "final", "profile", "improvement")
 UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 """From how many seconds on, seconds per unit, name."""
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333", "#882255")
+"""Okabe and Ito's palette without yellow, which is too light for lines on white."""
+
+DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
+WIDTHS = (3.5, 7.16)
+"""Inches of one and of two columns of a page."""
+
+INK, FAINT, GRID = "#1c2733", "#5c6b7a", "#e3e8ee"
+SIZE, SMALL = 8.0, 6.5
+"""Points of labels and of notes."""
+
+FEW_POINTS = 15
+SETTINGS: Any = {
+    "font.size": SIZE, "axes.titlesize": SIZE, "axes.labelsize": SIZE, "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "axes.linewidth": 0.6, "axes.edgecolor": "#9aa7b4",
+    "text.color": INK, "axes.labelcolor": INK, "xtick.color": FAINT, "ytick.color": FAINT, "svg.hashsalt": "omagd",
+    "figure.constrained_layout.h_pad": 0.03, "figure.constrained_layout.w_pad": 0.03,
+}  # fmt: skip
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plot`."""
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="a run, a folder of runs, a study, or its results file")
-    add("--kind", choices=KINDS, help="curves (default); final: the last tests; profile: share of runs above each"
-        " score; improvement: probability of being better than the baseline; gap: chosen by --gap")  # fmt: skip
+    add("--kind", choices=KINDS, default="curves", help="curves (default); final: the last tests; profile: share of"
+        " runs above each score; improvement: probability of being better than the baseline")  # fmt: skip
     add("--metric", help="win_rate (default; else return), or any test metric of metrics.jsonl")
     add("--x", choices=("steps", "wall", "cpu"), default="steps", help="environment steps (default) or time")
     add("--stat", choices=tuple(STATISTIC), help="mean or interquartile mean; default: mean on a map, iqm over maps")
     add("--baseline", help="improvement: label of the group to compare with (default: the first)")
-    add("--gap", metavar="LOW,HIGH", help="labels of two groups: print and draw the share of the gap between them that"
-        " each other group closes; with --kind final: shade this gap")  # fmt: skip
     add("--maps-only", action="store_true", help="curves, final: no panel over all maps")
-    add("--width", choices=("single", "double"), help="columns of a page; default: double for several panels")
     add("--out", metavar="PATH", help="path of the pictures without ending (default: <kind>_<metric>)")
-    add("--json", metavar="FILE", help="also write the results in marl-eval's format; with --gap the shares")
 
 
 def main(options: argparse.Namespace) -> int:
     """Draw one figure and print the paths of its files."""
     if not options.runs:
         raise UserError("plot: name runs or a study, as in: omagd plot results/<study>")
-    kind = options.kind = options.kind or ("gap" if options.gap else "curves")
-    if kind == "gap" and not options.gap or options.gap and kind not in ("gap", "final"):
-        raise UserError(f"--kind {kind}: the shares of a gap have a figure of their own. Give --gap=LOW,HIGH alone")
     runs = load(options.runs, "plot")
     metric = curves.metric_name(options.metric, runs)
     kept, notes = curves.usable(runs, metric)
     found, more = curves.without_repeats(groups(kept))
-    found, unfinished = _ended(found) if kind != "curves" else (found, [])
+    found, unfinished = _ended(found) if options.kind != "curves" else (found, [])
     marked, incomparable = curves.incomparable(found)
     panels = _panels(options, found, metric)
     notes += [*more, *unfinished, *incomparable, *_short(panels), *_few(panels)]
-    pictures = _rendered(options, panels, found, metric, marked)
-    name = f"{kind}_{re.sub(r'[^A-Za-z0-9.-]+', '_', metric)}"
+    about = caption(options.kind, panels, found)
+    name = f"{options.kind}_{re.sub(r'[^A-Za-z0-9.-]+', '_', metric)}"
     base = Path(os.path.expanduser(options.out or name))
     base = base.with_suffix("") if base.suffix in (".png", ".svg") else base
-    files = {base.with_name(f"{base.name}.{form}"): content for form, content in pictures.items()}
-    if options.json:
-        data = gap_shares(panels[0], options.gap, metric) if kind == "gap" else marl_eval(found)
-        files[Path(os.path.expanduser(options.json))] = (json.dumps(data, indent=1) + "\n").encode()
-    for path, content in files.items():
+    clock = options.x if options.kind == "curves" else "steps"
+    for form, content in drawing(options.kind, panels, found, metric, about, marked, clock).items():
+        path = base.with_name(f"{base.name}.{form}")
         _write(path, content)
+        print_out(f"{path}\n")
     for note in notes:
         LOG.warning("%s", note)
-    print_out("".join(f"{path}\n" for path in files))
-    print_out(gap_text(panels[0]) if kind == "gap" else "")
     return 0
 
 
@@ -104,31 +115,7 @@ def _panels(options: argparse.Namespace, found: Sequence[Group], metric: str) ->
         return curves.final_panels(found, metric, options.stat, not options.maps_only)
     if options.kind == "profile":
         return [curves.profile_panel(found, metric)]
-    if options.kind == "gap":
-        return [curves.gap_panel(found, metric, options.stat, options.gap)]
     return [curves.improvement_panel(found, metric, options.baseline)]
-
-
-def gap_shares(gap: Panel, ends: str, metric: str) -> dict[str, Any]:
-    """Return the shares of a gap as `--json` writes them."""
-    shares = {
-        line.label: {
-            "share": float(line.x[0]), "interval": None if line.band is None else [float(e[0]) for e in line.band],
-            "seeds": list(line.seeds),
-        }
-        for line in gap.lines
-    }  # fmt: skip
-    return {"gap": ends, "metric": metric, "statistic": gap.statistic, "level": LEVEL, "shares": shares}
-
-
-def gap_text(gap: Panel) -> str:
-    """Return the shares of a gap, one line for each group."""
-    lines = [f"share of the gap, {gap.title}"]
-    for line in gap.lines:
-        share, *ends = (number_text(float(each[0])) for each in (line.x, *(line.band or ())))
-        interval = f" [{', '.join(ends)}]" if ends else ""
-        lines.append(f"  {line.label}: {share}{interval}, {population([line])}")
-    return "\n".join(lines) + "\n"
 
 
 def _few(panels: Sequence[Panel]) -> list[str]:
@@ -145,30 +132,21 @@ def _short(panels: Sequence[Panel]) -> list[str]:
     return [f"runs of different length ({', '.join(labels)}): bands only where all seeds have data, dotted beyond"]
 
 
-def _rendered(
-    options: argparse.Namespace, panels: Sequence[Panel], found: Sequence[Group], metric: str, marked: set[str]
-) -> dict[str, bytes]:
-    from omagd.lab.analysis.figures import Axes, render
-
+def drawing(
+    kind: str, panels: Sequence[Panel], found: Sequence[Group], metric: str, about: str, marked: set[str],
+    clock: str = "steps",
+) -> dict[str, bytes]:  # fmt: skip
+    """Return the figure of panels as PNG and SVG. about: the line below it. clock: of curves, as for `--x`."""
     label = LABELS.get(metric, metric.removeprefix("test_").removesuffix("_mean").replace("_", " "))
     unit, labels = curves.ranges(found, metric) is None, tuple(group.label for group in found)
-    if options.kind == "curves":
-        x = "environment steps"
-        if options.x != "steps":
-            panels, x = _in_units(panels, {"wall": "wall-clock", "cpu": "CPU"}[options.x])
-        axes = Axes("curves", x, label, labels, options.x != "steps", unit)
-    elif options.kind == "final":
-        ends = curves.gap_ends(options.gap, found) if options.gap else None
-        shaded = None if ends is None else (ends[0].label, ends[1].label)
-        axes = Axes("final", f"{label} of the last test", "", labels, unit=unit, gap=shaded)
-    elif options.kind == "gap":
-        axes = Axes("gap", f"share of the gap in {label}", "", labels)
-    elif options.kind == "profile":
-        axes = Axes("profile", f"{label} τ", "share of runs above τ", labels)
-    else:
-        axes = Axes("improvement", "probability of improvement", "", labels)
-    width = options.width or ("double" if len(panels) > 1 else "single")
-    return render(panels, axes, caption(options.kind, panels, found, axes.gap), width, marked)
+    x, y = {
+        "curves": ("environment steps", label), "final": (f"{label} of the last test", ""),
+        "profile": (f"{label} τ", "share of runs above τ"), "improvement": ("probability of improvement", ""),
+    }[kind]  # fmt: skip
+    if clock != "steps":
+        panels, x = _in_units(panels, {"wall": "wall-clock", "cpu": "CPU"}[clock])
+    axes = Axes(kind, x, y, labels, clock != "steps", unit and kind in ("curves", "final"))
+    return render(panels, axes, about, marked)
 
 
 def _in_units(panels: Sequence[Panel], clock: str) -> tuple[list[Panel], str]:
@@ -187,76 +165,179 @@ def _in_units(panels: Sequence[Panel], clock: str) -> tuple[list[Panel], str]:
     return scaled, f"{clock} {name}"
 
 
-def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group], gap: tuple[str, str] | None = None) -> str:
-    """Return what a point of the figure is: the statistic, the number of seeds, the episodes of a test.
-
-    gap: labels of the groups: from the value of the first up to that of the second the ground is shaded.
-    """
+def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
+    """Return what a point of the figure is: the statistic, the number of seeds, the episodes of a test."""
     lines = [line for panel in panels for line in panel.lines]
-    kinds = list(dict.fromkeys(panel.statistic for panel in panels))
-    what = (
-        STATISTIC[kinds[0]] if len(kinds) == 1 else f"{STATISTIC[kinds[0]]} on a map, {STATISTIC[kinds[1]]} over maps"
-    )
+    kinds = list(dict.fromkeys(STATISTIC[panel.statistic] for panel in panels))
+    what = kinds[0] if len(kinds) == 1 else f"{kinds[0]} on a map, {kinds[1]} over maps"
     what = {
-        "curves": what,
-        "final": f"{what} of the last tests",
-        "profile": "Share of runs whose last test is above τ",
+        "curves": what, "final": f"{what} of the last tests", "profile": "Share of runs whose last test is above τ",
         "improvement": "P(better) of the last tests, a tie counts half",
-        "gap": f"Share of the gap, {what} of the last tests, all three resampled together",
-    }[kind]
-    seeds = population(lines)
+    }[kind]  # fmt: skip
+    low, high = min(line.seeds[0] for line in lines), max(line.seeds[1] for line in lines)
+    seeds = f"{low} to {high} seeds" if low < high else f"{high} seed{'s' * (high != 1)}"
     several = len(panels) > 1 and len(curves.places(found)) > 1
-    parts = [f"{what[0].upper()}{what[1:]}, {seeds}{' per map' if several else ''}"]
-    if any(line.band is not None for line in lines):
-        parts.append("band: 95 % stratified bootstrap interval over seeds")
-    elif any(line.seeds[0] < 2 for line in lines):
-        parts.append("no interval: a single seed")
-    episodes = {run.test_episodes for group in found for run in group.runs} - {None}
-    if episodes:
-        counts = " or ".join(str(count) for count in sorted(filter(None, episodes)))
-        parts.append(f"tests of {counts} greedy episodes")
-    if any(len(scores) > 1 for line in lines for scores in line.values):
-        parts.append("strokes: single seeds")
-    if gap is not None:
-        parts.append(f"shaded: from {gap[0]} up to {gap[1]}")
-    if any(panel.normalised for panel in panels):
-        parts.append("over maps: shares of each map's range")
-    if any(line.rest is not None for line in lines):
-        parts.append("dotted: not all seeds")
-    if kind in ("curves", "final") and any(run.maps for group in found for run in group.runs):
-        parts.append("a set of maps: mean over its training maps")
-    if kind == "curves" and any(panel.held_out for panel in panels):
-        parts.append("dashed: maps that are not trained on")
-    return "; ".join(parts) + "."
+    episodes = sorted({run.test_episodes for group in found for run in group.runs if run.test_episodes})
+    of_set = kind in ("curves", "final") and any(run.maps for group in found for run in group.runs)
+    parts = {
+        f"{what[0].upper()}{what[1:]}, {seeds}{' per map' if several else ''}": True,
+        "band: 95 % stratified bootstrap interval over seeds": any(line.band is not None for line in lines),
+        f"tests of {' or '.join(map(str, episodes))} greedy episodes": bool(episodes),
+        "strokes: single seeds": any(len(scores) > 1 for line in lines for scores in line.values),
+        "over maps: shares of each map's range": any(panel.normalised for panel in panels),
+        "dotted: not all seeds": any(line.rest is not None for line in lines),
+        "a set of maps: mean over its training maps": of_set,
+        "dashed: maps that are not trained on": kind == "curves" and any(panel.held_out for panel in panels),
+    }
+    return "; ".join(part for part, holds in parts.items() if holds) + "."
 
 
-def marl_eval(found: Sequence[Group]) -> dict[str, Any]:
-    """Return results as marl-eval reads them: environment, task, algorithm, seed, step, metrics.
+@dataclass(frozen=True)
+class Axes:
+    """What the axes of all panels show.
 
-    Every test is a step with one value for each metric that all tests of all runs of the environment have. The
-    absolute metrics are those of the last test.
+    Attributes:
+        kind: curves, final, profile or improvement. x, y: labels. seconds: the x axis is time. unit: values are shares
+            from 0 to 1. groups: labels of all groups: a group has one colour in all figures.
     """
-    data: dict[str, Any] = {}
-    runs = [(group.label, run) for group in found for run in group.runs if run.tests]
-    for env in dict.fromkeys(run.env for _, run in runs):
-        tests = [test for _, run in runs if run.env == env for test in run.tests]
-        common = [name for name in tests[0] if name.startswith("test_") and all(_has(test, name) for test in tests)]
-        for label, run in runs:
-            if run.env == env:
-                task = data.setdefault(env, {}).setdefault(run.map_name or env, {})
-                task.setdefault(label, {})[f"seed_{run.seed}"] = _steps(run, common)
-    return data
+
+    kind: str
+    x: str
+    y: str
+    groups: tuple[str, ...]
+    seconds: bool = False
+    unit: bool = False
 
 
-def _has(test: dict[str, Any], name: str) -> bool:
-    return isinstance(test.get(name), (int, float))
+def render(panels: Sequence[Panel], axes: Axes, caption: str, marked: set[str]) -> dict[str, bytes]:
+    """Return a figure as PNG (300 dots per inch) and SVG, one column of a page wide, with several panels two.
+
+    Args:
+        caption: what a point and its band are. marked: labels with an asterisk.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context(SETTINGS):
+        figure = _figure(panels, axes, caption, WIDTHS[len(panels) > 1], marked)
+        found = {}
+        for form, more in (("png", {"dpi": 300}), ("svg", {"metadata": {"Date": None}})):
+            picture = io.BytesIO()
+            figure.savefig(picture, format=form, facecolor="white", **more)
+            found[form] = picture.getvalue()
+    return found
 
 
-def _steps(run: Run, names: Sequence[str]) -> dict[str, Any]:
-    steps: dict[str, Any] = {}
-    for i, test in enumerate(run.tests):
-        values = {name.removeprefix("test_").removesuffix("_mean"): [float(test[name])] for name in names}
-        elapsed = test.get("wall_seconds")
-        steps[f"step_{i}"] = {"step_count": int(test["t_env"]), "elapsed_time": float(elapsed or 0.0), **values}
-        last = values
-    return {**steps, "absolute_metrics": {**last, "elapsed_time": [steps[f"step_{i}"]["elapsed_time"]]}}
+def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, marked: set[str]) -> Any:
+    from matplotlib.figure import Figure
+
+    labels = list(dict.fromkeys(line.label for panel in panels for line in panel.lines))
+    styles = {label: style for label, style in zip(axes.groups, _styles(), strict=False) if label in labels}
+    most = 1 if width < 5 else 3 if len(panels) in (5, 6) else 4
+    columns = min(most, len(panels))
+    rows = -(-len(panels) // columns)
+    of_groups = axes.kind in ("final", "improvement")
+    high = 0.5 + 0.17 * max(len(panel.lines) for panel in panels) if of_groups else _height(width / columns)
+    # Bold letters are about .56 of their size wide; labels of groups and axes take a quarter of a column.
+    letters = int(0.75 * width / columns * 72 / (0.56 * SIZE))
+    titles = [textwrap.wrap(panel.title, letters, break_long_words=False) for panel in panels]
+    high += 1.2 * SIZE / 72 * (max(map(len, titles)) - 1)
+    figure = Figure(figsize=(width, rows * high + 0.35), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=of_groups or axes.unit).ravel()
+    for axis, panel, title in zip(grid, panels, titles, strict=False):
+        draw = _draw_points if of_groups else _draw_lines
+        draw(axis, panel, styles, axes)
+        _dress(axis, panel, axes)
+        axis.set_title("\n".join(title), loc="left", fontweight="bold")
+    for i, axis in enumerate(grid):
+        if i >= len(panels):
+            axis.set_visible(False)
+        elif i % columns == 0 and not of_groups:
+            axis.set_ylabel(axes.y)
+        if i + columns < len(panels):
+            axis.set_xlabel("")  # the panel below has it
+    names = {label: f"{label}*" if label in marked else label for label in styles}
+    if of_groups:
+        _name_groups(grid, panels, names)
+    lines = textwrap.wrap(caption, int(width * 72 / (0.56 * SMALL)))
+    figure.supxlabel("\n".join(lines), fontsize=SMALL, color=FAINT, x=0.01, ha="left")
+    if not of_groups and len(labels) > 1:
+        _legend(figure, names, styles)
+    return figure
+
+
+def _height(width: float) -> float:
+    return min(2.3, 0.72 * width + 0.15)
+
+
+def _styles() -> Iterator[tuple[str, Any]]:
+    """Yield colour and dashes: first all colours with solid lines."""
+    return ((colour, dash) for dash, colour in product(DASHES * 9, COLOURS))
+
+
+def _draw_lines(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axes: Axes) -> None:
+    for line in panel.lines:
+        colour, dash = styles[line.label]
+        if panel.held_out and len(styles) <= len(COLOURS):  # with more groups dashes tell these apart
+            dash = DASHES[1]
+        marker = "o" if len(line.x) <= FEW_POINTS and axes.kind == "curves" else ""
+        (drawn,) = axis.plot(line.x, line.y, color=colour, ls=dash, lw=1.2, marker=marker, ms=2.2)
+        if line.band is not None:
+            axis.fill_between(line.x, *line.band, color=colour, alpha=0.16, lw=0)
+        if line.rest is not None:
+            axis.plot(*line.rest, color=colour, ls=(0, (1, 2)), lw=0.9)
+        drawn.set_zorder(3)
+    if axes.unit or axes.kind == "profile" or panel.normalised:
+        axis.set_ylim(-0.03, 1.03)
+    if axes.kind == "profile":
+        axis.set_xlim(0, 1)
+
+
+def _draw_points(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axes: Axes) -> None:
+    """Draw a row for each group: its value, the interval, and the values of single seeds."""
+    rows = {label: i for i, label in enumerate(styles)}
+    for line in panel.lines:
+        colour, y = styles[line.label][0], rows[line.label]
+        for scores in line.values:
+            axis.plot(scores, np.full(len(scores), y + 0.28), "|", color=colour, ms=3.5, mew=0.6, alpha=0.8)
+        if line.band is not None:
+            axis.plot([line.band[0][0], line.band[1][0]], [y, y], color=colour, lw=2.0, alpha=0.45)
+        axis.plot(line.x, [y], "os^D"[y // len(COLOURS) % 4], color=colour, ms=4)
+    if axes.kind == "improvement":
+        axis.axvline(0.5, color=FAINT, lw=0.7, ls=(0, (2, 2)), zorder=1)
+    if axes.kind == "improvement" or axes.unit or panel.normalised:
+        axis.set_xlim(-0.03, 1.03)
+
+
+def _name_groups(grid: Any, panels: Sequence[Panel], names: dict[str, str]) -> None:
+    shown = [label for label in names if any(line.label == label for panel in panels for line in panel.lines)]
+    for axis in grid:
+        axis.set_yticks(range(len(shown)), [names[label] for label in shown])
+        axis.set_ylim(len(shown) - 0.4, -0.6)
+        axis.grid(axis="y", visible=False)
+
+
+def _dress(axis: Any, panel: Panel, axes: Axes) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axis.set_xlabel(axes.x, color=FAINT, fontsize=SMALL + 0.5)
+    axis.grid(color=GRID, lw=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(length=2, width=0.5)
+    if axes.kind == "curves":
+        axis.xaxis.set_major_locator(MaxNLocator(4))
+        axis.xaxis.set_major_formatter("{x:g}" if axes.seconds else EngFormatter(sep=""))
+
+
+def _legend(figure: Any, names: dict[str, str], styles: dict[str, tuple[str, Any]]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=colour, ls=dash, lw=1.4) for colour, dash in styles.values()]
+    longest = max(map(len, names.values()))
+    fits = max(1, int(figure.get_size_inches()[0] * 72 / (0.55 * SMALL * longest + 34)))
+    columns = min(len(names), fits, 6)
+    figure.set_figheight(figure.get_figheight() + 1.35 * SMALL / 72 * -(-len(names) // columns))
+    figure.legend(
+        handles, list(names.values()), loc="outside upper left", ncols=columns,
+        frameon=False, handlelength=2.4, columnspacing=1.2, labelspacing=0.3, borderaxespad=0.2,
+    )  # fmt: skip

@@ -5,21 +5,29 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from omagd import __version__
-from omagd.lab.analysis import run_report, study_report
-from omagd.lab.analysis.runs import Run, read_runs
+from omagd.lab.analysis import curves, run_report
+from omagd.lab.analysis.groups import Group, groups, shown, telling
+from omagd.lab.analysis.run_report import STAGES, values_of, warnings_of
+from omagd.lab.analysis.runs import LONGEST_STUDY, Run, read_runs, studies_at
+from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, interval, mean
 from omagd.run.reporting.report import number_text
 from omagd.utils.errors import UserError, readable
 from omagd.utils.progress import duration
+from omagd.utils.run_folder import STUDY_FILE
+from omagd.utils.storage import read_json
 from omagd.utils.writing import print_out, replace_file
 
 LOG = logging.getLogger("omagd")
 NAME = "report.html"
-TEMPLATE = "report.html"
+RESULTS = {"test_battle_won_mean": "Win rate", "test_return_mean": "Return"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,15 +68,15 @@ def _default(folders: Sequence[Path]) -> Path:
 
 
 def page(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[Path]) -> str:
-    """Return the page about one run, or about all if they are several.
+    """Return the page about one run, or about all if they are several or come from a results file.
 
     Args:
         problems: a line for each folder that could not be read. folders: what the user named.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    one = len(runs) == 1 and not problems
-    facts = run_facts(runs[0]) if one else study_report.study_facts(runs, problems, folders)
+    one = len(runs) == 1 and not problems and runs[0].given is None
+    facts = run_facts(runs[0]) if one else study_facts(runs, problems, folders)
     title = f"{runs[0].place} · {runs[0].name}" if one else ", ".join(readable(f.resolve().name) for f in folders)
     about = {
         "title": title, "version": __version__, "made": time.strftime("%Y-%m-%d %H:%M"),
@@ -78,12 +86,12 @@ def page(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[Path]) 
         loader=PackageLoader("omagd.lab.analysis", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    return environment.get_template(TEMPLATE).render(**about, **facts)
+    return environment.get_template("report.html").render(**about, **facts)
 
 
 def run_facts(run: Run) -> dict[str, Any]:
     """Return what the template shows of one run; a part that cannot be read is empty and a warning."""
-    warnings = run_report.warnings_of(run)
+    warnings = warnings_of(run)
 
     def part(name: str, make: Callable[[Run], Any], without: Any) -> Any:
         try:
@@ -97,33 +105,104 @@ def run_facts(run: Run) -> dict[str, Any]:
     warnings += [problem] if problem else []
     return {
         "kind": "run", "subtitle": f"seed {run.seed} · {run.state}" + " · evaluation" * (run.kind == "evaluation"),
-        "tiles": part("results", _tiles, []), "charts": part("curves", run_report.charts_by_stage, []),
-        "results": part("results", run_report.results, []), "preset": preset, "differences": differences,
+        "curves": part("curves", run_report.curves_of, []), "results": part("results", run_report.results, []),
+        "preset": preset, "differences": differences,
         "reconstruction": part("reconstruction", run_report.reconstruction, []),
-        "codebook": part("codebook", run_report.codebook, []), "times": part("times", run_report.phases, []),
-        "time_note": run_report.time_note([run]), "rank_note": run_report.rank_note(run),
+        "times": part("times", run_report.phases, []), "time_note": run_report.time_note(run),
         "ranks": part("ranks", run_report.ranks, []), "card": part("card", run_report.card_rows, []),
-        "battles": {"pictures": part("pictures", run_report.pictures, []), "player": player},
-        "configuration": run_report.configuration(run), "files": run_report.saved_files(run),
-        "log_lines": part("logs", run_report.log_lines, []), "warnings": warnings,
+        "pictures": part("pictures", run_report.pictures, []), "player": player,
+        "configuration": run_report.configuration(run), "warnings": warnings,
     }  # fmt: skip
 
 
-def _tiles(run: Run) -> list[tuple[str, str]]:
-    """Return the headline numbers: label and value."""
-    values = run_report.values_of(run, "stage3")
-    clock = run_report.stages_of(run).get("stage3", {}).get("clock", {})
-    found = [
-        ("win rate, last test", values.get("test_battle_won_mean")),
-        ("best win rate", values.get("best_test_battle_won_mean")),
-        ("return, last test", values.get("test_return_mean")),
-        ("environment steps", clock.get("t_env") or (run.tests[-1]["t_env"] if run.tests else None)),
-        ("ranks", run.summary.get("world_size")),
-    ]
-    seconds = run.summary.get("wall_seconds")
-    tiles = [
-        (label, f"{value:,}" if isinstance(value, int) else number_text(value))
-        for label, value in found
-        if value is not None
-    ]
-    return [*tiles, *([("time", duration(seconds))] if seconds is not None else [])]
+def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
+    """Return what the template shows of many runs."""
+    found = groups(runs)
+    jobs = [job for folder in folders for study in studies_at(folder) for job in _open_jobs(study)]
+    marked, incomparable = curves.incomparable(found)
+    counted, repeats = curves.without_repeats(found)
+    warnings = [f"{name}: failed: {error}" for name, state, error in jobs if state == "failed"]
+    warnings += [*(f"left out: {readable(problem)}" for problem in problems), *incomparable, *repeats]
+    waiting = Counter(state for _, state, _ in jobs if state != "failed")
+    warnings += [f"{number} jobs of the study are {state}" for state, number in waiting.items()]
+    warnings += [f"{run.label}: {line}" for run in runs for line in warnings_of(run)]
+    tables = _results(counted)
+    cells = [cell for table in tables for _, row in table["rows"] for cell in row if cell]
+    few = any(cell["interval"] and cell["n"] < FEW_SEEDS for cell in cells)
+    return {
+        "kind": "study", "results": tables, "few": FEW if few else "", "marked": marked, "warnings": warnings,
+        "curves": _curves(counted, marked), "keys": _differing_keys(found), "labels": [group.label for group in found],
+        "runs": [_run_row(run, group.label) for group in found for run in group.runs],
+    }  # fmt: skip
+
+
+def _results(found: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return a table of arms and environments for each result: win rate, return."""
+    places, tables = curves.places(found), []
+    for metric, title in RESULTS.items():
+        scores = {(group.label, place): _last(group.at(place), metric) for group in found for place in places}
+        if any(len(each) for each in scores.values()):
+            best = {place: max((s.mean() for (_, at), s in scores.items() if at == place and len(s)), default=0.0)
+                    for place in places}  # fmt: skip
+            rows = [(g.label, [_cell(scores[g.label, place], best[place]) for place in places]) for g in found]
+            tables.append({"title": f"{title} of the last test", "places": places, "rows": rows})
+    return tables
+
+
+def _last(runs: Sequence[Run], metric: str) -> np.ndarray:
+    ends = [run.test_curve(metric)[2][-1:] for run in runs if run.kind == "training"]
+    return np.concatenate(ends) if ends else np.zeros(0)
+
+
+def _cell(scores: np.ndarray, best: float) -> dict[str, Any]:
+    """Return mean, interval and number of seeds; empty without a seed."""
+    if not len(scores):
+        return {}
+    found, middle = interval(mean, [scores]), float(scores.mean())
+    ends = "" if found is None else f"{number_text(float(found[0]))} to {number_text(float(found[1]))}"
+    return {"mean": number_text(middle), "interval": ends, "n": len(scores), "best": middle >= best}
+
+
+def _curves(found: Sequence[Group], marked: set[str]) -> list[tuple[str, str]]:
+    """Return title and picture of the curves of win rate and return, as `omagd plot` draws them."""
+    from omagd.lab.analysis.plot import caption, drawing
+
+    pictures = []
+    for metric, title in RESULTS.items():
+        kept = [Group(g.label, g.values, tuple(run for run in g.runs if _has_curve(run, metric))) for g in found]
+        if kept := [group for group in kept if group.runs]:
+            panels = curves.curve_panels(kept, metric, "steps", None)
+            drawn = drawing("curves", panels, kept, metric, caption("curves", panels, kept), marked)
+            pictures.append((title, run_report.data_uri(drawn["svg"], "svg+xml")))
+    return pictures
+
+
+def _has_curve(run: Run, metric: str) -> bool:
+    return run.kind == "training" and len(run.test_curve(metric)[0]) > 0
+
+
+def _differing_keys(found: Sequence[Group]) -> list[list[str]]:
+    """Return a row for each key in which arms differ, with its value in each arm; first those that tell them apart."""
+    keys = dict.fromkeys([*telling([group.values for group in found]), *(key for g in found for key in g.values)])
+    return [[key, *(shown(group.values, key) for group in found)] for key in keys]
+
+
+def _run_row(run: Run, label: str) -> list[str]:
+    values = values_of(run, "stage3") or next((v for stage in STAGES if (v := values_of(run, stage))), {})
+    seconds, steps = run.summary.get("wall_seconds"), run.tests[-1]["t_env"] if run.tests else None
+    numbers = [values.get(name) for name in ("test_battle_won_mean", "best_test_battle_won_mean", "test_return_mean")]
+    return [
+        run.label, label, run.place, "-" if run.seed is None else str(run.seed), run.state,
+        *map(number_text, (*numbers, steps)), "-" if seconds is None else duration(seconds),
+        str(run.card.get("id", "-")),
+    ]  # fmt: skip
+
+
+def _open_jobs(folder: Path) -> list[tuple[str, str, str]]:
+    """Return name, state and error of the jobs of a study that have not ended well."""
+    try:
+        entries = read_json(folder / STUDY_FILE, LONGEST_STUDY)["jobs"]
+        jobs = [(entry["job"]["name"], entry["state"], entry.get("error", "")) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [tuple(readable(str(part)) for part in job) for job in jobs if job[1] not in ("done", "elsewhere")]  # type: ignore[misc]

@@ -1,20 +1,18 @@
-"""What a report says about one run: results, curves, reconstruction, codes, times, ranks, battles, warnings."""
+"""What a report says about one run: results, curves, reconstruction, times, ranks, battles, warnings."""
 
 from __future__ import annotations
 
 import base64
-import re
+import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omagd.config.loading import base_values, config_names
-from omagd.lab.analysis.charts import Chart, run_chart
 from omagd.lab.analysis.groups import LABELLED, flattened, frozen
-from omagd.lab.analysis.runs import Run, read_records
+from omagd.lab.analysis.runs import Run, natural, read_records
 from omagd.run.reporting.card import NO_EFFECT, recorded_of, resumed
-from omagd.run.reporting.plots import PANELS, panels_of_maps
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import UserError, readable
 from omagd.utils.progress import duration
@@ -50,7 +48,6 @@ SHARES = {
     "taken_for_dead_before": "living units taken for dead, of those seen before",
     "dead_ece": "expected calibration error of the probability of being dead",
 }  # fmt: skip
-LOG_LINES = 12
 LARGEST_PICTURE, LARGEST_RECORDING = 1 << 20, 3 << 19
 """Bytes of one picture or recording that is put into a page."""
 
@@ -78,18 +75,6 @@ def values_of(run: Run, stage: str) -> dict[str, float]:
 def stages_of(run: Run) -> dict[str, dict[str, Any]]:
     """Return the stages of the summary."""
     return dict(run.summary.get("stages", {}))
-
-
-def charts_by_stage(run: Run) -> list[tuple[str, list[Chart]]]:
-    """Return the charts of each stage that has logged something; an evaluation has one value of each, no curves."""
-    if run.kind == "evaluation":
-        return []
-    found: dict[str, list[Chart]] = {}
-    held_out = [name for name, out in run.maps.items() if out]
-    for panel in (*PANELS, *panels_of_maps(run.records, held_out)):
-        if (each := run_chart(panel, run.records)) is not None:
-            found.setdefault(panel.stage, []).append(each)
-    return [(STAGES[stage], found[stage]) for stage in sorted(found, reverse=True)]
 
 
 def results(run: Run) -> list[tuple[str, list[str], Table]]:
@@ -132,140 +117,50 @@ def reconstruction(run: Run) -> list[dict[str, Any]]:
     return tables
 
 
-def codebook(run: Run) -> Table:
-    """Return how many codes the tokenizer uses, and what it loses."""
-    values, tokenizer = values_of(run, "stage1"), run.config.get("tokenizer_config")
-    if "codes_in_use" not in values:
-        return []
-    total = tokenizer.get("n_codes") if isinstance(tokenizer, dict) else None
-    share = f" ({values['codes_in_use'] / total:.0%})" if is_number(total) and total else ""
-    rows = [["codes in use", f"{number_text(values['codes_in_use'])} of {total}{share}"]]
-    labels = {"perplexity": "effective number of codes (perplexity)", "mse": "squared error of a node's features",
-              "mse_self": "… of the agent itself", "mse_ally": "… of allies", "mse_enemy": "… of enemies",
-              "cosine": "cosine similarity of a node and its decoding"}  # fmt: skip
-    return rows + [[label, _text(values, key)] for key, label in labels.items() if key in values]
+def curves_of(run: Run) -> list[tuple[str, str]]:
+    """Return title and picture of the curves of a run; an evaluation has none."""
+    from omagd.run.reporting.plots import curves
+
+    with tempfile.TemporaryDirectory(prefix="omagd_report_") as place:
+        metrics = RunFolder(run.folder).metrics_jsonl
+        made = curves(metrics, Path(place) / "curves.png") if run.kind == "training" else None
+        return [("Curves of all stages", data_uri(made.read_bytes(), "png"))] if made is not None else []
 
 
-def seconds_of(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of each phase of a stage in a summary, and their sum `wall`."""
-    found = entry.get("phases")
-    return {name: s for name, s in found.items() if is_number(s) and s >= 0} if isinstance(found, dict) else {}
+def data_uri(content: bytes, form: str) -> str:
+    """Return a picture as the address of an `img`. form: `png` or `svg+xml`."""
+    return f"data:image/{form};base64,{base64.b64encode(content).decode()}"
 
 
-def logged_starts(run: Run, stage: str) -> list[dict[str, float]]:
-    """Return the seconds of each phase up to the last record of a stage, and `wall`, for each start that has a record.
-
-    A record has the shares of the time since the record before; the first one of a start has some time in `prepare`.
-    """
-    clock = stages_of(run).get(stage, {}).get("clock")
-    epochs, updates = (clock.get(key) if isinstance(clock, dict) else None for key in ("epoch", "updates"))
-    per_epoch = updates / epochs if is_number(updates) and is_number(epochs) and epochs else 0.0
-    starts: list[dict[str, float]] = []
-    before: dict[str, Any] = {}
-    for record in run.records:
-        shares = {name: value for name, value in record.items() if name.startswith("time/") and is_number(value)}
-        if record.get("stage") == stage and shares:
-            if shares.get("time/prepare") or not starts:
-                starts.append({})
-            passed, before = _passed(before, record, per_epoch), record
-            seconds = {name.removeprefix("time/"): share * passed for name, share in shares.items()}
-            starts[-1] = _sums([starts[-1], {"wall": passed, **seconds}])
-    return starts
+def time_note(run: Run) -> str:
+    """Return which part of a resumed run the times cover; empty if it was not resumed."""
+    again = run.summary.get("restarts") or resumed(run.card)
+    return "A stage that was interrupted counts since its last start." if again else ""
 
 
-def _passed(before: Mapping[str, Any], record: Mapping[str, Any], per_epoch: float) -> float:
-    """Return the seconds between two records: by the clock of stage 3, else from the updates and their speed."""
-    key = "wall_seconds" if "wall_seconds" in record else "epoch"
-
-    def number(of: Mapping[str, Any], name: str) -> float:
-        return float(of[name]) if is_number(of.get(name)) else 0.0
-
-    now, last, speed = number(record, key), number(before, key), number(record, "updates_per_second")
-    passed = now - last if now >= last else now  # a stage that begins again with weights has a new clock
-    return passed if key == "wall_seconds" else passed * per_epoch / speed if speed else 0.0
-
-
-def phase_seconds(run: Run) -> dict[str, dict[str, float]]:
-    """Return the seconds of each phase of each stage over all starts of the run, and their sum `wall`.
-
-    The summary has those since the last start; the records add the starts before, up to their last record. Of a stage
-    that has not ended there are only records.
-    """
-    found = {}
-    for stage in dict.fromkeys([*STAGES, *stages_of(run)]):
-        last, starts = seconds_of(stages_of(run).get(stage, {})), logged_starts(run, stage)
-        total = _sums([last, *starts[: -1 if last else None]])
-        if total.get("wall"):
-            found[stage] = total
-    return found
-
-
-def _sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-
-
-def time_note(runs: Sequence[Run]) -> str:
-    """Return which part of resumed runs the times cover; empty if no run was resumed."""
-    again = [run for run in runs if run.summary.get("restarts") or resumed(run.card)]
-    if not again:
-        return ""
-    if any(len(logged_starts(run, stage)) > 1 for run in again for stage in STAGES):
-        return "All starts together; those before the last one count up to their last record in metrics.jsonl."
-    return "An interrupted stage counts since its last start alone: metrics.jsonl has no times of earlier ones."
-
-
-def phases(run: Run) -> list[dict[str, Any]]:
-    """Return the time of each stage by phase, the largest first."""
+def phases(run: Run) -> list[tuple[str, str, Table]]:
+    """Return for each stage its title, its time, and rows of a phase, its time and its share, the largest first."""
     found = []
-    for stage, seconds in phase_seconds(run).items():
-        wall = seconds.pop("wall", 0.0)
-        if wall > 0:
-            ordered = sorted(seconds.items(), key=lambda pair: -pair[1])
-            parts = [(name, duration(s), 100 * s / wall) for name, s in ordered if s / wall >= SLOWEST_SHARE]
-            found.append({"title": STAGES.get(stage, stage), "wall": duration(wall), "parts": parts})
+    for stage, entry in stages_of(run).items():
+        given = entry.get("phases", {})
+        wall = given.get("wall", 0.0)
+        ordered = sorted(((name, s) for name, s in given.items() if name != "wall"), key=lambda pair: -pair[1])
+        rows = [[name, duration(s), f"{s / wall:.1%}"] for name, s in ordered if wall and s / wall >= SLOWEST_SHARE]
+        found += [(STAGES.get(stage, stage), duration(wall), rows)] if rows else []
     return found
 
 
 def ranks(run: Run) -> Table:
-    """Return a row for each rank: its training episodes, and what it logged of its own; the head first."""
-    logs = {int(path.stem.removeprefix("rank_")): path for path in RunFolder(run.folder).episode_logs()}
-    own = _own_values(run)
-    numbers = sorted({*logs, *(rank for each in own.values() for rank in each)})
+    """Return a row for each rank with its training episodes over all starts; the head first."""
     rows = []
-    for rank in numbers:
+    for path in sorted(RunFolder(run.folder).episode_logs(), key=lambda log: natural(log.stem)):
         count, steps, recent = 0, 0, deque[dict[str, Any]](maxlen=100)
-        for episode in read_records(logs[rank]) if rank in logs else ():
+        for episode in read_records(path):
             count, steps = count + 1, steps + (episode["length"] if is_number(episode.get("length")) else 0)
             recent.append(episode)
         ends = [_mean_text(recent, name) for name in ("return", "battle_won")]
-        rows.append([str(rank), f"{count:,}", f"{steps:,}", *ends, *(_text(each, rank) for each in own.values())])
-    head = ["rank", "episodes", "steps", "return, last 100", "won, last 100", *own]
-    return [head, *rows] if rows else []
-
-
-def _own_values(run: Run) -> dict[str, dict[int, float]]:
-    """Return what each rank logged of its own, by name and rank: the highest peak, else the last value.
-
-    A resumed run may have fewer ranks: a rank that the last record lacks has no value there.
-    """
-    own: dict[str, dict[int, float]] = {}
-    for record in run.records:
-        found: dict[str, dict[int, float]] = {}
-        for name, value in record.items():
-            if (match := re.fullmatch(r"(.+)_rank(\d+)", name)) and is_number(value):
-                found.setdefault(match[1], {})[int(match[2])] = value
-        for name, values in found.items():
-            peaks = own.get(name, {}) if "peak" in name else {}
-            own[name] = peaks | {rank: max(value, peaks.get(rank, value)) for rank, value in values.items()}
-    return own
-
-
-def rank_note(run: Run) -> str:
-    """Return which part of a resumed run the table of ranks covers; empty if it was not resumed."""
-    if not (run.summary.get("restarts") or resumed(run.card)):
-        return ""
-    return "Episodes, steps and peaks are those of all starts; other values are the last ones logged."
+        rows.append([path.stem.removeprefix("rank_"), f"{count:,}", f"{steps:,}", *ends])
+    return [["rank", "episodes", "steps", "return, last 100", "won, last 100"], *rows] if rows else []
 
 
 def warnings_of(run: Run) -> list[str]:
@@ -291,19 +186,6 @@ def warnings_of(run: Run) -> list[str]:
     if not any(is_number(record.get(clock)) for record in run.records for clock in ("t_env", "epoch")):
         lines.append("metrics.jsonl has no record that can be read")
     return [readable(line) for line in lines]
-
-
-def log_lines(run: Run) -> list[str]:
-    """Return the last warnings and errors in the text logs of the ranks, each kind once."""
-    found: dict[str, str] = {}
-    for path in sorted((run.folder / "logs").glob("rank_*.log")):
-        if not path.is_file():
-            continue
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if match := re.match(r"\S+ (\S+) (WARNING|ERROR|CRITICAL) \S+ (.*)", line):
-                    found.setdefault(match[3], readable(f"{path.stem.replace('_', ' ')}, {match[1][:8]}: {match[3]}"))
-    return [line[:400] for line in list(found.values())[-LOG_LINES:]]
 
 
 def preset_differences(run: Run) -> tuple[str, Table]:
@@ -353,7 +235,7 @@ def pictures(run: Run) -> list[tuple[str, str]]:
     for name, caption in captions.items():
         path = RunFolder(run.folder).plots / f"{name}.png"
         if path.is_file() and path.stat().st_size <= LARGEST_PICTURE:
-            found.append((caption, "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()))
+            found.append((caption, data_uri(path.read_bytes(), "png")))
     return found
 
 
@@ -388,9 +270,3 @@ def _mean_text(episodes: Sequence[Mapping[str, Any]], name: str) -> str:
 def _value(value: Any) -> str:
     text = "-" if value is None or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
     return readable(text)
-
-
-def saved_files(run: Run) -> list[str]:
-    """Return what the folder of the run holds, at the top; nothing of a run that a results file describes."""
-    names: list[Path] = sorted(run.folder.iterdir()) if run.folder.is_dir() else []
-    return [readable(path.name) + "/" * path.is_dir() for path in names if not path.name.startswith((".", "lock"))]

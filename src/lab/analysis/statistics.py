@@ -93,29 +93,6 @@ def difference(scores: Scores, others: Scores, statistic: Statistic = mean) -> t
     return float(between(*scores, *others)), _bootstrap(between, [*scores, *others])
 
 
-def gap_share(
-    scores: Scores, lower: Scores, upper: Scores, statistic: Statistic = mean
-) -> tuple[float, Interval | None]:
-    """Return the share of the gap between two methods that a third one closes, and its interval.
-
-    (s - l) / (u - l) of the statistics of the three, which are resampled together: an interval of the quotient, not of
-    its parts. NaN where both ends are equal.
-
-    Args:
-        scores, lower, upper: arrays [seeds], a list for each of the three, with the same maps.
-    """
-    ends = np.cumsum([len(scores), len(lower)])
-
-    def share(*samples: np.ndarray) -> np.ndarray:
-        s, low, high = (
-            statistic(part) for part in (samples[: ends[0]], samples[ends[0] : ends[1]], samples[ends[1] :])
-        )
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return (s - low) / np.where(high == low, np.nan, high - low)
-
-    return float(share(*scores, *lower, *upper)), _bootstrap(share, [*scores, *lower, *upper])
-
-
 def _bootstrap(statistic: Callable[..., np.ndarray], samples: Scores) -> Interval | None:
     """Return the percentile interval of a statistic of independent samples, each [..., seeds]."""
     if any(each.shape[-1] < 2 for each in samples):

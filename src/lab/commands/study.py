@@ -26,7 +26,7 @@ def add_common(parser: argparse.ArgumentParser, kind: str, page: str) -> None:
     parser.usage = f"omagd {kind} FILE.yaml [options]  |  omagd {kind} status FOLDER"
     parser.epilog = f"{page} describes the file. The same command continues a {kind} that was interrupted."
     parser.add_argument("words", nargs="*", metavar="FILE.yaml", help=f"{kind} file; or `status` and a {kind}'s folder")
-    parser.add_argument("--executor", help="where the runs go: local, slurm, ray (default: the first one in the file)")
+    parser.add_argument("--executor", help="where the runs go: local, slurm (default: the first one in the file)")
     parser.add_argument("--results", metavar="DIR", help=f"folder around the {kind}'s folder (default: results)")
     parser.add_argument("--dry-run", action="store_true", help="list the runs; estimate core-hours by short probes")
     parser.add_argument("--probe-seconds", type=_seconds, default=20.0, metavar="S", help="length of each probe")
@@ -71,10 +71,8 @@ def main(options: argparse.Namespace) -> int:
         return _status(options.words[1:])
     file = only_word(options.words, "study")
     from omagd.lab.studies.spec import load
-    from omagd.lab.studies.study import named_with_runs
 
-    with named_with_runs():
-        study = load(file, results=options.results, executor=options.executor)
+    study = load(file, results=options.results, executor=options.executor)
     with stoppable():
         if options.dry_run:
             from omagd.lab.studies.estimate import estimate
@@ -86,16 +84,19 @@ def main(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def continued(folder: Path, kind: str, options: argparse.Namespace, trials: int | None = None) -> Iterator[None]:
-    """Add to a `Stopped` how far a `kind` of runs is, and the command that continues it. trials: of a sweep."""
+def continued(folder: Path, kind: str, options: argparse.Namespace) -> Iterator[None]:
+    """Add to a `Stopped` how far a `kind` of runs is, and the command that continues it."""
     try:
         yield
     except Stopped as stop:
-        from omagd.lab.studies.view import left_over
+        from omagd.lab.studies.state import STATE, StudyState
+        from omagd.lab.studies.view import state_line
 
+        begun = (folder / STATE).exists()
+        left = state_line(StudyState.read(folder), 0) if begun else "nothing was started"
         given = [f"--{name}={value}" for name in ("executor", "results") if (value := getattr(options, name))]
         command = shlex.join(["omagd", kind, *options.words, *given])
-        stop.where = readable(f": {left_over(folder, trials)} in {folder}. Continue with: {command}")
+        stop.where = readable(f": {left} in {folder}. Continue with: {command}")
         raise
 
 
@@ -111,11 +112,11 @@ def _run(study: Study) -> int:
 
 def _status(words: Sequence[str]) -> int:
     from omagd.lab.studies.state import StudyState
-    from omagd.lab.studies.view import ConsoleView, study_table
+    from omagd.lab.studies.view import state_line, study_table
 
     state = StudyState.read(status_folder(words, "study"))
     who = state.leader()  # before the table: it says which runs still go on
-    print_out(f"{study_table(state)}\n{ConsoleView(state, 1).headline()}; {who}\n")
+    print_out(f"{study_table(state)}\n{state_line(state, 1)}; {who}\n")
     return 0
 
 

@@ -27,11 +27,9 @@ def main(options: argparse.Namespace) -> int:
     if options.words[:1] == ["status"]:
         return _status(options.words[1:])
     file = only_word(options.words, "sweep")
-    from omagd.lab.studies.study import named_with_runs
     from omagd.lab.studies.sweep_spec import load_sweep
 
-    with named_with_runs():
-        sweep = load_sweep(file, results=options.results, executor=options.executor)
+    sweep = load_sweep(file, results=options.results, executor=options.executor)
     if options.export_wandb is not None:
         return _export(sweep, Path(options.export_wandb).expanduser())
     with stoppable():
@@ -40,13 +38,12 @@ def main(options: argparse.Namespace) -> int:
 
             print_out(estimate_sweep(sweep, options.probe_seconds))
             return 0
-        with continued(sweep.folder, "sweep", options, sweep.file.trials):
+        with continued(sweep.folder, "sweep", options):
             return _run(sweep)
 
 
 def _run(sweep: Sweep) -> int:
-    from omagd.lab.studies.sweep import run_sweep
-    from omagd.lab.studies.sweep_report import markdown
+    from omagd.lab.studies.sweep import markdown, run_sweep
 
     found = run_sweep(sweep, print_warning)
     print_out(f"{markdown(sweep, found)}\n{sweep.folder}\n")
@@ -54,7 +51,7 @@ def _run(sweep: Sweep) -> int:
 
 
 def _export(sweep: Sweep, path: Path) -> int:
-    from omagd.lab.studies.sweep_report import wandb_file
+    from omagd.lab.studies.sweep_spec import wandb_file
 
     try:
         replace_file(path, wandb_file(sweep).encode())
@@ -66,7 +63,7 @@ def _export(sweep: Sweep, path: Path) -> int:
 
 def _status(words: Sequence[str]) -> int:
     from omagd.lab.studies.state import StudyState
-    from omagd.lab.studies.view import ConsoleView
+    from omagd.lab.studies.view import state_line
 
     folder = status_folder(words, "sweep")
     try:
@@ -75,5 +72,5 @@ def _status(words: Sequence[str]) -> int:
         raise UserError(f"{folder}: holds no sweep, or none that has begun a trial (trials.md is missing)") from None
     state = StudyState.read(folder)
     who = state.leader()  # before the table: it says which runs still go on
-    print_out(f"{table}\nruns: {ConsoleView(state, 1).headline()}; {who}\n")
+    print_out(f"{table}\nruns: {state_line(state, 1)}; {who}\n")
     return 0

@@ -1,4 +1,4 @@
-"""Many runs from one file: studies and sweeps, on this machine, SLURM or Ray. `EXECUTORS` maps names to executors."""
+"""Many runs from one file: studies and sweeps, on this machine or SLURM. `EXECUTORS` maps names to executors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ EXECUTORS: Registry[type[Executor]] = Registry(
     lazy={
         "local": "omagd.lab.studies.local:LocalExecutor",
         "slurm": "omagd.lab.studies.slurm:SlurmExecutor",
-        "ray": "omagd.lab.studies.ray_tasks:RayExecutor",
     },
     protocol="omagd.lab.studies.executors:Executor",
 )

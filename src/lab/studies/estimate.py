@@ -6,21 +6,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel
 
 from omagd.config.schema import Config
 from omagd.lab.analysis.runs import read_records
 from omagd.lab.studies.executors import Job
-from omagd.lab.studies.processes import finish, last_error, start_run
+from omagd.lab.studies.local import finish, last_error, start_run
 from omagd.lab.studies.spec import Study, config_of
 from omagd.lab.studies.state import Record
 from omagd.lab.studies.study import examine, not_comparable
 from omagd.lab.studies.sweep import check_space
 from omagd.lab.studies.sweep_spec import Sweep
+from omagd.run.reporting.report import aligned
 from omagd.utils.errors import visible
 from omagd.utils.progress import duration
 from omagd.utils.run_folder import RunFolder
@@ -39,13 +37,8 @@ Stages = dict[str, float]
 """Seconds by the name of the stage."""
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Runs that take equally long. title: cells of the table. job: the one that is probed. runs: how many."""
-
-    title: tuple[str, str]
-    job: Job
-    runs: int
+Group = tuple[str, str, Job, int]
+"""Runs that take equally long: two cells of the table, the job that is probed, how many runs."""
 
 
 def estimate(study: Study, seconds: float) -> str:
@@ -54,104 +47,44 @@ def estimate(study: Study, seconds: float) -> str:
     Args:
         seconds: how long each probe trains. Errors: UserError where a run would be rejected.
     """
-    groups: dict[tuple[str, str, str], list[Job]] = {}
+    groups: dict[tuple[str, str], list[Job]] = {}
     for job in study.jobs:
-        groups.setdefault((job.arm, job.env, job.map), []).append(job)
+        groups.setdefault((job.arm, f"{job.env} {job.map}".strip()), []).append(job)
     examined = examine(study.jobs, study.executor, study.source)
     records = [Record(job, card=examined[job.name]["card"]) for job in study.jobs]
-    given = [_Group((arm, f"{env} {name}".strip()), jobs[0], len(jobs)) for (arm, env, name), jobs in groups.items()]
-    lines, took = _probed(given, "arm", seconds, study.settings)
-    hours = sum(_hours(group, stages, study.settings) for group, stages in zip(given, took, strict=True))
-    lines.append(f"{len(study.jobs)} runs, about {hours:.2f} core-hours{_but(took)}")
-    lines.append(_settings(study.executor, study.settings))
-    lines += [f"warning: {line}" for line in not_comparable(records)]
-    return "\n".join(lines) + "\n"
+    table = _table("arm", [(*about, jobs[0], len(jobs)) for about, jobs in groups.items()], seconds, study.settings)
+    return "\n".join([table, *(f"warning: {line}" for line in not_comparable(records))]) + "\n"
 
 
 def estimate_sweep(sweep: Sweep, seconds: float) -> str:
-    """Return a table like `estimate`: half of the runs have the lowest value of each key, half of them the highest one.
+    """Return a table like `estimate`, as if no trial were pruned.
 
-    Without pruning all runs are whole. At best it ends all trials that it may end, as soon as it may.
+    Half of the runs have the lowest value or first choice of each key, half of them the highest or last one.
     """
     check_space(sweep)
-    runs, seeds = sweep.file.trials * len(sweep.seeds), len(sweep.seeds)
+    runs = sweep.file.trials * len(sweep.seeds)
     place = f"{sweep.config.env} {sweep.config.map_name}".strip()
-    given = []
-    for number, (title, part) in enumerate((("lowest", runs - runs // 2), ("highest", runs // 2))):
-        values = {
-            p.key: p.choices[-number] if p.choices else p.number(p.high if number else p.low) for p in sweep.space
-        }
-        if part:
-            given.append(_Group((f"{title} values", place), sweep.jobs(number, values)[0], part))
-    lines, took = _probed(given, "space", seconds, sweep.settings)
-    whole = sum(_hours(group, stages, sweep.settings) for group, stages in zip(given, took, strict=True))
-    count = f"{sweep.file.trials} trials x {seeds} seeds = {runs} runs"
-    lines.append(f"{count}, about {whole:.2f} core-hours without pruning{_but(took)}")
-    lines.append(_with_pruning(given, took, sweep, whole))
-    lines.append(_settings(sweep.executor, sweep.settings))
-    return "\n".join(lines) + "\n"
+    given: list[Group] = []
+    for title, end, part in (("lowest values", 0, runs - runs // 2), ("highest values", -1, runs // 2)):
+        job = sweep.jobs(0, {key: sweep.ends(key)[end] for key in sweep.space})[0]
+        given += [(title, place, job, part)] if part else []
+    return _table("space", given, seconds, sweep.settings) + "\n"
 
 
-def _with_pruning(groups: Sequence[_Group], took: Sequence[Stages | None], sweep: Sweep, whole: float) -> str:
-    """Return a line with the least core-hours, where pruning ends all trials as soon as it may."""
-    rule = sweep.pruning
-    if rule is None or sweep.file.trials <= rule.after_trials:
-        return "pruning ends no trial: it is off, or there are too few of them"
-    ended = [None if stages is None else _pruned(stages, sweep) for stages in took]
-    least = sum(_hours(group, stages, sweep.settings) for group, stages in zip(groups, ended, strict=True))
-    kept = rule.after_trials / sweep.file.trials
-    return (
-        f"with pruning between {kept * whole + (1 - kept) * least:.2f} core-hours (all trials after the first"
-        f" {rule.after_trials} end at test {rule.after_tests}) and {whole:.2f} (none does)"
-    )
-
-
-def _pruned(stages: Stages, sweep: Sweep) -> Stages:
-    """Return the seconds of the stages of a run that is ended as soon as pruning may end it."""
-    assert sweep.pruning is not None
-    config, before = sweep.config, {name: took for name, took in stages.items() if name < sweep.file.stage}
-    whole = float(config.graph_pretrain_epochs)
-    if sweep.file.stage == "stage3":
-        whole = config.t_max / max(1, config.test_interval)
-    part = min(1.0, sweep.pruning.after_tests / max(1.0, whole))
-    return {**before, sweep.file.stage: part * stages.get(sweep.file.stage, 0.0)}
-
-
-def _probed(
-    groups: Sequence[_Group], head: str, seconds: float, settings: Any
-) -> tuple[list[str], list[Stages | None]]:
-    """Probe each group; return the lines of the table, and the seconds of a run by stage, None where unknown."""
-    rows, found = [[head, "environment", "runs", "one run", "core-hours"]], []
-    for number, group in enumerate(groups, 1):
-        _say(f"probe {number} of {len(groups)}: {' '.join(group.title)}")
-        stages, problem = probe(group.job, seconds, _cores(settings))
-        found.append(stages)
-        cells = [f"unknown: {problem}", "-"]
-        if stages is not None:
-            cells = [duration(sum(stages.values())), f"{_hours(group, stages, settings):.2f}"]
-        rows.append([*group.title, str(group.runs), *cells])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "─" * max(map(len, lines)))
-    return lines, found
-
-
-def _cores(settings: Any) -> int:
-    return int(getattr(settings, "cores", 1))
-
-
-def _hours(group: _Group, stages: Stages | None, settings: Any) -> float:
-    """Return the core-hours of a group, 0 where they are unknown."""
-    return 0.0 if stages is None else sum(stages.values()) * group.runs * _cores(settings) / HOUR
-
-
-def _but(took: Sequence[Stages | None]) -> str:
-    return ", without those unknown" if None in took else ""
-
-
-def _settings(executor: str, settings: BaseModel) -> str:
-    given = settings.model_dump(exclude_none=True).items()
-    return f"executor {executor}: {', '.join(f'{name}={value}' for name, value in given)}"
+def _table(head: str, groups: Sequence[Group], seconds: float, settings: Any) -> str:
+    """Probe each group; return a table, and their sum."""
+    rows, whole = [[head, "environment", "runs", "one run", "core-hours"]], 0.0
+    cores = int(getattr(settings, "cores", 1))
+    for number, (title, place, job, runs) in enumerate(groups, 1):
+        sys.stderr.write(visible(f"probe {number} of {len(groups)}: {title} {place}") + "\n")
+        stages, problem = probe(job, seconds, cores)
+        hours = 0.0 if stages is None else sum(stages.values()) * runs * cores / HOUR
+        cells = [f"unknown: {problem}", "-"] if stages is None else [duration(sum(stages.values())), f"{hours:.2f}"]
+        rows.append([title, place, str(runs), *cells])
+        whole += hours
+    runs = sum(group[3] for group in groups)
+    unknown = ", without those unknown" if any(row[-1] == "-" for row in rows) else ""
+    return "\n".join([*aligned(rows), f"{runs} runs, about {whole:.2f} core-hours{unknown}"])
 
 
 def probe(job: Job, seconds: float, cores: int) -> tuple[Stages | None, str]:
@@ -224,8 +157,3 @@ def _stages(rows: Iterable[dict[str, Any]], ended: Any, config: Config) -> Stage
         tested = testing / max(1, tests) * (config.t_max / max(1, config.test_interval))
         found["stage3"] = once + other / steps * config.t_max + tested
     return found
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(visible(text) + "\n")
-    sys.stderr.flush()

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from omagd.lab.studies.executors import Ended, Job, Place
-from omagd.lab.studies.processes import kill_group, last_error, start_run
+from omagd.lab.studies.local import kill_group, last_error, start_run
 from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.utils.errors import UserError, import_extra, readable
 

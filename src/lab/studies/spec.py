@@ -1,7 +1,11 @@
-"""From a study file to jobs: arms x grid x environments x seeds, each with a configuration that was checked."""
+"""From a study file to jobs: arms x grid x environments x seeds, each with a configuration that was checked.
+
+The last functions are those that a sweep file needs, too.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,27 +13,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omagd.config.checks import LONGEST_NAME
 from omagd.config.loading import SUFFIXES, apply_texts, base_values, validate
-from omagd.config.messages import shorten
+from omagd.config.messages import shorten, typed_args, validation_messages
 from omagd.config.schema import Config
+from omagd.config.yaml_files import parse_yaml
+from omagd.lab.studies import EXECUTORS
 from omagd.lab.studies.executors import Job
-from omagd.lab.studies.files import (
-    Seeds,
-    executor_of,
-    expanded,
-    folder_of,
-    read_file,
-    require_few_runs,
-    require_right,
-    seeds_of,
-    validated,
-)
-from omagd.utils.errors import Mistakes, UserError, collected, readable
+from omagd.utils.errors import Mistakes, UserError, collected, nearest
 
 OWN = {
     "seed": "give seeds: at the top", "seeds": "give seeds: at the top",
@@ -39,11 +35,17 @@ OWN = {
 }  # fmt: skip
 """Keys that the study sets itself."""
 
-MOST_KEYS = 1000
-"""Of `with:`, nested ones counted one by one."""
+M = TypeVar("M", bound=BaseModel)
+DEFAULT_EXECUTOR = "local"
+Given = str | Path | Mapping[str, Any]
+"""Path of a file, or its values."""
 
-LONGEST_WORD = 100_000
-"""In bytes; Linux takes no argument of 128 KiB."""
+MOST_RUNS = 10_000
+"""Of one file; the executors take no more, and the state file would be too large to be replaced every second."""
+
+PAGES = {"study": "docs/studies.md", "sweep": "docs/sweeps.md"}
+OWN_KEYS = {"study": {"arms", "runs", "grid", "environments", "results_file"}, "sweep": {"space", "trials", "metric"}}
+"""Keys that show which kind of file it is."""
 
 
 class Entry(BaseModel):
@@ -86,7 +88,7 @@ class StudyFile(Entry):
     runs: list[dict[str, Any]] | None = None
     grid: dict[str, Any] = Field(default_factory=dict)
     environments: dict[str, dict[str, Any] | str | None] | list[dict[str, Any] | str] | None = None
-    seeds: Seeds = 1
+    seeds: int | list[int] = 1
     executor: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
     results_file: str | None = None
 
@@ -110,24 +112,22 @@ class Study:
     source: str
 
 
-def load(given: str | Path | Mapping[str, Any], *, results: str | None = None, executor: str | None = None) -> Study:
+def load(given: Given, *, results: str | None = None, executor: str | None = None) -> Study:
     """Return the study of a file, or of its values.
 
     Args:
         results: instead of the file's `results`. executor: instead of the first one in the file.
     Errors: UserError in one line that names the file, the place in it, and the key.
     """
-    text, values, source, base = read_file(given)
-    found, of_runs = Mistakes(), Mistakes()
+    text, values, source, base = read_file(given, "study", "arms:, environments: and seeds:")
+    found, where = Mistakes(), Path()
     file = validated(StudyFile, values, source, found)
-    where, kept = Path(), None
     with found.caught():
         where = folder_of(file.name, results or file.results, given, source)
     chosen, settings = executor_of(file.executor, source, executor, found)
-    with found.caught():
-        kept = base / expanded(file.results_file, f"{source}: results_file") if file.results_file else None
-    jobs = tuple(_jobs(file, source, base, found, of_runs))
-    require_right(found, of_runs, jobs, chosen, source)
+    jobs = tuple(_jobs(file, source, base, found))
+    found.raise_any()
+    kept = base / os.path.expanduser(file.results_file) if file.results_file else None
     return Study(where, jobs, chosen, settings, kept, text, source)
 
 
@@ -149,11 +149,8 @@ def config_of_words(words: Sequence[str]) -> Config:
         return validate(apply_texts(values, texts, found), found)
 
 
-def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes, of_runs: Mistakes) -> Iterator[Job]:
-    """Yield a job for each arm, environment and seed; one without a name where its configuration is wrong.
-
-    found: collects mistakes of the file. of_runs: of those in configurations.
-    """
+def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes) -> Iterator[Job]:
+    """Yield a job for each arm, environment and seed whose configuration is right; `found` collects mistakes."""
     seeds: Sequence[int] = [1]
     with found.caught():
         seeds = seeds_of(file.seeds, source)
@@ -161,34 +158,24 @@ def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes, of_runs: Mi
     grid = _grid(file, source, found)
     counts = {key: len(given or "1") for key, given in factors.items()}
     counts |= {f"grid.{key}": len(given) for key, given in grid.items()}
-    try:
-        require_few_runs(source, {**counts, "seeds": len(seeds)})
-    except UserError as error:
-        found.note(error)
-        return
     arms, environments = dict[str, Entry](), dict[str, Environment]()
     with found.caught():
+        require_few_runs(source, {**counts, "seeds": len(seeds)})
         arms = _on_grid(_arms(file, source, found), grid, file, source, found)
-    with found.caught():
         environments = _environments(file, source, found)
     same: dict[str, str] = {}
     names: dict[str, str] = {}
     for arm, entry in arms.items():
         for label, environment in environments.items():
             where = f"{source}: {arm}" + (f", environments {label}" if label else "")
-            words: tuple[str, ...] | None = None
             with found.caught(where):
-                words = words_of(file, entry, environment, base, found, where)
-            for seed in seeds if words is not None else ():
-                job = Job("", arm, "", "", seed, (*words, f"seed={seed}"))
-                with of_runs.caught(where):
+                words = words_of(file, entry, environment, base)
+                for seed in seeds:
+                    job = Job("", arm, "", "", seed, (*words, f"seed={seed}"))
                     config = config_of(job)
-                    with found.caught(where):
-                        job = _named(job, config, label)
-                        _require_another(job, config, f"{arm} {label}".strip(), same, names)
-                yield job
-                if not job.name:
-                    break
+                    job = _named(job, config, label)
+                    _require_another(job, config, f"{arm} {label}".strip(), same, names)
+                    yield job
 
 
 def _require_another(job: Job, config: Config, title: str, same: dict[str, str], names: dict[str, str]) -> None:
@@ -289,35 +276,22 @@ def _environment_name(entry: dict[str, Any] | str, source: str, found: Mistakes)
     return named.map or Path(named.env_config or "").stem
 
 
-def words_of(
-    file: Entry, arm: Entry, environment: Environment, base: Path, found: Mistakes, where: str
-) -> tuple[str, ...]:
+def words_of(file: Entry, arm: Entry, environment: Environment, base: Path) -> tuple[str, ...]:
     """Return the words of a run without its seed. An arm overrides its environment, which overrides the study.
 
-    found: collects keys that are left out, since the study sets them or no command line takes them. where: the place.
-    Errors: UserError for too many keys.
+    Errors: UserError for keys that the study sets.
     """
     config = arm.config or file.config
     env_config = environment.env_config or arm.env_config or file.env_config
-    options = {"config": config, "env-config": env_config}
     values = dict(flat(file.with_))
     if environment.map is not None:
         values["env_args.map_name"] = environment.map
     values |= dict(flat(environment.with_)) | dict(flat(arm.with_))
-    if len(values) > MOST_KEYS:
-        raise UserError(f"with: has {len(values)} keys, more than {MOST_KEYS}. Leave some out")
-    words = list[str]()
-    for key, value in values.items():
-        word = f"{key}={value}"
-        if key in OWN:
-            found.note(UserError(f"{key}={shorten(value)}: {OWN[key]}"), where)
-        elif "\0" in word or len(word.encode(errors="replace")) > LONGEST_WORD:
-            reason = "holds a NUL character" if "\0" in word else "is too long for a command line"
-            found.note(UserError(f"{shorten(readable(word))}: {reason}. Give another value"), where)
-        else:
-            words.append(word)
+    if wrong := [f"{key}={shorten(value)}: {OWN[key]}" for key, value in values.items() if key in OWN]:
+        raise UserError(*wrong)
+    options = {"config": config, "env-config": env_config}
     chosen = [f"--{flag}={_file(name, base)}" for flag, name in options.items() if name is not None]
-    return (*chosen, "with", *words)
+    return (*chosen, "with", *(f"{key}={value}" for key, value in values.items()))
 
 
 def _file(name: str, base: Path) -> str:
@@ -338,3 +312,89 @@ def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 @lru_cache(maxsize=256)
 def _base_values(config: str | None, env_config: str | None) -> dict[str, Any]:
     return base_values(config, env_config)
+
+
+def folder_of(name: str | None, results: str, given: Given, source: str) -> Path:
+    """Return the folder of a study: its name, else the name of its file, in the folder `results`. Errors: UserError."""
+    name = name or (Path(given).stem if isinstance(given, (str, Path)) else "")
+    if not name:
+        raise UserError(f"{source}: name: is missing; it is the name of the folder")
+    if not name.isprintable() or name != Path(name).name or name.startswith(".") or len(name) > 100:
+        raise UserError(f"{source}: name={shorten(name)}: is the name of a folder; give one without `/`")
+    return Path(results).expanduser().absolute() / name
+
+
+def read_file(given: Given, kind: str, needs: str) -> tuple[str, Any, str, Path]:
+    """Return the text of a file, its values, its name in messages, and the folder that its paths start from."""
+    if isinstance(given, Mapping):
+        return yaml.safe_dump(dict(given), sort_keys=False, allow_unicode=True), dict(given), kind, Path.cwd()
+    path = Path(os.path.expanduser(given))
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = parse_yaml(text)
+        str(values)  # ValueError for a whole number of thousands of digits, which no message could show
+    except OSError as problem:
+        raise UserError(f"{path}: cannot be read ({problem.strerror}): give a {kind} file ({PAGES[kind]})") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as problem:
+        raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(problem).split())}") from None
+    if not isinstance(values, dict) or not values:
+        raise UserError(f"{path}: the {kind} is empty: give {needs} ({PAGES[kind]})")
+    (other,) = OWN_KEYS.keys() - {kind}
+    if OWN_KEYS[other] & values.keys() and not OWN_KEYS[kind] & values.keys():
+        raise UserError(f"{path}: is a {other} file. Start it with: omagd {other} {path}")
+    return text, values, path.name, path.absolute().parent
+
+
+def validated(model: type[M], values: Any, where: str, found: Mistakes) -> M:
+    """Return the entry of a file as its model, without what is wrong in it. where: its place, for messages."""
+    known = [field.alias or name for name, field in model.model_fields.items()]
+    if isinstance(values, dict):
+        for key in [key for key in values if key not in known]:
+            fix = nearest(str(key), known) or f" Known: {', '.join(known)}"
+            found.note(UserError(f"unknown key '{shorten(key)}'.{fix}"), where)
+        values = {key: value for key, value in values.items() if key in known}
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        messages = validation_messages(error)
+        found.note(UserError(*messages.values()), where)
+        wrong = {key.partition(".")[0] for key in messages}
+        kept = {key: values[key] for key in values if key not in wrong} if isinstance(values, dict) else {}
+        return model.model_validate(kept)
+
+
+def executor_of(
+    given: dict[str, dict[str, Any] | None], source: str, asked: str | None, found: Mistakes
+) -> tuple[str, BaseModel]:
+    """Return the executor to use and its settings; those of the others are checked, too."""
+    chosen = asked or next(iter(given), DEFAULT_EXECUTOR)
+    settings: dict[str, BaseModel] = {}
+    for name in dict.fromkeys([*given, chosen]):
+        with found.caught(source):
+            model = EXECUTORS.get(name).args_model
+            values = given.get(name) or {}
+            settings[name] = typed_args(f"executor.{name}", f"executor {name}", model, values, lambda key: "")
+    if chosen not in settings:  # wrong, which was noted
+        return DEFAULT_EXECUTOR, EXECUTORS.get(DEFAULT_EXECUTOR).args_model()
+    return chosen, settings[chosen]
+
+
+def seeds_of(given: int | list[int], source: str) -> Sequence[int]:
+    """Return the seeds of a list, or 1, 2, … up to a number. Errors: UserError."""
+    if (given if isinstance(given, int) else len(given)) > MOST_RUNS:
+        raise UserError(f"{source}: seeds={shorten(given)}: are more than {MOST_RUNS}. Give fewer")
+    seeds = list(range(1, given + 1)) if isinstance(given, int) else given
+    if not seeds:
+        raise UserError(f"{source}: the study is empty: seeds={shorten(given)}. Give a list, or a number of them")
+    if len(set(seeds)) < len(seeds):
+        twice = next(seed for number, seed in enumerate(seeds) if seed in seeds[:number])
+        raise UserError(f"{source}: seeds: {shorten(twice)} is named twice. Leave it out")
+    return seeds
+
+
+def require_few_runs(source: str, factors: Mapping[str, int]) -> None:
+    """Reject a file with too many runs. factors: what is multiplied, by its key. Errors: UserError."""
+    runs = math.prod(factors.values())
+    if runs > MOST_RUNS:
+        product = " x ".join(f"{key}: {number}" for key, number in factors.items())
+        raise UserError(f"{source}: {product} = {runs} runs, more than {MOST_RUNS}. Lower one, or use several files")

@@ -72,14 +72,12 @@ class StudyState:
 
     Args:
         folder: of the study. Attributes: records: by the name of the job. launcher: process that leads the study.
-        cpu_seconds: of the processes that led it ("engine"), of those that checked its jobs, and of its local runs.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.records: dict[str, Record] = {}
         self.launcher: ProcessIdentity | None = None
-        self.cpu_seconds = {"engine": 0.0, "checks": 0.0, "runs": 0.0}
         self._saved = 0.0
         self._changed = False
 
@@ -93,7 +91,6 @@ class StudyState:
                 raise UserError(f"{folder / STATE}: has format {values['format']}; this version reads {FORMAT}")
             state.records = {entry["job"]["name"]: Record.read(entry) for entry in values["jobs"]}
             state.launcher = ProcessIdentity.read(values["launcher"])
-            state.cpu_seconds |= {name: float(seconds) for name, seconds in values["cpu_seconds"].items()}
         except OSError as problem:
             raise UserError(f"{folder}: holds no study ({problem.strerror}: {STATE})") from None
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as problem:
@@ -158,8 +155,7 @@ class StudyState:
         if self._changed and (now or time.monotonic() - self._saved >= SAVE_SECONDS):
             launcher = None if self.launcher is None else self.launcher.model_dump()
             records = [asdict(record) for record in self.records.values()]
-            about = {"format": FORMAT, "launcher": launcher, "cpu_seconds": self.cpu_seconds}
-            write_json(self.folder / STATE, {**about, "jobs": records})
+            write_json(self.folder / STATE, {"format": FORMAT, "launcher": launcher, "jobs": records})
             self._saved, self._changed = time.monotonic(), False
 
     def keep_copy(self, text: str) -> None:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from omagd.lab.studies import EXECUTORS, engine, results
+from omagd.lab.studies import EXECUTORS, engine
+from omagd.lab.studies import results as results_files
 from omagd.lab.studies.executors import Executor, Job, Place
-from omagd.lab.studies.files import Rejected
-from omagd.lab.studies.processes import bound, children_seconds
-from omagd.lab.studies.spec import Study
+from omagd.lab.studies.local import bound
+from omagd.lab.studies.spec import Study, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, check_folder, locked_study
 from omagd.lab.studies.view import ConsoleView
+from omagd.run.launchers import require_one_task
 from omagd.run.reporting.card import IF_MEANT, READS
 from omagd.run.reporting.provenance import code
 from omagd.utils.errors import Mistakes, UserError, readable
 from omagd.utils.owned_folder import closed_to_others
+from omagd.utils.signals import stoppable
 
 Examined = dict[str, Any]
 """Of a job: `identity`, `card`, or `errors`."""
@@ -37,74 +39,60 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
     """
     check_folder(study.folder)
     if study.results_file is not None:
-        results.check_file(study.results_file)
-    known = StudyState.read(study.folder).records if (study.folder / STATE).exists() else {}
-    new = [job for job in study.jobs if job.name not in known or known[job.name].job.words != job.words]
-    before = StudyState(study.folder)
-    before.records = dict(known)
+        results_files.check_file(study.results_file)
+    before = StudyState.read(study.folder) if (study.folder / STATE).exists() else StudyState(study.folder)
+    known = set(before.records)
     before.add(study.jobs)  # the folder of another study is rejected before the jobs are examined
+    new = [job for job in study.jobs if job.name not in known]
     if known and len(new) == len(study.jobs):
         raise UserError(f"{study.folder}: belongs to another study, without these runs. Give another name: or results:")
     examined = examine(new, study.executor, study.source)
-    place = Place(study.folder, study.settings)
-    names = {job.name for job in study.jobs}
-    executor = make_executor(study.executor, place, (known[name] for name in known if name in names))
     with closed_to_others(), locked_study(study.folder) as state:
-        begun = time.process_time(), children_seconds()
         state.add(study.jobs)
-        state.cpu_seconds["engine"] += begun[0]  # imports and the study file
-        state.cpu_seconds["checks"] += begun[1]
         for name, found in examined.items():
             card = {part: found["card"][part] for part in ("id", "compared")}  # the whole card is in the run's folder
             state.records[name].identity, state.records[name].card = found["identity"], card
+        executor = make_executor(study.executor, study.settings, state, {job.name for job in study.jobs})
         state.keep_copy(study.text)
         state.save(now=True)
         wanted = [state.records[job.name] for job in study.jobs]
         for line in not_comparable(wanted) if new else ():
             warn(line)
-        require_same_references(place, wanted)
         kept = _Results(study, state, warn)
-        spent = dict(state.cpu_seconds)
-
-        def ended(job: Job, record: Record) -> None:
-            kept.add(record)
-            _note_time(state, spent, begun)
-
         kept.skip(wanted)
         view = None if quiet else ConsoleView(state, len(executor.slots))
-        try:
-            engine.run(study.jobs, executor, state, on_end=ended, view=view)
-        finally:
-            _note_time(state, spent, begun)
+        engine.run(study.jobs, executor, state, on_end=lambda job, record: kept.add(record), view=view)
         return state
 
 
-def make_executor(name: str, place: Place, known: Iterable[Record]) -> Executor:
-    """Return the executor, before the study's folder is made: one that cannot work here leaves no folder.
+def study(
+    spec: str | Path | Mapping[str, Any], *, results: str | None = None, executor: str | None = None
+) -> dict[str, Any]:
+    """Run a study, or what is left of it, like `omagd study`; call it in the main thread. As `omagd.study` for Python.
 
     Args:
-        known: records of the study's jobs; the executor follows those that an earlier start has handed over.
-    Errors: UserError.
+        spec: path of a study file, or its values (docs/studies.md). results: folder around the study's folder.
+        executor: local or slurm, instead of the first one that the study names.
+    Returns: `folder`; `complete`: whether every run has a result; `runs`: a list with `name`, `arm`, `env`, `map`,
+        `seed`, `state`, `error` and `folder` of each.
+    Errors: UserError for what the study gets wrong, before anything starts. A failed run is no error.
     """
-    place.references.update(_references(known))
-    with closed_to_others():
-        return EXECUTORS.get(name)(place)
+    require_one_task("study")
+    found = load(spec, results=results, executor=executor)
+    with stoppable():
+        complete, runs = outcome(run_study(found, warnings.warn, quiet=not sys.stderr.isatty()), found)
+    return {"folder": str(found.folder), "complete": complete, "runs": runs}
 
 
-def require_same_references(place: Place, records: Iterable[Record]) -> None:
-    """Check under the study's lock that the executor follows what is to be followed. Errors: UserError."""
-    if _references(records) != place.references:
-        raise UserError(f"{place.folder}: another process has run this study in the meantime. Start it again")
+def make_executor(name: str, settings: Any, state: StudyState, jobs: Container[str] | None = None) -> Executor:
+    """Return the executor of a study whose lock is held; it follows the jobs that an earlier start has handed over.
 
-
-def _references(records: Iterable[Record]) -> dict[str, str]:
-    return {record.job.name: record.reference for record in records if record.reference}
-
-
-def _note_time(state: StudyState, before: dict[str, float], begun: tuple[float, float]) -> None:
-    own, runs = time.process_time() - begun[0], children_seconds() - begun[1]
-    state.cpu_seconds = {**before, "engine": before["engine"] + own, "runs": before["runs"] + runs}
-    state.changed()
+    Args:
+        jobs: names of those that count; None: all. Errors: UserError.
+    """
+    known = {record.job.name: record.reference for record in state.records.values() if record.reference}
+    references = {name: known[name] for name in known if jobs is None or name in jobs}
+    return EXECUTORS.get(name)(Place(state.folder, settings, references))
 
 
 def examine(jobs: Sequence[Job], executor: str, source: str) -> dict[str, Examined]:
@@ -132,22 +120,6 @@ def examine(jobs: Sequence[Job], executor: str, source: str) -> dict[str, Examin
             mistakes.note(UserError(*entry["errors"]), f"{source}: {job.arm}{name}" if job.arm else source)
     mistakes.raise_any()
     return {job.name: entry for job, entry in zip(jobs, found, strict=True)}
-
-
-@contextmanager
-def named_with_runs() -> Iterator[None]:
-    """Add to the mistakes of a study or sweep those that its runs would be rejected for."""
-    try:
-        yield
-    except Rejected as rejected:
-        if not rejected.jobs:
-            raise
-        found = Mistakes()
-        found.add(*rejected.of_file)
-        with found.caught():
-            examine(rejected.jobs, rejected.executor, rejected.source)
-        found.raise_any()
-        raise
 
 
 def not_comparable(records: Iterable[Record]) -> list[str]:
@@ -179,12 +151,12 @@ class _Results:
 
     def __init__(self, study: Study, state: StudyState, warn: Callable[[str], None]) -> None:
         self._path, self._name, self._state, self._warn = study.results_file, study.folder.name, state, warn
-        self._known: dict[results.Key, dict[str, Any]] = {}
+        self._known: dict[results_files.Key, dict[str, Any]] = {}
         self._commit = code().label if self._path is not None else ""
         if self._path is None:
             return
         try:
-            self._known, bad = results.known_keys(self._path)
+            self._known, bad = results_files.known_keys(self._path)
         except OSError as problem:
             raise UserError(f"results_file={self._path}: cannot be read ({problem.strerror})") from None
         if bad:
@@ -193,7 +165,7 @@ class _Results:
     def skip(self, records: Iterable[Record]) -> None:
         """Mark runs whose results are in the file already, and append those of finished runs that are not."""
         for record in records:
-            inside = results.key_of(record.card, record.identity) in self._known
+            inside = results_files.key_of(record.card, record.identity) in self._known
             finished = self._state.is_finished(record.job.name)
             if finished:
                 self.add(record, done=True)
@@ -206,16 +178,16 @@ class _Results:
 
     def add(self, record: Record, done: bool = False) -> None:
         """Append the result of a job that has ended, unless it is there."""
-        key = results.key_of(record.card, record.identity)
+        key = results_files.key_of(record.card, record.identity)
         if self._path is None or key in self._known or not (done or record.state == DONE):
             return
         folder = self._state.run_folder(record.job.name)
-        entry = results.line_of(
+        entry = results_files.line_of(
             self._name, record.job, folder, record.card, record.identity, commit=self._commit,
             seconds=record.seconds, cpu_seconds=record.cpu_seconds,
         )  # fmt: skip
         try:
-            results.append(self._path, entry)
+            results_files.append(self._path, entry)
             self._known[key] = entry
         except OSError as problem:
             self._warn(

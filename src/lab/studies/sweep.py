@@ -1,40 +1,76 @@
-"""A whole sweep: asks for trials where there is room, runs their seeds, ends those that fall behind, keeps results."""
+"""A whole sweep: asks for trials where there is room, runs their seeds, ends those that fall behind, keeps results.
+
+`trials.json` is both the result and what a later start continues from: it is replaced whenever a trial begins or ends,
+before a run of that trial starts. Optuna proposes the values from the trials that it holds.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
+from pydantic import TypeAdapter
 
+from omagd.config.loading import DEFAULT_CONFIG, read_preset, to_plain
 from omagd.lab.analysis.runs import read_records
 from omagd.lab.analysis.statistics import AGGREGATES
-from omagd.lab.studies import engine, sweep_report
-from omagd.lab.studies.executors import Job, Place
+from omagd.lab.studies import engine
+from omagd.lab.studies.executors import Job
+from omagd.lab.studies.spec import config_of_words
 from omagd.lab.studies.state import DONE, FAILED, PRUNED, STATE, StudyState, check_folder, locked_study
-from omagd.lab.studies.study import examine, make_executor, require_same_references
-from omagd.lab.studies.sweep_spec import Sweep, trial_name
-from omagd.lab.studies.trials import JOURNAL, Trials, number_of, optuna
+from omagd.lab.studies.study import examine, make_executor
+from omagd.lab.studies.sweep_spec import Sweep, Value, optuna
 from omagd.lab.studies.view import ConsoleView
 from omagd.utils.errors import UserError, import_library, nearest
 from omagd.utils.owned_folder import closed_to_others
-from omagd.utils.storage import is_number
+from omagd.utils.run_folder import write_json
+from omagd.utils.storage import is_number, read_json
 from omagd.utils.writing import replace_file
 
 if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
+    from optuna.study import Study as OptunaStudy
 
-COPY = "sweep.yaml"
+TRIALS = "trials.json"
+LONGEST = 1 << 28
 LOOK_SECONDS = 1.0
 """Between two looks at the metrics of the runs in progress."""
 
 MOST_AT_A_TIME = 8
+ATTEMPTS, RANDOM_ATTEMPTS = 20, 2000
+"""How often the sampler, and then chance, may propose what was tried already."""
+
+LEAST_TRIALS = 4
+"""That importances need."""
+
+MAP = "env_args.map_name"
+OPEN, COMPLETE, ENDED_EARLY, BROKEN = "running", "complete", "pruned", "failed"
+ORDER = {COMPLETE: 0, ENDED_EARLY: 1, BROKEN: 2, OPEN: 3}
 Curve = dict[int, float]
+
+
+@dataclass
+class Trial:
+    """One trial.
+
+    Attributes:
+        trial: its number. keys: their values. state: running, complete, pruned or failed. value: None if it has none.
+        by_seed: the value of each run. error: why it failed. pruned_after_test: number of the test.
+    """
+
+    trial: int
+    keys: dict[str, Value]
+    state: str = OPEN
+    value: float | None = None
+    by_seed: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    pruned_after_test: int | None = None
 
 
 def run_sweep(sweep: Sweep, warn: Callable[[str], None], *, quiet: bool = False) -> dict[str, Any]:
@@ -44,7 +80,6 @@ def run_sweep(sweep: Sweep, warn: Callable[[str], None], *, quiet: bool = False)
         warn: called with each warning, one line. quiet: do not show how it goes on.
     Errors: UserError where the sweep or its folder is not as it must be, or nothing can be written there.
     """
-    optuna()
     import_library("matplotlib.figure", "sweep")  # now, since it draws at the end of what may take days
     try:
         return _run(sweep, warn, quiet)
@@ -53,65 +88,82 @@ def run_sweep(sweep: Sweep, warn: Callable[[str], None], *, quiet: bool = False)
 
 
 def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, Any]:
-    known = StudyState.read(sweep.folder).records if (sweep.folder / STATE).exists() else {}
-    strange = [record.job.arm for record in known.values() if number_of(record.job.arm) is None]
-    if strange:
-        raise UserError(f"{sweep.folder}: is the folder of a study (arm {strange[0]}). Give another name: or results:")
     check_folder(sweep.folder)
-    if not (sweep.folder / JOURNAL).exists():
+    if (sweep.folder / STATE).exists() and not (sweep.folder / TRIALS).exists():
+        raise UserError(f"{sweep.folder}: is the folder of a study. Give another name: or results:")
+    if not (sweep.folder / TRIALS).exists():
         check_space(sweep)
-    place = Place(sweep.folder, sweep.settings)
-    executor = make_executor(sweep.executor, place, known.values())
     with closed_to_others(), locked_study(sweep.folder) as state:
-        require_same_references(place, state.records.values())
-        trials = Trials(sweep, sweep.folder)
-        _restore(trials, state, sweep)
-        _keep_copy(sweep)
+        trials = read_trials(sweep)
+        executor = make_executor(sweep.executor, sweep.settings, state)
+        replace_file(sweep.folder / "sweep.yaml", sweep.text.encode())
         search = _Search(sweep, state, trials, len(executor.slots), warn)
-        view = None if quiet else SweepView(state, len(executor.slots), search)
+        view = None if quiet else ConsoleView(state, len(executor.slots), search.headline)
         try:
             engine.run(search.begin(), executor, state, more=search.more, view=view)
         finally:
             state.save(now=True)
-            found = sweep_report.results_of(sweep, trials, state)
-            sweep_report.write_tables(sweep, found)
-        sweep_report.write_pictures(sweep, found)
+            found = search.write()
+        _draw_slices(sweep, trials)
         return found
 
 
 def check_space(sweep: Sweep) -> None:
-    """Check a run without the space, and one with each choice alone, as runs check themselves. Errors: UserError."""
+    """Check a run without the space, and one with each end or choice alone, as runs check themselves.
+
+    Errors: UserError.
+    """
     alone = [
-        replace(sweep.jobs(0, {parameter.key: choice})[0], arm=f"space.{parameter.key}", name=str(choice))
-        for parameter in sweep.space
-        for choice in parameter.choices
+        replace(sweep.jobs(0, {key: value})[0], arm=f"space.{key}", name=str(value))
+        for key in sweep.space
+        for value in sweep.ends(key)
     ]
-    examine([*sweep.jobs(0, {})[:1], *alone], sweep.executor, sweep.source)
+    examine([replace(sweep.jobs(0, {})[0], arm="", name=""), *alone], sweep.executor, sweep.source)
+
+
+def read_trials(sweep: Sweep) -> list[Trial]:
+    """Return the trials of an earlier start. Errors: UserError where they belong to another sweep."""
+    path = sweep.folder / TRIALS
+    if not path.exists():
+        return []
+    try:
+        values = read_json(path, LONGEST)
+        names = Trial.__dataclass_fields__
+        rows = [{name: row[name] for name in names} for row in values["trials"]]
+        trials = sorted((TypeAdapter(Trial).validate_python(row) for row in rows), key=lambda each: each.trial)
+    except (ValueError, TypeError, KeyError) as problem:
+        raise UserError(f"{path}: is damaged ({type(problem).__name__}). Give another name: or results:") from None
+    there, here = values.get("definition", {}), sweep.definition
+    keys = [key for key in {**there, **here} if there and there.get(key) != here.get(key)]
+    if keys == ["metric"] and all(each.value is None for each in trials):  # it was misspelt
+        keys = []
+    if keys:
+        text = "; ".join(f"{key} is {there.get(key, 'absent')} there, {here.get(key, 'absent')} here" for key in keys)
+        raise UserError(f"{sweep.folder}: belongs to another sweep ({text}). Give another name:")
+    return trials
 
 
 class _Search:
     """The trials of one call, and the runs of those that are open."""
 
     def __init__(
-        self, sweep: Sweep, state: StudyState, trials: Trials, slots: int, warn: Callable[[str], None]
+        self, sweep: Sweep, state: StudyState, trials: list[Trial], slots: int, warn: Callable[[str], None]
     ) -> None:
         self._sweep, self._state, self._trials, self._warn = sweep, state, trials, warn
-        self._open: dict[int, tuple[FrozenTrial, list[Job]]] = {}
-        self._curves: dict[str, _CurveReader] = {}
+        self._curves: dict[str, tuple[int, Curve]] = {}
         self._looked = 0.0
         self._exhausted = False
-        self._metric_seen = any(trial.values or trial.intermediate_values for trial in trials.all())
         fill = min(MOST_AT_A_TIME, math.ceil(slots / len(sweep.seeds)))
         self._at_a_time = sweep.file.at_a_time or max(1, fill)
+        self._better = max if sweep.file.direction == "maximize" else min
 
     def begin(self) -> list[Job]:
         """Return the runs of trials that an earlier start has begun, and those that it could not cancel."""
-        jobs = [job for trial in self._trials.open() for job in self._add(trial)]
-        ended = {trial_name(t.number): t.state.name for t in self._trials.all() if t.state.is_finished()}
-        for record in self._state.records.values():
-            name = record.job.name
-            if record.job.arm in ended and record.state not in {DONE, FAILED, PRUNED}:
-                record.state = DONE if self._state.is_finished(name) else PRUNED
+        jobs = [job for trial in self._open() for job in self._jobs(trial)]
+        names = [job.name for trial in self._trials if trial.state != OPEN for job in self._jobs(trial)]
+        for record in (self._state.records[name] for name in names if name in self._state.records):
+            if record.state not in {DONE, FAILED, PRUNED}:
+                record.state = DONE if self._state.is_finished(record.job.name) else PRUNED
                 self._state.changed()
             if record.state == PRUNED and record.reference:
                 jobs.append(record.job)
@@ -122,115 +174,120 @@ class _Search:
         look = time.monotonic() - self._looked >= LOOK_SECONDS
         if look:
             self._looked = time.monotonic()
-        changed = [number for number in list(self._open) if self._follow(number, look)]
+        changed = [trial for trial in self._open() if self._follow(trial, look)]
         new: list[Job] = []
         while self._may_ask():
-            trial = self._trials.ask()
-            if trial is None:
+            values = propose(self._sweep, self._trials)
+            if values is None:
                 self._exhausted = True
-                self._warn(
-                    f"after {len(self._trials.all())} trials no combination was found that is new; the sweep ends"
-                )
-                break
-            new += self._add(trial)
+                self._warn(f"after {len(self._trials)} trials no combination was found that is new; the sweep ends")
+            else:
+                self._trials.append(Trial(len(self._trials), values))
+                new += self._jobs(self._trials[-1])
         if changed or new:
-            found = sweep_report.results_of(self._sweep, self._trials, self._state)
-            sweep_report.write_tables(self._sweep, found)
-        return new if self._open else None
+            self.write()
+        return new if self._open() else None
+
+    def _may_ask(self) -> bool:
+        room = len(self._open()) < self._at_a_time and len(self._trials) < self._sweep.file.trials
+        return room and not self._exhausted
 
     def headline(self) -> str:
         """Return how many trials have ended, and the best one."""
-        states = [trial.state.name for trial in self._trials.all()]
-        parts = [f"{sum(s not in {'RUNNING', 'WAITING'} for s in states)} of {self._sweep.file.trials} trials"]
-        parts += [f"{states.count(name.upper())} {name}" for name in ("pruned",) if name.upper() in states]
-        parts += [f"{states.count('FAIL')} failed"] * ("FAIL" in states)
-        best = self._trials.best()
-        return ", ".join(parts) + (f"; best {best.value:.4g} (trial {best.number})" if best else "")
+        states = [trial.state for trial in self._trials]
+        parts = [f"{len(states) - states.count(OPEN)} of {self._sweep.file.trials} trials"]
+        parts += [f"{states.count(name)} {name}" for name in (ENDED_EARLY, BROKEN) if name in states]
+        best = best_of(self._sweep, self._trials)
+        return ", ".join(parts) + (f"; best {best.value:.4g} (trial {best.trial})" if best else "")
 
-    def _may_ask(self) -> bool:
-        room = len(self._open) < self._at_a_time
-        return room and not self._exhausted and len(self._trials.all()) < self._sweep.file.trials
+    def write(self) -> dict[str, Any]:
+        """Write `trials.json`, `trials.md` and, once a trial is complete, `best.yaml`; return the first one's content.
 
-    def _add(self, trial: FrozenTrial) -> list[Job]:
-        jobs = self._sweep.jobs(trial.number, trial.params)
-        self._open[trial.number] = trial, jobs
-        return jobs
+        Errors: OSError.
+        """
+        found = results_of(self._sweep, self._trials, self._state)
+        write_json(self._sweep.folder / TRIALS, found)
+        replace_file(self._sweep.folder / "trials.md", markdown(self._sweep, found).encode())
+        if (best := best_of(self._sweep, self._trials)) is not None:
+            replace_file(self._sweep.folder / "best.yaml", preset(self._sweep, best).encode())
+        return found
 
-    def _follow(self, number: int, look: bool) -> bool:
+    def _open(self) -> list[Trial]:
+        return [trial for trial in self._trials if trial.state == OPEN]
+
+    def _jobs(self, trial: Trial) -> list[Job]:
+        return self._sweep.jobs(trial.trial, trial.keys)
+
+    def _follow(self, trial: Trial, look: bool) -> bool:
         """Look after an open trial; return whether it has ended."""
-        trial, jobs = self._open[number]
-        records = [self._state.records.get(job.name) for job in jobs]
-        if not self._metric_seen:
-            for record in records:
-                if record is not None and record.state == DONE:
-                    self._require_metric(record.job)
+        records = [self._state.records.get(job.name) for job in self._jobs(trial)]
+        for record in records:
+            if record is not None and record.state == DONE:
+                self._require_metric(record.job)
         failed = next((record for record in records if record is not None and record.state == FAILED), None)
         if failed is not None:
-            self._fail(number, f"{failed.job.name}: {failed.error}")
+            trial.state, trial.error = BROKEN, f"{failed.job.name}: {failed.error}"
         elif all(record is not None and record.state == DONE for record in records):
-            self._complete(number)
-        elif any(record is not None and record.state == PRUNED for record in records) or (
-            look and self._sweep.pruning and self._falls_behind(trial, jobs)
-        ):
-            self._trials.prune(trial)
-            self._close(number)
+            self._complete(trial)
+        elif look and (end := self._falls_behind(trial)) is not None:
+            trial.state, (trial.pruned_after_test, trial.value) = ENDED_EARLY, end
         else:
             return False
+        if trial.state == BROKEN:
+            self._warn(f"trial {trial.trial} has failed: {trial.error}")
+        self._unwanted(trial)
         return True
 
     def _require_metric(self, job: Job) -> None:
-        """Look for the metric in a finished run. Errors: UserError where the run logged other values only."""
-        self._metric_seen = bool(self._curve(job))
-        file, path = self._sweep.file, self._state.run_folder(job.name).metrics_jsonl
-        lines = [] if self._metric_seen else [line for line in read_records(path) if line.get("stage") == file.stage]
-        names = sorted({name for line in lines for name in line} - {"stage", "t_env", "epoch", "wall_seconds"})
-        if not names or file.metric in names:
+        """Look for the metric in a finished run. Errors: UserError where no trial has it and the run logged others."""
+        if any(trial.value is not None for trial in self._trials) or self._curve(job):
             return
-        known = [name for name in names if name.startswith("test")] or names
-        raise UserError(
-            f"{self._sweep.source}: metric={file.metric}: {job.name} has finished without it in {file.stage}."
-            f"{nearest(file.metric, names)} Known: {', '.join(known)}. Change metric:, and the same command continues"
-        )
+        file, path = self._sweep.file, self._state.run_folder(job.name).metrics_jsonl
+        names = sorted({name for line in read_records(path) if line.get("stage") == file.stage for name in line})
+        names = [name for name in names if name not in {"stage", "t_env", "epoch", "wall_seconds"}]
+        if names and file.metric not in names:
+            known = [name for name in names if name.startswith("test")] or names
+            raise UserError(
+                f"{self._sweep.source}: metric={file.metric}: {job.name} has finished without it in {file.stage}."
+                f"{nearest(file.metric, names)} Known: {', '.join(known)}. Change metric:, and the same command"
+                " continues"
+            )
 
-    def _complete(self, number: int) -> None:
-        trial, jobs = self._open[number]
-        values = {}
-        for job in jobs:
-            curve = self._curve(job)
-            if not curve:
+    def _complete(self, trial: Trial) -> None:
+        for job in self._jobs(trial):
+            tests = list(self._curve(job).values())
+            if not tests:
                 metric = f"{self._sweep.file.stage}/{self._sweep.file.metric}"
-                self._fail(number, f"{job.name}: its metrics.jsonl holds no {metric}")
+                trial.state, trial.error = BROKEN, f"{job.name}: its metrics.jsonl holds no {metric}"
                 return
-            values[str(job.seed)] = self._value(list(curve.values()))
-        if self._sweep.pruning:  # what trials that follow are compared with, however many of their seeds have begun
-            curves = [self._curve(job) for job in jobs]
-            for seeds in range(1, len(curves) + 1):
-                self._trials.report(trial, seeds, self._means(curves[:seeds]))
-        self._trials.complete(trial, self._spread(list(values.values())), values)
-        self._close(number)
+            values = {"last": tests[-1], "best": self._better(tests), "mean": float(np.mean(tests))}
+            trial.by_seed[str(job.seed)] = values[self._sweep.file.over_tests]
+        trial.state, trial.value = COMPLETE, self._spread(list(trial.by_seed.values()))
 
-    def _fail(self, number: int, error: str) -> None:
-        self._warn(f"trial {number} has failed: {error}")
-        self._trials.fail(self._open[number][0], error)
-        self._close(number)
-
-    def _close(self, number: int) -> None:
-        """Forget a trial; its runs that are left are not wanted."""
-        for job in self._open.pop(number)[1]:
-            self._curves.pop(job.name, None)
+    def _unwanted(self, trial: Trial) -> None:
+        """Prune the runs of a trial that has ended."""
+        for job in self._jobs(trial):
             record = self._state.records.get(job.name)
-            if record is not None and record.state not in {DONE, FAILED}:
+            if record is not None and record.state not in {DONE, FAILED, PRUNED}:
                 self._state.prune(job.name)
 
-    def _value(self, tests: Sequence[float]) -> float:
-        best = max if self._sweep.file.direction == "maximize" else min
-        values = {"last": tests[-1], "best": best(tests), "mean": float(np.mean(tests))}
-        return values[self._sweep.file.over_tests]
+    def _falls_behind(self, trial: Trial) -> tuple[int, float] | None:
+        """Return the test after which a trial should end and its value there, None if it should go on.
 
-    def _falls_behind(self, trial: FrozenTrial, jobs: Sequence[Job]) -> bool:
-        """Report the tests that all runs which have begun have reached; return whether the trial should end."""
-        curves = [curve for curve in map(self._curve, jobs) if curve]
-        return bool(curves) and self._trials.report(trial, len(curves), self._means(curves))
+        Its means over the seeds that have begun are compared with means over as many seeds of complete trials.
+        """
+        rule = self._sweep.pruning
+        complete = [other for other in self._trials if other.state == COMPLETE]
+        begun = [curve for curve in map(self._curve, self._jobs(trial)) if curve]
+        mine = self._means(begun) if begun else {}
+        if rule is None or len(complete) < rule.after_trials or max(mine, default=0) < rule.after_tests:
+            return None
+        test, best = max(mine), self._better(mine.values())
+        others = [self._means([self._curve(job) for job in self._jobs(each)[: len(begun)]]) for each in complete]
+        there = [other[test] for other in others if test in other]
+        share = 100 - rule.percentile if self._better is max else rule.percentile
+        behind = there and best != self._better(best, float(np.percentile(there, share)))
+        return (test, mine[test]) if behind else None
 
     def _means(self, curves: Sequence[Curve]) -> Curve:
         common = sorted(set.intersection(*map(set, curves)))
@@ -240,83 +297,170 @@ class _Search:
         return float(AGGREGATES[self._sweep.file.over_seeds]([np.array(values)]))
 
     def _curve(self, job: Job) -> Curve:
-        if job.name not in self._curves:
-            self._curves[job.name] = _CurveReader(self._state.run_folder(job.name).metrics_jsonl, self._sweep)
-        return self._curves[job.name].read()
-
-
-class _CurveReader:
-    """The values of the metric in a run's `metrics.jsonl`, read as it grows."""
-
-    def __init__(self, path: Path, sweep: Sweep) -> None:
-        self._path, self._stage, self._metric = path, sweep.file.stage, sweep.file.metric
-        self._interval = max(1, sweep.config.test_interval)
-        self._offset = 0
-        self._values: Curve = {}
-
-    def read(self) -> Curve:
-        """Return the values by the number of the test (stages 1 and 2: the epoch), in the order of the file."""
+        """Return the metric of a run by the number of the test (stages 1 and 2: the epoch); read again as it grows."""
+        path = self._state.run_folder(job.name).metrics_jsonl
         try:
-            size = self._path.stat().st_size
-            if size < self._offset:  # a run that continues from a checkpoint removes what came after it
-                self._offset, self._values = 0, {}
-            if size > self._offset:
-                with self._path.open("rb") as file:
-                    file.seek(self._offset)
-                    text = file.read()
-                whole = text.rfind(b"\n") + 1
-                self._offset += whole
-                for line in text[:whole].splitlines():
-                    self._take(line)
+            size = path.stat().st_size
+            if size != self._curves.get(job.name, (-1, {}))[0]:
+                self._curves[job.name] = size, curve_of(read_records(path), self._sweep)
         except OSError:
-            pass
-        return self._values
-
-    def _take(self, line: bytes) -> None:
-        if self._metric.encode() not in line:
-            return
-        try:
-            record = json.loads(line)
-            value = record[self._metric]
-            clock = record["t_env"] // self._interval if "t_env" in record else record["epoch"]
-            if record["stage"] == self._stage and is_number(value):
-                self._values[int(clock)] = float(value)
-        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
-            return
+            return {}
+        return self._curves[job.name][1]
 
 
-class SweepView(ConsoleView):
-    """Shows trials instead of runs in its first line."""
-
-    def __init__(self, state: StudyState, slots: int, search: _Search) -> None:
-        super().__init__(state, slots)
-        self._search = search
-
-    def headline(self) -> str:
-        """Return how many trials have ended, and the best one."""
-        return self._search.headline()
-
-
-def _keep_copy(sweep: Sweep) -> None:
-    copy = sweep.folder / COPY
-    if not copy.exists() or copy.read_bytes() != sweep.text.encode():
-        replace_file(copy, sweep.text.encode())
+def curve_of(records: Iterable[Mapping[str, Any]], sweep: Sweep) -> Curve:
+    """Return the values of the metric by the number of the test, or by the epoch."""
+    found: Curve = {}
+    for record in records:
+        clock = record.get("t_env", record.get("epoch"))
+        if record.get("stage") == sweep.file.stage and is_number(record.get(sweep.file.metric)) and is_number(clock):
+            number = clock // max(1, sweep.config.test_interval) if "t_env" in record else clock
+            found[int(number)] = float(record[sweep.file.metric])
+    return found
 
 
-def _restore(trials: Trials, state: StudyState, sweep: Sweep) -> None:
-    """Begin the trials whose runs are in the state while the journal was moved away.
+def _optuna_study(sweep: Sweep, trials: Sequence[Trial], sampler: Any = None) -> OptunaStudy:
+    """Return the trials as a study of Optuna's in memory."""
+    module = optuna()
+    states = module.trial.TrialState
+    names = {COMPLETE: states.COMPLETE, ENDED_EARLY: states.PRUNED, BROKEN: states.FAIL, OPEN: states.RUNNING}
+    study: OptunaStudy = module.create_study(direction=sweep.file.direction, sampler=sampler)
+    for trial in trials:
+        steps = {} if trial.pruned_after_test is None else {trial.pruned_after_test: trial.value}
+        study.add_trial(
+            module.trial.create_trial(
+                state=names[trial.state], value=trial.value, params=trial.keys, distributions=sweep.space,
+                intermediate_values=steps,
+            )
+        )  # fmt: skip
+    return study
 
-    Errors: UserError where they do not have the keys of this sweep.
+
+def propose(sweep: Sweep, trials: Sequence[Trial]) -> dict[str, Value] | None:
+    """Return values that were not tried; None if none are found.
+
+    They depend on the seed of the sweep, the number of the trial and the trials so far: a sweep that was interrupted
+    proposes what it would have proposed.
     """
-    if trials.all():
+    samplers = optuna().samplers
+    tried = {json.dumps(trial.keys, sort_keys=True) for trial in trials}
+    seed = int(np.random.SeedSequence([sweep.file.seed, len(trials)]).generate_state(1)[0])
+    tpe = samplers.TPESampler(n_startup_trials=sweep.file.startup_trials, seed=seed, constant_liar=True)
+    for sampler, attempts in ((tpe, ATTEMPTS), (samplers.RandomSampler(seed=seed), RANDOM_ATTEMPTS)):
+        study = _optuna_study(sweep, trials, sampler)
+        for _ in range(attempts):
+            values = dict(study.ask(sweep.space).params)
+            if json.dumps(values, sort_keys=True) not in tried:
+                return values
+    return None
+
+
+def importances(sweep: Sweep, trials: Sequence[Trial]) -> dict[str, float]:
+    """Return how much each key matters, by PED-ANOVA; the sum is 1; empty with too few trials to tell.
+
+    Pruned trials count with the value where they ended: without them what is bad would hardly occur.
+    Source: Watanabe et al. 2023, PED-ANOVA: Efficiently Quantifying Hyperparameter Importance.
+    """
+    ended = [replace(trial, state=COMPLETE) for trial in trials if trial.value is not None]
+    if len(ended) < LEAST_TRIALS or len({trial.value for trial in ended}) < 2:
+        return {}
+    module = optuna().importance
+    with warnings.catch_warnings(action="ignore"):
+        evaluator = module.PedAnovaImportanceEvaluator()
+        found = module.get_param_importances(_optuna_study(sweep, ended), evaluator=evaluator)
+    return {key: float(share) for key, share in found.items() if math.isfinite(share)}
+
+
+def best_of(sweep: Sweep, trials: Sequence[Trial]) -> Trial | None:
+    """Return the complete trial with the best value."""
+    complete = [trial for trial in trials if trial.state == COMPLETE]
+    return min(complete, key=lambda trial: (_worse(sweep, trial.value), trial.trial), default=None)
+
+
+def _worse(sweep: Sweep, value: float | None) -> float:
+    return (-1 if sweep.file.direction == "maximize" else 1) * (value or 0.0)
+
+
+def results_of(sweep: Sweep, trials: Sequence[Trial], state: StudyState) -> dict[str, Any]:
+    """Return the trials, the best one first, and what they say about the keys: the content of `trials.json`."""
+    file, best, rows = sweep.file, best_of(sweep, trials), []
+    for trial in sorted(trials, key=lambda each: (ORDER[each.state], _worse(sweep, each.value), each.trial)):
+        names = [job.name for job in sweep.jobs(trial.trial, trial.keys)]
+        seconds = sum(state.records[name].seconds for name in names if name in state.records)
+        rows.append({**asdict(trial), "seconds": seconds, "runs": names})
+    return {
+        "sweep": sweep.folder.name, "metric": file.metric, "direction": file.direction, "over_tests": file.over_tests,
+        "over_seeds": file.over_seeds, "seeds": list(sweep.seeds), "best": None if best is None else best.trial,
+        "importances": importances(sweep, trials), "definition": sweep.definition, "trials": rows,
+    }  # fmt: skip
+
+
+def markdown(sweep: Sweep, found: Mapping[str, Any]) -> str:
+    """Return the trials as a Markdown table, above it the best one and the importances."""
+    file, seeds = sweep.file, [str(seed) for seed in found["seeds"]]
+    rows = [["trial", file.metric, *(f"seed {seed}" for seed in seeds), *sweep.space, "state"]]
+    rows.append(["---"] * len(rows[0]))
+    for row in found["trials"]:
+        after = "" if row["pruned_after_test"] is None else f" at test {row['pruned_after_test']}"
+        state = f"{row['state']}{after}" + (f": {row['error']}" if row["error"] else "")
+        values = [row["value"], *(row["by_seed"].get(seed) for seed in seeds), *map(row["keys"].get, sweep.space)]
+        rows.append([str(row["trial"]), *map(_number, values), state.replace("|", "\\|")])
+    more = "more" if file.direction == "maximize" else "less"
+    about = f"{len(found['trials'])} of {file.trials} trials; {file.over_seeds} over seeds of the {file.over_tests}"
+    lines = [f"# {found['sweep']}", "", f"{about} {file.metric} ({more} is better).", ""]
+    if found["best"] is not None:
+        lines += [f"Best: trial {found['best']}. Train with it: `--config={sweep.folder / 'best.yaml'}`.", ""]
+    if found["importances"]:
+        shares = [f"{key} {share:.2f}" for key, share in found["importances"].items()]
+        lines += [f"Importance of the keys: {', '.join(shares)}.", ""]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def preset(sweep: Sweep, best: Trial) -> str:
+    """Return the base configuration with the keys of a trial as YAML for `--config`. The map is left out."""
+    options = dict(word.removeprefix("--").split("=", 1) for word in sweep.words if word.startswith("--"))
+    given = [word.partition("=")[0] for word in sweep.words[sweep.words.index("with") + 1 :]]
+    values = read_preset("algs", options.get("config", DEFAULT_CONFIG))
+    found = to_plain(config_of_words(sweep.jobs(best.trial, best.keys)[0].words))
+    for key in dict.fromkeys([*given, *best.keys]):
+        if key != MAP or key in best.keys:
+            _put(values, key, _at(found, key))
+    values["name"] = sweep.folder.name
+    place = f"{sweep.config.env} {sweep.config.map_name}".strip()
+    score = f"{sweep.file.metric} {_number(best.value)} on {place}, {len(sweep.seeds)} seeds"
+    head = f"# Trial {best.trial} of the sweep {sweep.folder.name}: {score}.\n"
+    searched = "".join(f"# searched: {key}\n" for key in best.keys)
+    return head + searched + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+    values[last] = value
+
+
+def _draw_slices(sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Write `slices.png`: for each key, the value of each complete trial over the key. Errors: OSError."""
+    if best_of(sweep, trials) is None:
         return
-    found: dict[int, dict[str, Any]] = {}
-    for record in state.records.values():
-        texts = dict(word.partition("=")[::2] for word in record.job.words)
-        try:
-            values = {parameter.key: parameter.value_of(texts[parameter.key]) for parameter in sweep.space}
-        except (KeyError, ValueError, StopIteration):
-            raise UserError(f"{sweep.folder}: belongs to another sweep. Give another name: or results:") from None
-        found[number_of(record.job.arm) or 0] = values
-    for _, values in sorted(found.items()):
-        trials.begin(values)
+    from matplotlib import pyplot
+
+    pyplot.switch_backend("agg")
+    with pyplot.rc_context(), warnings.catch_warnings(action="ignore"):
+        drawn = optuna().visualization.matplotlib.plot_slice(
+            _optuna_study(sweep, trials), target_name=sweep.file.metric
+        )
+        figure = np.ravel(drawn)[0].figure
+        figure.savefig(sweep.folder / "slices.png", dpi=150)
+        pyplot.close(figure)

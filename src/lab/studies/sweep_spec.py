@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from omagd.config.messages import shorten
 from omagd.config.schema import OPEN_SECTIONS, Config
 from omagd.lab.studies.executors import Job
-from omagd.lab.studies.files import (
-    Seeds,
+from omagd.lab.studies.spec import (
+    OWN,
+    Entry,
+    Environment,
+    Given,
+    config_of_words,
     executor_of,
     folder_of,
     read_file,
     require_few_runs,
-    require_right,
     seeds_of,
     validated,
+    words_of,
 )
-from omagd.lab.studies.spec import OWN, Entry, Environment, config_of_words, words_of
-from omagd.utils.errors import Mistakes, UserError
+from omagd.utils.errors import Mistakes, UserError, import_extra
 from omagd.utils.storage import is_number
 
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
 Value = float | int | bool | str | None
-Spread = Literal["mean", "iqm"]
-MOST_STEPS = 10**9
-NEEDS = "space:, trials: and seeds:"
 
 
 class SpaceEntry(BaseModel):
@@ -49,7 +53,7 @@ class SpaceEntry(BaseModel):
 
 
 class Pruning(BaseModel):
-    """When a trial is ended early: Optuna's PercentilePruner, by the metric after each test.
+    """When a trial is ended early, by the metric after each test, as Optuna's PercentilePruner does.
 
     Attributes:
         percentile: a trial goes on while its best value is within this part of the finished trials, the best first,
@@ -81,12 +85,12 @@ class SweepFile(Entry):
     map: str | None = None
     space: dict[str, dict[str, Any]] = Field(default_factory=dict)
     trials: PositiveInt = 30
-    seeds: Seeds = 3
+    seeds: int | list[int] = 3
     metric: str = "test_battle_won_mean"
     stage: Literal["stage1", "stage2", "stage3"] = "stage3"
     direction: Literal["maximize", "minimize"] = "maximize"
     over_tests: Literal["last", "best", "mean"] = "last"
-    over_seeds: Spread = "mean"
+    over_seeds: Literal["mean", "iqm"] = "mean"
     pruning: dict[str, Any] | bool = True
     startup_trials: PositiveInt = 10
     seed: int = Field(default=1, ge=0)
@@ -95,49 +99,18 @@ class SweepFile(Entry):
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A key of the space: numbers of a `kind` ("float" or "int") from low to high, or choices (kind "choice")."""
-
-    key: str
-    kind: str
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
-    step: float | None = None
-    choices: tuple[Value, ...] = ()
-
-    @property
-    def size(self) -> float:
-        """How many values it has."""
-        if self.kind == "choice":
-            return len(self.choices)
-        step = self.step or (1 if self.kind == "int" else None)
-        return math.inf if step is None else math.floor((self.high - self.low) / step + 1e-9) + 1
-
-    def number(self, value: float) -> Value:
-        """Return an end of the range with the type of the key."""
-        return int(value) if self.kind == "int" else float(value)
-
-    def value_of(self, text: str) -> Value:
-        """Return the value whose text in `key=text` this is. Errors: ValueError."""
-        if self.kind == "choice":
-            return next(value for value in self.choices if str(value) == text)
-        return int(text) if self.kind == "int" else float(text)
-
-
-@dataclass(frozen=True)
 class Sweep:
     """A checked sweep.
 
     Attributes:
-        folder: of the sweep. file: its values. space: its keys. words: of all runs, without space and seed.
-        config: without the space. pruning: None for none. executor: its name. settings: its `args_model`.
-        text: the sweep file, or its values as YAML. source: name of the file, for messages.
+        folder: of the sweep. file: its values. space: Optuna's distribution of each key. words: of all runs, without
+            space and seed. config: without the space. pruning: None for none. executor: its name. settings: its
+            `args_model`. text: the sweep file, or its values as YAML. source: name of the file, for messages.
     """
 
     folder: Path
     file: SweepFile
-    space: tuple[Parameter, ...]
+    space: dict[str, BaseDistribution]
     seeds: Sequence[int]
     words: tuple[str, ...]
     config: Config
@@ -148,18 +121,18 @@ class Sweep:
     source: str
 
     @property
-    def definition(self) -> dict[str, Any]:
+    def definition(self) -> dict[str, str]:
         """What must be equal for trials to belong to one sweep."""
         file = self.file
         return {
-            "base": list(self.words), "seeds": list(self.seeds), "metric": f"{file.stage}/{file.metric}",
+            "base": " ".join(self.words), "seeds": str(list(self.seeds)), "metric": f"{file.stage}/{file.metric}",
             "direction": file.direction, "over_tests": file.over_tests, "over_seeds": file.over_seeds,
-            **{f"space.{p.key}": _entry(p) for p in self.space},
+            **{f"space.{key}": str(distribution) for key, distribution in self.space.items()},
         }  # fmt: skip
 
     def jobs(self, number: int, values: Mapping[str, Value]) -> list[Job]:
         """Return the runs of a trial, one per seed."""
-        arm = trial_name(number)
+        arm = f"trial{number:04d}"
         words = (*self.words, *(f"{key}={value}" for key, value in values.items()))
         config = self.config
         return [
@@ -167,25 +140,31 @@ class Sweep:
             for seed in self.seeds
         ]
 
+    def ends(self, key: str) -> tuple[Value, ...]:
+        """Return the lowest and the highest value of a key, or its choices."""
+        found: Any = self.space[key]
+        return tuple(found.choices) if hasattr(found, "choices") else (found.low, found.high)
 
-def trial_name(number: int) -> str:
-    """Return the name of a trial."""
-    return f"trial{number:04d}"
+
+def optuna() -> Any:
+    """Return Optuna, which writes no messages of its own. Errors: UserError where it is not installed."""
+    module = import_extra("optuna", "sweep: needs Optuna", "studies")
+    module.logging.set_verbosity(module.logging.ERROR)
+    warnings.filterwarnings("ignore", category=module.exceptions.ExperimentalWarning)
+    return module
 
 
-def load_sweep(
-    given: str | Path | Mapping[str, Any], *, results: str | None = None, executor: str | None = None
-) -> Sweep:
+def load_sweep(given: Given, *, results: str | None = None, executor: str | None = None) -> Sweep:
     """Return the sweep of a file, or of its values.
 
     Args:
         results: instead of the file's `results`. executor: instead of the first one in the file.
     Errors: UserError in one line that names the file, the place in it, and the key.
     """
-    text, values, source, base = read_file(given, "sweep", NEEDS)
-    found, of_runs = Mistakes(), Mistakes()
+    text, values, source, base = read_file(given, "sweep", "space:, trials: and seeds:")
+    optuna()  # before what is wrong is looked for with it
+    found, folder, seeds = Mistakes(), Path(), list[int]()
     file = validated(SweepFile, values, source, found)
-    folder, seeds, pruning = Path(), list[int](), None
     words: tuple[str, ...] = ("with",)
     config: Config | None = None
     with found.caught():
@@ -194,109 +173,59 @@ def load_sweep(
         seeds = list(seeds_of(file.seeds, source))
         require_few_runs(source, {"trials": file.trials, "seeds": len(seeds)})
     with found.caught(source):
-        words = words_of(file, Entry(), Environment(map=file.map), base, found, source)
-    with of_runs.caught(source):
+        words = words_of(file, Entry(), Environment(map=file.map), base)
         config = config_of_words(words)
-    with found.caught():
-        pruning = _pruning(file, source, found)
+    pruning = None
+    if file.pruning:
+        pruning = validated(Pruning, {} if file.pruning is True else file.pruning, f"{source}: pruning", found)
     space = _space(file, words, config, source, found)
-    alone = list(_alone(space, words, source, of_runs)) if config is not None else _ends(space, words)
     chosen, settings = executor_of(file.executor, source, executor, found)
     if pruning and (fixed := {"t_max", "test_interval"} & set(file.space)):
         found.add(f"{source}: space.{min(fixed)}: trials have different tests then. Give pruning: false")
-    require_right(found, of_runs, [Job("", "", "", "", 1, words), *alone], chosen, source)
+    found.raise_any()
     assert config is not None
     return Sweep(folder, file, space, seeds, words, config, pruning, chosen, settings, text, source)
 
 
 def _space(
     file: SweepFile, words: Sequence[str], config: Config | None, source: str, found: Mistakes
-) -> tuple[Parameter, ...]:
-    """Return the checked keys of the space. config: without them; None where it is wrong."""
+) -> dict[str, BaseDistribution]:
+    """Return the distributions of the keys of the space. config: without them; None where it is wrong."""
     if not file.space:
         found.add(f"{source}: space: is empty. Give keys, such as `space: {{lr: {{low: 1e-4, high: 1e-2}}}}`")
     taken = {word.partition("=")[0] for word in words}
-    space = list[Parameter]()
+    space = {}
     for key, values in file.space.items():
         entry = validated(SpaceEntry, values, f"{source}: space.{key}", found)
-        if values.keys() <= SpaceEntry.model_fields.keys():
-            with found.caught(f"{source}: space.{key}"):
-                space.append(_parameter(key, entry, config, taken))
-    combinations = math.prod(parameter.size for parameter in space)
-    if len(space) == len(file.space) and combinations < file.trials and space:
-        fix = f"Lower trials to {combinations:.0f}, or add to the space"
-        found.add(f"{source}: trials={file.trials}: the space has {combinations:.0f} combinations. {fix}")
-    return tuple(space)
+        with found.caught(f"{source}: space.{key}"):
+            if key in OWN:
+                raise UserError(OWN[key])
+            if key in taken:
+                raise UserError("has a value in with: or map:, too. Leave one out")
+            space[key] = _distribution(key, entry, config)
+    return space
 
 
-def _alone(space: Sequence[Parameter], words: Sequence[str], source: str, of_runs: Mistakes) -> Iterator[Job]:
-    """Yield a run for each end or choice of each key alone; of a key only the first that is wrong."""
-    wrong = set[str]()
-    for job in _ends(space, words):
-        if job.arm in wrong:
-            continue
-        with of_runs.caught(f"{source}: {job.arm}"):
-            wrong.add(job.arm)
-            config_of_words(job.words)
-            wrong.remove(job.arm)
-        yield job
-
-
-def _ends(space: Sequence[Parameter], words: Sequence[str]) -> list[Job]:
-    """Return a run for each end or choice of each key alone."""
-    return [
-        Job("", f"space.{found.key}", "", "", 1, (*words, f"{found.key}={value}"))
-        for found in space
-        for value in found.choices or (found.low, found.high)
-    ]
-
-
-def _pruning(file: SweepFile, source: str, found: Mistakes) -> Pruning | None:
-    if isinstance(file.pruning, bool):
-        return Pruning() if file.pruning else None
-    return validated(Pruning, file.pruning, f"{source}: pruning", found)
-
-
-def _parameter(key: str, entry: SpaceEntry, config: Config | None, taken: set[str]) -> Parameter:
+def _distribution(key: str, entry: SpaceEntry, config: Config | None) -> BaseDistribution:
     """Return a key of the space. Errors: UserError."""
-    if key in OWN:
-        raise UserError(OWN[key])
-    if key in taken:
-        raise UserError("has a value in with: or map:, too. Leave one out")
-    return _choices(key, entry) if entry.choices is not None else _range(key, entry, config)
-
-
-def _choices(key: str, entry: SpaceEntry) -> Parameter:
-    choices = entry.choices or []
-    if entry.low is not None or entry.high is not None or entry.step is not None or entry.log:
-        raise UserError("choices: take no low:, high:, log: or step:")
-    if len({str(value) for value in choices}) != len(choices) or len(choices) < 2:
-        raise UserError(f"choices={shorten(choices)}: give at least two values that differ")
-    if any(isinstance(value, Mapping) for value in choices):
-        raise UserError(f"choices={shorten(choices)}: give values, not mappings of keys")
-    plain = (value if isinstance(value, Value) else str(value) for value in choices)
-    return Parameter(key, "choice", choices=tuple(plain))
-
-
-def _range(key: str, entry: SpaceEntry, config: Config | None) -> Parameter:
-    low, high, step = entry.low, entry.high, entry.step
-    if low is None or high is None:
+    kinds, low, high, step = optuna().distributions, entry.low, entry.high, entry.step
+    if entry.choices is not None:
+        if low is not None or high is not None or len(set(map(str, entry.choices))) != len(entry.choices):
+            raise UserError(f"choices={shorten(entry.choices)}: give values that differ, without low: and high:")
+        return kinds.CategoricalDistribution([v if isinstance(v, Value) else str(v) for v in entry.choices])
+    if not (is_number(low) and is_number(high)):
         raise UserError("give low: and high:, or choices:")
-    if not (is_number(low) and is_number(high)) or low >= high:
-        raise UserError(f"low={shorten(low)} must be less than high={shorten(high)}")
-    if entry.log and (low <= 0 or step is not None):
-        raise UserError(f"log: needs low={low} above 0, and no step:")
-    if step is not None and not 0 < step <= high - low:
-        raise UserError(f"step={step}: must be more than 0, and at most high - low")
-    if step is not None and (high - low) / step > MOST_STEPS:
-        raise UserError(f"step={step}: makes more than {MOST_STEPS:,} values. Give a larger one, or none")
     whole = all(isinstance(number, int) for number in (low, high, step) if number is not None)
     now = _now(config, key)
     if isinstance(now, int) and not isinstance(now, bool) and not whole:
         raise UserError("takes whole numbers: give low:, high: and step: without a point")
-    if whole and not isinstance(now, float):
-        return Parameter(key, "int", low, high, entry.log, step)
-    return Parameter(key, "float", float(low), float(high), entry.log, None if step is None else float(step))
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a range that is no multiple of its step ends earlier
+            if whole and not isinstance(now, float):
+                return kinds.IntDistribution(low, high, entry.log, step or 1)
+            return kinds.FloatDistribution(low, high, entry.log, step)
+    except ValueError as problem:
+        raise UserError(f"low={shorten(low)}, high={shorten(high)}: {problem}") from None
 
 
 def _now(config: Config | None, key: str) -> Any:
@@ -307,7 +236,25 @@ def _now(config: Config | None, key: str) -> Any:
     return found
 
 
-def _entry(parameter: Parameter) -> list[Any]:
-    if parameter.kind == "choice":
-        return list(parameter.choices)
-    return [parameter.kind, parameter.low, parameter.high, parameter.log, parameter.step]
+def wandb_file(sweep: Sweep) -> str:
+    """Return the space as a W&B sweep file: one run per seed, since W&B does not average over seeds."""
+    values = {
+        "program": "omagd",
+        "command": ["python", "-m", "omagd", *sweep.words, "use_wandb=True", "${args_no_hyphens}"],
+        "method": "bayes",
+        "metric": {"name": sweep.file.metric, "goal": sweep.file.direction},
+        "run_cap": sweep.file.trials * len(sweep.seeds),
+        "parameters": {key: _wandb(each) for key, each in sweep.space.items()} | {"seed": {"values": [*sweep.seeds]}},
+    }
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _wandb(found: Any) -> dict[str, Any]:
+    if hasattr(found, "choices"):
+        return {"values": list(found.choices)}
+    whole = isinstance(found.low, int)
+    if found.step is not None and found.step != 1:  # W&B's steps are multiples of q, not low, low + q, …
+        return {"values": [found.low + i * found.step for i in range(round((found.high - found.low) / found.step) + 1)]}
+    kind = ("q_log_uniform_values" if whole else "log_uniform_values") if found.log else None
+    kind = kind or ("int_uniform" if whole else "uniform")
+    return {"distribution": kind, "min": found.low, "max": found.high}
