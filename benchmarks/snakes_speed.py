@@ -1,11 +1,11 @@
-"""Board steps per second of `snakes_3v3`, compiled beside NumPy: engine, opponents, observations; one thread.
+"""Board steps per second of `snakes_3v3`: engine, opponents, observations; one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/snakes_speed.py --boards 16 256
     OMP_NUM_THREADS=1 python benchmarks/snakes_speed.py --boards 16 64 256 --rounds 9 --only near
 
-Both play in turns in this process. Prints medians and quartiles of the rounds in processor time, and of the ratio of
-each round. A tick of the environment is what a runner makes: observe, step with random actions, reset what has ended;
-its reward is `potential`. `network` is a frozen opponent with the observation of its line and two layers of 256 units.
+Prints medians and quartiles of the rounds in processor time. A tick of the environment is what a runner makes: observe,
+step with random actions, reset what has ended; its reward is `potential`. `network` is a frozen opponent with the
+observation of its line and two layers of 256 units.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from functools import partial
 import numpy as np
 
 from omagd.envs.factory import make_env
-from omagd.envs.snakes import snakes_env
 from omagd.envs.snakes.engine import Engine
 from omagd.envs.snakes.opponents import SCRIPTS
-from omagd.envs.snakes.rewards import Ledger
+from omagd.envs.snakes.snakes_env import prepare
 
 UNITS = 256
-Kinds = tuple[type[Engine], type[Ledger]]
 Step = Callable[[], None]
 
 
@@ -37,9 +35,9 @@ def per_second(step: Step, boards: int, seconds: float) -> float:
     return steps / (time.process_time() - start)
 
 
-def engine_steps(script: str | None, kinds: Kinds, boards: int) -> Step:
+def engine_steps(script: str | None, boards: int) -> Step:
     """Return a step of the engine: both teams by `script`, or actions that were drawn before; resets included."""
-    engine, rows, rng = kinds[0](boards), np.arange(boards), np.random.default_rng(0)
+    engine, rows, rng = Engine(boards), np.arange(boards), np.random.default_rng(0)
     drawn = rng.integers(0, 4, (64, boards, 6))
     one, other = np.zeros(boards, np.int64), np.ones(boards, np.int64)
     engine.reset(rows, rows)
@@ -58,11 +56,10 @@ def engine_steps(script: str | None, kinds: Kinds, boards: int) -> Step:
     return step
 
 
-def env_steps(obs: str, opponent: str, kinds: Kinds, boards: int) -> Step:
+def env_steps(obs: str, opponent: str, boards: int) -> Step:
     """Return a tick of the environment."""
-    usual, snakes_env.engine = snakes_env.engine, lambda: kinds  # type: ignore[assignment]
     env = make_env("snakes_3v3", {"obs": obs, "reward": "potential"}, boards, processes=False)
-    snakes_env.engine, rng = usual, np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     if opponent == "network":
         sizes = [env.info.obs_dim, UNITS, UNITS, 4]
         pairs = zip(sizes[1:], sizes[:-1], strict=True)
@@ -85,13 +82,13 @@ def env_steps(obs: str, opponent: str, kinds: Kinds, boards: int) -> Step:
     return step
 
 
-def show(values: np.ndarray, digits: int = 0) -> str:
+def show(values: np.ndarray) -> str:
     """Return the median and the quartiles."""
-    low, middle, high = (f"{value:,.{digits}f}" for value in np.percentile(values, (25, 50, 75)))
+    low, middle, high = (f"{value:,.0f}" for value in np.percentile(values, (25, 50, 75)))
     return f"{middle} ({low} to {high})"
 
 
-def cases() -> dict[str, Callable[[Kinds, int], Step]]:
+def cases() -> dict[str, Callable[[int], Step]]:
     """Return what is measured, by name."""
     found = {"engine, random actions": partial(engine_steps, None)}
     found |= {f"engine, both teams {name}": partial(engine_steps, name) for name in ("random", "l1", "greedy")}
@@ -109,15 +106,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="processor time of a round")
     parser.add_argument("--only", default="", help="measure what has this word in its name")
     args = parser.parse_args()
-    kinds = {"compiled": snakes_env.engine(), "NumPy": (Engine, Ledger)}
+    prepare()
     for boards in args.boards:
         for name, make in cases().items():
             if args.only in name:
-                steps = {kind: make(classes, boards) for kind, classes in kinds.items()}
-                rows = [[per_second(step, boards, args.seconds) for step in steps.values()] for _ in range(args.rounds)]
-                first, second = np.array(rows).T
-                print(f"{boards} boards, {name}: compiled {show(first)}, NumPy {show(second)} board steps/s;", end=" ")
-                print(f"ratio {show(first / second, 1)}", flush=True)
+                step = make(boards)
+                speeds = np.array([per_second(step, boards, args.seconds) for _ in range(args.rounds)])
+                print(f"{boards} boards, {name}: {show(speeds)} board steps/s", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import omagd
 from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.types import Exploration
-from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
+from omagd.envs.protocol import random_actions
 from omagd.learners.belief_cases import cases_of
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.last_sight import LastSight
