@@ -4,28 +4,29 @@
     OMP_NUM_THREADS=1 python benchmarks/env_speed.py --maps 3m --slots 16 256 --beside reference smax --plot speed.png
 
 Each tick observes (observations, full observations, state, masks) and steps all slots; an ended battle starts again.
-Choosing the actions is not timed. What is compared takes turns, in this process: `reference` is skirmish by NumPy,
-`smax` JaxMARL's battles with JAX on one CPU thread. Prints the medians and quartiles of the rounds, and of the ratio
-of each round. On a shared machine processor seconds (`--clock processor`) say more; what computes in threads of its
-own, as SMAX does, needs the wall.
+Choosing the actions is not timed. What is compared takes turns, in this process: `reference` is the simulator in NumPy
+that tests compare with, `smax` JaxMARL's battles with JAX on one CPU thread. Prints the medians and quartiles of the
+rounds, and of the ratio of each round. On a shared machine processor seconds (`--clock processor`) say more; what
+computes in threads of its own, as SMAX does, needs the wall.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from omagd.envs.actions import random_actions
-from omagd.envs.battle import skirmish_env
-from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.battle.simulator import Simulator
+from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.factory import make_env
-from omagd.envs.protocol import BatchedEnv
+from omagd.envs.protocol import BatchedEnv, random_actions
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from reference.battles import ReferenceEnv  # noqa: E402
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 Speeds = dict[str, np.ndarray]
@@ -49,22 +50,11 @@ def play_round(env: BatchedEnv, ticks: int, rng: np.random.Generator, clock: Cal
     return ticks * env.n_slots / seconds
 
 
-@contextmanager
-def played_by_numpy() -> Iterator[None]:
-    """Let new environments `skirmish` use the reference."""
-    compiled, skirmish_env.engine = skirmish_env.engine, lambda: (Simulator, BattleSemantics)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        skirmish_env.engine = compiled
-
-
 def made(name: str, map_name: str, slots: int) -> BatchedEnv:
     """Return an environment; `reference` is skirmish by NumPy."""
     if name != "reference":
         return make_env(name, {"map_name": map_name}, slots, processes=False)
-    with played_by_numpy():
-        return make_env("skirmish", {"map_name": map_name}, slots, processes=False)
+    return ReferenceEnv(SkirmishArgs(map_name=map_name), slots)
 
 
 def measure(names: list[str], map_name: str, slots: int, arguments: argparse.Namespace) -> Speeds:

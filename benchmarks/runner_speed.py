@@ -42,7 +42,7 @@ from pymarl3_peer import scheme
 
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
-from omagd.envs.actions import random_actions
+from omagd.envs.protocol import random_actions
 from omagd.envs.smac import make_smac
 from omagd.runners import REGISTRY
 from omagd.runners.starts import EpisodeSeeds

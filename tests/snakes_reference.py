@@ -1,4 +1,4 @@
-"""One board of 3v3 snakes in plain Python: an independent reference of opponents, observations and rewards."""
+"""One board of 3v3 snakes in plain Python: an independent reference of opponents, observations, rewards and draws."""
 
 from __future__ import annotations
 
@@ -41,18 +41,12 @@ class Slow:
         return [self.lengths[snake] / 20, *(float(self.directions[snake] == a) for a in range(4))]
 
 
-def bodies_of(engine, row) -> list[list[int]]:
-    """Return the cells of each snake on a board, head first."""
-    segments, lengths = engine.segments(np.array([row]))[0], engine.board.lengths[row]
-    return [body[:length].tolist() for body, length in zip(segments, lengths, strict=True)]
-
-
 def of_engine(engine, row, team) -> Slow:
     def places(cells):
         return [divmod(int(cell), WIDTH) for cell in cells]
 
     order, board = [0, 1, 2, 3, 4, 5] if team == 0 else [3, 4, 5, 0, 1, 2], engine.board
-    bodies = [places(body) for body in bodies_of(engine, row)]
+    bodies = [places(body) for body in engine.segments(row)]
     directions = board.directions[row, order].tolist()
     slots = board.bean_slots[row].tolist()
     return Slow([bodies[i] for i in order], places(board.beans[row]), slots, directions, int(board.steps[row]))
@@ -124,6 +118,17 @@ def observation(slow: Slow, agent: int, args: dict) -> list[float]:
         return planes(slow, agent, args["centred"])
     raw = flat(name.removesuffix("_raw"), slow, agent)
     return [x / scale for x, scale in zip(raw, SCALES[name], strict=True)] if args.get("normalise") else raw
+
+
+def state(slow: Slow) -> list[float]:
+    """Return what mixers see."""
+    out = []
+    for i, body in enumerate(slow.bodies):
+        length, *facing = slow.facts(i)
+        out += [body[0][0] / 10, body[0][1] / 20, *facing, length, body[-1][0] / 10, body[-1][1] / 20]
+    for _, (row, col) in sorted(zip(slow.slots, slow.beans, strict=True)):
+        out += [row / 10, col / 20]
+    return [*out, (sum(slow.lengths[:3]) - sum(slow.lengths[3:])) / 20, slow.steps / 200]
 
 
 def flat(name: str, slow: Slow, agent: int) -> list[float]:
@@ -224,3 +229,54 @@ def rewards(kind: str, was: Slow, now: Slow, lead: int, over: bool) -> list[floa
         else:
             out.append(score + 2 * lead * over)
     return out
+
+
+MASK, GOLDEN = 2**64 - 1, 0x9E3779B97F4A7C15
+PLAYERS, TRIES = 4096, 32
+
+
+def mix(z: int) -> int:
+    """Return SplitMix64's output for a counter."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+    return z ^ (z >> 31)
+
+
+class Dice:
+    """The random numbers of a board that was reset with this seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.key = mix((seed * GOLDEN + GOLDEN) & MASK)
+
+    def bits(self, moment: int, index: int) -> int:
+        return mix((self.key + (65536 * moment + index) * GOLDEN) & MASK)
+
+    def below(self, n: int, moment: int, index: int) -> int:
+        return (self.bits(moment, index) >> 32) * n >> 32
+
+    def start(self) -> list[list[int]]:
+        """Return the cells of all snakes at the beginning, head first."""
+        bodies: list[list[int]] = []
+        for snake in range(6):
+            taken, attempt = {cell for body in bodies for cell in body}, 0
+            while len(bodies) == snake:
+                tail, way = self.below(200, 0, 256 * snake + attempt), self.bits(0, 256 * snake + attempt) & 3
+                places = [divmod(tail, WIDTH)]
+                for _ in range(2):
+                    places.append(beside(places[-1], *STEPS[way]))
+                cells = [row * WIDTH + col for row, col in reversed(places)]
+                bodies += [cells] if not taken & {*cells} else []
+                attempt += 1
+        return bodies
+
+    def turn(self, moment: int, snake: int, direction: int) -> int:
+        """Return the direction that replaces a reversal of `direction`."""
+        return [a for a in range(4) if a != direction ^ 1][self.below(3, moment, snake)]
+
+    def bean(self, moment: int, place: int, free: list[int]) -> int:
+        """Return the cell of a new bean at this place of the list."""
+        for attempt in range(TRIES):
+            cell = self.below(200, moment, 16 + 2 * TRIES * place + attempt)
+            if cell in free:
+                return cell
+        return free[self.below(len(free), moment, 16 + 2 * TRIES * place + TRIES)]

@@ -176,13 +176,11 @@ def test_the_published_component_tuple_becomes_a_layout():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("env_cls", "args", "more"), [(Walk, WalkArgs(), {}), (Snakes3v3, SnakesArgs(opponent="l1"), {"per_process": 2})]
-)
-def test_workers_return_what_this_process_would_and_leave_nothing(env_cls, args, more):
+@pytest.mark.parametrize(("env_cls", "args"), [(Walk, WalkArgs()), (Snakes3v3, SnakesArgs(opponent="l1"))])
+def test_workers_return_what_this_process_would_and_leave_nothing(env_cls, args):
     """Also if one of them dies, when the episodes follow from their seeds."""
     before = shared_memory.names()
-    env, serial = ProcessEnvs(env_cls, args, 3, name="toy", **more), SerialEnvs(env_cls, args, 3, name="toy")
+    env, serial = ProcessEnvs(env_cls, args, 3, name="toy"), SerialEnvs(env_cls, args, 3, name="toy")
     try:
         pids = pids_of(env)
         assert shared_memory.left_since(before) == [] and env.info == serial.info

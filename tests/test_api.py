@@ -26,10 +26,9 @@ from omagd.config.loading import parse_value, resolve, validate
 from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Tick
 from omagd.envs import REGISTRY as ENVS
-from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
 from omagd.envs.parallel import ParallelBattle
-from omagd.envs.protocol import BatchedEnv, StepResult
+from omagd.envs.protocol import BatchedEnv, StepResult, random_actions
 from omagd.run.api import LoadedPolicy
 from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.main import config_from, main

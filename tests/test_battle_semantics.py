@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from reference.battles import Simulator
 
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Order
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.reward import Ending, RewardLedger, judge
 from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.units import UNITS
 
 ON, OFF = np.ones(1, bool), np.zeros(1, bool)

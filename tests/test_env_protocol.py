@@ -18,10 +18,9 @@ from plugin_toys import own_names
 
 from omagd.components.episode_codec import Codec, spec_of
 from omagd.envs import REGISTRY
-from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
 from omagd.envs.frames import Frame
-from omagd.envs.protocol import BatchedEnv
+from omagd.envs.protocol import BatchedEnv, random_actions
 from omagd.envs.task_sets.sets import TaskSet
 from omagd.envs.task_sets.task_set_env import TaskSetEnv
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes

@@ -13,8 +13,8 @@ import omagd
 from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.types import Exploration
-from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
+from omagd.envs.protocol import random_actions
 from omagd.modules.graph_reconstructers.graphs import TeamView, obs_to_nodes
 from omagd.run.cli.preflight import preflight
 from omagd.runners import REGISTRY as RUNNERS

@@ -8,16 +8,15 @@ from functools import partial
 
 import numpy as np
 import pytest
+from reference.battles import Simulator, start_positions
 
 from omagd.config.loading import resolve
-from omagd.envs.battle import starts
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled.engine import compiled
-from omagd.envs.battle.fog import PRESETS
+from omagd.envs.battle.map_names import PRESETS
 from omagd.envs.battle.maps import MAPS
-from omagd.envs.battle.physics import BORDER, SIZE
-from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.envs.battle.terrain import BORDER, SIZE
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.factory import make_env, validate_env_args
 from omagd.modules.graph_reconstructers.pretrained import check, describe
@@ -27,9 +26,10 @@ from omagd.utils.errors import UserError
 WALLED = ("corridor", "2c_vs_64zg")
 OPEN = [name for name in MAPS if name not in WALLED]
 SEEDS = np.arange(2048) * 10**15
+COMPILED = compiled()[0]
 
 
-def begin(name, start, seeds=SEEDS, simulator=Simulator):
+def begin(name, start, seeds=SEEDS, simulator=COMPILED):
     """Return a simulator whose battles have begun."""
     sim = simulator(SkirmishArgs(map_name=name, start=start).spec, len(seeds))
     sim.reset(np.ones(len(seeds), bool), seeds)
@@ -50,7 +50,7 @@ def test_formations_are_where_they_were_before_other_starts_existed():
     """The hash is of the places and goals that the previous version computed."""
     digest = hashlib.sha256()
     for spec in MAPS.values():
-        position, goals = starts.start_positions(spec, SEEDS[:64])
+        position, goals = start_positions(spec, SEEDS[:64])
         digest.update(position.tobytes())
         digest.update(np.ascontiguousarray(goals[:, :, 0]).tobytes())
     assert digest.hexdigest()[:16] == "7ca3b10196518d0b"
@@ -59,7 +59,7 @@ def test_formations_are_where_they_were_before_other_starts_existed():
 @pytest.mark.parametrize("start", ["mixed", "hidden"])
 @pytest.mark.parametrize("name", OPEN)
 def test_all_units_begin_on_the_ground_alike_in_kernels(name, start):
-    sim, played = begin(name, start, SEEDS[:256]), begin(name, start, SEEDS[:256], compiled()[0])
+    sim, played = begin(name, start, SEEDS[:256]), begin(name, start, SEEDS[:256], Simulator)
     for part, values in sim.snapshot().items():
         np.testing.assert_array_equal(values, played.snapshot()[part])
     radius = np.array([UNITS[i].radius for i in MAPS[name].unit_ids()])

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from reference.battles import Simulator
 
-from omagd.envs.battle.generated_maps import generated_map, skirmish_map
+from omagd.envs.battle.map_names import generated_map, skirmish_map
 from omagd.envs.battle.maps import MAPS
-from omagd.envs.battle.physics import BORDER, SIZE
-from omagd.envs.battle.simulator import Simulator
+from omagd.envs.battle.terrain import BORDER, SIZE
 from omagd.envs.factory import make_env
 
 FROM_SMAC = [name for name in MAPS if generated_map(name) is not None]

@@ -15,8 +15,8 @@ from interruption import json_of
 
 import omagd
 from omagd.config.loading import resolve, validate
-from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
+from omagd.envs.protocol import random_actions
 from omagd.run.checkpoint.resuming import identity_of, locked_folder
 from omagd.run.cli.main import main
 from omagd.run.cli.preflight import preflight

@@ -16,27 +16,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from reference.battles import ReferenceEnv
 from resident_toys import FLAGS
 
-from omagd.envs.battle import skirmish_env
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import cuda as kernels
 from omagd.envs.battle.compiled import play, resident
 from omagd.envs.battle.compiled.resident import ResidentBattles
 from omagd.envs.battle.maps import get_map
-from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.battle.simulator import Simulator
-from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.utils import compiling
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SLOTS = 5
 
 
-def battles_and_reference(monkeypatch, name, **flags):
-    monkeypatch.setattr(skirmish_env, "engine", lambda: (Simulator, BattleSemantics))
+def battles_and_reference(name, **flags):
     args = SkirmishArgs(map_name=name, **flags)
-    return ResidentBattles(args.spec, args, SLOTS, CPU), SkirmishEnv(args, SLOTS)
+    return ResidentBattles(args.spec, args, SLOTS, CPU), ReferenceEnv(args, SLOTS)
 
 
 def random_actions(avail: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -45,7 +41,7 @@ def random_actions(avail: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_battles_in_tensors_are_those_of_the_reference_bit_for_bit(monkeypatch, name):
-    battles, env = battles_and_reference(monkeypatch, name, **FLAGS[name])
+    battles, env = battles_and_reference(name, **FLAGS[name])
     rng, ended = np.random.default_rng(0), np.ones(SLOTS, bool)
     over, n_ended = ended.copy(), 0
     for step in range(70):
@@ -77,7 +73,7 @@ def test_battles_in_tensors_are_those_of_the_reference_bit_for_bit(monkeypatch, 
 
 @pytest.mark.parametrize("continuing", [True, False])
 def test_the_step_limit_truncates_where_the_target_bootstraps(monkeypatch, continuing):
-    battles, _ = battles_and_reference(monkeypatch, "3m", continuing_episode=continuing)
+    battles, _ = battles_and_reference("3m", continuing_episode=continuing)
     everyone, stop = torch.ones(SLOTS, dtype=torch.bool), torch.ones(SLOTS, 3, dtype=torch.int64)
     battles.reset(everyone, torch.arange(SLOTS))
     battles.observe()
@@ -89,7 +85,7 @@ def test_the_step_limit_truncates_where_the_target_bootstraps(monkeypatch, conti
 
 
 def test_an_action_that_is_not_available_is_noted_where_it_was_given(monkeypatch):
-    battles, _ = battles_and_reference(monkeypatch, "3m")
+    battles, _ = battles_and_reference("3m")
     everyone = torch.ones(SLOTS, dtype=torch.bool)
     battles.reset(everyone, torch.arange(SLOTS))
     battles.observe()
@@ -103,7 +99,7 @@ def test_an_action_that_is_not_available_is_noted_where_it_was_given(monkeypatch
 
 
 def test_restored_battles_continue_as_the_saved_ones(monkeypatch):
-    battles, _ = battles_and_reference(monkeypatch, "2s3z")
+    battles, _ = battles_and_reference("2s3z")
     everyone, rng = torch.ones(SLOTS, dtype=torch.bool), np.random.default_rng(1)
 
     def play(steps: int) -> list[torch.Tensor]:

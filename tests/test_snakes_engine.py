@@ -5,24 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from snakes_parity import GAMES, chained, load, state_values
-from snakes_reference import bodies_of
+from snakes_reference import Dice
 
 from omagd.envs.snakes.board import NEXT_CELL
-from omagd.envs.snakes.compiled.engine import Recorded
-from omagd.envs.snakes.compiled.start import compiled
-from omagd.envs.snakes.draws import Draws, below, draw, keys_of
-from omagd.envs.snakes.engine import Engine, respawn
+from omagd.envs.snakes.engine import Engine
+from omagd.envs.snakes.observer import Observer, state_features
 from omagd.envs.snakes.opponents import SCRIPTS
+from omagd.envs.snakes.rewards import Ledger, Prices
+from omagd.envs.snakes.snakes_env import prepare
 
+prepare()
 UP, DOWN, LEFT, RIGHT = range(4)
 
 
-ENGINES = [Engine, compiled()[0]]
-
-
-def begun(seeds: np.ndarray, kind: type[Engine] = Engine) -> tuple[Engine, np.ndarray]:
+def begun(seeds: np.ndarray) -> tuple[Engine, np.ndarray]:
     """Return an engine whose boards have new games, and the numbers of its boards."""
-    engine, rows = kind(len(seeds)), np.arange(len(seeds))
+    engine, rows = Engine(len(seeds)), np.arange(len(seeds))
     engine.reset(rows, seeds)
     return engine, rows
 
@@ -31,20 +29,18 @@ def test_every_step_of_every_stored_game_is_the_same():
     actions, draws, expected = load()
     n = len(actions)
     assert n >= 1000 and GAMES.stat().st_size < 1_000_000
-    recorded = Recorded(draws.starts, draws.turns, draws.beans, draws.next_turn.copy(), draws.next_bean.copy())
-    reference, everyone = Engine(n, draws), np.arange(n)
-    engine = compiled()[0](n, recorded)
-    for each in (reference, engine):
-        each.reset(everyone, np.zeros(n, np.int64))
+    engine, everyone = Engine(n, draws), np.arange(n)
+    engine.reset(everyone, np.zeros(n, np.int64))
     board, digest, over = engine.board, np.zeros(n, np.uint64), np.zeros(n, bool)
     deaths, longest = 0, 0
     for t in range(actions.shape[1]):
         rows = everyone[~over]
-        outcome, other = (each.step(actions[rows, t], rows) for each in (engine, reference))
-        assert all(np.array_equal(value, vars(other)[name]) for name, value in vars(outcome).items())
-        assert all(np.array_equal(value, vars(reference.board)[name]) for name, value in vars(board).items())
-        segments, lengths = engine.segments(rows).astype(np.int64), board.lengths[rows]
-        bodies = np.where(np.arange(segments.shape[2]) < lengths[..., None], segments, -1)
+        outcome = engine.step(actions[rows, t], rows)
+        lengths = board.lengths[rows]
+        bodies = np.full((len(rows), 6, lengths.max()), -1)
+        for k, row in enumerate(rows.tolist()):
+            for snake, cells in enumerate(engine.segments(row)):
+                bodies[k, snake, : len(cells)] = cells
         facts = (board.directions[rows], board.beans[rows], outcome.raw, outcome.hit, lengths - 3, outcome.over)
         digest[rows] = chained(digest[rows], state_values(bodies, *facts))
         wrong = rows[(digest[rows] & np.uint64(255)) != expected["digests"][rows, t]]
@@ -53,8 +49,33 @@ def test_every_step_of_every_stored_game_is_the_same():
         np.testing.assert_array_equal(outcome.over, expected["steps"][rows] == t + 1)
         deaths, longest = deaths + int(outcome.hit.sum()), max(longest, int(lengths.max()))
     np.testing.assert_array_equal(digest, expected["final"])
-    assert np.array_equal(engine.snapshot()["ring"], reference.snapshot()["ring"]), "bodies"
     assert over.all() and deaths > 10_000 and longest > 15, "the stored games are worth comparing"
+
+
+def test_starts_turns_and_beans_are_drawn_as_in_plain_python():
+    seeds = np.array([0, 1, 7, 2**40, 2**62 + 3, 99])
+    (engine, rows), dice = begun(seeds), [Dice(int(seed)) for seed in seeds]
+    board, rng, turns, laid = engine.board, np.random.default_rng(0), 0, 0
+
+    def check_beans(row: int, moment: int, first: int) -> int:
+        for place in range(first, 5):
+            taken = {*(cell for body in engine.segments(row) for cell in body), *board.beans[row, :place].tolist()}
+            free = [cell for cell in range(200) if cell not in taken]
+            assert board.beans[row, place] == dice[row].bean(moment, place, free)
+        return 5 - first
+
+    for row in rows.tolist():
+        assert engine.segments(row) == dice[row].start()
+        check_beans(row, 0, 0)
+    for moment in range(1, 150):
+        before, beans, actions = board.directions.copy(), board.beans.copy(), rng.integers(0, 4, (6, 6))
+        hit = engine.step(actions, rows).hit
+        for row, snake in zip(*np.nonzero((actions == before ^ 1) & ~hit), strict=True):
+            assert board.directions[row, snake] == dice[row].turn(moment, int(snake), int(before[row, snake]))
+            turns += 1
+        for row in rows[~hit.any(1)].tolist():
+            laid += check_beans(row, moment, sum(cell in board.beans[row] for cell in beans[row].tolist()))
+    assert turns > 500 and laid > 50
 
 
 def test_a_bean_keeps_its_number_while_it_lies_there():
@@ -73,48 +94,8 @@ def test_a_bean_keeps_its_number_while_it_lies_there():
     assert moved > 100
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_boards_are_the_same_alone_as_among_others_and_when_others_stand_still(kind):
-    (together, _), (alone, only) = begun(np.arange(100, 106), kind), begun(np.array([104]), kind)
-    rng = np.random.default_rng(0)
-    for step in range(80):
-        actions = rng.integers(0, 4, (6, 6))
-        rows = np.array([4, 1, 0]) if step % 3 else np.array([2, 4])
-        still = np.setdiff1d(np.arange(6), rows)
-        before = together.board.codes[still].copy()
-        outcome = together.step(actions[: len(rows)], rows)
-        place = rows.tolist().index(4)
-        one = alone.step(actions[place : place + 1], only)
-        np.testing.assert_array_equal(together.board.codes[still], before)
-        for name in ("raw", "hit", "ate", "over"):
-            np.testing.assert_array_equal(getattr(outcome, name)[place], getattr(one, name)[0])
-        assert bodies_of(together, 4) == bodies_of(alone, 0)
-        np.testing.assert_array_equal(together.board.beans[4], alone.board.beans[0])
-
-
-def test_draws_are_uniform_over_what_is_possible():
-    n, draws = 20_000, Draws()
-    keys, moments, old = keys_of(np.arange(n)), np.ones(n), np.repeat(np.arange(4), n // 4)
-    counts = np.zeros((4, 4))
-    np.add.at(counts, (old, draws.turn(moments, keys, moments, np.zeros(n, np.int64), old)), 1)
-    reversed_ = np.eye(4, dtype=bool)[np.arange(4) ^ 1]
-    assert (counts[reversed_] == 0).all() and (np.abs(counts[~reversed_] - n / 12) < 170).all()
-    free = np.zeros((n, 200), bool)
-    free[:, [3, 77, 150, 199]] = True  # few, so that draws by rank are among them
-    counts = np.bincount(draws.bean(moments, keys, moments, 0, free), minlength=200)
-    assert counts.sum() == n and (np.abs(counts[[3, 77, 150, 199]] - n / 4) < 300).all()
-    cell, direction = draws.start(moments, keys, 2, 0)
-    assert abs(cell.mean() - 99.5) < 2 and (np.bincount(cell, minlength=200) > 50).all()
-    assert (np.abs(np.bincount(direction, minlength=4) - n / 4) < 300).all()
-    assert abs(np.corrcoef(cell, direction)[0, 1]) < 0.03
-    keys = np.repeat(keys_of(np.arange(20)), 20)
-    values = {int(v) for i in range(20) for v in draw(keys, np.tile(np.arange(20), 20), i)}
-    assert len(values) == 20**3, "they differ by key, moment and index"
-    assert set(below(draw(keys, np.zeros(400), 1), 3).tolist()) == {0, 1, 2}
-
-
-def slow_respawn(codes: np.ndarray) -> list[int] | None:
-    """Search breadth-first with a queue."""
+def slow_respawn(codes: np.ndarray) -> list[int]:
+    """Return where a dead snake returns, by a breadth-first search with a queue; empty if nowhere."""
     for start in np.flatnonzero(codes == 0).tolist():
         queue, done = [start], 0
         while done < len(queue) < 3:
@@ -125,41 +106,105 @@ def slow_respawn(codes: np.ndarray) -> list[int] | None:
             start, first, third = queue[:3]
             corner = third in NEXT_CELL[start] and (start // 20 == first // 20) != (start // 20 == third // 20)
             return [first, start, third] if corner else [start, first, third]
-    return None
+    return []
 
 
-def test_respawns_on_crowded_boards_are_those_of_a_plain_search():
-    rng = np.random.default_rng(3)
-    crowd = rng.random((400, 1)) * 0.35 + 0.6
-    codes = (rng.random((400, 200)) < crowd).astype(np.uint8) * 3
-    codes[0] = 3
-    cells, directions, found = respawn(codes)
-    expected = [slow_respawn(row) for row in codes]
-    assert found.tolist() == [cells is not None for cells in expected]
-    assert not found[0] and 2 < (~found).sum() < 300
-    for row in np.flatnonzero(found):
-        assert cells[row].tolist() == expected[row]
-        (r0, c0), (r1, c1) = (divmod(int(c), 20) for c in cells[row, :2])
-        assert directions[row] == ((RIGHT if c0 > c1 else LEFT) if r0 == r1 else (DOWN if r0 > r1 else UP))
+def crowded(codes: np.ndarray) -> tuple[Engine, np.ndarray]:
+    """Return boards with these `codes` [B, 200] outside of the top rows, where snake 0 is about to run into snake 2.
+
+    Four go round in squares, so that no cell becomes free. All beans are in the last row.
+    """
+    engine, rows = begun(np.arange(len(codes)))
+    board, bodies = engine.board, engine._bodies
+    squares = [[c, c + 1, c + 21, c + 20] for c in (5, 8, 11, 14)]
+    snakes = [[42, 41, 40], squares[0], [60, 80, 100], *squares[1:]]  # head first
+    board.codes[:] = codes
+    board.codes[:, :60] = 7
+    board.codes[:, 195:], board.beans[:] = 1, np.arange(195, 200)
+    for i, body in enumerate(snakes):
+        bodies.ring[:, i, : len(body)], bodies.top[:, i] = body[::-1], len(body) - 1
+        board.codes[:, body] = 2 + i
+        board.heads[:, i], board.tails[:, i], board.lengths[:, i] = body[0], body[-1], len(body)
+        board.directions[:, i] = NEXT_CELL[body[1]].tolist().index(body[0])
+    board.codes[:, 43] = 7  # what snake 0 runs into
+    return engine, rows
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("room", [False, True])
-def test_the_game_ends_where_a_dead_snake_has_no_room_to_return(room, kind):
-    engine, row = begun(np.zeros(1, np.int64), kind)
-    board = engine.board
-    board.codes[:] = 7
-    board.beans[0] = np.arange(195, 200)
-    board.codes[0, 195:] = 1
-    board.codes[0, 61] = 0 if room else 7
-    squares = [[c, c + 1, c + 21, c + 20] for c in (5, 8, 11, 14)]  # four that go round, so that no cell becomes free
-    for i, body in enumerate([[42, 41, 40], squares[0], [60, 80, 100], *squares[1:]]):  # head first
-        engine._ring[0, i, : len(body)] = body[::-1]
-        engine._top[0, i] = len(body) - 1
-        board.codes[0, body] = 2 + i
-        board.heads[0, i], board.tails[0, i], board.lengths[0, i] = body[0], body[-1], len(body)
-        board.directions[0, i] = NEXT_CELL[body[1]].tolist().index(body[0])
-    outcome = engine.step(np.array([[RIGHT, DOWN, UP, DOWN, DOWN, DOWN]]), row)
-    assert outcome.hit.tolist() == [[True] + 5 * [False]] and outcome.raw.tolist() == [6 * [0]]
-    assert outcome.over.tolist() == [not room]
-    assert bodies_of(engine, 0)[0] == ([42, 41, 61] if room else [])
+MOVES = np.array([[RIGHT, DOWN, UP, DOWN, DOWN, DOWN]])
+
+
+def test_the_dead_return_on_crowded_boards_where_a_plain_search_finds_room_or_the_game_ends():
+    rng, n = np.random.default_rng(3), 400
+    codes = (rng.random((n, 200)) < rng.random((n, 1)) * 0.35 + 0.6).astype(np.uint8) * 7
+    codes[0] = 7
+    engine, rows = crowded(codes)
+    around = engine.board.codes.copy()
+    outcome = engine.step(np.repeat(MOVES, n, 0), rows)
+    found = 0
+    for row in rows.tolist():
+        after = around[row].copy()
+        after[[42, 41, 40, 100]] = 0  # the dead snake's cells and a tail
+        for body in engine.segments(row)[1:]:
+            after[body] = 7
+        expected = slow_respawn(after)
+        assert engine.segments(row)[0] == expected and outcome.hit[row].tolist() == [True] + 5 * [False]
+        assert outcome.over[row] == (not expected)
+        if expected:
+            (r0, c0), (r1, c1) = (divmod(c, 20) for c in expected[:2])
+            way = (RIGHT if c0 > c1 else LEFT) if r0 == r1 else (DOWN if r0 > r1 else UP)
+            assert engine.board.directions[row, 0] == way
+            found += 1
+    assert found == n or 2 < n - found < 300
+
+
+@pytest.mark.parametrize("free", [0, 1, 2, 9])
+def test_full_boards_lay_what_beans_they_can_and_are_shown(free):
+    """Kernels read memory without checks: beans without a place must not lead them elsewhere."""
+    codes = np.full((1, 200), 7, np.uint8)
+    codes[0, 121 : 121 + free] = 0
+    engine, row = crowded(codes)
+    board, dice = engine.board, Dice(0)
+    board.codes[0, [195, 196, 197]], board.beans[0] = 7, [-1, 198, -1, -1, 199]
+    round_and_round = [110, 130, 131, 111]  # snake 0, too; head first
+    engine._bodies.ring[0, 0, :4], engine._bodies.top[0, 0] = round_and_round[::-1], 3
+    board.codes[0, [40, 41, 42]], board.codes[0, round_and_round] = [0, 7, 7], 2
+    board.heads[0, 0], board.tails[0, 0], board.lengths[0, 0], board.directions[0, 0] = 110, 111, 4, UP
+    open_before = np.flatnonzero(board.codes[0] == 0).tolist()
+    ledger = Ledger(Prices("potential", 0.3, 0.9, 1.0), 1)
+    before = ledger.potential(board, row, row)
+    outcome = engine.step(MOVES, row)
+    assert not outcome.hit.any()
+    free_now = [cell for cell in sorted([*open_before, 100]) if board.codes[0, cell] in (0, 1)]
+    expected = [198, 199]
+    while len(expected) < 5 and (left := [cell for cell in free_now if cell not in expected]):
+        expected.append(dice.bean(1, len(expected), left))
+    assert board.beans[0].tolist() == (expected + [-1] * 5)[:5]
+    paid = ledger.pay(outcome, board, row, row, before)
+    shown = [state_features(board, row), paid]
+    for obs in ("26", "30", "35", "near", "planes", "entities"):
+        shown += [Observer(obs).observe(board, row + team)[0] for team in (0, 1)]
+    assert all(np.isfinite(values).all() for values in shown)
+    acts = np.concatenate([script.act(board, row) for script in SCRIPTS.values()])
+    assert acts.min() >= 0 and acts.max() <= 3
+
+
+def test_arguments_of_other_types_and_layouts_are_converted_and_of_other_shapes_rejected():
+    engine, other = Engine(6), Engine(6)
+    engine.reset(np.arange(12, dtype=np.int32)[::2] // 2, np.arange(12, dtype=np.int32)[::2])
+    engine.step(np.ones((6, 3), np.int32).T, np.arange(6, dtype=np.int16)[::2])
+    other.reset(np.arange(6), np.arange(0, 12, 2))
+    other.step(np.ones((3, 6), np.int64), np.array([0, 2, 4]))
+    before = engine.snapshot()
+    for name, values in other.snapshot().items():
+        np.testing.assert_array_equal(before[name], values)
+    for shape, rows in (((3, 5), 3), ((2, 6), 3)):
+        with pytest.raises(ValueError, match="actions must have shape"):
+            engine.step(np.zeros(shape, int), np.arange(rows))
+    with pytest.raises(ValueError, match="seeds must have shape"):
+        engine.reset(np.arange(3), np.arange(2))
+    with pytest.raises(ValueError, match="teams"):
+        SCRIPTS["greedy"].act(engine.board, np.zeros(2, int))
+    for action in (4, -1, 2**40):
+        with pytest.raises(ValueError, match=f"0 to 3.*{action}"):
+            engine.step(np.full((6, 6), action), np.arange(6))
+    assert all(np.array_equal(values, engine.snapshot()[name]) for name, values in before.items())

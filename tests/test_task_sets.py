@@ -16,9 +16,8 @@ from runner_toys import Game, assert_continues
 
 from omagd.config.env_info import EnvInfo, map_label
 from omagd.config.loading import resolve
-from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
-from omagd.envs.protocol import BatchedEnv, ManyTasks
+from omagd.envs.protocol import BatchedEnv, ManyTasks, random_actions
 from omagd.envs.task_sets.sets import NAMED, TaskSet, task_set
 from omagd.envs.task_sets.task_set_env import TaskSetEnv
 from omagd.modules.agents import REGISTRY as AGENTS

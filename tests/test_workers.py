@@ -84,11 +84,10 @@ def test_an_environment_without_slots_of_their_own_cannot_have_processes():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("per_process", [1, 3])
-def test_killed_workers_change_no_result(per_process):
+def test_killed_workers_change_no_result():
     """Workers are killed between calls, and by a thread while they step, start and replay."""
     expected, dice, stop = undisturbed(SLOTS), random.Random(3), threading.Event()
-    env = ProcessEnvs(SteadyWalk, SteadyArgs(), SLOTS, per_process=per_process)
+    env = ProcessEnvs(SteadyWalk, SteadyArgs(), SLOTS)
     killed: set[int] = set()
 
     def kill_some() -> None:
@@ -189,7 +188,7 @@ def test_a_hung_worker_is_reported_killed_and_replayed(how, state, tmp_path, cap
     """Nothing is lost, and the log names slots, seeds and the place."""
     logging.getLogger("omagd").propagate = True
     args = SteadyArgs(fail_in=["step 2"], marks=str(tmp_path), how=how)
-    with workers(ProcessEnvs(SteadyWalk, args, 2, per_process=2)) as env:
+    with workers(ProcessEnvs(SteadyWalk, args, 2)) as env:
         env.set_worker_timeout(3.0)
         kill_hung = env._workers._kill_hung_workers
 
@@ -201,7 +200,7 @@ def test_a_hung_worker_is_reported_killed_and_replayed(how, state, tmp_path, cap
         assert_same(scripted(env, 1), undisturbed(2, calls=1))
         assert restarts(env) == 1
     (line,) = [record.getMessage() for record in caplog.records if "has not answered" in record.message]
-    assert re.match(rf"environment worker 0 \(process \d+, slot 0 from seed \d+, slot 1 from seed \d+; {state}\)", line)
+    assert re.match(rf"environment worker ([01]) \(process \d+, slot \1 from seed \d+; {state}\)", line)
     assert ("walk_env.py" in line) == (how == "hang")
 
 
@@ -231,12 +230,11 @@ def test_a_worker_that_always_fails_is_an_error(kind, call, how, message, monkey
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("per_process", [1, 2])
-def test_a_dead_worker_costs_the_episodes_of_its_slots_alone(per_process, tmp_path):
+def test_a_dead_worker_costs_the_episode_of_its_slot_alone(tmp_path):
     """In each kind of call one dies, and one between calls; in a reset, which comes first, that costs no episode."""
     args = WalkArgs(shares=True, limit=3)
     failing = args.model_copy(update={"fail_in": ["reset", "step", "show", "stats", "replay"], "marks": str(tmp_path)})
-    env, mirror = ProcessEnvs(Walk, failing, SLOTS, None, per_process), SerialEnvs(Walk, args, SLOTS)
+    env, mirror = ProcessEnvs(Walk, failing, SLOTS), SerialEnvs(Walk, args, SLOTS)
     everyone, still, seeds = all_slots(env), np.zeros((SLOTS, N), int), np.arange(SLOTS)
     calls = [
         lambda: env.reset(everyone, seeds), lambda: env.observe(full=True), env.get_stats, lambda: env.save_replay(""),
@@ -250,7 +248,7 @@ def test_a_dead_worker_costs_the_episodes_of_its_slots_alone(per_process, tmp_pa
             assert (env.observe().obs == mirror.observe().obs).all()
             result, expected = env.step(still, everyone), mirror.step(still, everyone)
             lost = result.lost
-            assert lost.sum() == per_process
+            assert lost.sum() == 1
             assert (result.reward == np.where(lost, 0, expected.reward)).all()
             assert (result.agent_reward == np.where(lost[:, None], 0, expected.agent_reward)).all()
             assert (result.terminated == expected.terminated | lost).all()

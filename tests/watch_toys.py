@@ -8,8 +8,8 @@ import numpy as np
 
 from omagd.config.loading import resolve
 from omagd.controllers.types import Decision
-from omagd.envs.actions import random_actions
 from omagd.envs.factory import make_env
+from omagd.envs.protocol import random_actions
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
 from omagd.run.recording.recorder import Recorder
 from omagd.run.recording.recording import Recording

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from omagd.controllers.types import Decision, Exploration, Policy, Tick
-from omagd.envs.actions import random_actions
-from omagd.envs.protocol import BatchedEnv
+from omagd.envs.protocol import BatchedEnv, random_actions
 from omagd.utils.errors import unknown_name
 
 RANDOM = "random"

@@ -6,7 +6,6 @@ agents come first, in their order, then the units that the other actions aim at,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -101,22 +100,3 @@ def without_place(n_agents: int) -> Frame:
 def rounded(values: Any, digits: int = 2) -> list[float]:
     """Return an array [U] as a list of rounded numbers."""
     return np.round(np.asarray(values, np.float64), digits).tolist()
-
-
-def walls_of(pathing: np.ndarray, playable: Sequence[float]) -> tuple[tuple[float, float, float, float], ...]:
-    """Return the cells of `playable` (x0, y0, x1, y1) that cannot be walked on as rectangles.
-
-    pathing: [map_x, map_y] bool. Columns with the same walls are joined.
-    """
-    x0, y0, x1, y1 = (round(edge) for edge in playable)
-    found: list[tuple[float, float, float, float]] = []
-    open_runs: dict[tuple[int, int], int] = {}  # (from, to) in y -> first column
-    for x in range(x0, x1 + 1):
-        blocked = ~pathing[x, y0:y1] if x < min(x1, len(pathing)) else np.zeros(y1 - y0, bool)
-        edges = np.flatnonzero(np.diff(np.pad(blocked, 1).astype(np.int8))) + y0
-        runs = set(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-        for run in sorted(open_runs.keys() - runs):
-            found.append((open_runs.pop(run), run[0], x, run[1]))
-        for run in runs - open_runs.keys():
-            open_runs[run] = x
-    return tuple(found)

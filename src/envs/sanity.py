@@ -8,8 +8,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from omagd.config.env_info import EnvInfo
-from omagd.envs.actions import random_actions, require_available
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult, random_actions, require_available
 
 _CLIMBING = ((11.0, -30.0, 0.0), (-30.0, 7.0, 6.0), (0.0, 0.0, 5.0))
 _MONOTONIC = ((0.0, 1.0, 2.0), (1.0, 3.0, 5.0), (2.0, 5.0, 8.0))

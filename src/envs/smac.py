@@ -5,7 +5,6 @@ Source: oxwhirl/smac and oxwhirl/smacv2 (starcraft2.py, multiagentenv.py). docs/
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,7 @@ import numpy as np
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.features import state_component, state_unit_dims
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.frames import Frame
-from omagd.envs.protocol import BatchedEnv, Observation
+from omagd.envs.battle.semantics import BattleEnv
 from omagd.envs.single import BatchedAsSingle
 from omagd.utils.errors import UserError
 
@@ -39,33 +36,6 @@ def make_smac(name: str = "sc2", **env_args: Any) -> SmacInterface:
     args = validate_env_args(name, env_args)
     env: SmacInterface = SmacInterface(cls(args, 1)) if issubclass(cls, BattleEnv) else cls(args)
     return env
-
-
-class BattleEnv(BatchedEnv):
-    """A batched environment with SMAC's semantics.
-
-    Attributes:
-        spec: the map. args: the flags of SMAC or SMACv2.
-    """
-
-    spec: MapSpec
-    args: BattleArgs
-
-    @abstractmethod
-    def rules(self) -> BattleSemantics:
-        """Return the semantics of the battles. Errors: ValueError before the first `reset` of the real game."""
-
-    def observe(self, full: bool = False) -> Observation:
-        """Return the current observations, with `full_obs` if `full`; of a lost battle the last ones."""
-        return self.rules().observe(full)
-
-    def frame(self, slot: int) -> Frame:
-        """Return the units of a slot."""
-        return self.rules().frame(slot)
-
-    @abstractmethod
-    def seed(self) -> int | None:
-        """Return the current seed, None if there is none yet."""
 
 
 class SmacInterface(BatchedAsSingle):

@@ -22,9 +22,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
-from omagd.envs.actions import random_actions, require_available
 from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, rounded, unit_names
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult, random_actions, require_available
 from omagd.utils.caches import user_cache
 from omagd.utils.errors import UserError
 

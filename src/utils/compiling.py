@@ -23,6 +23,7 @@ import numpy as np
 
 from omagd.utils import seeding
 from omagd.utils.caches import user_cache
+from omagd.utils.errors import UserError
 from omagd.utils.writing import print_note, print_warning, replace_file
 
 # Numba colours messages by colorama, which replaces sys.stdout: by Sacred's, which is closed when Python exits.
@@ -37,7 +38,7 @@ NO_C: dict[str, Any] = {"no_cfunc_wrapper": True}  # C calls nothing
 NO_PYTHON: dict[str, Any] = {"no_cpython_wrapper": True, **NO_C}
 OLDEST = 0, 68  # version of Numba
 SWITCHED_OFF = "is switched off by NUMBA_DISABLE_JIT"
-SLOWER = "battles and snakes take ten times as long, updates and reconstruction half as long again"
+SLOWER = "updates and reconstruction take half as long again"
 SHARED = Path(__file__).resolve(), Path(seeding.__file__).resolve()  # source of all kernels
 KEPT_DAYS = 60  # folders of earlier versions that nobody has used for so long are removed
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,10 +57,21 @@ def compiled_or_reference(compiled: Callable[[], T], reference: T) -> T:
         if not problem:
             return compiled()
     if not _warnings:
-        cure = "" if problem == SWITCHED_OFF else f". pip install 'numba~={'.'.join(map(str, OLDEST))}.0'"
-        print_warning(f"Numba {problem}: {SLOWER}{cure}")
+        print_warning(f"Numba {problem}: {SLOWER}{_cure(problem)}")
     warn_no_more()
     return reference
+
+
+def require_numba(what: str) -> None:
+    """Load Numba, which plays `what`. Errors: UserError where it is missing."""
+    with _no_hang():
+        problem = numba_problem()
+    if problem:
+        raise UserError(f"{what} needs Numba, which {problem}{_cure(problem) or '. Unset that variable'}")
+
+
+def _cure(problem: str) -> str:
+    return "" if problem == SWITCHED_OFF else f". pip install 'numba~={'.'.join(map(str, OLDEST))}.0'"
 
 
 def under_way() -> bool:

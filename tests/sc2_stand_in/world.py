@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reference.battles import Simulator
 
 from omagd.envs.battle.backend import Order, Terrain
+from omagd.envs.battle.compiled.tables import FLOATS, INTS
 from omagd.envs.battle.maps import MAPS, TYPE_ORDER, MapSpec
-from omagd.envs.battle.roster import FLOATS, INTS
-from omagd.envs.battle.simulator import Simulator
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.sc2.client import raw_pb
 from omagd.envs.sc2.install import GAME_TYPES

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from omagd.envs.snakes.engine import Recorded
+
 GAMES = Path(__file__).resolve().parent / "games.npz"
 N_VALUES = 6 * 200 + 30
 _SHIFT = 256  # added to values that may be negative
@@ -52,34 +54,15 @@ def unpack_twos(packed: np.ndarray, count: int) -> np.ndarray:
     return (2 * bits[:, 0] + bits[:, 1]).astype(np.int64)
 
 
-class StoredDraws:
-    """The stored draws of the public engine: starts [G, 6, 2]; turns and beans of all games, one after another."""
-
-    def __init__(self, kept: dict[str, np.ndarray]) -> None:
-        n_turns, n_beans = kept["n_turns"].astype(np.int64), kept["n_beans"].astype(np.int64)
-        self.starts, self.beans = kept["starts"].astype(np.int64), kept["beans"].astype(np.int64)
-        self.turns = unpack_twos(kept["turns"], int(n_turns.sum()))
-        self.next_turn, self.next_bean = n_turns.cumsum() - n_turns, n_beans.cumsum() - n_beans
-
-    def start(self, rows, keys, snake, attempt):
-        assert attempt == 0, "a stored start does not fit"
-        return self.starts[rows, snake, 0], self.starts[rows, snake, 1]
-
-    def turn(self, rows, keys, moments, snakes, directions):
-        first = np.flatnonzero(np.diff(rows, prepend=-1))
-        rank = np.arange(len(rows)) - np.repeat(first, np.diff(first, append=len(rows)))
-        chosen = self.turns[self.next_turn[rows] + rank]
-        np.add.at(self.next_turn, rows, 1)
-        return chosen
-
-    def bean(self, rows, keys, moments, place, free):
-        cells = self.beans[self.next_bean[rows]]
-        self.next_bean[rows] += 1
-        assert free[np.arange(len(rows)), cells].all(), "a stored bean lies where something is"
-        return cells
+def stored_draws(kept: dict[str, np.ndarray]) -> Recorded:
+    """Return the stored draws of the public engine."""
+    n_turns, n_beans = kept["n_turns"].astype(np.int64), kept["n_beans"].astype(np.int64)
+    turns = unpack_twos(kept["turns"], int(n_turns.sum()))
+    first = n_turns.cumsum() - n_turns, n_beans.cumsum() - n_beans
+    return Recorded(kept["starts"].astype(np.int64), turns, kept["beans"].astype(np.int64), *first)
 
 
-def load() -> tuple[np.ndarray, StoredDraws, dict[str, np.ndarray]]:
+def load() -> tuple[np.ndarray, Recorded, dict[str, np.ndarray]]:
     """Return actions [G, T, 6] (zero after a game's end), the draws, and steps, digests [G, T] and final [G]."""
     with np.load(GAMES) as file:
         kept = {name: file[name] for name in file.files}
@@ -89,4 +72,4 @@ def load() -> tuple[np.ndarray, StoredDraws, dict[str, np.ndarray]]:
     actions[played] = unpack_twos(kept["actions"], 6 * int(steps.sum())).reshape(-1, 6)
     digests = np.zeros(played.shape, np.uint8)
     digests[played] = kept["digests"]
-    return actions, StoredDraws(kept), {"steps": steps, "digests": digests, "final": kept["final"]}
+    return actions, stored_draws(kept), {"steps": steps, "digests": digests, "final": kept["final"]}

@@ -7,12 +7,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from omagd.envs.battle.fog import named_fog, spec_of
+from omagd.envs.battle.map_names import named_fog, spec_of
 from omagd.envs.battle.maps import FORMATION, HEALING, SIGHT_RANGE, TYPE_ORDER, MapSpec
-from omagd.envs.battle.starts import REFLECTED_SHARE
 from omagd.utils.errors import UserError, unknown_name
 
 N_NORMAL_ACTIONS = 6  # SMAC's actions without a target
+
+
+# SMACv2's random starts.
+REFLECTED_SHARE = 0.5  # of the battles; the others are surrounded
+MOST_GROUPS = 4  # of enemies, each on its own diagonal
+OFFSET = 2.0  # distance of the diagonals from the centre: enemies do not appear on top of allies
+BUFFER = 1.0  # between the middle of the field and the allies
 
 
 @dataclass(frozen=True)

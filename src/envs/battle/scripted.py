@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omagd.envs.actions import random_actions
 from omagd.envs.battle.actions import EAST, NORTH, SOUTH, STOP, WEST, Geometry
 from omagd.envs.battle.args import N_NORMAL_ACTIONS
 from omagd.envs.battle.backend import Units
 from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, hit_damage
+from omagd.envs.protocol import random_actions
 
 POLICIES = ("random", "attack_nearest", "focus_fire", "kiting")
 

@@ -9,20 +9,20 @@ Shapes: B slots, n agents, m enemies, U = n + m, A = 6 + m actions.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from omagd.envs.actions import require_available
 from omagd.envs.battle.actions import SHOOT_RANGE, ActionRules, Geometry
 from omagd.envs.battle.args import N_NORMAL_ACTIONS, BattleArgs
 from omagd.envs.battle.backend import BattleBackend
 from omagd.envs.battle.features import FeatureWriter, UnitTables, entity_layout, state_component
 from omagd.envs.battle.maps import HEALING, MapSpec
 from omagd.envs.battle.reward import RewardLedger, judge
-from omagd.envs.frames import AGENTS, COMPASS, OPPONENTS, Frame, Scene, rounded, unit_names, walls_of
-from omagd.envs.protocol import Observation, StepResult
+from omagd.envs.frames import AGENTS, COMPASS, OPPONENTS, Frame, Scene, rounded, unit_names
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult, require_available
 
 
 class BattleSemantics:
@@ -265,3 +265,49 @@ class BattleSemantics:
 
     def _fill_masks(self) -> None:
         self._rules.fill_mask(self._backend.units, self._medivac(), self._geometry, self._avail)
+
+
+def walls_of(pathing: np.ndarray, playable: Sequence[float]) -> tuple[tuple[float, float, float, float], ...]:
+    """Return the cells of `playable` (x0, y0, x1, y1) that cannot be walked on as rectangles.
+
+    pathing: [map_x, map_y] bool. Columns with the same walls are joined.
+    """
+    x0, y0, x1, y1 = (round(edge) for edge in playable)
+    found: list[tuple[float, float, float, float]] = []
+    open_runs: dict[tuple[int, int], int] = {}  # (from, to) in y -> first column
+    for x in range(x0, x1 + 1):
+        blocked = ~pathing[x, y0:y1] if x < min(x1, len(pathing)) else np.zeros(y1 - y0, bool)
+        edges = np.flatnonzero(np.diff(np.pad(blocked, 1).astype(np.int8))) + y0
+        runs = set(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+        for run in sorted(open_runs.keys() - runs):
+            found.append((open_runs.pop(run), run[0], x, run[1]))
+        for run in runs - open_runs.keys():
+            open_runs[run] = x
+    return tuple(found)
+
+
+class BattleEnv(BatchedEnv):
+    """A batched environment with SMAC's semantics.
+
+    Attributes:
+        spec: the map. args: the flags of SMAC or SMACv2.
+    """
+
+    spec: MapSpec
+    args: BattleArgs
+
+    @abstractmethod
+    def rules(self) -> BattleSemantics:
+        """Return the semantics of the battles. Errors: ValueError before the first `reset` of the real game."""
+
+    def observe(self, full: bool = False) -> Observation:
+        """Return the current observations, with `full_obs` if `full`; of a lost battle the last ones."""
+        return self.rules().observe(full)
+
+    def frame(self, slot: int) -> Frame:
+        """Return the units of a slot."""
+        return self.rules().frame(slot)
+
+    @abstractmethod
+    def seed(self) -> int | None:
+        """Return the current seed, None if there is none yet."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -14,30 +13,16 @@ from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.maps import is_custom
 from omagd.envs.battle.scripted import POLICIES, Scene, choose
-from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.battle.simulator import Simulator
+from omagd.envs.battle.semantics import BattleEnv, BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import StepResult
-from omagd.envs.smac import BattleEnv
-from omagd.utils.compiling import compiled_or_reference, numba_problem
+from omagd.utils.compiling import require_numba
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
     from omagd.envs.resident import ResidentGame
-
-
-@lru_cache(maxsize=1)
-def engine() -> tuple[type[Simulator], type[BattleSemantics]]:
-    """Return the classes that play and judge battles: compiled ones, or the reference where Numba is missing."""
-
-    def compiled() -> tuple[type[Simulator], type[BattleSemantics]]:
-        from omagd.envs.battle.compiled import engine
-
-        return engine.compiled()
-
-    return compiled_or_reference(compiled, (Simulator, BattleSemantics))
 
 
 class SkirmishEnv(BattleEnv):
@@ -54,9 +39,17 @@ class SkirmishEnv(BattleEnv):
         spec = args.spec
         self.n_slots, self.spec, self.args = n_slots, spec, args
         self._seed: int | None = None
-        simulator, semantics = engine()
+        simulator, semantics = self.engine()
         self._simulator = simulator(spec, n_slots, difficulty=args.difficulty)
         self._semantics = semantics(spec, args, self._simulator, [unit.name for unit in UNITS])
+
+    @staticmethod
+    def engine() -> tuple[Any, Any]:
+        """Return the classes that play and judge battles. Errors: UserError without Numba."""
+        require_numba("env=skirmish")
+        from omagd.envs.battle.compiled.engine import compiled
+
+        return compiled()
 
     @classmethod
     def describe(cls, args: SkirmishArgs) -> EnvInfo:
@@ -104,8 +97,6 @@ class SkirmishEnv(BattleEnv):
     @staticmethod
     def why_not_resident(args: SkirmishArgs, on_gpu: bool) -> str:
         """Return what kernels on a device need and lack; empty if nothing."""
-        if problem := numba_problem():
-            return f"needs Numba, which {problem}"
         missing = on_gpu and find_spec("numba_cuda") is None
         return "needs numba-cuda on a GPU: pip install .[gpu]" if missing else ""
 

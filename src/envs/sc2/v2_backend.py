@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omagd.envs.battle.args import CapabilityArgs, SmacV2Args, StartArgs, TeamArgs
+from omagd.envs.battle.args import BUFFER, MOST_GROUPS, OFFSET, CapabilityArgs, SmacV2Args, StartArgs, TeamArgs
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.starts import BUFFER, MOST_GROUPS, OFFSET
 from omagd.envs.battle.units import UNIT_ID
 from omagd.envs.sc2.backend import ALLY, ENEMY, PATIENCE, GameBackend, UnitsMissing
 from omagd.envs.sc2.client import sc_pb

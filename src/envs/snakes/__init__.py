@@ -1,1 +1,6 @@
-"""3v3 snakes of the Jidi competition: engine, rewards, observations, opponents and replays of many boards at once."""
+"""3v3 snakes of the Jidi competition, for many boards at once, as loops that Numba compiles. README.md says where to
+begin."""
+
+from omagd.utils.compiling import require_numba
+
+require_numba("env=snakes_3v3")

@@ -6,7 +6,8 @@ plain Euclidean distances, not those of the torus, as the public ones do; ties: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,20 +16,137 @@ import numpy as np
 from omagd.envs.snakes.board import (
     FIRST_SNAKE,
     N_ACTIONS,
+    N_BEANS,
     N_TEAM,
     NEXT_CELL,
-    PLAIN_SQUARE,
+    Array,
     Board,
-    by_kernel,
-    of_team,
-    pair_lookup,
+    Boards,
+    function,
+    kernel,
+    plain_square,
 )
-from omagd.envs.snakes.draws import OPPONENT, below, draw, uniform01
+from omagd.envs.snakes.draws import OPPONENT, PLAYERS, below, draw
 from omagd.envs.snakes.observer import Observer
 from omagd.utils.errors import UserError, unknown_name
+from omagd.utils.seeding import GOLDEN, splitmix64
 
 _DRAWS = 16  # indices of a network's draws begin here, after those of the random script
 FAR = 10_000  # larger than any squared distance
+RANDOM, GREEDY, EVASION, TOWARD_NEAREST = range(4)  # kinds of scripts
+
+
+@function
+def choose_beans(g: Boards, b: int, team: int, shared: bool, chosen: Array) -> None:
+    """Write the nearest bean of each snake [3]; if `shared`, of those that no earlier snake has taken."""
+    for i in range(N_TEAM):
+        head, best, least = g.heads[b, N_TEAM * team + i], 0, FAR + 1
+        for bean in range(N_BEANS):
+            far = plain_square(head, g.beans[b, bean])
+            if shared:
+                for earlier in range(i):
+                    if chosen[earlier] == bean:
+                        far = FAR
+            if far < least:
+                best, least = bean, far
+        chosen[i] = best
+
+
+@function
+def shut_in(codes: Array, cell: int) -> bool:
+    """Return whether snakes are on all neighbours of a cell."""
+    for a in range(N_ACTIONS):
+        if codes[NEXT_CELL[cell, a]] < FIRST_SNAKE:
+            return False
+    return True
+
+
+@function
+def cost(codes: Array, kind: int, penalty: float, cell: int, bean: int) -> float:
+    """Return what a step to `cell` costs a snake that wants a bean.
+
+    "greedy" takes free cells only, "evasion" those with a free neighbour; elsewhere an occupied cell costs `penalty`
+    cells more.
+    """
+    far, blocked = plain_square(cell, bean), codes[cell] >= FIRST_SNAKE
+    if kind == GREEDY:
+        return np.float64(FAR if blocked else far)
+    if kind == EVASION:
+        return np.float64(far + FAR * blocked + FAR * shut_in(codes, cell))
+    return math.sqrt(far) + penalty * blocked
+
+
+@kernel
+def act(g: Boards, team: Array, kind: int, penalty: float, chosen: Array, actions: Array) -> None:
+    """Write the actions of a script for `team` [B] into `actions` [B, 3]; chosen: [3], working memory."""
+    for b in range(len(team)):
+        if kind == RANDOM:
+            for i in range(N_TEAM):
+                index = PLAYERS + N_TEAM * team[b] + i
+                actions[b, i] = below(draw(g.keys[b], g.steps[b] + 1, index), N_ACTIONS)
+            continue
+        choose_beans(g, b, team[b], kind == GREEDY, chosen)
+        for i in range(N_TEAM):
+            head, bean = g.heads[b, N_TEAM * team[b] + i], g.beans[b, chosen[i]]
+            best, least = 0, cost(g.codes[b], kind, penalty, NEXT_CELL[head, 0], bean)
+            for a in range(1, N_ACTIONS):
+                here = cost(g.codes[b], kind, penalty, NEXT_CELL[head, a], bean)
+                if here < least:
+                    best, least = a, here
+            actions[b, i] = best
+
+
+@kernel
+def random_bits(g: Boards, first: int, out: Array) -> None:
+    """Write players' draws of the current step, from index `first` on, into `out` [B, n]."""
+    for b in range(out.shape[0]):
+        for n in range(out.shape[1]):
+            out[b, n] = draw(g.keys[b], g.steps[b] + 1, PLAYERS + first + n)
+
+
+@dataclass
+class Script:
+    """A scripted opponent: "greedy" assigns the beans to its snakes, others step towards the nearest one."""
+
+    name: str
+    kind: int
+    penalty: float = 0.0
+
+    def act(self, board: Board, team: np.ndarray) -> np.ndarray:
+        """Return actions [B, 3]."""
+        out = np.empty((len(board), N_TEAM), np.int64)
+        act(board.arrays(), board.sides(team), self.kind, self.penalty, np.empty(N_TEAM, np.int64), out)
+        return out
+
+
+SCRIPTS = {
+    script.name: script
+    for script in (
+        Script("random", RANDOM), Script("l1", TOWARD_NEAREST), Script("l3", TOWARD_NEAREST, 5.0),
+        Script("l4", TOWARD_NEAREST, 1000.0), Script("evasion", EVASION), Script("greedy", GREEDY),
+    )
+}  # fmt: skip
+
+LADDERS = {
+    "measured": ("random", "l1", "l3", "l4", "greedy"),
+    "published": ("random", "l1", "greedy", "l3", "l4"),
+}
+"""Opponents by level: by measured strength, and as published. `enable_opponent_evasion` adds evasion."""
+
+
+@runtime_checkable
+class Opponent(Protocol):
+    """Interface of opponents: actions of a team, a function of the board alone.
+
+    Attributes:
+        name: in results and snapshots; unique in a pool.
+    """
+
+    name: str
+
+    def act(self, board: Board, team: np.ndarray) -> np.ndarray:
+        """Return actions [B, 3] for the snakes of `team` [B] (0 or 1) on `board`, in index order."""
+        ...
 
 
 class NetworkOpponent:
@@ -67,7 +185,8 @@ class NetworkOpponent:
         for i, (weight, bias) in enumerate(self.layers):
             values = (values if i == 0 else np.maximum(values, 0)) @ weight.T + bias
         if self.sample:  # argmax of logits + Gumbel noise is a draw from the softmax
-            bits = board.random_bits(_DRAWS, N_TEAM * N_ACTIONS)
+            bits = np.empty((len(board), N_TEAM * N_ACTIONS), np.uint64)
+            random_bits(board.arrays(), _DRAWS, bits)
             uniform = ((bits >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
             values = values - np.log(-np.log(uniform * (1 - 2.0**-40))).reshape(values.shape)
         return values.argmax(2)
@@ -120,7 +239,8 @@ class OpponentPool:
 
     def choose(self, rows: np.ndarray, keys: np.ndarray) -> None:
         """Draw an opponent for the new episodes of the slots `rows` [k] by their `keys` [k]."""
-        uniform = uniform01(draw(keys, np.zeros(len(keys)), OPPONENT))
+        bits = splitmix64(keys + np.uint64(OPPONENT * GOLDEN % 2**64))  # `draw` at moment 0
+        uniform = (bits >> np.uint64(11)) * 2.0**-53
         self.numbers[rows] = np.minimum(np.searchsorted(self._upto, uniform, side="right"), len(self._upto) - 1)
 
     def act(self, board: Board, rows: np.ndarray, team: np.ndarray) -> np.ndarray:
@@ -160,98 +280,6 @@ class OpponentPool:
             )
         self._known = [there[name] for name in snapshot["names"]]
         self._upto, self.numbers = np.array(snapshot["upto"]), np.array(snapshot["numbers"])
-
-
-@runtime_checkable
-class Opponent(Protocol):
-    """Interface of opponents: actions of a team, a function of the board alone.
-
-    Attributes:
-        name: in results and snapshots; unique in a pool.
-    """
-
-    name: str
-
-    def act(self, board: Board, team: np.ndarray) -> np.ndarray:
-        """Return actions [B, 3] for the snakes of `team` [B] (0 or 1) on `board`, in index order."""
-        ...
-
-
-@dataclass
-class Script:
-    """A scripted opponent: its name, and the function from board and team to actions."""
-
-    name: str
-    act: Callable[[Board, np.ndarray], np.ndarray]
-
-
-def _random(board: Board, team: np.ndarray) -> np.ndarray:
-    """Draw any of the four actions, reversals included."""
-    return of_team(below(board.random_bits(0, 2 * N_TEAM), N_ACTIONS), team)
-
-
-def _nearest_beans(board: Board, heads: np.ndarray) -> np.ndarray:
-    """Return the cell of the bean nearest to each head, [B, 3]."""
-    far = pair_lookup(PLAIN_SQUARE, heads[:, :, None], board.beans[:, None, :])
-    return np.take_along_axis(board.beans, far.argmin(2), 1)
-
-
-def _shared_beans(board: Board, heads: np.ndarray) -> np.ndarray:
-    """Return a bean for each head, [B, 3]: in index order, the nearest one that no earlier snake has taken."""
-    far = pair_lookup(PLAIN_SQUARE, heads[:, :, None], board.beans[:, None, :])
-    chosen, rows = np.empty(heads.shape, np.int64), np.arange(len(heads))
-    for i in range(N_TEAM):
-        chosen[:, i] = far[:, i].argmin(1)
-        far[rows, :, chosen[:, i]] = FAR
-    return np.take_along_axis(board.beans, chosen, 1)
-
-
-def _options(
-    board: Board, team: np.ndarray, beans: Callable[[Board, np.ndarray], np.ndarray] = _nearest_beans
-) -> tuple[np.ndarray, ...]:
-    """Return the neighbour cells of the team's heads, whether a snake is on them, and squared distances to the beans.
-
-    All are [B, 3, 4]. beans: chooses the bean of each head.
-    """
-    heads = of_team(board.heads, team)
-    cells = NEXT_CELL[heads]
-    far = pair_lookup(PLAIN_SQUARE, cells, beans(board, heads)[:, :, None])
-    return cells, board.codes_at(cells) >= FIRST_SNAKE, far
-
-
-def _greedy(board: Board, team: np.ndarray) -> np.ndarray:
-    """Assign the beans; step to the free cell nearest to the own bean."""
-    _, blocked, far = _options(board, team, _shared_beans)
-    return np.where(blocked, FAR, far).argmin(2)
-
-
-def _toward_nearest(penalty: float) -> Callable[[Board, np.ndarray], np.ndarray]:
-    """Return a script that steps towards the nearest bean; an occupied cell costs `penalty` cells more."""
-
-    def choose(board: Board, team: np.ndarray) -> np.ndarray:
-        _, blocked, far = _options(board, team)
-        return (np.sqrt(far) + penalty * blocked).argmin(2)
-
-    return choose
-
-
-def _evasion(board: Board, team: np.ndarray) -> np.ndarray:
-    """Step to the cell nearest to the nearest bean, of those that are free and have a free neighbour."""
-    cells, blocked, far = _options(board, team)
-    onward = board.codes_at(NEXT_CELL[cells]) < FIRST_SNAKE
-    return (far + FAR * blocked + FAR * ~onward.any(3)).argmin(2)
-
-
-PENALTIES = {"l1": 0.0, "l3": 5.0, "l4": 1000.0}
-_ACTS = {"random": _random, **{name: _toward_nearest(cells) for name, cells in PENALTIES.items()}}
-_ACTS |= {"evasion": _evasion, "greedy": _greedy}
-SCRIPTS = {name: Script(name, by_kernel(name)(act)) for name, act in _ACTS.items()}
-
-LADDERS = {
-    "measured": ("random", "l1", "l3", "l4", "greedy"),
-    "published": ("random", "l1", "greedy", "l3", "l4"),
-}
-"""Opponents by level: by measured strength, and as published. `enable_opponent_evasion` adds evasion."""
 
 
 def opponent(which: str | Opponent) -> Opponent:

@@ -1,46 +1,37 @@
-"""Rewards of both teams' snakes, and the sums of an episode.
+"""Rewards of both teams' snakes as kernels over boards, and the sums of an episode.
 
-Shapes: B slots, k of them; 3 snakes of the own team.
+"score": the own raw reward minus a third of the other team's sum. "potential": the same with potential-based shaping.
+"baseline", as published: `standing` and `baseline`. Shapes: B slots, k of them; 3 snakes of the own team.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from omagd.envs.snakes.board import N_TEAM, PLAIN_DISTANCE, TORUS_STEPS, Board, of_team, pair_lookup
+from omagd.envs.snakes.board import (
+    N_BEANS,
+    N_SNAKES,
+    N_TEAM,
+    Array,
+    Board,
+    Boards,
+    function,
+    kernel,
+    plain_square,
+    steps_between,
+)
 from omagd.envs.snakes.engine import StepOutcome
 
 SUMS = ("own", "other", "beans", "deaths")
 """Sums over an episode: raw rewards of both teams, own beans and deaths."""
 
-
-def score_rewards(own: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return [k, 3]: own raw reward minus a third of the other team's sum, from raw rewards [k, 3] of both."""
-    return own - others.sum(1, keepdims=True) / 3
-
-
-def potential(heads: np.ndarray, beans: np.ndarray, scale: float) -> np.ndarray:
-    """Return the potential P = -scale × steps to the nearest bean, [k, 3], of `heads` [k, 3] and `beans` [k, 5].
-
-    Rewards gamma P(s') - P(s) change no optimal policy (Ng, Harada and Russell, ICML 1999).
-    """
-    return -scale * pair_lookup(TORUS_STEPS, heads[:, :, None], beans[:, None, :]).min(2)
-
-
-def baseline_rewards(
-    own: np.ndarray, lead: np.ndarray, over: np.ndarray, heads: np.ndarray, beans: np.ndarray
-) -> np.ndarray:
-    """Return the reward [k, 3] of the published baseline.
-
-    Standing of the team (+50 won, -25 lost, else +10 ahead, -5 behind, 0 even) + (20 if the snake ate, else minus its
-    plain distance to the nearest bean and minus 10 if it died with a loss).
-    own: raw rewards [k, 3]. lead: [k], difference of the teams' sums. over: [k] bool. heads [k, 3], beans [k, 5].
-    """
-    standing = np.where(over, np.where(lead > 0, 50, -25), np.where(lead > 0, 10, -5)) * (lead != 0)
-    distance = pair_lookup(PLAIN_DISTANCE, heads[:, :, None], beans[:, None, :]).min(2)
-    return standing[:, None] + np.where(own > 0, 20.0, -distance - 10.0 * (own < 0))
+OWN, OTHER, BEANS, DEATHS = range(len(SUMS))  # rows of the sums
+SCORE, POTENTIAL, BASELINE = range(3)  # kinds of rewards
+KINDS = {"score": SCORE, "potential": POTENTIAL, "baseline": BASELINE}
+SCALE, GAMMA, WIN = range(3)  # entries of the prices
 
 
 class Prices(NamedTuple):
@@ -52,6 +43,81 @@ class Prices(NamedTuple):
     win: float
 
 
+@function
+def potential_of(g: Boards, scale: float, b: int, head: int) -> float:
+    """Return the potential P of a head, -scale × steps to the nearest bean.
+
+    Rewards gamma P(s') - P(s) change no optimal policy (Ng, Harada and Russell, ICML 1999).
+    """
+    least = steps_between(head, g.beans[b, 0])
+    for bean in range(1, N_BEANS):
+        least = min(least, steps_between(head, g.beans[b, bean]))
+    return -scale * least
+
+
+@kernel
+def potentials(g: Boards, price: Array, team: Array, rows: Array, out: Array) -> None:
+    """Write the potentials of the snakes of `team` [B] on the boards `rows` [k] into `out` [k, 3]."""
+    for row in range(len(rows)):
+        b = rows[row]
+        for i in range(N_TEAM):
+            out[row, i] = potential_of(g, price[SCALE], b, g.heads[b, N_TEAM * team[b] + i])
+
+
+@function
+def standing(lead: int, over: bool) -> float:
+    """Return what the baseline's reward pays for the teams' standing."""
+    if lead == 0:
+        return 0.0
+    if over:
+        return 50.0 if lead > 0 else -25.0
+    return 10.0 if lead > 0 else -5.0
+
+
+@function
+def baseline(g: Boards, b: int, head: int, own: int) -> float:
+    """Return what the baseline's reward pays a snake for its own raw reward.
+
+    20 if it ate, else minus its plain distance to the nearest bean, and minus 10 if it died with a loss.
+    """
+    if own > 0:
+        return 20.0
+    least = plain_square(head, g.beans[b, 0])
+    for bean in range(1, N_BEANS):
+        least = min(least, plain_square(head, g.beans[b, bean]))
+    return -math.sqrt(least) - 10.0 * (own < 0)
+
+
+@kernel
+def pay(
+    g: Boards, kind: int, price: Array, out: StepOutcome, team: Array, rows: Array, before: Array, totals: Array,
+    reward: Array,
+) -> None:  # fmt: skip
+    """Add a step to the `totals` [4, B]; write the rewards [k, 3] of the snakes of `team` [B]."""
+    for row in range(len(rows)):
+        b, theirs = rows[row], 0
+        first = N_TEAM * team[b]
+        for i in range(N_SNAKES):
+            if first <= i < first + N_TEAM:
+                totals[OWN, b] += out.raw[row, i]
+                totals[BEANS, b] += out.ate[row, i]
+                totals[DEATHS, b] += out.hit[row, i]
+            else:
+                theirs += out.raw[row, i]
+        totals[OTHER, b] += theirs
+        over, lead = out.over[row], totals[OWN, b] - totals[OTHER, b]
+        for i in range(N_TEAM):
+            own, head = out.raw[row, first + i], g.heads[b, first + i]
+            if kind == BASELINE:
+                reward[row, i] = standing(lead, over) + baseline(g, b, head, own)
+                continue
+            reward[row, i] = own - theirs / 3 + price[WIN] * ((lead > 0) - (lead < 0)) * over
+            if kind == POTENTIAL:
+                # The potential of the end is zero: the shaping then cancels over an episode.
+                after = 0.0 if over else potential_of(g, price[SCALE], b, head)
+                reward[row, i] += price[GAMMA] * after - before[row, i]
+
+
 class Ledger:
     """Pays the steps of `n_slots` games, and sums up their episodes.
 
@@ -60,7 +126,7 @@ class Ledger:
     """
 
     def __init__(self, prices: Prices, n_slots: int) -> None:
-        self._prices = prices
+        self._kind, self._price = KINDS[prices.reward], np.array(prices[1:], np.float64)
         self._totals = np.zeros((len(SUMS), n_slots), np.int64)
         self.sums = dict(zip(SUMS, self._totals, strict=True))
 
@@ -70,10 +136,10 @@ class Ledger:
 
     def potential(self, board: Board, team: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the potential of the snakes of `team` [B] in the slots `rows`, [k, 3]; zero if the reward has none."""
-        if self._prices.reward != "potential":
-            return np.zeros((len(rows), N_TEAM))
-        heads = of_team(board.heads[rows], team[rows])
-        return potential(heads, board.beans[rows], self._prices.potential_scale)
+        out = np.zeros((len(rows), N_TEAM))
+        if self._kind == POTENTIAL:
+            potentials(board.arrays(), self._price, team, rows, out)
+        return out
 
     def pay(
         self, outcome: StepOutcome, board: Board, team: np.ndarray, rows: np.ndarray, before: np.ndarray
@@ -82,18 +148,6 @@ class Ledger:
 
         outcome: of the slots `rows` [k]. before: potentials [k, 3] before the step.
         """
-        prices, side = self._prices, team[rows]
-        own, other = of_team(outcome.raw, side), of_team(outcome.raw, 1 - side)
-        parts = own, other, of_team(outcome.ate, side), of_team(outcome.hit, side)
-        for total, values in zip(self._totals, parts, strict=True):
-            total[rows] += values.sum(1)
-        lead = self.sums["own"][rows] - self.sums["other"][rows]
-        if prices.reward == "baseline":
-            heads = of_team(board.heads[rows], side)
-            return baseline_rewards(own, lead, outcome.over, heads, board.beans[rows])
-        reward = score_rewards(own, other) + (prices.win * np.sign(lead) * outcome.over)[:, None]
-        if prices.reward == "potential":
-            # The potential of the end is zero: the shaping then cancels over an episode.
-            after = np.where(outcome.over[:, None], 0, self.potential(board, team, rows))
-            reward += prices.potential_gamma * after - before
+        reward = np.empty((len(rows), N_TEAM))
+        pay(board.arrays(), self._kind, self._price, outcome, team, rows, before, self._totals, reward)
         return reward

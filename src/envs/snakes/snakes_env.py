@@ -12,9 +12,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from omagd.config.env_info import EnvInfo
-from omagd.envs.actions import random_actions, require_available
 from omagd.envs.frames import AGENTS, OPPONENTS, THINGS, Frame, Scene
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult, random_actions, require_available
 from omagd.envs.snakes.board import (
     EPISODE_LIMIT,
     HEIGHT,
@@ -24,27 +23,33 @@ from omagd.envs.snakes.board import (
     N_TEAM,
     START_LENGTH,
     WIDTH,
-    own_first,
+    compiler,
 )
 from omagd.envs.snakes.engine import Engine
-from omagd.envs.snakes.features import STATE_DIM, state_features
-from omagd.envs.snakes.observer import Observer, ObsName
-from omagd.envs.snakes.opponents import LADDERS, SCRIPTS, NetworkOpponent, Opponent, OpponentPool
+from omagd.envs.snakes.flat import STATE_DIM
+from omagd.envs.snakes.observer import Observer, ObsName, state_features
+from omagd.envs.snakes.opponents import (
+    LADDERS,
+    SCRIPTS,
+    NetworkOpponent,
+    Opponent,
+    OpponentPool,
+    random_bits,
+)
 from omagd.envs.snakes.rewards import Ledger, Prices
-from omagd.utils.compiling import compiled_or_reference
 
 
 class SnakesArgs(BaseModel):
     """Arguments of `snakes_3v3`.
 
     Attributes:
-        obs: observation of a snake; features.py lists the columns of "26", "30", "35" and "near", observer.py those of
-            "planes" and "entities". "26_raw" is "26" without `normalise`.
+        obs: observation of a snake; flat.py, near.py and views.py list the columns. "26_raw" is "26" without
+            `normalise`.
         normalise: whether "26", "30" and "35" are divided by the size of the board, codes by 7.
         centred: whether "planes" are shifted on the torus so that the own head is in row 5, column 10.
         sight: distance (cells, on the torus) up to which "entities" shows others; None: no limit.
         reward: "score", the change of the difference between the teams' scores; "potential", the same with
-            potential-based shaping; "baseline", as published. engine.py has the formulas.
+            potential-based shaping; "baseline", as published. rewards.py has the formulas.
         potential_scale, potential_gamma: cost of each step to the nearest bean; the learner's discount.
         reward_win: added for each snake at the end of a won game, subtracted after a lost one; not with "baseline",
             which has its own.
@@ -85,18 +90,6 @@ RESULTS = {"own": "score_own", "other": "score_opponent", "beans": "beans", "dea
 """Names of the ledger's sums in results."""
 
 
-@lru_cache(maxsize=1)
-def engine() -> tuple[type[Engine], type[Ledger]]:
-    """Return the classes that play and pay the games: compiled ones, or the reference where Numba is missing."""
-
-    def compiled() -> tuple[type[Engine], type[Ledger]]:
-        from omagd.envs.snakes.compiled import start
-
-        return start.compiled()
-
-    return compiled_or_reference(compiled, (Engine, Ledger))
-
-
 SCENE = Scene(
     ids=(*(f"a{i}" for i in range(N_TEAM)), *(f"e{i}" for i in range(N_TEAM)), *(f"b{i}" for i in range(N_BEANS))),
     teams=(AGENTS,) * N_TEAM + (OPPONENTS,) * N_TEAM + (THINGS,) * N_BEANS,
@@ -132,10 +125,10 @@ class Snakes3v3(BatchedEnv):
     def __init__(self, args: SnakesArgs, n_slots: int) -> None:
         self.n_slots, self._args = n_slots, args
         self._observer = Observer(args.obs, args.normalise, args.centred, args.sight)
-        player, ledger = engine()
-        self._engine = player(n_slots)
+        prepare()
+        self._engine = Engine(n_slots)
         prices = Prices(args.reward, args.potential_scale, args.potential_gamma, args.reward_win)
-        self._ledger = ledger(prices, n_slots)
+        self._ledger = Ledger(prices, n_slots)
         self._pool = OpponentPool(n_slots, args.opponent)
         self._team = np.zeros(n_slots, np.int64)
         self._avail = np.ones((n_slots, N_TEAM, N_ACTIONS), bool)
@@ -226,14 +219,11 @@ class Snakes3v3(BatchedEnv):
 
     def frame(self, slot: int) -> Frame:
         """Return the own snakes of a slot, the opponent's, and the beans; marked are those that have just died."""
-        row, team = np.array([slot]), self._team[slot : slot + 1]
-        board = self._engine.board.rows(row)
-        order = own_first(np.arange(N_SNAKES)[None], team)[0]
-        segments, lengths = self._engine.segments(row)[0][order], board.lengths[0][order]
-        beans = board.beans_by_slot()[0]
-        cells = [*segments[:, 0].tolist(), *beans.tolist()]
-        parts = [[value for cell in body[:length] for value in _middle(cell)]
-                 for body, length in zip(segments.tolist(), lengths.tolist(), strict=True)]  # fmt: skip
+        board, beans = self._engine.board, self._engine.board.beans_by_slot()[slot]
+        order = (np.arange(N_SNAKES) + N_TEAM * self._team[slot]) % N_SNAKES  # own team first
+        bodies, lengths = self._engine.segments(slot), board.lengths[slot][order]
+        cells = [*board.heads[slot][order].tolist(), *beans.tolist()]
+        parts = [[value for cell in bodies[snake] for value in _middle(cell)] for snake in order]
         x, y = zip(*map(_middle, cells), strict=True)
         scene = replace(
             SCENE, team_names=("agents", self.opponents[slot], "beans"), sight=(self._args.sight or 0.0,) * N_TEAM
@@ -263,3 +253,25 @@ class Snakes3v3(BatchedEnv):
             for key, values in ends.items():
                 if ends["games"][slot]:
                     self._counts.update({key: int(values[slot]), f"{key}_against_{name}": int(values[slot])})
+
+
+@lru_cache(maxsize=1)
+def prepare() -> None:
+    """Compile or load the kernels, once per process."""
+    compiler.prepare(_play_one_step)
+
+
+def _play_one_step() -> None:
+    """Call every kernel with the types that it always has."""
+    engine, ledger = Engine(1), Ledger(Prices("potential", 1.0, 1.0, 1.0), 1)
+    row = team = np.zeros(1, np.int64)
+    engine.reset(row, row)
+    names: tuple[ObsName, ...] = "26", "near", "planes", "entities"
+    for obs in names:
+        Observer(obs).observe(engine.board, team)
+    state_features(engine.board, team)
+    SCRIPTS["greedy"].act(engine.board, team)
+    random_bits(engine.board.arrays(), 0, np.empty((1, 1), np.uint64))
+    before = ledger.potential(engine.board, team, row)
+    outcome = engine.step(np.zeros((1, 6), np.int64), row)
+    ledger.pay(outcome, engine.board, team, row, before)

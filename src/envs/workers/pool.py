@@ -41,14 +41,13 @@ class WorkerPool:
     """Worker processes and the connections to them.
 
     Attributes:
-        slots: slots of each worker. arrays: shared with all workers, from `share` to `close`.
+        arrays: shared with all workers, from `share` to `close`; worker k plays slot k.
         processes, conns, wakes: one of each per worker; a byte in `wakes` makes the worker execute its commands.
         owed: notes that each worker still owes. deaths: deaths of each worker since it last completed an episode.
         replaced: number of workers replaced so far. timeout: seconds without an answer before a worker is killed.
     """
 
     def __init__(self) -> None:
-        self.slots: list[range] = []
         self.processes: list[BaseProcess] = []
         self.conns: list[Connection] = []
         self.wakes: list[Connection] = []
@@ -66,11 +65,11 @@ class WorkerPool:
         self._payload = b""
         self._specs: Specs | None = None
 
-    def start(self, payload: bytes, slots: list[range]) -> None:
-        """Start one worker for each range of slots. payload: pickled function that creates an environment."""
-        self._payload, self.slots = payload, slots
-        self.owed, self.deaths = [0] * len(slots), [0] * len(slots)
-        for number in range(len(slots)):
+    def start(self, payload: bytes, slots: int) -> None:
+        """Start one worker for each slot. payload: pickled function that creates an environment."""
+        self._payload = payload
+        self.owed, self.deaths = [0] * slots, [0] * slots
+        for number in range(slots):
             process, conn, wake = self._spawn(number)
             self.processes.append(process)
             self.conns.append(conn)
@@ -81,7 +80,7 @@ class WorkerPool:
         conn, their_conn = context.Pipe()
         their_wake, wake = context.Pipe(duplex=False)
         links = Links(their_conn, their_wake, self._note, self.memory)
-        args = (links, number, self.slots[number], os.getpid(), self._payload, self._specs)
+        args = (links, number, os.getpid(), self._payload, self._specs)
         process = context.Process(target=work, args=args, daemon=True, name=f"env-{number}")
         self._number[conn.fileno()] = number
         self._poll.register(conn.fileno(), 0)  # reports a hang-up only
@@ -179,9 +178,9 @@ class WorkerPool:
             if not self.owed[number] or process.pid is None:
                 continue
             state, stack = stack_of(process.pid)
-            seeds = ", ".join(f"slot {slot} from seed {self.arrays['seeds'][slot]}" for slot in self.slots[number])
-            text = "environment worker %d (process %d, %s; %s) has not answered for %.0f s and is killed%s"
-            LOG.error(text, number, process.pid, seeds, state, seconds, f"\n{stack}".rstrip())
+            seed, shown = self.arrays["seeds"][number], f"\n{stack}".rstrip()
+            what = f"environment worker {number} (process {process.pid}, slot {number} from seed {seed}; {state})"
+            LOG.error("%s has not answered for %.0f s and is killed%s", what, seconds, shown)
             self.deaths[number] += DEATHS_OF_A_HANG - 1
             self._hung.add(number)
             process.kill()
@@ -201,8 +200,8 @@ class WorkerPool:
             raise user_error or carrying(EnvWorkerError(f"environment worker {number} failed:\n{text}"), crash)
         return kind, content
 
-    def replace(self, number: int, histories: dict[int, History]) -> None:
-        """Replace a worker that died; the new one first replays `histories`, by slot.
+    def replace(self, number: int, history: History | None) -> None:
+        """Replace a worker that died; the new one first replays its `history`; None: its episode is lost.
 
         Errors: EnvWorkerError after too many deaths; the errors of `message` if it sent one.
         """
@@ -213,10 +212,10 @@ class WorkerPool:
         if self.deaths[number] >= DEATHS_IN_A_ROW:
             what = "hung repeatedly" if number in self._hung else f"died {DEATHS_IN_A_ROW} times"
             raise EnvWorkerError(f"environment worker {number} {what} without completing an episode, {how}")
-        fate = "replays its episodes" if histories else "starts; its episodes are lost"
+        fate = "starts; its episode is lost" if history is None else "replays its episode"
         LOG.warning("environment worker %d died (%s); a new worker %s", number, how, fate)
         self._respawn(number)
-        self._send(number, histories)
+        self._send(number, history)
 
     def _join(self, number: int, seconds: float = CLOSE_GRACE_SECONDS) -> str:
         """Wait for the end of a worker, and kill it after `seconds`; return its exit code in words."""

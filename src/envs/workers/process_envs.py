@@ -35,17 +35,13 @@ class ProcessEnvs(VectorEnv):
 
     Args:
         env_cls, args: the environment, single or batched (then each slot is a batch of one). n_slots: B.
-        name: label of results. per_process: slots per worker, stepped one after another; for environments that are
-            cheaper than waking a process.
+        name: label of results.
     """
 
     steps_apart = True
 
-    def __init__(
-        self, env_cls: type, args: BaseModel, n_slots: int, name: str | None = None, per_process: int = 1
-    ) -> None:
+    def __init__(self, env_cls: type, args: BaseModel, n_slots: int, name: str | None = None) -> None:
         self.n_slots = n_slots
-        self._worker_of = [slot // per_process for slot in range(n_slots)]
         self._pending = np.zeros(n_slots, np.uint8)  # last command of each slot until it is known to be executed
         self._void = np.zeros(n_slots, bool)  # slots whose episode was lost with their worker
         self._counted: dict[int, dict[str, float]] = {}  # last counters of each slot
@@ -53,9 +49,8 @@ class ProcessEnvs(VectorEnv):
         self._workers = WorkerPool()
         self._arrays = self._workers.arrays
         self._finalizer = weakref.finalize(self, self._workers.close)
-        slots = [range(first, min(first + per_process, n_slots)) for first in range(0, n_slots, per_process)]
         try:
-            self._workers.start(pickle.dumps(partial(single_env, env_cls, args, name or env_cls.__name__)), slots)
+            self._workers.start(pickle.dumps(partial(single_env, env_cls, args, name or env_cls.__name__)), n_slots)
             self._setup(env_cls, args, pickle.loads(self._workers.facts()), name)
             self._workers.share(array_specs(self.info, n_slots))
         except BaseException:
@@ -67,7 +62,7 @@ class ProcessEnvs(VectorEnv):
 
     def busy_slots(self) -> dict[int, int]:
         """Return slot -> seed for the slots whose workers owe an answer."""
-        busy = [slot for slot, number in enumerate(self._worker_of) if self._workers.owed[number]]
+        busy = [slot for slot, owed in enumerate(self._workers.owed) if owed]
         return {slot: int(self._arrays["seeds"][slot]) for slot in busy} if self._arrays else {}
 
     def set_worker_timeout(self, seconds: float) -> None:
@@ -79,7 +74,7 @@ class ProcessEnvs(VectorEnv):
         result = super().step_finish(active)
         if result.terminated.any():
             for slot in np.flatnonzero(result.terminated & ~result.lost).tolist():
-                self._workers.deaths[self._worker_of[slot]] = 0
+                self._workers.deaths[slot] = 0
         return result
 
     def get_stats(self) -> dict[str, float]:
@@ -101,13 +96,12 @@ class ProcessEnvs(VectorEnv):
             slots = slots[~self._void[slots]]  # without an episode there is nothing to step or show
         self._pending[slots] = command
         self._arrays["commands"][slots] = command
-        for number in dict.fromkeys(self._worker_of[slot] for slot in slots.tolist()):
-            self._workers.wake(number)
+        for slot in slots.tolist():
+            self._workers.wake(slot)
 
     def _wait(self, slots: np.ndarray) -> None:
         self._require_open()
-        owed = self._workers.owed
-        numbers = [self._worker_of[slot] for slot in slots.tolist()]
+        owed, numbers = self._workers.owed, slots.tolist()
         if any(owed[number] for number in numbers):
             os.sched_yield()  # with few cores, let the workers run before this process starts to poll
         try:
@@ -129,20 +123,17 @@ class ProcessEnvs(VectorEnv):
         if message is not None:
             self._store_message(*message)
 
-    def _replace(self, number: int) -> None:
-        """Replace a dead worker; its slots replay their episodes and repeat pending commands, or become void."""
-        slots = np.array(self._workers.slots[number])
-        histories = {slot: self._history(slot) for slot in slots.tolist()} if self.deterministic else {}
-        self._workers.replace(number, histories)
-        for slot in slots.tolist():
-            for name, counted in self._counted.pop(slot, {}).items():
-                if not name.endswith(("_rate", "_build")):
-                    self._counted_before[name] = self._counted_before.get(name, 0.0) + counted
+    def _replace(self, slot: int) -> None:
+        """Replace a dead worker; its slot replays its episode and repeats a pending command, or becomes void."""
+        self._workers.replace(slot, self._history(slot) if self.deterministic else None)
+        for name, counted in self._counted.pop(slot, {}).items():
+            if not name.endswith(("_rate", "_build")):
+                self._counted_before[name] = self._counted_before.get(name, 0.0) + counted
         if not self.deterministic:
-            self._drop_episodes(slots)
-        self._arrays["commands"][slots] = self._pending[slots]
-        if self._pending[slots].any():
-            self._workers.wake(number)
+            self._drop_episode(slot)
+        self._arrays["commands"][slot] = self._pending[slot]
+        if self._pending[slot]:
+            self._workers.wake(slot)
 
     def _history(self, slot: int) -> History:
         """Return the episode of a slot without a pending step."""
@@ -151,18 +142,16 @@ class ProcessEnvs(VectorEnv):
         seed = int(log.seeds[slot]) if log.started[slot] and pending != RESET else None
         return History(seed, log.actions(slot, leave_out=int(pending == STEP)), self._names[slot])
 
-    def _drop_episodes(self, slots: np.ndarray) -> None:
-        """Mark the episodes of `slots` as lost, except those whose reset is pending."""
-        arrays = self._arrays
+    def _drop_episode(self, slot: int) -> None:
+        """Mark the episode of a slot as lost, unless its reset is pending."""
         for name in ("reward", "agent_reward", "truncated", "info"):
-            arrays[name][slots] = 0
+            self._arrays[name][slot] = 0
         for name in ("terminated", "lost"):
-            arrays[name][slots] = True
-        for slot in slots.tolist():
-            self._names[slot] = []
-        begin = self._pending[slots] == RESET
-        self._void[slots] = ~begin
-        self._pending[slots] = np.where(begin, RESET, 0)
+            self._arrays[name][slot] = True
+        self._names[slot] = []
+        self._void[slot] = self._pending[slot] != RESET
+        if self._void[slot]:
+            self._pending[slot] = 0
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.envs.actions import random_actions
 from omagd.envs.frames import Frame
-from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
+from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult, random_actions
 from omagd.envs.single import env_info_from_dict, single_env
 from omagd.envs.workers.shared_memory import MAX_PATH, RANDOM, Arrays, array_specs, slot_scripts
 from omagd.envs.workers.slot import CHOOSE, FRAME, NAMES, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot

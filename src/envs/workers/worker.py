@@ -1,7 +1,7 @@
-"""The worker process: hosts the environments of some slots and executes commands from shared memory.
+"""The worker process: hosts the environment of one slot and executes commands from shared memory.
 
-The parent writes one command per slot into the array `commands` and one byte into the worker's wake pipe. The worker
-executes all pending commands, then writes one note into a pipe shared by all workers. Results are in the shared arrays;
+The parent writes a command into the array `commands` and one byte into the worker's wake pipe. The worker executes the
+pending command, then writes one note into a pipe shared by all workers. Results are in the shared arrays;
 the few messages that do not fit there (names, counters, errors) go through the worker's own connection.
 """
 
@@ -48,36 +48,35 @@ class Links(NamedTuple):
     memory: AnonymousMemory
 
 
-def work(links: Links, number: int, slots: range, parent_pid: int, payload: bytes, specs: Specs | None) -> None:
-    """Host the environments of `slots` until the parent closes this worker or is gone.
+def work(links: Links, number: int, parent_pid: int, payload: bytes, specs: Specs | None) -> None:
+    """Host the environment of slot `number` until the parent closes this worker or is gone.
 
     Args:
-        number: of this worker. payload: pickled function that creates an environment.
+        payload: pickled function that creates an environment.
         specs: None at the first start: send the environment's facts, receive the specs, reply READY. Otherwise this
-            worker replaces one that died: receive the histories of the slots and replay them.
+            worker replaces one that died: receive the slot's history and replay it.
     """
     _prepare_process(parent_pid)
-    envs: list[MultiAgentEnv] = []
-    env_slots: list[EnvSlot] = []
+    env: MultiAgentEnv | None = None
+    slot: EnvSlot | None = None
     try:
-        make_env = pickle.loads(payload)
-        envs += [make_env() for _ in slots]
-        histories: dict[int, History] | None = None
-        if specs is None:
-            links.conn.send_bytes(FACTS + pickle.dumps(envs[0].get_env_info()))
+        env = made = pickle.loads(payload)()
+        history: History | None = None
+        if first := specs is None:
+            links.conn.send_bytes(FACTS + pickle.dumps(made.get_env_info()))
             specs = pickle.loads(links.conn.recv_bytes())
         else:
-            histories = pickle.loads(links.conn.recv_bytes())
+            history = pickle.loads(links.conn.recv_bytes())
+        assert specs is not None
         arrays = array_views(links.memory.map(), specs)
-        env_slots += [EnvSlot(env, slot, arrays) for env, slot in zip(envs, slots, strict=True)]
-        if histories is None:
+        slot = EnvSlot(made, number, arrays)
+        if first:
             links.conn.send_bytes(READY)
         commands = arrays.pop("commands")
         del arrays
-        for env_slot in env_slots:
-            if histories:
-                env_slot.replay(histories[env_slot.slot])
-        _serve(links, number, env_slots, commands)
+        if history is not None:
+            slot.replay(history)
+        _serve(links, slot, commands)
         del commands
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the parent is gone
@@ -88,32 +87,28 @@ def work(links: Links, number: int, slots: range, parent_pid: int, payload: byte
             links.conn.send_bytes(FAILED + pickle.dumps((traceback.format_exc(), user_error, crash)))
             os.write(links.done.fileno(), NOTE.pack(number, 1))
     finally:
-        for env_slot in env_slots:
-            env_slot.release()
-        for env in envs:
+        if slot is not None:
+            slot.release()
+        if env is not None:
             env.close()
         for end in links:
             end.close()
 
 
-def _serve(links: Links, number: int, env_slots: list[EnvSlot], commands: np.ndarray) -> None:
+def _serve(links: Links, slot: EnvSlot, commands: np.ndarray) -> None:
     """Execute commands until CLOSE, or until the parent is gone; one note for each byte in the wake pipe."""
-    wake, done = links.wake.fileno(), links.done.fileno()
+    wake, done, number = links.wake.fileno(), links.done.fileno(), slot.slot
     while os.read(wake, 1):
-        for env_slot in env_slots:
-            command = int(commands[env_slot.slot])
-            if command == CLOSE:
-                return
-            if command:
-                commands[env_slot.slot] = 0
-                env_slot.execute(command)
-        sent = 0
-        for env_slot in env_slots:
-            for message in env_slot.messages:
-                links.conn.send_bytes(message)
-                sent += 1
-            env_slot.messages.clear()
-        os.write(done, NOTE.pack(number, sent))
+        command = int(commands[number])
+        if command == CLOSE:
+            return
+        if command:
+            commands[number] = 0
+            slot.execute(command)
+        for message in slot.messages:
+            links.conn.send_bytes(message)
+        os.write(done, NOTE.pack(number, len(slot.messages)))
+        slot.messages.clear()
 
 
 def _prepare_process(parent_pid: int) -> None:

@@ -21,7 +21,7 @@ from omagd.run.training.evaluate import trained_card
 
 def listing() -> str:
     """Return all names that the command line accepts, one paragraph per kind."""
-    from omagd.envs.battle.fog import PRESETS
+    from omagd.envs.battle.map_names import PRESETS
     from omagd.envs.battle.maps import MAPS
     from omagd.envs.smax import MapName as SMAX_MAPS
     from omagd.envs.task_sets.sets import NAMED as SETS

@@ -17,7 +17,7 @@ from omagd.config.schema import Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
-from omagd.envs.task_sets.shapes import unit_features
+from omagd.envs.task_sets.task_set_env import unit_features
 from omagd.learners.belief_loss import HEAD
 from omagd.learners.protocol import Learner
 from omagd.modules import graph_reconstructers as reconstructers

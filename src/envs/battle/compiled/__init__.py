@@ -1,1 +1,1 @@
-"""Battles of `skirmish` as compiled loops over single battles: the reference's bits, many times faster."""
+"""Battles of `skirmish` as compiled loops over single battles, compiled by Numba."""

@@ -1,4 +1,4 @@
-"""Targets, shots, splash, explosions, healing and regeneration of one battle; compare `omagd.envs.battle.combat`.
+"""Targets, shots, splash, explosions, healing and regeneration of one battle. Damage in a substep is simultaneous.
 
 `s`, `k`: the battle's floats and ints [rows, U]; `t`: the map's constants (`tables`).
 """
@@ -9,20 +9,19 @@ import math
 
 import numpy as np
 
-from omagd.envs.battle import combat, physics
 from omagd.envs.battle.backend import Order
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.compiling import function
 from omagd.envs.battle.compiled.tables import Array, Tables
+from omagd.envs.battle.units import LOOPS_PER_SECOND, SHIELD_REGEN, SHIELD_REGEN_DELAY
 
 ATTACK, HEAL_ORDER, MOVE, NONE, STOP = (int(Order[name]) for name in ("ATTACK", "HEAL", "MOVE", "NONE", "STOP"))
-INDEX_BITS, NOBODY = np.int32(physics.INDEX_BITS), np.int32(physics.NOBODY)
-FAR, LINE_DEPTH, QUIET_LOOPS, SHIELD_PER_LOOP = (
-    combat.FAR,
-    combat.LINE_DEPTH,
-    combat.QUIET_LOOPS,
-    combat.SHIELD_PER_LOOP,
-)
+INDEX_BITS = np.int32(127)  # low bits of a squared distance that carry a unit's index; relative error below 2**-16
+NOBODY = np.int32(0x7F000000)
+FAR = np.float32(1.0e9)
+LINE_DEPTH = np.float32(0.15)  # half the depth of a colossus' strip
+QUIET_LOOPS = np.float32(SHIELD_REGEN_DELAY * LOOPS_PER_SECOND)
+SHIELD_PER_LOOP = np.float32(SHIELD_REGEN / LOOPS_PER_SECOND)
 ZERO, ONE, TINY, NOWHERE = np.float32(0), np.float32(1), np.float32(1e-6), np.float32(1e6)
 
 
@@ -85,7 +84,10 @@ def packed(x: np.float32, y: np.float32) -> np.int32:
 
 @function
 def find_nearest(t: Tables, s: Array, k: Array, allies: int, living: int) -> None:
-    """Write each living unit's nearest foe that it can hit: distance and index in one integer (`Pairs._nearest`)."""
+    """Write each living unit's nearest foe that it can hit: distance and index in one integer.
+
+    Positive floats sort like their bits.
+    """
     nearest, unit, foes = k[row.NEAREST], k[row.UNIT], whole_blocks(t, living - allies)
     for c in range(allies + foes):
         nearest[c] = NOBODY

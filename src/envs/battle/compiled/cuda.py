@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.envs.battle.compiled import observe, play, rules, starts
+from omagd.envs.battle.compiled import features, play, rules, starts
 from omagd.envs.battle.compiled.compiling import compiler
-from omagd.envs.battle.compiled.features import Layout, N
-from omagd.envs.battle.compiled.observe import Shown
-from omagd.envs.battle.compiled.rules import NEGATIVE, Episodes, Prices, Results
+from omagd.envs.battle.compiled.features import Layout, N, Shown
+from omagd.envs.battle.compiled.rules import NEGATIVE, Prices, Results
 from omagd.envs.battle.compiled.starts import Starts
-from omagd.envs.battle.compiled.tables import Array, Orders, State, Tables
+from omagd.envs.battle.compiled.tables import Array, Episodes, Orders, State, Tables
 from omagd.utils.compiling import files_of_kernels, remove_earlier_versions
 from omagd.utils.writing import print_note, print_warning
 
@@ -81,11 +80,11 @@ def look(o: Layout, state: State, episodes: Episodes, w: Array, distance: Array,
     b = thread - i * battles
     if i > o.fact[N]:
         return
-    observe.describe_battle(o, state, w[thread], b)
+    features.describe_battle(o, state, w[thread], b)
     if i < o.fact[N]:
-        observe.observe_agent(o, state, episodes, w[thread], distance[thread], shown, want_full, b, i)
+        features.observe_agent(o, state, episodes, w[thread], distance[thread], shown, want_full, b, i)
     else:
-        observe.observe_whole(o, state, episodes, w[thread], shown, b)
+        features.observe_whole(o, state, episodes, w[thread], shown, b)
 
 
 KERNELS: dict[str, Callable[..., None]] = {"reset": reset, "step": step, "look": look}

@@ -1,4 +1,4 @@
-"""Action masks, observations and state of one battle; compare `omagd.envs.battle.actions` and `features`.
+"""Action masks, observations and state of battles as one kernel; compare `omagd.envs.battle.actions` and `features`.
 
 `o`: the map's `Layout`. Distances are double precision, as in SMAC; each number is rounded to float32 once.
 """
@@ -13,8 +13,9 @@ import numpy as np
 from omagd.envs.battle.actions import MOVE_X, MOVE_Y, NORTH, STOP, reach_of
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Terrain, Units
-from omagd.envs.battle.compiled.compiling import function
-from omagd.envs.battle.compiled.tables import BLOCK, WIDTH, Array
+from omagd.envs.battle.compiled import tables as row
+from omagd.envs.battle.compiled.compiling import function, kernel, memory_rows
+from omagd.envs.battle.compiled.tables import BLOCK, WIDTH, Array, Episodes, State
 from omagd.envs.battle.features import AROUND, N_HEIGHT, N_MOVES, N_PATHING, UnitTables
 from omagd.envs.battle.maps import HEALING, SIGHT_RANGE, MapSpec
 
@@ -301,3 +302,69 @@ def write_state(o: Layout, alive: Array, w: Array, last_action: Array, elapsed: 
             at += last_action.shape[1]
     if o.fact[STATE_TIME]:
         out[at] = elapsed
+
+
+class Shown(NamedTuple):
+    """What `observe` writes: avail [B, N, A] bool; obs, full [B, N, obs_dim], state [B, state_dim] float32."""
+
+    avail: Array
+    obs: Array
+    full: Array
+    state: Array
+
+
+@function
+def observe_agent(
+    o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool, b: int,
+    i: int,
+) -> None:  # fmt: skip
+    """Write what agent `i` of battle `b` is shown; `w` describes the units, and it and `distance` are overwritten."""
+    alive, acted, mask, obs = state.alive[b], episodes.last_action[b], shown.avail[b, i], shown.obs[b, i]
+    x, y = state.floats[b, row.X], state.floats[b, row.Y]
+    elapsed = np.float32(episodes.steps[b] / o.size[LIMIT])
+    if alive[i]:
+        look_at_all(o, i, w, distance)
+    fill_mask(o, x, y, alive, distance, i, mask)
+    full = shown.full[b, i] if want_full else obs
+    write_views(o, x, y, alive, w, distance, mask, acted, elapsed, i, obs, full)
+    if o.fact[INSTEAD]:
+        for entry in range(len(obs)):
+            shown.state[b, i * len(obs) + entry] = obs[entry]
+
+
+@function
+def describe_battle(o: Layout, state: State, w: Array, b: int) -> None:
+    """Write what does not depend on who looks at battle `b` into the working memory `w`."""
+    s = state.floats[b]
+    describe_units(o, s[row.HEALTH], s[row.SHIELD], s[row.ENERGY], state.cooldown[b], s[row.X], s[row.Y], w)
+
+
+@function
+def observe_whole(o: Layout, state: State, episodes: Episodes, w: Array, shown: Shown, b: int) -> None:
+    """Write the state of battle `b`, unless it is made of the agents' observations; `w` describes the units."""
+    if not o.fact[INSTEAD]:
+        elapsed = np.float32(episodes.steps[b] / o.size[LIMIT])
+        write_state(o, state.alive[b], w, episodes.last_action[b], elapsed, shown.state[b])
+
+
+@function
+def observe_battle(
+    o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool, b: int
+) -> None:
+    """Write what is shown of battle `b`; `w` and `distance` are working memory."""
+    describe_battle(o, state, w, b)
+    for i in range(o.fact[N]):
+        observe_agent(o, state, episodes, w, distance, shown, want_full, b, i)
+    observe_whole(o, state, episodes, w, shown, b)
+
+
+@kernel
+def observe(o: Layout, state: State, episodes: Episodes, memory: Array, shown: Shown, want_full: bool) -> None:
+    """Write masks, observations, those without range limit if `want_full`, and the state of all battles.
+
+    memory: `shared_memory`.
+    """
+    w = memory_rows(memory, 0, N_ROWS, WIDTH, np.float32)
+    distance = memory_rows(memory, N_ROWS, 1, WIDTH, np.float64)[0]
+    for b in range(len(episodes.steps)):
+        observe_battle(o, state, episodes, w, distance, shown, want_full, b)

@@ -1,4 +1,4 @@
-"""Walking, pushing and walls of one battle; compare `omagd.envs.battle.physics`. Names as in `combat`."""
+"""Walking, pushing and walls of one battle. Names as in `combat`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import math
 
 import numpy as np
 
-from omagd.envs.battle import physics
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.combat import ATTACK, INDEX_BITS, MOVE, ONE, ZERO, whole_blocks
 from omagd.envs.battle.compiled.compiling import function
 from omagd.envs.battle.compiled.tables import Array, Tables
 
-TINY, STOP_SHORT = physics.TINY, physics.STOP_SHORT
-NEARLY = np.float32(1.0001)
-PUSH_WALKING, PUSH_STANDING, PUSH_MOST = physics.PUSH_WALKING, physics.PUSH_STANDING, physics.PUSH_MOST
+PUSH_WALKING, PUSH_STANDING, PUSH_MOST = np.float32(0.5), np.float32(0.1), np.float32(0.4)
+STOP_SHORT = np.float32(0.05)  # a chasing unit stops this far inside its weapon's reach
+TINY, NEARLY = np.float32(1.0e-6), np.float32(1.0001)
 
 
 @function

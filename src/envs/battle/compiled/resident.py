@@ -1,6 +1,6 @@
 """Battles that live in the memory of one device: everything in and out is a torch tensor there.
 
-On a CPU the kernels of `CompiledSimulator` and `CompiledSemantics` write into the tensors' memory, on an NVIDIA GPU
+On a CPU the kernels of `engine` write into the tensors' memory, on an NVIDIA GPU
 those of `cuda`. Nothing is copied between host and device, and the host never waits.
 """
 
@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 
 from omagd.envs.battle.args import SkirmishArgs
-from omagd.envs.battle.compiled import features, observe, rules, starts, step
+from omagd.envs.battle.compiled import features, play, rules, starts
 from omagd.envs.battle.compiled.engine import compiled
-from omagd.envs.battle.compiled.features import Layout
-from omagd.envs.battle.compiled.observe import Shown
-from omagd.envs.battle.compiled.rules import Episodes, Prices, Results
+from omagd.envs.battle.compiled.features import Layout, Shown
+from omagd.envs.battle.compiled.rules import Prices, Results
 from omagd.envs.battle.compiled.starts import Starts
-from omagd.envs.battle.compiled.tables import Array, Orders, State, Tables, one_by_one, shared_memory, working_memory
+from omagd.envs.battle.compiled.tables import (
+    Array,
+    Episodes,
+    Orders,
+    State,
+    Tables,
+    one_by_one,
+    shared_memory,
+    working_memory,
+)
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.units import UNITS
 from omagd.envs.resident import Outcome, Seen
@@ -72,17 +80,17 @@ def _step(
 ) -> None:  # fmt: skip
     for result in results:
         result[...] = 0
-    mistake = step.step(
+    mistake = play.step(
         t, o, p, move_amount, state, episodes, s[0], orders, avail, actions, active, lost[0], died[0], results, False
     )
-    if mistake != step.EVERY_CHOICE_FITS:
+    if mistake != play.EVERY_CHOICE_FITS:
         faults[mistake] = True
 
 
 def _look(
     o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool
 ) -> None:
-    observe.observe(o, state, episodes, w[0], shown, want_full)
+    features.observe(o, state, episodes, w[0], shown, want_full)
 
 
 LOOPS: dict[str, Callable[..., None]] = {"reset": _reset, "step": _step, "look": _look}

@@ -14,29 +14,11 @@ from omagd.envs.battle.compiled.combat import STOP as STAY
 from omagd.envs.battle.compiled.compiling import function, kernel
 from omagd.envs.battle.compiled.features import FIRST, HEALS, TOTAL, Layout, N
 from omagd.envs.battle.compiled.features import LIMIT as STEP_LIMIT
-from omagd.envs.battle.compiled.tables import HEALTH, SHIELD, Array, Orders, State, X, Y
+from omagd.envs.battle.compiled.tables import HEALTH, SHIELD, Array, Episodes, Orders, State, X, Y
 
 WON, LOST, DRAW, LIMIT, OVER, N_FLAGS = range(6)  # rows of the flags of a step
 DEATH, WIN, DEFEAT, NEGATIVE = range(4)  # entries of `Prices.amount`
 SPARSE, ONLY_POSITIVE, SHIELD_FIX = range(3)  # of `Prices.flag`
-
-
-class Episodes(NamedTuple):
-    """The episodes of all battles. B battles, N agents, U units, A actions.
-
-    Attributes:
-        points: [B, U] float64, health with shield before the next step. living: [B, U] bool, not counted as dead.
-        scale: [B] float64, by which rewards are divided. scaled: [B] bool, it is set.
-        steps: [B] int64. ended: [B] bool. last_action: [B, N, A] float32, one-hot.
-    """
-
-    points: Array
-    living: Array
-    scale: Array
-    scaled: Array
-    steps: Array
-    ended: Array
-    last_action: Array
 
 
 class Results(NamedTuple):

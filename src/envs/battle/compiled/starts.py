@@ -1,25 +1,128 @@
-"""Start positions and fresh battles as a kernel; compare `omagd.envs.battle.starts` and `Simulator.reset`."""
+"""Where battles begin: facing formations, SMACv2's random starts, or an enemy that may come from any side.
+
+Everything follows from a battle's seed alone: number k of its SplitMix64 stream, whatever else is drawn. Sums, products
+and table look-ups only, in float32.
+Source of `mixed`: oxwhirl/smacv2, distributions.py (`surrounded`, `reflect_position`, `surrounded_and_reflect`).
+`sc2_v2` draws from the same distributions, with these constants; the game keeps its units apart and on the map.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
 
-from omagd.envs.battle import starts
+from omagd.envs.battle.args import BUFFER, MOST_GROUPS, OFFSET, REFLECTED_SHARE
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.combat import ATTACK, STOP, ZERO
 from omagd.envs.battle.compiled.compiling import function, kernel
-from omagd.envs.battle.compiled.tables import Array, State, Tables
+from omagd.envs.battle.compiled.tables import Array, Roster, State, Tables
 from omagd.envs.battle.maps import FORMATION, HIDDEN, MIXED, MapSpec
-from omagd.envs.battle.physics import SIZE
-from omagd.envs.battle.roster import Roster
+from omagd.envs.battle.terrain import BORDER, SIZE
+from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.utils.seeding import GOLDEN, splitmix64
+
+WIDTH, ENEMY_WIDTH = 1.6, 0.6  # formations: units per line over number of lines; ranged enemies come in columns
+MOST_LINES = 6
+HALF = np.float32(0.5)
+JITTER = 0.6  # start positions differ from the formation by at most this much along each axis
+
+HIDDEN_APART = 12.0  # cells between the middle of the map and the hidden enemy's formation
+N_ANGLES = 1024
+
+# Numbers of a battle beyond the first 2 U, which shift each unit along x and y.
+ANGLE = 0  # of a hidden enemy
+REFLECTS, GROUPS, ORDER, NEAR, MEMBER = 0, 1, 2, 3, 3 + MOST_GROUPS  # of `mixed`; NEAR: by group, MEMBER: by enemy
+# Entries of `Plan.ground`.
+MIDDLE, LOW, HIGH, WEST, EAST, HEIGHT, INNER, OUTER, SHARE, APART, START_X, START_Y = range(12)
+
+
+class Plan(NamedTuple):
+    """How battles of a map begin. U units; arrays float32, cells.
+
+    Attributes:
+        place: [2, U], places of the facing formations. offset: [2, U], of each unit from its formation's centre.
+        lattice: [2, U], places around the centre of a group, the nearest first.
+        directions: [2, N_ANGLES], unit vectors. orders: [24, 4] int64, the orders of the four corners.
+        ground: [12]: middle of the map; least and greatest coordinate; width of the west, of the east, and height, over
+            which mirrored teams are spread; least and greatest distance of a group from the middle along each axis;
+            share of mirrored battles; distance of a hidden enemy; the allies' start.
+    """
+
+    place: np.ndarray
+    offset: np.ndarray
+    lattice: np.ndarray
+    directions: np.ndarray
+    orders: np.ndarray
+    ground: np.ndarray
+
+
+def formation(
+    names: tuple[str, ...], centres: tuple[tuple[float, float], ...], spacing: float, facing: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return block centres and offsets from them, each [2, units]: lines facing the enemy, short ranges in front.
+
+    Args:
+        centres: of the blocks; units are assigned to blocks round-robin.
+        facing: +1 if the enemy is to the right, -1 if to the left. Exploding units stand in front.
+    """
+    types = [UNITS[UNIT_ID[name]] for name in names]
+    by_range = sorted(range(len(names)), key=lambda i: (not types[i].explodes, types[i].range, i))
+    centre, offset = np.zeros((2, 2, len(names)), dtype=np.float32)
+    width = ENEMY_WIDTH if facing < 0 and max(unit.range for unit in types) > 1 else WIDTH
+    for c, place in enumerate(centres):
+        block = by_range[c :: len(centres)]
+        per_line = int(np.ceil(max(np.sqrt(width * len(block)), len(block) / MOST_LINES)))
+        lines = int(np.ceil(len(block) / per_line))
+        centre[:, block] = np.array(place, dtype=np.float32)[:, None]
+        for number, unit in enumerate(block):
+            line, file = divmod(number, per_line)
+            in_line = min(per_line, len(block) - line * per_line)
+            offset[0, unit] = facing * spacing * ((lines - 1) / 2 - line)
+            offset[1, unit] = spacing * (file - (in_line - 1) / 2)
+    return centre, offset
+
+
+@lru_cache(maxsize=64)
+def make_plan(spec: MapSpec) -> Plan:
+    """Return how battles of a map begin."""
+    ours, theirs = formation(spec.allies, spec.ally_start, spec.spacing, 1), _enemy_formation(spec)
+    place, offset = (np.concatenate(parts, axis=1) for parts in ((sum(ours), sum(theirs)), (ours[1], theirs[1])))
+    lattice = _lattice(place.shape[1], spec.enemy_spacing or spec.spacing)
+    angle = np.arange(N_ANGLES) * (2 * np.pi / N_ANGLES)
+    low = BORDER + max(UNITS[i].radius for i in spec.unit_ids())
+    middle, high = SIZE / 2, SIZE - low
+    # Groups are on the ground with all their members, and no nearer than the teams' extents if those are large.
+    extent = [float(np.hypot(*places).max()) for places in (ours[1], lattice[:, : spec.n_enemies])]
+    inner, outer = max(OFFSET, sum(extent) / 2**0.5), high - extent[1] - JITTER - middle
+    west, east = middle - BUFFER - low, high - middle
+    ground = [
+        middle, low, high, west, east, high - low, inner, outer, REFLECTED_SHARE, HIDDEN_APART, *spec.ally_start[0],
+    ]  # fmt: skip
+    return Plan(
+        place, offset, lattice, np.stack([np.cos(angle), np.sin(angle)]).astype(np.float32),
+        np.array(list(permutations(range(MOST_GROUPS)))), np.array(ground, np.float32),
+    )  # fmt: skip
+
+
+def _enemy_formation(spec: MapSpec) -> tuple[np.ndarray, np.ndarray]:
+    return formation(spec.enemies, spec.enemy_start, spec.enemy_spacing or spec.spacing, -1)
+
+
+def _lattice(count: int, spacing: float) -> np.ndarray:
+    """Return [2, count] float32, the points of a square lattice that are nearest to its origin."""
+    most = int(np.ceil(count**0.5))
+    points = [(x, y) for x in range(-most, most + 1) for y in range(-most, most + 1)]
+    nearest = sorted(points, key=lambda point: (point[0] ** 2 + point[1] ** 2, point))[:count]
+    return (np.array(nearest, np.float32) * np.float32(spacing)).T.copy()
+
 
 STEP, BITS = np.uint64(GOLDEN), np.uint64(40)
 mix = function(splitmix64)
-SPREAD, HALF, UNIT = np.float32(2 * starts.JITTER), starts.HALF, np.float32(2.0**-24)
-ONE, EDGE, ANGLES, MOST = np.float32(1), np.float32(SIZE), np.float32(starts.N_ANGLES), np.float32(starts.MOST_GROUPS)
+SPREAD, UNIT = np.float32(2 * JITTER), np.float32(2.0**-24)
+ONE, EDGE, ANGLES, MOST = np.float32(1), np.float32(SIZE), np.float32(N_ANGLES), np.float32(MOST_GROUPS)
 HEALTH, SHIELD, ENERGY = range(3)  # rows of `Starts.full`
 STARTS = (FORMATION, MIXED, HIDDEN)
 RANDOM, TURNED = STARTS.index(MIXED), STARTS.index(HIDDEN)
@@ -27,7 +130,7 @@ COUNT_BITS = 8  # of the number of a group's members
 
 
 class Starts(NamedTuple):
-    """How battles begin: `starts.Plan`, and full: [3, U] float32, health, shield, energy. kind: [U] int64, allies of
+    """How battles begin: `Plan`, and full: [3, U] float32, health, shield, energy. kind: [U] int64, allies of
     one kind are sorted. how: [2] int64, the place in `STARTS`, and whether enemies stay where they are.
     """
 
@@ -48,7 +151,7 @@ def make_starts(spec: MapSpec, roster: Roster) -> Starts:
     names = (*spec.allies, *spec.enemies)
     kind = np.array([names.index(name) for name in names], np.int64)
     how = np.array([STARTS.index(spec.start), spec.enemy_waits], np.int64)
-    return Starts(*starts.make_plan(spec), full.astype(np.float32), kind, how)
+    return Starts(*make_plan(spec), full.astype(np.float32), kind, how)
 
 
 @function
@@ -75,8 +178,8 @@ def stand_in_formation(begin: Starts, seed: int, total: int, x: Array, y: Array)
 def stand_in_the_middle(begin: Starts, seed: int, n: int, total: int, x: Array, y: Array) -> None:
     """Place the allies' formation in the middle."""
     for i in range(n):
-        x[i] = begin.ground[starts.MIDDLE] + begin.offset[0, i] + jitter(seed, i)
-        y[i] = begin.ground[starts.MIDDLE] + begin.offset[1, i] + jitter(seed, total + i)
+        x[i] = begin.ground[MIDDLE] + begin.offset[0, i] + jitter(seed, i)
+        y[i] = begin.ground[MIDDLE] + begin.offset[1, i] + jitter(seed, total + i)
 
 
 @function
@@ -87,11 +190,11 @@ def hide(begin: Starts, seed: int, n: int, total: int, dx: np.float32, dy: np.fl
     for i in range(n, total):
         turned_x = offset[0, i] * dx - offset[1, i] * dy
         turned_y = offset[0, i] * dy + offset[1, i] * dx
-        x[i] = ground[starts.MIDDLE] + ground[starts.APART] * dx + turned_x + jitter(seed, i)
-        y[i] = ground[starts.MIDDLE] + ground[starts.APART] * dy + turned_y + jitter(seed, total + i)
+        x[i] = ground[MIDDLE] + ground[APART] * dx + turned_x + jitter(seed, i)
+        y[i] = ground[MIDDLE] + ground[APART] * dy + turned_y + jitter(seed, total + i)
     for i in range(total):
-        x[i] = min(max(x[i], ground[starts.LOW]), ground[starts.HIGH])
-        y[i] = min(max(y[i], ground[starts.LOW]), ground[starts.HIGH])
+        x[i] = min(max(x[i], ground[LOW]), ground[HIGH])
+        y[i] = min(max(y[i], ground[LOW]), ground[HIGH])
 
 
 @function
@@ -99,15 +202,15 @@ def reflect(begin: Starts, seed: int, n: int, total: int, x: Array, y: Array) ->
     """Place allies in the west, enemies mirrored, and further enemies in the east; return the allies' mean."""
     ground, sum_x, sum_y = begin.ground, ZERO, ZERO
     for i in range(n):
-        x[i] = ground[starts.LOW] + drawn(seed, i) * ground[starts.WEST]
-        y[i] = ground[starts.LOW] + drawn(seed, total + i) * ground[starts.HEIGHT]
+        x[i] = ground[LOW] + drawn(seed, i) * ground[WEST]
+        y[i] = ground[LOW] + drawn(seed, total + i) * ground[HEIGHT]
         sum_x, sum_y = sum_x + x[i], sum_y + y[i]
     for i in range(n, total):
         if i < 2 * n:
             x[i], y[i] = EDGE - x[i - n], y[i - n]
         else:
-            x[i] = ground[starts.MIDDLE] + drawn(seed, i) * ground[starts.EAST]
-            y[i] = ground[starts.LOW] + drawn(seed, total + i) * ground[starts.HEIGHT]
+            x[i] = ground[MIDDLE] + drawn(seed, i) * ground[EAST]
+            y[i] = ground[LOW] + drawn(seed, total + i) * ground[HEIGHT]
     return sum_x / np.float32(n), sum_y / np.float32(n)
 
 
@@ -115,20 +218,20 @@ def reflect(begin: Starts, seed: int, n: int, total: int, x: Array, y: Array) ->
 def surround(begin: Starts, seed: int, n: int, total: int, x: Array, y: Array) -> None:
     """Place the allies' formation in the middle and enemies in one to four groups, each on its own diagonal."""
     ground, more = begin.ground, 2 * total
-    groups = np.float32(1 + int(drawn(seed, more + starts.GROUPS) * MOST))
-    order = int(drawn(seed, more + starts.ORDER) * np.float32(len(begin.orders)))
+    groups = np.float32(1 + int(drawn(seed, more + GROUPS) * MOST))
+    order = int(drawn(seed, more + ORDER) * np.float32(len(begin.orders)))
     stand_in_the_middle(begin, seed, n, total, x, y)
     counts = 0  # of members, by group
     for i in range(n, total):
-        group = int(drawn(seed, more + starts.MEMBER + i - n) * groups)
+        group = int(drawn(seed, more + MEMBER + i - n) * groups)
         number = (counts >> (COUNT_BITS * group)) & ((1 << COUNT_BITS) - 1)
         counts += 1 << (COUNT_BITS * group)
         corner = begin.orders[order, group]
-        near = drawn(seed, more + starts.NEAR + group)
-        far = ground[starts.OUTER] + near * (ground[starts.INNER] - ground[starts.OUTER])
+        near = drawn(seed, more + NEAR + group)
+        far = ground[OUTER] + near * (ground[INNER] - ground[OUTER])
         side_x, side_y = np.float32(2 * (corner & 1) - 1), np.float32(2 * (corner >> 1) - 1)
-        x[i] = ground[starts.MIDDLE] + side_x * far + begin.lattice[0, number] + jitter(seed, i)
-        y[i] = ground[starts.MIDDLE] + side_y * far + begin.lattice[1, number] + jitter(seed, total + i)
+        x[i] = ground[MIDDLE] + side_x * far + begin.lattice[0, number] + jitter(seed, i)
+        y[i] = ground[MIDDLE] + side_y * far + begin.lattice[1, number] + jitter(seed, total + i)
 
 
 @function
@@ -146,19 +249,19 @@ def sort_allies(t: Tables, begin: Starts, x: Array, y: Array) -> None:
 def place_units(begin: Starts, seed: int, n: int, total: int, s: Array) -> None:
     """Write where units stand, and where they advance to."""
     ground, offset, x, y, start = begin.ground, begin.offset, s[row.X], s[row.Y], begin.how[0]
-    middle_x, middle_y, dx, dy = ground[starts.MIDDLE], ground[starts.MIDDLE], ONE, ZERO
+    middle_x, middle_y, dx, dy = ground[MIDDLE], ground[MIDDLE], ONE, ZERO
     if start == TURNED:
-        angle = int(drawn(seed, 2 * total + starts.ANGLE) * ANGLES)
+        angle = int(drawn(seed, 2 * total + ANGLE) * ANGLES)
         dx, dy = begin.directions[0, angle], begin.directions[1, angle]
         hide(begin, seed, n, total, dx, dy, x, y)
     elif start == RANDOM:
-        if drawn(seed, 2 * total + starts.REFLECTS) < ground[starts.SHARE]:
+        if drawn(seed, 2 * total + REFLECTS) < ground[SHARE]:
             middle_x, middle_y = reflect(begin, seed, n, total, x, y)
         else:
             surround(begin, seed, n, total, x, y)
     else:
         stand_in_formation(begin, seed, total, x, y)
-        middle_x, middle_y = ground[starts.START_X], ground[starts.START_Y]
+        middle_x, middle_y = ground[START_X], ground[START_Y]
     for i in range(n):
         s[row.GOAL_X, i], s[row.GOAL_Y, i] = middle_x, middle_y
     for i in range(n, total):

@@ -1,18 +1,67 @@
-"""The observations "26", "30" and "35" and the state as kernels over boards; compare `omagd.envs.snakes.features`."""
+"""Flat observations of a snake ("26", "30", "35"), and the state for mixers, as kernels over boards.
+
+Positions are absolute: row, column. Differences (dx to the right, dy down) and distances are those of the torus.
+Codes: 0 empty, 1 bean, 2 to 4 own team, 5 to 7 the other team (for side b the teams' codes are exchanged, so that both
+sides see the game alike). Beans are listed oldest first.
+
+"26", as the public baseline:
+     0- 1  own head               6-15  five beans
+     2- 5  codes up, down, left,  16-25  the five other heads, in order of their codes
+           right of it
+"30":
+     0- 5  as "26"                14-23  five beans
+     6-11  two nearest beans,     24-25  zero
+           (dx, dy, distance)     26-29  heads of the two nearest opponents
+    12-13  threats of the two nearest opponents: length / 3 / (distance + 1)
+"35":
+     0-15  as "26"                   22  own length / 20
+    16-21  two nearest beans,     23-32  the five other heads, in order of their codes
+           (dx, dy, distance)     33-34  threats of the two nearest opponents
+
+Normalised: rows / 10, columns / 20, codes / 7, dx / 10, dy / 5, distances / 11.18 (the longest); others unchanged.
+
+State, 66: for each snake, own team first, row, column, direction one-hot (4), length / 20, tail row, tail column; rows
+and columns of the beans, ordered by slot; difference of the teams' lengths / 20; steps / 200. Rows and columns are
+normalised.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from omagd.envs.snakes.board import EPISODE_LIMIT
-from omagd.envs.snakes.compiled import tables
-from omagd.envs.snakes.compiled.compiling import function, kernel
-from omagd.envs.snakes.compiled.tables import COL, NEXT_CELL, ROW, Array, Boards, distance, down, right, seat
-from omagd.envs.snakes.features import AS_SEEN, LONG, STATE_DIM
+from omagd.envs.snakes.board import (
+    COL,
+    EPISODE_LIMIT,
+    HEIGHT,
+    N_ACTIONS,
+    N_BEANS,
+    N_SNAKES,
+    N_TEAM,
+    NEXT_CELL,
+    ROW,
+    WIDTH,
+    Array,
+    Boards,
+    distance,
+    down,
+    function,
+    kernel,
+    right,
+    seat,
+)
 
-N_BEANS, N_SNAKES, N_TEAM, N_ACTIONS = tables.N_BEANS, tables.N_SNAKES, tables.N_TEAM, tables.N_ACTIONS
-HEIGHT, WIDTH = np.float32(tables.HEIGHT), np.float32(tables.WIDTH)
-ONE = np.float32(1)
+LONG = 20.0  # lengths are divided by this
+STATE_DIM = N_SNAKES * 9 + 12
+# Code of a cell as team 0 and team 1 see it.
+AS_SEEN = np.array([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 5, 6, 7, 2, 3, 4]], np.uint8)
+_PLACE, _WAY = (HEIGHT, WIDTH), (WIDTH / 2, HEIGHT / 2, float(np.hypot(WIDTH / 2, HEIGHT / 2)))
+_HEAD = (*_PLACE, 7, 7, 7, 7)
+SCALES: dict[str, np.ndarray] = {
+    "26": np.array([*_HEAD, *_PLACE * 5, *_PLACE * 5], np.float32),
+    "30": np.array([*_HEAD, *_WAY * 2, 1, 1, *_PLACE * 5, 1, 1, *_PLACE * 2], np.float32),
+    "35": np.array([*_HEAD, *_PLACE * 5, *_WAY * 2, 1, *_PLACE * 5, 1, 1], np.float32),
+}
+TALL, WIDE, ONE = np.float32(HEIGHT), np.float32(WIDTH), np.float32(1)
 
 
 @function
@@ -104,14 +153,14 @@ def state(g: Boards, team: Array, out: Array) -> None:
         for n in range(N_SNAKES):
             snake, at = seat(team[b], n), 9 * n
             head, tail, length = g.heads[b, snake], g.tails[b, snake], g.lengths[b, snake]
-            seen[at], seen[at + 1] = np.float32(ROW[head]) / HEIGHT, np.float32(COL[head]) / WIDTH
+            seen[at], seen[at + 1] = np.float32(ROW[head]) / TALL, np.float32(COL[head]) / WIDE
             for a in range(N_ACTIONS):
                 seen[at + 2 + a] = np.float32(g.directions[b, snake] == a)
             seen[at + 6] = np.float32(length / LONG)
-            seen[at + 7], seen[at + 8] = np.float32(ROW[tail]) / HEIGHT, np.float32(COL[tail]) / WIDTH
+            seen[at + 7], seen[at + 8] = np.float32(ROW[tail]) / TALL, np.float32(COL[tail]) / WIDE
             lead += length if n < N_TEAM else -length
         for n in range(N_BEANS):
             cell, at = g.beans[b, n], 9 * N_SNAKES + 2 * g.bean_slots[b, n]
-            seen[at], seen[at + 1] = np.float32(ROW[cell]) / HEIGHT, np.float32(COL[cell]) / WIDTH
+            seen[at], seen[at + 1] = np.float32(ROW[cell]) / TALL, np.float32(COL[cell]) / WIDE
         seen[STATE_DIM - 2] = np.float32(lead / LONG)
         seen[STATE_DIM - 1] = np.float32(g.steps[b] / EPISODE_LIMIT)

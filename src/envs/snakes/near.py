@@ -1,29 +1,44 @@
-"""The observation "near" as a kernel over boards; compare `omagd.envs.snakes.features`, which lists its columns."""
+"""The observation "near" of a snake as a kernel over boards.
+
+174 columns, the nearest first; dx to the right and dy up, both / 10; steps = |dx| + |dy|, / 10; lengths / 20:
+     0- 3  neighbour cells (up, down, left, right) free of snakes
+     4- 7  a mate could move there     8- 11  length of the longest opponent that could move there, else 0
+    12- 71  five beans, 12 each: up, down, left, right of the head; dx, dy, steps; for mates and then opponents, by how
+            many steps the nearest is farther away, and the sign of that; the smaller of both
+    72-116  two mates, then three opponents, 9 each: dx, dy, steps, length, direction one-hot, steps to its nearest bean
+   117-125  own length, direction one-hot, dx and dy of the tail; difference of the teams' lengths / 20; step / 200
+   126-173  snakes in the 7 × 7 cells around the head, row by row without the head's
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from omagd.envs.snakes.board import EPISODE_LIMIT
-from omagd.envs.snakes.compiled import tables
-from omagd.envs.snakes.compiled.compiling import function, kernel
-from omagd.envs.snakes.compiled.tables import (
+from omagd.envs.snakes.board import (
     COL,
+    EPISODE_LIMIT,
     FIRST_SNAKE,
+    HEIGHT,
+    N_ACTIONS,
+    N_BEANS,
+    N_SNAKES,
+    N_TEAM,
     NEXT_CELL,
     ROW,
+    WIDTH,
     Array,
     Boards,
     down,
     end_of,
+    function,
+    kernel,
     right,
     seat,
     steps_between,
 )
-from omagd.envs.snakes.features import LONG, REACH, SCALE
+from omagd.envs.snakes.flat import LONG
 
-HEIGHT, WIDTH, N_BEANS, N_SNAKES = tables.HEIGHT, tables.WIDTH, tables.N_BEANS, tables.N_SNAKES
-N_ACTIONS, N_TEAM = tables.N_ACTIONS, tables.N_TEAM
+NEAR_DIM, SCALE, REACH = 174, 10, 3
 ZERO, ONE = np.float32(0), np.float32(1)
 # First cells of the rows, and columns, from REACH before to REACH after each one, on the torus.
 ROWS_AROUND = (np.arange(-REACH, HEIGHT + REACH) % HEIGHT * WIDTH).astype(np.int64)

@@ -1,37 +1,56 @@
-"""The observations "entities" and "planes" as kernels over boards; compare `omagd.envs.snakes.observer`."""
+"""The observations "entities" (for graph agents) and "planes" (for convolutions) as kernels over boards.
+
+"entities", 138: free neighbour cells (4); three opponents, then five beans, 12 each, and two mates, 11 each: visible,
+distance, dx, dy (up), length, direction one-hot, tail dx, dy and, except for mates, is bean; own features, 16: length,
+direction one-hot, tail dx, dy, step, snakes on the cells two steps away. Units beyond the sight are zero.
+
+"planes", 11 of 10 x 20, one after the other: 0 beans; 1, 2, 3 own head, body, tail; 4 share of the game left; 5, 6, 7
+mates' and 8, 9, 10 opponents' heads, bodies, tails; shifted so that the own head is in row 5, column 10 if `centred`.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from omagd.envs.snakes.board import EPISODE_LIMIT
-from omagd.envs.snakes.compiled import tables
-from omagd.envs.snakes.compiled.compiling import function, kernel
-from omagd.envs.snakes.compiled.tables import (
+from omagd.envs.snakes.board import (
     BEAN,
     COL,
     EMPTY,
+    EPISODE_LIMIT,
     FIRST_SNAKE,
+    HEIGHT,
+    N_ACTIONS,
+    N_BEANS,
+    N_CELLS,
+    N_SNAKES,
+    N_TEAM,
     NEXT_CELL,
     ROW,
+    WIDTH,
     Array,
     Boards,
     distance,
     down,
+    function,
+    kernel,
     right,
     seat,
+    shifted,
 )
-from omagd.envs.snakes.features import LONG
-from omagd.envs.snakes.observer import MIDDLE_COL, MIDDLE_ROW, MOVE_DIM, N_PLANES, TWO_AWAY, UNIT_DIM
+from omagd.envs.snakes.flat import LONG
 
-HEIGHT, WIDTH, N_CELLS, N_ACTIONS = tables.HEIGHT, tables.WIDTH, tables.N_CELLS, tables.N_ACTIONS
-N_SNAKES, N_TEAM, N_BEANS = tables.N_SNAKES, tables.N_TEAM, tables.N_BEANS
+UNIT_DIM, OWN_DIM, MOVE_DIM = 12, 16, 4
+N_PLANES, MIDDLE_ROW, MIDDLE_COL = 11, 5, 10
+PLANES_DIM = N_PLANES * N_CELLS
+_AWAY = np.array([(-2, 0), (-1, -1), (-1, 1), (0, -2), (0, 2), (1, -1), (1, 1), (2, 0)]).T
+TWO_AWAY = np.sort(shifted(*_AWAY), 1).astype(np.uint8)  # [200, 8]: the cells two steps from each
+N_TWO_AWAY = TWO_AWAY.shape[1]
 ZERO, ONE = np.float32(0), np.float32(1)
 BEANS_AT = MOVE_DIM + N_TEAM * UNIT_DIM  # opponents, beans, mates, own features
 MATES_AT = BEANS_AT + N_BEANS * UNIT_DIM
 OWN_AT = MATES_AT + (N_TEAM - 1) * (UNIT_DIM - 1)
-IS_BEAN, N_TWO_AWAY = UNIT_DIM - 1, TWO_AWAY.shape[1]
-NEAR_CELLS = TWO_AWAY.astype(np.uint8)
+ENTITY_DIM = OWN_AT + OWN_DIM
+IS_BEAN = UNIT_DIM - 1
 HEAD, BODY, TAIL, SHARE, MATES, OPPONENTS = 1, 2, 3, 4, 4, 7  # planes; of others, those of the own snake are added
 
 
@@ -63,7 +82,7 @@ def show_self(g: Boards, b: int, snake: int, own: int, scale: np.float32, out: A
     way(own, g.tails[b, snake], scale, out, 5)
     out[7] = np.float32(g.steps[b] / EPISODE_LIMIT)
     for n in range(N_TWO_AWAY):
-        out[8 + n] = np.float32(g.codes[b, NEAR_CELLS[own, n]] >= FIRST_SNAKE)
+        out[8 + n] = np.float32(g.codes[b, TWO_AWAY[own, n]] >= FIRST_SNAKE)
 
 
 @kernel
