@@ -16,12 +16,9 @@ from many_runs import make_run, make_study
 from PIL import Image, ImageColor
 from watch_toys import Oracle, play, small_recording
 
-from omagd.config.env_info import EntityLayout
-from omagd.lab.watch import drawing, moments, panel
-from omagd.lab.watch.page import player_page
+from omagd.lab.watch import drawing, formats, panel
 from omagd.run.cli.main import main
 from omagd.run.recording.recording import Episode, Moment, Recording
-from omagd.run.reporting.battle_plot import battle_moment, battle_nodes
 from omagd.utils.errors import UserError
 
 
@@ -43,48 +40,12 @@ def seen_and_lost() -> Episode:
     return Episode.model_validate({**about, "scene": scene, "moments": moments})
 
 
-def test_a_moment_has_what_the_agent_sees_what_it_believes_and_what_is_true():
-    seen, believed, truth, info = moments.shown(seen_and_lost(), 7, 0)
-    assert [(node["id"], node["type"], node["present"]) for node in truth] == [
-        ("a0", "self", True), ("a1", "ally", False), ("e0", "enemy", True), ("e1", "enemy", True),
-    ]  # fmt: skip
-    assert [node["present"] for node in seen] == [True, False, False, False]
-    assert (truth[2]["x"], truth[2]["y"], truth[2]["health"]) == (11.0, 0.0, 0.5)
-    ghost, guess, broken = believed[1:]
-    assert (ghost["x"], ghost["y"], ghost["health"], ghost["present"], ghost["guessed"]) == (3.0, 3.0, None, True, True)
-    assert (guess["x"], guess["y"], guess["health"], guess["present"], guess["guessed"]) == (6.0, 1.0, 0.25, True, True)
-    assert not broken["finite"] and not broken["present"]
-    assert info == {"label": "e m", "step": 7, "agent": "a0", "sight": 6.0, "teams": {"ally": "us", "enemy": "them"}}
-    seen, believed, _, _ = moments.shown(seen_and_lost(), 1, 0)  # what it sees it does not guess
-    assert [node["present"] for node in seen] == [True, True, True, False]
-    assert believed[1:3] == seen[1:3]
-
-
 def test_moments_are_those_with_most_to_see_one_of_each_part_of_a_life():
     episode = seen_and_lost()
-    assert moments._chosen(episode, 0, [])[0] == [0, 3, 5]  # a unit seen before is hidden from step 3 on
-    assert moments._chosen(episode, 1, [])[0] == [0, 2, 4]
-    assert moments._chosen(episode, 0, [7, 8])[0] == [7]
-    assert moments._chosen(episode, 0, [8]) == ([], 0)
-
-
-def test_moments_show_the_agent_of_which_there_is_most_to_see(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(moments, "battle_moments", lambda path, rows: drawn.append([each[3] for each in rows]) or path)
-    recording = Recording(episodes=[seen_and_lost()])
-    moments.write_png(recording, tmp_path / "a.png")
-    moments.write_png(recording, tmp_path / "a.png", 1, [2])
-    moments.write_png(recording, tmp_path / "a.png", 9, [2])
-    assert [[(each["agent"], each["step"]) for each in rows] for rows in drawn] == [
-        [("a0", 0), ("a0", 3), ("a0", 5)], [("a1", 2)], [("a1", 2)],
-    ]  # fmt: skip
-    with pytest.raises(UserError, match="the agent is dead at all of these steps"):
-        moments.write_png(recording, tmp_path / "a.png", 1, [7])
-    episode = seen_and_lost()
-    unseen = [moment.model_copy(update={"seen": []}) for moment in episode.moments]
-    blind = episode.model_copy(update={"moments": unseen})
-    with pytest.raises(UserError, match="observations have none"):
-        moments.write_png(Recording(episodes=[blind]), tmp_path / "a.png")
+    assert formats._chosen(episode, 0, [])[0] == [0, 3, 5]  # a unit seen before is hidden from step 3 on
+    assert formats._chosen(episode, 1, [])[0] == [0, 2, 4]
+    assert formats._chosen(episode, 0, [7, 8])[0] == [7]
+    assert formats._chosen(episode, 0, [8]) == ([], 0)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +238,7 @@ def test_rings_of_shields_show_each_units_share_of_its_own_shield():
     def ring(shield, most):
         unhurt = {"health_max": [9, 9, 9, 0], "health": [9.0, 9.0, 9.0, 0.0]}
         truth = views(changed(**{**PLAIN, **unhurt, "shield_max": most, "shield": shield}), 0)[0]
-        return of_colour(truth, drawing.SHIELD)
+        return of_colour(truth, panel.SHIELD)
 
     full, half, none = (ring([0.0, 0.0, share, 0.0], [9, 9, 2, 0]) for share in (2.0, 1.0, 0.0))
     assert full[2] - half[2] == pytest.approx(half[2], rel=0.25) and half[2] > 30 and none[2] == 0
@@ -309,8 +270,8 @@ def test_walls_are_where_they_are_in_both_views():
     cell = (right[0] - left[0]) / 12
     corner = left[0] - 4 * cell, left[1] + 10 * cell  # the agents' middle is at (4, 10)
     for view, before in zip(views(changed(**walled), 0), plain, strict=True):
-        wall = of_colour(view, drawing.WALL, near=8)
-        assert of_colour(before, drawing.WALL, near=8)[2] < 0.1 * wall[2]
+        wall = of_colour(view, panel.WALL, near=8)
+        assert of_colour(before, panel.WALL, near=8)[2] < 0.1 * wall[2]
         assert wall[2] == pytest.approx(6 * 2 * cell**2, rel=0.15)
         assert wall[:2] == pytest.approx((corner[0] + 15 * cell, corner[1] - 6 * cell), abs=cell / 2)
 
@@ -360,10 +321,10 @@ def test_a_video_shows_the_chosen_agent_and_holds_the_end_of_each_episode(tmp_pa
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", SimpleNamespace(write_frames=write_frames))
     episodes = [changed(), changed(alive=[True, True, False, False])]
     made = [list(drawing.pictures(episode, 1)) for episode in episodes]
-    target = drawing.write_mp4(Recording(episodes=episodes), tmp_path / "new" / "a.mp4", 1)
-    hold = drawing.LAST_MS // drawing.MS
+    target = formats.write_mp4(Recording(episodes=episodes), tmp_path / "new" / "a.mp4", 1)
+    hold = formats.LAST_MS // formats.MS
     expected = [image.tobytes() for each in made for image in each + each[-1:] * hold]
-    assert frames == expected and given == [(made[0][0].size, 1000 / drawing.MS)]
+    assert frames == expected and given == [(made[0][0].size, 1000 / formats.MS)]
     assert made[0][0].tobytes() != next(drawing.pictures(episodes[0], 0)).tobytes(), "agents have views of their own"
     assert [path.name for path in target.parent.iterdir()] == ["a.mp4"] and target.read_text() == "video"
 
@@ -374,7 +335,7 @@ def test_a_video_shows_the_chosen_agent_and_holds_the_end_of_each_episode(tmp_pa
 
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", SimpleNamespace(write_frames=fails))
     with pytest.raises(OSError, match="no space"):
-        drawing.write_mp4(Recording(episodes=episodes), target, 1)
+        formats.write_mp4(Recording(episodes=episodes), target, 1)
     assert [path.name for path in target.parent.iterdir()] == ["a.mp4"] and target.read_text() == "video"
 
 
@@ -387,15 +348,15 @@ def test_what_leaves_a_torus_comes_back_on_the_other_side():
 
 def test_animations_show_the_chosen_agent_and_hold_the_end_of_each_episode(battles, tmp_path, monkeypatch):
     shown, pictures = [], drawing.pictures
-    monkeypatch.setattr(drawing, "pictures", lambda *each: shown.append(each) or pictures(*each))
-    drawing.write_gif(Recording(episodes=battles.episodes[:1]), tmp_path / "a.gif", 2)
+    monkeypatch.setattr(formats, "pictures", lambda *each: shown.append(each) or pictures(*each))
+    formats.write_gif(Recording(episodes=battles.episodes[:1]), tmp_path / "a.gif", 2)
     assert shown == [(battles.episodes[0], 2)]
     with Image.open(tmp_path / "a.gif") as gif:
         durations = []
         for number in range(gif.n_frames):
             gif.seek(number)
             durations.append(gif.info["duration"])
-    assert set(durations[:-1]) == {drawing.MS} and durations[-1] == drawing.LAST_MS
+    assert set(durations[:-1]) == {formats.MS} and durations[-1] == formats.LAST_MS
 
 
 @pytest.mark.parametrize("cells", [10, 20, 60])
@@ -448,7 +409,7 @@ def test_the_view_of_a_dead_agent_says_that_it_is_dead():
 def test_a_gif_keeps_the_colours_that_mean_something(tmp_path):
     healing = small().episodes[0]  # the medic heals a0: a thin green arrow in one picture of many
     recording = Recording(episodes=[play(map_name="3m")[0].episodes[0], healing])
-    with Image.open(drawing.write_gif(recording, tmp_path / "a.gif", 0)) as gif:
+    with Image.open(formats.write_gif(recording, tmp_path / "a.gif", 0)) as gif:
         gif.seek(gif.n_frames - 2)
         assert pixels(gif.convert("RGB"), panel.HEAL).sum() > 5
 
@@ -504,7 +465,7 @@ def test_a_diverged_model_is_recorded_as_valid_json_and_read_again(diverged, tmp
 def test_a_diverged_model_is_shown(diverged, tmp_path):
     page_file, step = tmp_path / "a.html", max(range(8), key=lambda t: len(diverged.episodes[0].moments[t].beliefs[0]))
     assert diverged.episodes[0].moments[step].beliefs[0]
-    page_file.write_text(player_page(diverged), encoding="utf-8")
+    page_file.write_text(formats.player_page(diverged), encoding="utf-8")
     with opened(page_file, f"#step={step}", wide=390) as (page, complaints):
         page.locator("#clock", has_text="step").wait_for()
         text = lambda name: page.evaluate(f"document.getElementById('{name}').textContent")  # noqa: E731
@@ -520,17 +481,43 @@ def test_a_diverged_model_is_shown(diverged, tmp_path):
     assert "not a number" in words[0] and "infinity" in words[1]
 
 
-def test_a_picture_of_beliefs_counts_guesses_that_are_no_numbers(battles, tmp_path):
-    layout = EntityLayout(move_dim=4, n_enemies=6, enemy_dim=6, n_allies=4, ally_dim=6, own_dim=1)
-    nodes = np.ones((11, 9), np.float32)
-    nodes[8, 2], nodes[9, 4] = np.nan, np.inf
-    scene = battles.episodes[0].scene
-    made = battle_nodes(nodes, layout, scene, 0, np.arange(11) > 4)
-    assert [node["id"] for node in made if not node["finite"]] == ["e3", "e4"]
-    assert not any(node["present"] for node in made if not node["finite"])
-    info = {"label": "skirmish", "step": 1, "agent": "a0", "sight": 9.0, "errors": {"MSE": float("nan")}}
-    truth = battle_nodes(np.nan_to_num(nodes, posinf=1), layout, scene, 0)
-    assert battle_moment(tmp_path / "a.png", truth, made, truth, info).stat().st_size > 10_000
+def test_pictures_of_moments_show_the_agent_of_which_there_is_most_to_see(tmp_path, monkeypatch):
+    drawn, sheet = [], formats.sheet
+    monkeypatch.setattr(formats, "sheet", lambda *each: drawn.append(each[1:]) or sheet(*each))
+    recording = Recording(episodes=[seen_and_lost()])
+    for agent, steps in ((None, []), (1, [2]), (9, [2])):
+        formats.write_png(recording, tmp_path / "a.png", agent, steps)
+    assert drawn == [(0, [0, 3, 5]), (1, [2]), (1, [2])]
+    with pytest.raises(UserError, match="the agent is dead at all of these steps"):
+        formats.write_png(recording, tmp_path / "a.png", 1, [7])
+    blind = changed(seen=[])
+    with pytest.raises(UserError, match="observations have none"):
+        formats.write_png(Recording(episodes=[blind]), tmp_path / "a.png")
+
+
+def test_a_moment_is_shown_as_seen_as_reconstructed_and_as_it_was():
+    """a0 takes e0, two cells behind its real place, for wounded, and the dead a1 for living; e1 is not a number."""
+    assert drawing._notes(seen_and_lost(), 7, 0) == (
+        "0 of 2 living units in sight", "2 unseen believed alive, off by 5.1 cells, 1 of them dead", "2 alive, 1 dead"
+    )  # fmt: skip
+    assert drawing._notes(seen_and_lost(), 1, 1)[1] == "nothing to fill in"
+    image = np.asarray(drawing.sheet(seen_and_lost(), 0, [7, 1])).astype(int)
+    rows = np.array_split(image[: -drawing.LEGEND // drawing.TWICE], 2)
+    for row, enemies in zip(rows, ((0, 1, 2), (1, 1, 2)), strict=True):
+        panels = np.array_split(row[drawing.HEADINGS // drawing.TWICE :], 3, axis=1)
+        orange = [of_colour(view, drawing.TEAMS[1])[2] for view in panels]
+        assert [pixels > 20 for pixels in orange] == [number > 0 for number in enemies] and orange[2] > orange[1]
+        assert all(of_colour(view, drawing.TEAMS[0])[2] > 50 for view in panels)
+
+
+def test_marks_at_one_place_are_moved_apart_but_not_far():
+    places = np.array([[0.0, 0.0], [0.0, 0.0], [0.1, 0.0], [9.0, 9.0]])
+    moved = panel.spread(places, 1.0, 2.0)
+    away = np.hypot(*(moved[:, None] - moved[None]).T)[~np.eye(4, dtype=bool)]
+    assert away.min() > 0.9 and np.hypot(*(moved - places).T).max() <= 2.0 and (moved[3] == places[3]).all()
+    crowd = panel.spread(np.zeros((40, 2)), 1.0, 0.5)
+    assert np.isfinite(crowd).all() and np.hypot(*crowd.T).max() <= 0.5 + 1e-9
+    assert panel.spread(np.zeros((0, 2)), 1.0, 1.0).shape == (0, 2)
 
 
 def test_a_study_is_one_line_that_names_its_runs(tmp_path, capsys):

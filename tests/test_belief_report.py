@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from command_budgets import BUDGETS
@@ -20,7 +19,6 @@ from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting import plots
-from omagd.run.training.beliefs import _errors
 from omagd.run.training.stages import prediction
 from omagd.run.training.stages.prediction import TEST, Stage2
 from omagd.utils.errors import UserError
@@ -174,14 +172,6 @@ def test_the_predictors_file_has_the_baselines_for_later_runs(whole, tmp_path):
         torch.save({**content, "baselines": baselines}, bare)
         with pytest.raises(UserError, match=r"stage2_model.th: its baselines do not fit \(bounds is missing"):
             preflight(config(tmp_path / harm, *given))
-
-
-def test_the_numbers_below_a_picture_are_those_of_living_units():
-    truth = np.array([[1.0, 0.0], [0.5, 1.0], [0.0, 0.0], [2.0, 2.0]])
-    made = np.array([[1.0, 0.0], [0.5, 0.0], [3.0, 3.0], [2.0, 2.0]])
-    found = _errors({"truth": truth, "reconstructed": made}, np.array([False, True, True, False]))
-    assert found == {"MSE of 1 living unseen unit at this moment:": 0.5}
-    assert _errors({"truth": truth, "reconstructed": made}, np.array([False, False, True, False])) == {}
 
 
 def test_what_a_learner_does_once_counts_as_preparation_not_as_updates(tmp_path, monkeypatch):
