@@ -17,8 +17,6 @@ from omagd.lab.analysis.runs import load
 from omagd.run.reporting import plots
 from omagd.run.reporting.plots import (
     PANELS,
-    _bins,
-    _extent,
     _lines,
     _title,
     curves,
@@ -55,9 +53,9 @@ def test_curves_show_the_values_of_metrics_jsonl(tmp_path):
         "Win rate": {"greedy test": 1 / 6}, "Exploration": {"epsilon": 5 / 6},
     }  # fmt: skip
     assert panels_of(records)[-1][1][0][1:3] == ("t_env", [1000, 2000, 3000, 4000, 5000])
-    first = pixels(curves(metrics, tmp_path / "plots" / "curves.png", "skirmish 3m"))
+    first = pixels(curves(metrics, tmp_path / "plots" / "curves.png"))
     write_lines(metrics, [{**record, "test_battle_won_mean": 0.0} for record in records])
-    second = pixels(curves(metrics, tmp_path / "other.png", "skirmish 3m"))
+    second = pixels(curves(metrics, tmp_path / "other.png"))
     assert first.shape == second.shape and np.abs(first - second).sum() > 100
     write_lines(metrics, [{"stage": "stage3", "t_env": 1, "unknown": 2.0}])
     assert curves(metrics, tmp_path / "none.png") is None and not (tmp_path / "none.png").exists()
@@ -88,31 +86,20 @@ def test_ppo_and_held_out_maps_are_drawn(tmp_path):
 
 def test_the_title_names_environment_configuration_seed_and_ranks(tmp_path):
     metrics, card = tmp_path / "metrics.jsonl", tmp_path / "card.json"
-    assert (_title(metrics, ""), _title(metrics, "skirmish 3m")) == ("Training", "skirmish 3m: training")
+    assert (_title(metrics), _title(metrics)) == ("Training", "skirmish 3m: training")
     (tmp_path / "env_info.json").write_text(json.dumps({"name": "skirmish", "map_name": "3m"}))
     card.write_text(json.dumps({"recorded": {"name": "omagd_small", "seed": 7, "ranks": 2}}))
-    assert _title(metrics, "") == "skirmish 3m · omagd_small · seed 7 · 2 ranks: training"
+    assert _title(metrics) == "skirmish 3m · omagd_small · seed 7 · 2 ranks: training"
     for damaged in ("[]", "{", '{"recorded": 3}'):
         card.write_text(damaged)
-        assert _title(metrics, "") == "skirmish 3m: training"
+        assert _title(metrics) == "skirmish 3m: training"
 
 
-def test_panels_of_a_stage_have_the_same_x_axis():
-    records = [{"stage": "stage3", "t_env": t, "epsilon": 0.5} for t in (1000, 2000)]
-    records += [{"stage": "stage3", "t_env": 0, "loss_td": 1.0}, {"stage": "stage1", "epoch": 9, "train/mse": 1.0}]
-    found = panels_of(records)
-    assert [panel.title for panel, _ in found] == ["Tokenizer: reconstruction error", "TD loss", "Exploration"]
-    assert (_extent("stage3", found), _extent("stage1", found)) == ((-80, 2080), (8.5, 9.5))
-
-
-def test_lengths_of_episodes_have_bins_of_whole_steps(tmp_path):
-    assert _bins("length", [20, 18, 21]) == [17.5, 18.5, 19.5, 20.5, 21.5]
-    wide = _bins("length", [1, 400])
-    assert set(np.diff(wide)) == {7} and wide[0] == 0.5 and wide[-1] > 400
-    assert _bins("return", [1.5, 2.5]) == _bins("length", []) == 20
+def test_episodes_of_an_evaluation_are_drawn(tmp_path):
     log = tmp_path / "rank_0.jsonl"
     write_lines(log, [{"return": 3.5, "length": 18 + i % 4, "battle_won": i % 3 == 0} for i in range(40)])
     assert pixels(evaluation([log], tmp_path / "evaluation.png")).std() > 0.03
+    assert evaluation([], tmp_path / "none.png") is None
 
 
 def test_each_map_of_a_set_has_a_line(tmp_path):

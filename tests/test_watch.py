@@ -187,30 +187,6 @@ def test_a_recording_that_cannot_be_drawn_is_rejected(tmp_path, part, value):
         Recording.read(path)
 
 
-def test_a_torus_needs_a_size():
-    values = small_recording()
-    values["episodes"][0]["scene"] |= {"bounds": None, "torus": True}
-    for moment in values["episodes"][0]["moments"]:
-        moment["bodies"] = []
-    with pytest.raises(ValueError, match="the map has no size"):
-        Recording.model_validate(values)
-
-
-@pytest.mark.parametrize(
-    ("results", "outcome"),
-    [({"return": 2.5}, "return 2.50"), ({"battle_won": 1.0}, "won"), ({"battle_won": 0.0}, "lost"),
-     ({"battle_won": 0.0, "battle_draw": 1.0}, "drawn"), ({"battle_won": 0.0, "draw": 1.0}, "drawn")],
-)  # fmt: skip
-def test_an_episode_is_called_by_its_environment_map_and_result(results, outcome):
-    values = small_recording()["episodes"][0] | {"results": results}
-    labels = []
-    for map_name in ("m", "", "e"):
-        (episode,) = Recording.model_validate({"episodes": [{**values, "map_name": map_name}]}).episodes
-        labels.append(episode.label)
-        assert episode.outcome == outcome
-    assert labels == ["e m", "e", "e"]
-
-
 def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp_path, capsys):
     path = battles.write(tmp_path / "a.json.gz")
     assert main(["watch", str(path)]) == 0
@@ -242,15 +218,6 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
         assert main(words) == 2
         out, err = capsys.readouterr()
         assert out == "" and len(err.splitlines()) == 1 and part in err, words
-
-
-def test_episodes_that_were_played_are_kept_beside_their_page(battles, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("omagd.lab.commands.watch._played", lambda *_: (battles, tmp_path / "replays" / "3m_400"))
-    assert main(["watch", str(tmp_path), "-o", str(tmp_path / "b.html")]) == 0 and not (tmp_path / "replays").exists()
-    assert main(["watch", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "replays" / "3m_400.html")
-    kept = Recording.read(tmp_path / "replays" / "3m_400.json.gz")
-    assert kept.packed() == battles.packed()
 
 
 def test_what_is_asked_for_reaches_the_game_and_the_file(battles, tmp_path, capsys, monkeypatch):

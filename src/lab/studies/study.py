@@ -17,8 +17,7 @@ from omagd.lab.studies.processes import bound, children_seconds
 from omagd.lab.studies.spec import Study
 from omagd.lab.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, check_folder, locked_study
 from omagd.lab.studies.view import ConsoleView
-from omagd.run.reporting.card import IF_MEANT, READS
-from omagd.run.reporting.provenance import code
+from omagd.run.reporting.card import IF_MEANT, READS, code
 from omagd.utils.errors import Mistakes, UserError, readable
 from omagd.utils.owned_folder import closed_to_others
 

@@ -139,11 +139,11 @@ def picture(session: Session, reconstructor: Reconstructor, batch: PackedBatch, 
             obs_to_nodes(each, layout).cpu().numpy() for each in (obs[episode, t], made.obs[0], full[episode, t])
         )
         moments.append(_moment(layout, (seen, filled, made.guessed[0].cpu().numpy()), truth[agent], scene, agent))
-    drawn = Episode(
+    drawn = Episode.model_construct(
         env=info.name, map_name=info.map_name, seed=0, policy="", values="Q-values", results={}, scene=scene,
         moments=moments,
     )  # fmt: skip
-    path = WRITERS.get("png")(Recording(episodes=[drawn]), session.folder.plots / f"{name}.png", agent)
+    path = WRITERS.get("png")(Recording.model_construct(episodes=[drawn]), session.folder.plots / f"{name}.png", agent)
     session.logger.picture(name, path)
     return path
 
@@ -159,7 +159,9 @@ def _moment(layout: EntityLayout, views: Views, truth: np.ndarray, scene: Scene,
     health[agent] = truth[0, OWN_HEALTH + layout.move_dim] if layout.own_dim else 0.0
     frame = Frame(scene, x.tolist(), y.tolist(), alive.astype(bool).tolist(), health.tolist())
     seen, beliefs = seen_and_believed(layout, views, frame)
-    return Moment(x=frame.x, y=frame.y, alive=frame.alive, health=frame.health, seen=seen, beliefs=beliefs)
+    return Moment.model_construct(
+        x=frame.x, y=frame.y, alive=frame.alive, health=frame.health, seen=seen, beliefs=beliefs
+    )
 
 
 def _scene(session: Session, layout: EntityLayout, agent: int) -> Scene:
