@@ -57,8 +57,8 @@ VARIANTS = {
         "checkpoint_interval=0",
     ),
 }
-# What a start may write or clear away even if it is then rejected: locks, text logs, notes of ranks that were killed.
-NOT_COMPARED = ("lock", "lock.ranks", "logs/", ".attempt_")
+# What a start may write or clear away even if it is then rejected: locks and text logs.
+NOT_COMPARED = ("lock", "lock.ranks", "logs/")
 
 
 @dataclass
