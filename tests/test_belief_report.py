@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from command_budgets import BUDGETS
@@ -20,7 +19,6 @@ from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting import plots
-from omagd.run.training.beliefs import _errors
 from omagd.run.training.stages import pretraining
 from omagd.run.training.stages.pretraining import TEST, Stage2
 from omagd.utils.errors import UserError
@@ -198,14 +196,6 @@ def test_what_cannot_be_measured_is_one_line(words, message, qmix_run, capfd):
     assert main(["beliefs", *(word.replace("RUN", str(qmix_run)) for word in words)]) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert message.replace("RUN", str(qmix_run)) in line
-
-
-def test_the_numbers_below_a_picture_are_those_of_living_units():
-    truth = np.array([[1.0, 0.0], [0.5, 1.0], [0.0, 0.0], [2.0, 2.0]])
-    made = np.array([[1.0, 0.0], [0.5, 0.0], [3.0, 3.0], [2.0, 2.0]])
-    found = _errors({"truth": truth, "reconstructed": made}, np.array([False, True, True, False]))
-    assert found == {"MSE of 1 living unseen unit at this moment:": 0.5}
-    assert _errors({"truth": truth, "reconstructed": made}, np.array([False, False, True, False])) == {}
 
 
 def test_what_a_learner_does_once_counts_as_preparation_not_as_updates(tmp_path, monkeypatch):

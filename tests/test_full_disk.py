@@ -25,14 +25,12 @@ from run_equality import differences
 from omagd.config.loading import resolve
 from omagd.run.checkpoint.writer import Snapshot, SnapshotWriter
 from omagd.run.cli.main import main
-from omagd.run.launch.failures import Notes, verdict
 from omagd.run.reporting.log_sinks import EpisodeLog, JsonLinesSink
 from omagd.run.reporting.sacred_record import BoundedObserver, run_recorded
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils import logging as logging_module
 from omagd.utils import writing
 from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import RunFailed
 from omagd.utils.logging import Record, RunFacts, setup_logging
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.writing import STORAGE, AppendFile, open_records
@@ -210,18 +208,6 @@ def test_old_weights_make_room_in_memory_and_are_counted_and_the_newest_stay(log
     STORAGE.close()
     (line,) = [line for line in log if line.startswith("ERROR")]
     assert all(str(path.relative_to(tmp_path)) in line for path in files)
-
-
-def test_ranks_note_their_error_on_a_full_disk(tmp_path, monkeypatch):
-    notes = Notes(tmp_path, 0)
-    with notes.opened():
-        monkeypatch.setattr(Path, "write_bytes", full)
-        notes.write("summary", {"exit_state": "completed"})
-        notes.error(0, RunFailed("models/7 could not be written"))
-        assert notes.summary() == {"exit_state": "completed"}
-        found = verdict({0: 1}, notes.errors(), 2)
-    assert type(found.error) is RunFailed and str(found.error) == "models/7 could not be written"
-    assert found.killed == "" and list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_waits_for_the_lines_that_belong_to_it(disk, tmp_path):

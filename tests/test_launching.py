@@ -15,8 +15,6 @@ import pytest
 from command_harness import ROOT
 from sockets import wait_until
 
-from omagd.run.cli.main import config_from
-
 WITH_LOG = str(ROOT / "scripts" / "with_log.py")
 PUBLISHED = "scripts/launch_distributed_training.sh"
 NODE = "--nodes 2 --node-rank 1 --master-addr 10.9.8.7"
@@ -140,17 +138,6 @@ def test_a_dry_run_prints_a_command_that_differs_between_hosts_by_their_rank_onl
     assert shown == printed[PUBLISHED, 1] and shown[0] == "GLOO_SOCKET_IFNAME=e"
     wanted = "--nnodes=2 --node-rank=1 --nproc-per-node=4 --master-addr=192.168.1.100 --master-port=12355"
     assert {*wanted.split(), "--config=my/d.yaml", "distributed_debug=True", "name=a b"} <= set(shown)
-
-
-def test_documented_commands_are_understood(launch):
-    pages = [ROOT / "launch.sh", ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    text = "\n".join(re.sub(r" *\\\n\s*", " ", page.read_text(encoding="utf-8")) for page in pages)
-    commands = set(re.findall(r"^(?:# +)?\./launch\.sh +(--nodes .*)$", text, re.MULTILINE))
-    assert len(commands) >= 2
-    for line in commands:
-        done, called = launch(line, GLOO_SOCKET_IFNAME="e")
-        assert done.returncode == 0, done.stderr
-        assert config_from(called[called.index(str(ROOT / "src" / "main.py")) + 1 :]).auto_resume
 
 
 def with_log(tmp_path: Path, script: str, *words: str, **options) -> subprocess.Popen:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import multiprocessing
 import os
 import time
 from dataclasses import replace
@@ -21,10 +20,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb_files import assert_recorded_once, history, offline_files, records_in, rows_of
 
 from omagd.run.checkpoint.serialization import pack
+from omagd.run.launch.launcher import Notes
+from omagd.run.launch.processes import Ranks
 from omagd.run.reporting import wandb_sink
-from omagd.run.reporting.log_sinks import REGISTRY, make_logger, render_block
+from omagd.run.reporting.log_sinks import REGISTRY, SacredSink, make_logger, render_block
 from omagd.run.reporting.sacred_record import MOST, BoundedObserver
-from omagd.run.reporting.sacred_sink import SacredRelay, SacredSink
 from omagd.run.reporting.wandb_sink import WandbSink, choose_mode, has_key, names
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Record, RunFacts, Sink
@@ -65,17 +65,12 @@ def test_json_lines_hold_one_object_per_log_and_survive_nan_and_a_torn_line(tmp_
     logger = make_logger(RunFacts(tmp_path), ["jsonl"], LOG)
     logger.log({"a": math.nan, "b": 2, "c": math.inf}, stage="stage1", clock="epoch", t=20)
     logger.log({"a": torch.tensor(1.5)}, stage="stage3", clock="t_env", t=400)
-    for value in (("return_mean", 1.0, 500), ("epsilon", 0.5, 500), ("return_mean", 2.0, 600), ("epsilon", 0.25, 700)):
-        logger.log_stat(*value)  # values of one step become one log
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: every line is flushed
     assert [json.loads(line) for line in lines[1:]] == [
         {"stage": "stage1", "epoch": 20, "a": None, "b": 2.0, "c": None},
         {"stage": "stage3", "t_env": 400, "a": 1.5},
-        {"stage": "stage3", "t_env": 500, "return_mean": 1.0, "epsilon": 0.5},
-        {"stage": "stage3", "t_env": 600, "return_mean": 2.0},
     ]
     logger.close()
-    assert '"epsilon": 0.25' in (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_the_logger_of_other_ranks_opens_and_writes_nothing(tmp_path, caplog):
@@ -83,7 +78,6 @@ def test_the_logger_of_other_ranks_opens_and_writes_nothing(tmp_path, caplog):
     run, sinks = FakeRun(), ["console", "jsonl", "sacred", "tensorboard", "wandb"]
     logger = make_logger(RunFacts(tmp_path), sinks, LOG, minimal=True, sacred=run)
     logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=1)
-    logger.log_stat("a", 1.0, 1)
     logger.close()
     assert list(tmp_path.iterdir()) == [] and run.scalars == [] and caplog.records == []
 
@@ -165,62 +159,38 @@ def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp
             assert rows[0].split()[:2] == ["test_return_mean", "19.5000"]
 
 
-def test_block_has_one_line_for_a_quantity_of_all_maps(tmp_path):
-    values = {"test_battle_won_mean": 0.5, "memory/rss_mb": 3.0, "train/3m/return_mean": 19.25}
-    values |= {f"test/{task}/battle_won_mean": won for task, won in (("10m", 0.03125), ("9m", 1.0), ("3m", math.nan))}
-    values |= {"test/3m/ep_length_mean": 105.5}
-    _, first, *rows = render_block(Record(values, "stage3", "t_env", 7), RunFacts(tmp_path), width=120).splitlines()
-    assert first.split() == ["test_battle_won_mean", "0.5000", "memory/rss_mb", "3.0000"]
-    assert rows == [
-        "  test battle_won by map: 3m nan, 9m 1, 10m 0.0312",
-        "  test ep_length by map: 3m 106",
-        "  train return by map: 3m 19.2",
-    ]
-
-
-def test_sacred_gets_finite_values_with_the_stage_in_the_name_and_keeps_the_ids_of_all_starts(tmp_path):
+def test_sacred_gets_finite_values_with_the_stage_in_the_name(tmp_path):
     run = FakeRun(3)
     logs = [("stage1", 20, {"eval/graph_loss": 1.0, "bad": math.nan}), ("stage3", 30, {"loss_td": 2.0})]
-    saved = log_to(["sacred"], logs, RunFacts(tmp_path), sacred=run)[-1]
+    log_to(["sacred"], logs, RunFacts(tmp_path), sacred=run)
     assert run.scalars == [("stage1/eval/graph_loss", 1.0, 20), ("loss_td", 2.0, 30)]
-    relay = SacredRelay(FakeRun(8))
-    (saved,) = log_to(["sacred"], logs[:1], RunFacts(tmp_path, saved=saved), sacred=relay.sender)
-    relay.stop()
-    assert list(saved.values()) == [{"ids": ["3", "8"]}]
 
 
-def send_values(sender, dies):
+def send_values(rank, dies, connection):
+    notes = Notes(rank, connection)
     for t in range(5000):
-        sender.log_scalar("x", 0.5, t)
+        notes.log_scalar("x", 0.5, t)
     if dies:
         os._exit(1)
+    notes.done({"return": 3.0})
 
 
 @pytest.mark.processes
-def test_relay_receives_all_that_workers_sent_and_never_waits_for_a_dead_one():
-    workers = []
-    for dies in (False, True):
-        relay = SacredRelay(FakeRun())
-        process = multiprocessing.get_context("spawn").Process(target=send_values, args=(relay.sender, dies))
-        process.start()
-        workers.append((relay, process, dies))
-    for relay, process, dies in workers:
-        process.join(60)
-        assert process.exitcode == int(dies)
-        started = time.monotonic()
-        assert relay.stop(timeout=10) and time.monotonic() - started < 8
-        assert relay._run.scalars == [("x", 0.5, t) for t in range(5000)]
-    relay = SacredRelay(FakeRun())
-    os.write(relay.sender.connection.fileno(), b"\x00\x00\x10\x00half a message")
-    time.sleep(0.1)
-    started = time.monotonic()
-    assert relay.stop(timeout=0.3) is False and time.monotonic() - started < 2
+@pytest.mark.parametrize("dies", [False, True])
+def test_sacred_receives_all_that_a_rank_has_sent_before_its_end(dies):
+    run = FakeRun()
+    ranks = Ranks(sacred=run)
+    ranks.start(send_values, (dies,), 1)
+    failed = ranks.watch()
+    assert run.scalars == [("x", 0.5, t) for t in range(5000)] and failed == ({0: 1} if dies else {})
+    assert dies or (ranks.summary() == {"return": 3.0} and ranks.without_result() == {})
 
 
-def test_relay_keeps_receiving_when_sacred_fails(caplog):
-    relay = SacredRelay(FakeRun(error=RuntimeError("database is gone")))
-    send_values(relay.sender, dies=False)
-    assert relay.stop(timeout=10)
+@pytest.mark.processes
+def test_ranks_do_not_wait_for_sacred_when_it_fails(caplog):
+    ranks = Ranks(sacred=FakeRun(error=RuntimeError("database is gone")))
+    ranks.start(send_values, (False,), 1)
+    assert ranks.watch() == {}
     assert ["database is gone" in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -330,6 +300,8 @@ def test_mode_and_names(monkeypatch, home):
     assert names(game, "stage2", "environment")[0] == "memory_game"
     project, group, tags = names(replace(game, map_name="a/b #1"), "stage3", "environment")
     assert project == "memory_game_a_b_1" and len(group) == 128 and {len(tag) for tag in tags} == {6, 4, 64}
+    groups = {names(RunFacts(home, name="n" * 200, world_size=n), f"stage{n}", "environment")[1] for n in (1, 2)}
+    assert len(groups) == 2, "a long name keeps stages and ranks apart"
     for naming in ("published", "environment"):
         assert names(RunFacts(home, wandb_project="my own"), "stage1", naming)[0] == "my own"
     assert choose_mode() == "offline"
@@ -466,11 +438,6 @@ def test_each_stage_ends_before_the_next_and_pictures_go_to_the_one_at_work(tmp_
         ("stage1", "lab", "allow"), ("stage3", "lab", "allow"),
     ]  # fmt: skip
     assert inits[0]["id"] != inits[1]["id"] and inits[0]["config"]["lr"] == 0.5
-
-
-def test_a_long_name_keeps_stages_and_ranks_apart(home):
-    groups = {names(RunFacts(home, name="n" * 200, world_size=n), f"stage{n}", "environment")[1] for n in (1, 2)}
-    assert len(groups) == 2
 
 
 def test_a_key_of_another_server_and_in_another_file_is_found(monkeypatch, home, tmp_path):

@@ -17,14 +17,12 @@ from omagd.run.memory_budget import resident_bytes
 from omagd.run.reporting import profiling
 from omagd.run.reporting.log_sinks import render_block
 from omagd.run.reporting.profiling import OTHER, Phases, Profiler, Tracer, over_ranks, shares, usage
-from omagd.run.reporting.report import phases_table
 from omagd.utils import progress as progress_module
 from omagd.utils.clock import Counters, Every
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Record, RunFacts, setup_logging
 from omagd.utils.metrics import Metrics
 from omagd.utils.progress import BarSafeHandler, Progress, close_bars
-from omagd.utils.writing import print_note
 
 
 def test_means_over_ranks_weigh_every_sample_alike():
@@ -145,22 +143,6 @@ def test_memory_of_all_ranks(tmp_path):
     assert "time/" not in "\n".join(lines)
 
 
-def test_the_report_has_a_row_for_each_stage():
-    stages = {
-        "stage1": {"phases": {"wall": 10.0, "update": 9.0, "collect": 1.0}},
-        "stage3": {"phases": {"wall": 200.0, "collect": 150.0, "update": 49.9, "save": 0.1}},
-        "evaluate": {},
-    }
-    heads, first, last = phases_table({"stages": stages})
-    assert heads.split() == ["Time", "wall", "collect", "update"]
-    assert first.split()[3:] == ["10.0", "%", "90.0", "%"]
-    assert last.split()[:4] == ["stage3", "3", "min", "20"]
-    continued = {"id": "0", "compared": {}, "resumed": [{"kind": "exact"}]}
-    for again in ({"restarts": 1}, {"restarts": 0, "card": continued}):
-        assert phases_table({"stages": stages, **again})[0].startswith("Time since the last start  wall ")
-    assert phases_table({"stages": stages, "restarts": 0, "card": {**continued, "resumed": []}})[0] == heads
-
-
 def test_a_trace_is_bounded_and_holds_the_phases(tmp_path, monkeypatch):
     profiler = Profiler(traces=tmp_path / "profile")
     profiler.begin("stage1")
@@ -236,13 +218,3 @@ def test_a_bar_shows_progress_on_a_terminal_and_log_lines_do_not_disturb_it(monk
     assert stream.getvalue().split("^C")[1].endswith("\r\x1b[K")
     write_line(stream, "the last line")
     assert stream.getvalue()[shown:] == "the last line\n"
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_note_replaces_the_bar_that_another_process_has_drawn(monkeypatch, terminal):
-    stream = io.StringIO("stage3:   2%|  ")
-    stream.seek(0, io.SEEK_END)
-    stream.isatty = lambda: terminal
-    monkeypatch.setattr("sys.stderr", stream)
-    print_note("Compiling \x1b[31m")
-    assert stream.getvalue() == "stage3:   2%|  " + "\r\x1b[K" * terminal + "Compiling \\x1b[31m\n"

@@ -10,18 +10,13 @@ import pytest
 from many_runs import STEPS, make_run, make_study
 from matplotlib import image
 
-from omagd.config.env_info import EntityLayout
-from omagd.envs.frames import Scene
 from omagd.lab.analysis import curves as study_curves
 from omagd.lab.analysis import plot
 from omagd.lab.analysis.groups import groups
 from omagd.lab.analysis.runs import load
 from omagd.run.reporting import plots
-from omagd.run.reporting.battle_plot import _notes, _view, battle_moment, battle_nodes, spread
 from omagd.run.reporting.plots import (
     PANELS,
-    _bins,
-    _extent,
     _lines,
     _title,
     curves,
@@ -29,11 +24,6 @@ from omagd.run.reporting.plots import (
     panels_of_maps,
     read_metrics,
 )
-
-
-def unit(kind, number, x=0.0, y=0.0, present=True, guessed=False):
-    name = f"{'e' if kind == 'enemy' else 'a'}{number}"
-    return {"type": kind, "id": name, "x": x, "y": y, "health": 0.5, "present": present, "guessed": guessed}
 
 
 def pixels(path):
@@ -63,9 +53,9 @@ def test_curves_show_the_values_of_metrics_jsonl(tmp_path):
         "Win rate": {"greedy test": 1 / 6}, "Exploration": {"epsilon": 5 / 6},
     }  # fmt: skip
     assert panels_of(records)[-1][1][0][1:3] == ("t_env", [1000, 2000, 3000, 4000, 5000])
-    first = pixels(curves(metrics, tmp_path / "plots" / "curves.png", "skirmish 3m"))
+    first = pixels(curves(metrics, tmp_path / "plots" / "curves.png"))
     write_lines(metrics, [{**record, "test_battle_won_mean": 0.0} for record in records])
-    second = pixels(curves(metrics, tmp_path / "other.png", "skirmish 3m"))
+    second = pixels(curves(metrics, tmp_path / "other.png"))
     assert first.shape == second.shape and np.abs(first - second).sum() > 100
     write_lines(metrics, [{"stage": "stage3", "t_env": 1, "unknown": 2.0}])
     assert curves(metrics, tmp_path / "none.png") is None and not (tmp_path / "none.png").exists()
@@ -96,88 +86,20 @@ def test_ppo_and_held_out_maps_are_drawn(tmp_path):
 
 def test_the_title_names_environment_configuration_seed_and_ranks(tmp_path):
     metrics, card = tmp_path / "metrics.jsonl", tmp_path / "card.json"
-    assert (_title(metrics, ""), _title(metrics, "skirmish 3m")) == ("Training", "skirmish 3m: training")
+    assert (_title(metrics), _title(metrics)) == ("Training", "skirmish 3m: training")
     (tmp_path / "env_info.json").write_text(json.dumps({"name": "skirmish", "map_name": "3m"}))
     card.write_text(json.dumps({"recorded": {"name": "omagd_small", "seed": 7, "ranks": 2}}))
-    assert _title(metrics, "") == "skirmish 3m · omagd_small · seed 7 · 2 ranks: training"
+    assert _title(metrics) == "skirmish 3m · omagd_small · seed 7 · 2 ranks: training"
     for damaged in ("[]", "{", '{"recorded": 3}'):
         card.write_text(damaged)
-        assert _title(metrics, "") == "skirmish 3m: training"
+        assert _title(metrics) == "skirmish 3m: training"
 
 
-def test_panels_of_a_stage_have_the_same_x_axis():
-    records = [{"stage": "stage3", "t_env": t, "epsilon": 0.5} for t in (1000, 2000)]
-    records += [{"stage": "stage3", "t_env": 0, "loss_td": 1.0}, {"stage": "stage1", "epoch": 9, "train/mse": 1.0}]
-    found = panels_of(records)
-    assert [panel.title for panel, _ in found] == ["Tokenizer: reconstruction error", "TD loss", "Exploration"]
-    assert (_extent("stage3", found), _extent("stage1", found)) == ((-80, 2080), (8.5, 9.5))
-
-
-def test_lengths_of_episodes_have_bins_of_whole_steps(tmp_path):
-    assert _bins("length", [20, 18, 21]) == [17.5, 18.5, 19.5, 20.5, 21.5]
-    wide = _bins("length", [1, 400])
-    assert set(np.diff(wide)) == {7} and wide[0] == 0.5 and wide[-1] > 400
-    assert _bins("return", [1.5, 2.5]) == _bins("length", []) == 20
+def test_episodes_of_an_evaluation_are_drawn(tmp_path):
     log = tmp_path / "rank_0.jsonl"
     write_lines(log, [{"return": 3.5, "length": 18 + i % 4, "battle_won": i % 3 == 0} for i in range(40)])
     assert pixels(evaluation([log], tmp_path / "evaluation.png")).std() > 0.03
-
-
-def test_a_battle_moment_has_three_panels_with_counted_guesses(tmp_path):
-    """An ally in sight, a hidden enemy, a dead enemy, and guesses of both enemies."""
-    truth = [unit("self", 2), unit("ally", 0, 2, 1), unit("enemy", 0, 12, 3), unit("enemy", 1, present=False)]
-    seen = [*truth[:2], unit("enemy", 0, present=False), truth[3]]
-    made = [*truth[:2], unit("enemy", 0, 12, 6, guessed=True), unit("enemy", 1, -5, -5, guessed=True)]
-    info = {"label": "skirmish 5m_vs_6m", "step": 14, "agent": "a2", "sight": 9.0, "errors": {"feature error": 0.01}}
-    picture = pixels(battle_moment(tmp_path / "plots" / "m.png", seen, made, truth, info))
-    assert picture.shape[0] > 600 and picture.shape[1] > 1500 and picture.std() > 0.05
-    panels = np.array_split(picture[150:650], 3, axis=1)
-    enemy, ally = np.array([1.0, 0.48, 0.33]), np.array([0.3, 0.79, 0.75])
-    orange, teal = ([int((np.abs(p - c).max(-1) < 0.06).sum()) for p in panels] for c in (enemy, ally))
-    assert orange[0] == 0 and min(orange[1:]) > 50, "no enemy is in sight"
-    assert min(teal) > 100, "the ally is seen in all panels"
-    assert _notes(seen, made, truth) == (
-        "1 of 2 living units in sight", "2 unseen believed alive, off by 3.0 cells, 1 of them dead", "2 alive, 1 dead"
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="same units"):
-        battle_moment(tmp_path / "m.png", seen, made[::-1], truth, info)
-
-
-def test_views_hold_all_units():
-    for units, limit in (([unit("enemy", 0, 12, 3)], 13.56), ([unit("self", 0)], 9.9), ([unit("ally", 0, 500)], 28.8)):
-        assert _view(units, 9.0).limit == pytest.approx(limit)
-
-
-def test_marks_at_one_place_are_moved_apart_but_not_far():
-    places = np.array([[0.0, 0.0], [0.0, 0.0], [0.1, 0.0], [9.0, 9.0]])
-    moved = spread(places, 1.0, 2.0)
-    away = np.hypot(*(moved[:, None] - moved[None]).T)[~np.eye(4, dtype=bool)]
-    assert away.min() > 0.9 and np.hypot(*(moved - places).T).max() <= 2.0 and (moved[3] == places[3]).all()
-    crowd = spread(np.zeros((40, 2)), 1.0, 0.5)
-    assert np.isfinite(crowd).all() and np.hypot(*crowd.T).max() <= 0.5 + 1e-9
-    assert spread(np.zeros((0, 2)), 1.0, 1.0).shape == (0, 2)
-
-
-def test_nodes_become_units_with_their_columns():
-    nodes = np.zeros((4, 9), np.float32)
-    nodes[0, [0, 8]] = 1.0, 0.25
-    nodes[1, :5] = 1.0, 0.5, 0.3, -0.4, 0.9
-    nodes[3, :5] = 0.0, 0.2, 0.0, 0.2, 1.0
-    layout = EntityLayout(move_dim=4, n_enemies=2, enemy_dim=5, n_allies=1, ally_dim=5, own_dim=1)
-    beans = Scene(
-        ("a0", "a1", "e0", "b0"), (0, 0, 1, 2), ("snake",) * 3 + ("bean",), (), health_max=(1.0, 1.0, 1.0, 0.0)
-    )
-    units = battle_nodes(nodes, layout, beans, 1, guessed=np.array([0, 0, 0, 1], bool))
-    assert [(u["type"], u["id"], u["present"], u["guessed"]) for u in units] == [
-        ("self", "a1", True, False), ("ally", "a0", True, False), ("enemy", "e0", False, False),
-        ("thing", "b0", True, True),
-    ]  # fmt: skip
-    assert units[3]["health"] is None, "a bean has no health"
-    names = [unit["id"] for unit in battle_nodes(nodes, layout, Scene(("a0", "a1"), (0, 0), ("", ""), ()), 0)]
-    assert names == ["a0", "a1", "e0", "e1"], "the environment names only its agents"
-    assert (units[1]["x"], units[1]["y"], units[1]["health"]) == pytest.approx((2.7, -3.6, 0.9))
-    assert units[0]["health"] == 0.25 and (units[0]["x"], units[0]["y"]) == (0.0, 0.0)
-    assert battle_nodes(nodes, replace(layout, health=-1), beans, 0)[1]["health"] is None
+    assert evaluation([], tmp_path / "none.png") is None
 
 
 def test_each_map_of_a_set_has_a_line(tmp_path):

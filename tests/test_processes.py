@@ -15,7 +15,6 @@ from command_harness import MAIN, PYTHON, ROOT, Started, left_behind, run_folder
 from sockets import running, tree, wait_until
 
 from omagd.envs.sc2.resources import Scratch
-from omagd.run.checkpoint.run_lock import start_ticks
 from omagd.run.cli.main import config_from
 from omagd.run.launch import processes
 from omagd.run.launch.processes import NAME, remove_left_behind, temporary_folder
@@ -133,23 +132,19 @@ def test_the_next_launcher_removes_the_folders_of_killed_ones_only(tmp_path, pla
     assert list(place.iterdir()) == []
 
 
-@needs_proc
-def test_only_own_folders_of_dead_processes_of_this_host_are_removed(place, tmp_path, monkeypatch):
-    with temporary_folder("omagd_") as folder:
-        dead = folder.name.replace(f"-{start_ticks(os.getpid()) or 0:x}-", "-1-")
-    home = tmp_path / "home"
-    home.mkdir()
+def test_only_own_folders_of_dead_processes_are_removed(place, tmp_path, monkeypatch):
+    (home := tmp_path / "home").mkdir()
     (home / "thesis.tex").touch()
-    (place / dead).mkdir()
-    for link in (f"{dead}/link", f"{dead}link"):
-        (place / link).symlink_to(home)
-    (place / f"{dead}file").touch()
-    elsewhere = dead.replace(dead.split("-")[3].split("_")[0], "0badb007")
-    others = [elsewhere, "omagd_launch_abcdefgh", "omagd_notes", "other"]
-    for name in others:
+    dead, link = "omagd_launch_abcdefgh.own", "omagd_12345678.own"
+    others = ["omagd_launch_abcdefgh", "omagd_notes", "other"]
+    for name in (dead, *others):
         (place / name).mkdir()
-    with temporary_folder("omagd_") as mine:
-        assert {path.name for path in place.iterdir()} == {mine.name, f"{dead}link", f"{dead}file", *others}
+    (place / dead / "link").symlink_to(home)
+    (place / link).symlink_to(home)
+    with temporary_folder("omagd_") as first:
+        assert not (place / dead).exists()
+        with temporary_folder("omagd_launch_") as second:
+            assert {path.name for path in place.iterdir()} == {first.name, second.name, link, *others}
     assert (home / "thesis.tex").exists()
     (place / dead).mkdir()
     with monkeypatch.context() as patch:

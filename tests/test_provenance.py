@@ -14,7 +14,7 @@ import omagd
 from omagd.lab.analysis.run_report import card_rows
 from omagd.lab.analysis.runs import load
 from omagd.run.cli.main import main
-from omagd.run.reporting import provenance
+from omagd.run.reporting import card
 from omagd.run.reporting.card import differences, read_card
 
 
@@ -38,8 +38,8 @@ def commit(package: Path) -> str:
     return git(package, "rev-parse", "HEAD")
 
 
-def code(package: Path) -> provenance.Code:
-    return provenance.code.__wrapped__(package)
+def code(package: Path) -> card.Code:
+    return card.code.__wrapped__(package)
 
 
 def test_code_is_named_by_its_commit_and_what_was_changed_by_its_content(package, monkeypatch):
@@ -79,7 +79,7 @@ def test_where_git_does_not_answer_a_run_starts_all_the_same(how, package, tmp_p
         (tmp_path / "bin" / "git").write_text("#!/bin/sh\nexec sleep 60\n")
         (tmp_path / "bin" / "git").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-        monkeypatch.setattr(provenance, "GIT_SECONDS", 0.2)
+        monkeypatch.setattr(card, "GIT_SECONDS", 0.2)
     elif os.geteuid() != 0:
         pytest.skip("only root can give files away")
     else:
@@ -98,7 +98,7 @@ def test_a_run_says_what_made_it_and_another_code_is_not_comparable(tmp_path, mo
     assert made_by["command"] == "omagd with 'name=a b'" and made_by["host"] and made_by["versions"]["torch"]
     assert {"commit", "changed"} <= made_by.keys()
     assert ["command", "omagd with 'name=a b'"] in card_rows(load([results / "one"])[0])
-    monkeypatch.setattr(provenance, "code", lambda: provenance.Code("c" * 40, False, "another"))
+    monkeypatch.setattr(card, "code", lambda: card.Code("c" * 40, False, "another"))
     assert main([*COMMAND, f"local_results_path={results}", "unique_token=two"]) == 0
     one, two = read_card(results / "one"), read_card(results / "two")
     assert one["id"] == two["id"]

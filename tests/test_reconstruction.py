@@ -33,6 +33,8 @@ from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor
 from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
+from omagd.run.recording import WRITERS
+from omagd.run.recording.recording import Recording
 from omagd.run.training import beliefs
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -430,40 +432,35 @@ def _tick(obs: np.ndarray, step: int, active: np.ndarray) -> Tick:
     return Tick(seen, np.full(len(obs), step), active)
 
 
-def moment_of(monkeypatch, tmp_path, parts, batch, info=INFO):
-    """Return what the picture of a batch shows, in an environment whose first slot is on a map of one against one."""
+def picture_of(monkeypatch, tmp_path, parts, batch, info=INFO):
+    """Return the recording and the agent that the picture of a batch shows; slot 0 has a map of one against one."""
     shown = []
-    monkeypatch.setattr(beliefs, "battle_moment", lambda path, **views: shown.append(views) or path)
+    monkeypatch.setitem(WRITERS._objects, "png", lambda made, path, agent: shown.append((made, agent)) or path)
     frame = Frame(Scene(("a0", "e0"), (0, 1), ("marine",) * 2, ("agents", "enemies")), [0.0] * 2, [0.0] * 2, [True] * 2)
     session = SimpleNamespace(
         config=parts[2], info=info, env=SimpleNamespace(frame=lambda slot: frame),
         folder=SimpleNamespace(plots=tmp_path), logger=SimpleNamespace(picture=lambda name, path: None),
     )  # fmt: skip
     modules = SimpleNamespace(tokenizer=parts[0], predictor=parts[1])
-    assert (
-        beliefs.picture(session, beliefs.reconstructor_of(session, modules), batch, "moment") == tmp_path / "moment.png"
-    )
-    return shown[0]
+    made = beliefs.picture(session, beliefs.reconstructor_of(session, modules), batch, "moment")
+    ((recording, agent),) = shown
+    assert made == tmp_path / "moment.png" and Recording.model_validate(recording.model_dump())
+    return recording.episodes[0], agent
 
 
-def test_a_picture_of_a_set_of_maps_names_all_units_whatever_map_a_slot_is_on(tmp_path, monkeypatch) -> None:
-    batch = pack_episodes(toy_episodes(5, seed=30))
-    shown = moment_of(monkeypatch, tmp_path, trained(), batch, replace(INFO, tasks=("1m", "tiny"), n_training=2))
-    agent = shown["info"]["agent"]
-    others = [f"a{i}" for i in range(INFO.n_agents) if f"a{i}" != agent]
-    for view in ("seen", "reconstructed", "truth"):
-        assert [unit["id"] for unit in shown[view]] == [agent, *others, "e0", "e1", "e2"]
-    assert shown["info"]["teams"] == {"ally": "agents", "enemy": "enemies"}
+def _x(episode, agent):
+    """Return how far each other unit is to the right of an agent at the first step, in cells."""
+    return obs_to_nodes(episode["full_obs"][0, agent], LAYOUT)[1:, LAYOUT.position[0]].numpy() * LAYOUT.sight
 
 
-def test_a_picture_shows_a_moment_at_which_something_is_hidden() -> None:
+def test_a_picture_shows_an_agent_for_which_something_is_hidden() -> None:
     """Agent 1 sees two units and not the third, then all three."""
     full = torch.zeros(2, INFO.n_agents, LAYOUT.n_nodes, LAYOUT.node_dim)
     full[:, 1, :4] = 1.0
     obs = full.clone()
     obs[0, 1, 3] = 0.0
     views = (nodes_to_obs(value, LAYOUT)[None] for value in (obs, full))
-    assert beliefs._best_view(*views, LAYOUT) == (0, 0, 1)
+    assert beliefs._best_view(*views, LAYOUT) == (0, 1)
 
 
 def test_a_picture_is_made_of_the_actions_before_each_step(tmp_path, monkeypatch) -> None:
@@ -474,42 +471,42 @@ def test_a_picture_is_made_of_the_actions_before_each_step(tmp_path, monkeypatch
         return step(self, obs, now, active, actions)
 
     monkeypatch.setattr(TokenReconstructor, "step", noted)
-    shown = moment_of(monkeypatch, tmp_path, parts, pack_episodes(episodes))
-    assert len(taken) == shown["info"]["step"] + 1 > 2 and (taken[0] == -1).all()
+    shown, _ = picture_of(monkeypatch, tmp_path, parts, pack_episodes(episodes))
+    assert len(taken) == len(shown.moments) > 2 and (taken[0] == -1).all()
     played = [episode["actions"][: len(taken) - 1] for episode in episodes]
     assert any(torch.equal(torch.stack(taken[1:]), actions) for actions in played)
 
 
-def test_the_picture_of_beliefs_is_the_moment_with_most_to_guess(tmp_path, monkeypatch) -> None:
-    """Units that are hidden now and were seen before count most; its numbers are those of the guessed units."""
+def test_the_picture_of_beliefs_shows_what_is_seen_believed_and_true(tmp_path, monkeypatch) -> None:
+    """Of a set of maps it names all units, whatever map a slot is on. Places are relative to the agent."""
     parts, episodes = trained(), toy_episodes(5, seed=31)
-    batch = pack_episodes(episodes)
-    views = {}
-    for number, episode in enumerate(episodes):
-        seen, there = (~unseen(obs_to_nodes(episode[name], LAYOUT))[..., 1:] for name in ("obs", "full_obs"))
-        for step, agent in np.ndindex(seen.shape[:2]):
-            hidden = there[step, agent] & ~seen[step, agent]
-            known = hidden & seen[: step + 1, agent].any(0)
-            visible = int((seen & there)[step, agent].sum())
-            score = int(10 * known.sum() + 3 * min(visible, 3) + hidden.sum()) if hidden.any() else 0
-            views[number, step, agent] = score
-    best = max(views.values())
-    shown = moment_of(monkeypatch, tmp_path, parts, batch, replace(INFO, tasks=("tiny",), n_training=1))
-    step, agent = shown["info"]["step"], int(shown["info"]["agent"][1:])
-    layout, matching = LAYOUT, []
-    for number, episode in enumerate(episodes):
-        if views.get((number, step, agent)) == best:
-            full, obs = (obs_to_nodes(episode[name][step, agent], layout).numpy() for name in ("full_obs", "obs"))
-            x = [0.0, *(full[1:, layout.position[0]] * layout.sight).tolist()]
-            if [unit["x"] for unit in shown["truth"]] == pytest.approx(x):
-                matching.append((number, full, obs))
-    ((number, full, obs),) = matching
-    assert [unit["present"] for unit in shown["seen"]] == obs.any(-1).tolist()
-    acted, guessed, _ = play(TokenReconstructor(*parts), [episodes[number]] * 2)[0]
-    made, marks = obs_to_nodes(acted[step, agent], layout).numpy(), guessed[step, agent].numpy()
-    assert [unit["guessed"] for unit in shown["reconstructed"]] == marks.tolist() and marks.any()
-    assert not any(unit["guessed"] for view in ("seen", "truth") for unit in shown[view])
-    living = marks & full.any(-1)
-    ((words, error),) = shown["info"]["errors"].items()
-    assert words.startswith(f"MSE of {living.sum()} living unseen unit") and words.endswith("at this moment:")
-    assert error == pytest.approx(np.mean((made - full)[living] ** 2), abs=2e-3) and error > 0.01
+    info = replace(INFO, tasks=("1m", "tiny"), n_training=2)
+    shown, agent = picture_of(monkeypatch, tmp_path, parts, pack_episodes(episodes), info)
+    assert shown.scene.ids == (*(f"a{i}" for i in range(INFO.n_agents)), "e0", "e1", "e2")
+    others = [i for i in range(INFO.n_agents) if i != agent] + list(range(INFO.n_agents, len(shown.scene.ids)))
+    (number,) = (
+        i for i, episode in enumerate(episodes)
+        if np.allclose(np.array(shown.moments[0].x)[others], _x(episode, agent), atol=1e-4)
+    )  # fmt: skip
+    acted, marks, _ = play(TokenReconstructor(*parts), [episodes[number]] * 2)[0]
+    believed = 0
+    for step, moment in enumerate(shown.moments):
+        seen, full, made = (
+            obs_to_nodes(each[step, agent], LAYOUT).numpy()
+            for each in (episodes[number]["obs"], episodes[number]["full_obs"], acted)
+        )
+        there = [i for i, node in zip([agent, *others], full, strict=True) if node.any()]
+        assert [i for i, alive in enumerate(moment.alive) if alive] == sorted(there)
+        bits = int(moment.seen[agent] or "0", 16)
+        sees = [i for i, node in zip([agent, *others], seen, strict=True) if node.any()]
+        assert [i for i in range(len(moment.x)) if bits >> i & 1] == sorted(sees)
+        wanted = {
+            unit: np.round(node[list(LAYOUT.position)] * LAYOUT.sight, 1)
+            for unit, node, guess in zip([agent, *others], made, marks[step, agent], strict=True)
+            if guess and node.any() and full.any()
+        }
+        assert {unit for unit, *_ in moment.beliefs[agent]} == wanted.keys()
+        for unit, x, y, _ in moment.beliefs[agent]:
+            assert (x, y) == pytest.approx(wanted[unit], abs=0.11)
+            believed += 1
+    assert believed > 5

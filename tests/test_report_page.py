@@ -257,7 +257,7 @@ def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
 def test_the_newest_recording_is_played(tmp_path):
     from omagd.lab.analysis.run_report import player
     from omagd.lab.analysis.runs import load
-    from omagd.lab.watch.page import player_page
+    from omagd.lab.watch.formats import player_page
 
     folder = make_run(tmp_path / "run")
     record_battle(folder)

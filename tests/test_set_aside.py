@@ -20,7 +20,7 @@ from omagd.run.checkpoint import store as checkpoint_store
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.store import CheckpointStore
 from omagd.run.checkpoint.writer import CheckpointWriter
-from omagd.run.reporting.provenance import versions
+from omagd.run.reporting.card import versions
 from omagd.utils import storage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError

@@ -149,14 +149,6 @@ def test_tasks_that_cannot_train_together_end_with_one_line(error, task, capsys,
     assert err.startswith(f"error: {error}") and err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("variables", [MPICH, {"PMIX_RANK": 1}])
-def test_tasks_that_cannot_meet_are_told_all_other_mistakes_as_well(variables, task, capsys):
-    task(**variables)
-    assert main(["--config=qmix", "--dry-run", "with", "run=ddp", "hidden_dim=64"]) == 2
-    err = capsys.readouterr().err
-    assert "rnn_hidden_dim" in err and ("MASTER_PORT" in err or "PMIX_RANK" in err) and err.count("\n") == 2
-
-
 @pytest.mark.processes
 def test_two_tasks_of_srun_are_one_run(tmp_path):
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}

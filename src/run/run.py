@@ -16,8 +16,6 @@ from omagd.run.checkpoint.resuming import identity_of, is_trusted, same_runs
 from omagd.run.launch.launcher import launch
 from omagd.run.launchers import is_main
 from omagd.run.reporting.report import render_summary, seeds_table
-from omagd.run.reporting.sacred_sink import SacredRelay
-from omagd.run.topology import make_plan
 from omagd.utils.errors import UserError, readable, visible
 from omagd.utils.logging import setup_logging
 from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json, make_token
@@ -77,14 +75,7 @@ def _run_one(_run: Any, config: Config, started: Callable[[str], None]) -> dict[
 
     facts = config.name, config.env, config.map_name, config.seed
     token = config.unique_token or make_token(*facts, evaluation=config.evaluate)
-    if _run is None or not make_plan(config).spawns:
-        summary = launch(config, token, _run, found)
-    else:
-        relay = SacredRelay(_run)
-        try:
-            summary = launch(config, token, relay.sender, found)
-        finally:
-            relay.stop()
+    summary = launch(config, token, _run, found)
     _show(render_summary(summary))
     return summary
 

@@ -160,11 +160,8 @@ class Logger:
         self.console_logger = console_logger
         self.minimal = minimal
         self.facts = facts or RunFacts(folder=Path("."))
-        self.stage = "stage3"
         self.sinks: list[Sink] = []
         self._last: Record | None = None
-        self._pending: dict[str, float] = {}
-        self._pending_t = 0
 
     def info(self, message: str) -> None:
         """Log one line of text; on ranks other than 0 it goes to the log file only."""
@@ -189,49 +186,27 @@ class Logger:
 
         values: numbers by metric name. stage: "stage1", "stage2" or "stage3". clock: "epoch" or "t_env". t: its time.
         """
-        if self.minimal:
-            return
-        self.print_recent_stats()
-        self._send(Record({name: float(value) for name, value in values.items()}, stage, clock, int(t)))
+        if not self.minimal:
+            STORAGE.retry()
+            self._last = Record({name: float(value) for name, value in values.items()}, stage, clock, int(t))
+            for sink in self.sinks:
+                sink.log(self._last)
 
     def picture(self, name: str, path: Path) -> None:
         """Send a picture (*.png) or a video (*.gif) to all sinks, at the time of the last log; nothing before that."""
-        self.print_recent_stats()
         if self._last is not None and path.is_file():
             for sink in self.sinks:
                 sink.picture(name, path, self._last)
-
-    def log_stat(self, key: str, value: Any, t: int) -> None:
-        """Log one value at environment step `t`; values of the same step become one log."""
-        if self.minimal:
-            return
-        if self._pending and t != self._pending_t:
-            self.print_recent_stats()
-        self._pending_t = int(t)
-        self._pending[key] = float(value)
-
-    def print_recent_stats(self) -> None:
-        """Send the values collected by `log_stat`."""
-        if self._pending:
-            values, self._pending = self._pending, {}
-            self._send(Record(values, self.stage, "t_env", self._pending_t))
 
     def state_dict(self, pack: Callable[[Any], Any]) -> dict[str, Any]:
         """Return the state of the sinks for the checkpoint, by key. pack: fails for what a checkpoint cannot hold."""
         return {sink.key: sink.packed_state(pack) for sink in self.sinks}
 
     def close(self, exit_state: str = "completed") -> None:
-        """Send the remaining values and close all sinks."""
-        self.print_recent_stats()
+        """Close all sinks."""
         for sink in self.sinks:
             sink.close(exit_state)
         self.sinks.clear()
-
-    def _send(self, record: Record) -> None:
-        STORAGE.retry()
-        self._last = record
-        for sink in self.sinks:
-            sink.log(record)
 
 
 def setup_logging(log_file: str | Path | None, rank: int = 0, level: int = logging.INFO) -> logging.Logger:

@@ -248,7 +248,7 @@ def player(run: Run) -> tuple[str, str]:
     fits = [path for path in found if path.stat().st_size <= LARGEST_RECORDING]
     if not fits:
         return "", f"{len(found)} recordings are too large for this page: see replays/" if found else ""
-    from omagd.lab.watch.page import player_page
+    from omagd.lab.watch.formats import player_page
     from omagd.run.recording.recording import Recording
 
     newest = max(fits, key=lambda path: path.stat().st_mtime)

@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
 def _format(options: argparse.Namespace) -> str:
     """Return the format: as given, else as the output's ending says, else html. Errors: UserError."""
     ending = Path(options.output).suffix.removeprefix(".").lower()
-    formats = [*WRITERS.names(), "png"]  # png: moments, which are chosen
+    formats = WRITERS.names()
     kind = str(options.format or (ending if ending in formats else "html"))
     if kind not in formats:
         raise UserError(f"--format={kind}: must be {', '.join(formats[:-1])} or {formats[-1]}")
@@ -145,7 +145,7 @@ def _steps(text: str, kind: str) -> list[int]:
 def _write(recording: Recording, path: Path, kind: str, agent: int | None, steps: list[int]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if kind == "png":
-        from omagd.lab.watch.moments import write_png
+        from omagd.lab.watch.formats import write_png
 
         write_png(recording, path, agent, steps)
         return

@@ -18,8 +18,7 @@ from omagd.lab.studies.spec import Study, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, check_folder, locked_study
 from omagd.lab.studies.view import ConsoleView
 from omagd.run.launchers import require_one_task
-from omagd.run.reporting.card import IF_MEANT, READS
-from omagd.run.reporting.provenance import code
+from omagd.run.reporting.card import IF_MEANT, READS, code
 from omagd.utils.errors import Mistakes, UserError, readable
 from omagd.utils.owned_folder import closed_to_others
 from omagd.utils.signals import stoppable

@@ -1,13 +1,12 @@
-"""A recording as GIF or MP4: each moment as a picture of the battle, beside what one agent sees and believes.
+"""Moments of a recorded battle as pictures: the battle as it is, beside what one agent sees and believes.
 
 The pictures are drawn at twice their size and reduced, which smooths the edges. Positions: x to the right, y down.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,30 +16,24 @@ from omagd.lab.watch.panel import (
     FIELD,
     FOG,
     HEAL,
-    LINE,
     MUTED,
     OUTLINES,
     PAGE,
-    SHIELD,
     TEAMS,
     TEXT,
     TWICE,
-    WALL,
     Panel,
     Point,
     around,
     fitted,
     font_of,
+    nearest,
 )  # fmt: skip
-from omagd.run.recording.recording import Belief, Episode, Moment, Recording, is_drawable
-from omagd.utils.errors import UserError
-from omagd.utils.held_folder import make_folder
-from omagd.utils.writing import atomic_file
+from omagd.run.recording.recording import Belief, Episode, Moment, is_drawable
 
 WIDTH, HEADER, FOOTER, GAP = 860 * TWICE, 58 * TWICE, 90 * TWICE, 10 * TWICE
 STRIP, NAMES = 46 * TWICE, 150 * TWICE
-MS, LAST_MS = 160, 2000
-COLOURS, KEPT_COLOURS = 64, (PAGE, FIELD, FOG, LINE, WALL, TEXT, MUTED, *TEAMS, HEAL, SHIELD)
+SHEET, HEADINGS, LEGEND = 1320 * TWICE, 80 * TWICE, 30 * TWICE
 
 
 def extent(episode: Episode) -> tuple[float, float, float, float]:
@@ -108,6 +101,53 @@ def pictures(episode: Episode, agent: int) -> Iterator[Any]:
         yield image.reduce(TWICE)
 
 
+def sheet(episode: Episode, agent: int, steps: Sequence[int]) -> Any:
+    """Return a Pillow image of moments below each other: as an agent sees them, as it reconstructs them, as they were.
+
+    steps: at which the agent lives.
+    """
+    from PIL import Image, ImageDraw
+
+    box = extent(episode.model_copy(update={"moments": [episode.moments[step] for step in steps]}))
+    wide = (SHEET - 4 * GAP) // 3
+    high = int(wide * min(1.0, (box[3] - box[1]) / (box[2] - box[0])))
+    image = Image.new("RGB", (SHEET, len(steps) * (HEADINGS + high) + LEGEND), PAGE)
+    draw, name = ImageDraw.Draw(image), episode.scene.ids[agent]
+    for top, step in zip(range(0, image.height, HEADINGS + high), steps, strict=False):
+        about = " · ".join(part for part in (episode.label, episode.policy, f"step {step}") if part)
+        draw.text((GAP, top + 8 * TWICE), fitted(draw, about, 15, SHEET - 2 * GAP), fill=TEXT, font=font_of(15 * TWICE))
+        heads = (f"As {name} sees it", f"As {name} reconstructs it", "As it was")
+        for place, (head, note, paint) in enumerate(
+            zip(heads, _notes(episode, step, agent), (_seen, _belief, _truth), strict=True)
+        ):
+            panel, left = Panel(episode, box, (wide, high)), GAP + place * (GAP + wide)
+            paint(panel, step, agent)
+            image.paste(panel.image, (left, top + HEADINGS))
+            for text, colour, down in ((head, TEXT, 36), (note, MUTED, 56)):
+                words = fitted(draw, text, 13, wide)
+                draw.text((left, top + down * TWICE), words, fill=colour, font=font_of(13 * TWICE))
+    legend = f"white ring: {name} · hollow: guess, with a line to where the unit really was · ring: health"
+    draw.text((GAP, image.height - 22 * TWICE), legend, fill=MUTED, font=font_of(13 * TWICE))
+    return image.reduce(TWICE)
+
+
+def _notes(episode: Episode, step: int, agent: int) -> tuple[str, str, str]:
+    """Return the line above each panel of a sheet, with counts over all units except the agent."""
+    moment, alive = episode.moments[step], episode.moments[step].alive
+    x0, y0, x1, y1 = episode.scene.bounds if episode.scene.torus and episode.scene.bounds else (0.0, 0.0, 0.0, 0.0)
+    living, seen = sum(alive) - 1, len(seen_by(moment, agent)) - 1
+    known = [belief for belief in (moment.beliefs[agent] if moment.beliefs else []) if is_drawable(belief)]
+    off = [
+        math.hypot(nearest(float(x) - moment.x[unit], x1 - x0), nearest(float(y) - moment.y[unit], y1 - y0))
+        for unit, x, y, _ in known
+        if alive[unit]
+    ]
+    guess = f"{len(known)} unseen believed alive" if known else "nothing to fill in"
+    guess += f", off by {np.mean(off):.1f} cells" if off else ""
+    guess += f", {len(known) - len(off)} of them dead" if len(off) < len(known) else ""
+    return f"{seen} of {living} living units in sight", guess, f"{living} alive, {len(alive) - 1 - living} dead"
+
+
 def _health(episode: Episode, moment: Moment, unit: int) -> tuple[float | None, float]:
     scene = episode.scene
     health = moment.health[unit] / scene.health_max[unit] if scene.health_max and scene.health_max[unit] else None
@@ -147,15 +187,24 @@ def _units(panel: Panel, moment: Moment, where: dict[int, Point]) -> None:
         panel.unit(unit, spot, *_health(panel.episode, moment, unit))
 
 
-def _belief(panel: Panel, step: int, agent: int) -> None:
-    """Draw what the agent sees, and hollow what it believes, with a line to the real place."""
+def seen_by(moment: Moment, agent: int) -> list[int]:
+    """Return the units that an agent sees, itself among them; none if it is dead."""
+    bits = int(moment.seen[agent] or "0", 16) if moment.alive[agent] else 0
+    return [unit for unit in range(len(moment.x)) if bits >> unit & 1]
+
+
+def _seen(panel: Panel, step: int, agent: int) -> None:
+    """Draw what the agent sees."""
+    _belief(panel, step, agent, guesses=False)
+
+
+def _belief(panel: Panel, step: int, agent: int, guesses: bool = True) -> None:
+    """Draw what the agent sees, and with `guesses` hollow what it believes, with a line to the real place."""
     moment, scene = panel.episode.moments[step], panel.scene
-    sight = _sight(panel, moment, agent)
-    sees = int(moment.seen[agent] or "0", 16) if moment.alive[agent] else 0
+    sight, seen = _sight(panel, moment, agent), seen_by(moment, agent)
     panel.ground(sight, fog=not moment.alive[agent] or sight is not None)
-    seen = [unit for unit in range(len(scene.ids)) if sees >> unit & 1]
-    guesses: list[Belief] = moment.beliefs[agent] if moment.beliefs else []
-    known = [belief for belief in guesses if is_drawable(belief)]
+    believed: list[Belief] = moment.beliefs[agent] if guesses and moment.beliefs else []
+    known = [belief for belief in believed if is_drawable(belief)]
     inside = [(unit, *_inside(scene, float(x), float(y)), health) for unit, x, y, health in known]
     places = [panel.at(moment.x[i], moment.y[i]) for i in seen] + [panel.at(x, y) for _, x, y, _ in inside]
     moved = panel.apart(places)
@@ -177,7 +226,7 @@ def _belief(panel: Panel, step: int, agent: int) -> None:
         panel.pick(spot)
     if not moment.alive[agent]:
         panel.note(f"{scene.ids[agent]} is dead and sees nothing", 0.5)
-    if broken := [scene.ids[belief[0]] for belief in guesses if not is_drawable(belief)]:
+    if broken := [scene.ids[belief[0]] for belief in believed if not is_drawable(belief)]:
         panel.note(f"guesses that are not a number: {', '.join(broken)}", 0.95)
 
 
@@ -311,70 +360,3 @@ def _inside(scene: Any, x: float, y: float) -> Point:
         return x, y
     x0, y0, x1, y1 = scene.bounds
     return (x - x0) % (x1 - x0) + x0, (y - y0) % (y1 - y0) + y0
-
-
-def write_gif(recording: Recording, path: Path, agent: int) -> Path:
-    """Write all episodes, one after another, as an animation. Errors: OSError."""
-    images: list[Any] = []
-    durations: list[int] = []
-    for episode in recording.episodes:
-        made = list(pictures(episode, agent))
-        images += made
-        durations += [MS] * (len(made) - 1) + [LAST_MS]
-    palette = _palette(images[len(images) // 2])
-    flat = [_same_size(image, images[0].size).quantize(palette=palette, dither=0) for image in images]
-    with atomic_file(path) as file:
-        flat[0].save(file, "GIF", save_all=True, append_images=flat[1:], duration=durations, loop=0, optimize=False)
-    return path
-
-
-def _palette(image: Any) -> Any:
-    """Return a palette for pictures such as `image`; it has the colours that mean something, however rare they are."""
-    from PIL import Image, ImageColor
-
-    common = image.quantize(COLOURS - len(KEPT_COLOURS), dither=0).getpalette()[: 3 * (COLOURS - len(KEPT_COLOURS))]
-    palette = Image.new("P", (1, 1))
-    palette.putpalette([*common, *(part for colour in KEPT_COLOURS for part in ImageColor.getrgb(colour))])
-    return palette
-
-
-def write_mp4(recording: Recording, path: Path, agent: int) -> Path:
-    """Write all episodes, one after another, as a video. Errors: UserError without the extra; OSError."""
-    try:
-        ffmpeg: Any = import_module("imageio_ffmpeg")
-    except ModuleNotFoundError:
-        raise UserError('watch --format=mp4: needs the extra: pip install "omagd[watch]"') from None
-    images = (image for episode in recording.episodes for image in _held(pictures(episode, agent)))
-    first = next(images)
-    beside = path.with_name(f".{path.stem}.tmp.mp4")
-    make_folder(path.parent)
-    writer = ffmpeg.write_frames(str(beside), first.size, fps=1000 / MS, macro_block_size=4, ffmpeg_log_level="error")
-    try:
-        writer.send(None)
-        for image in (first, *images):
-            writer.send(_same_size(image, first.size).tobytes())
-        writer.close()
-        beside.replace(path)
-    finally:
-        writer.close()
-        beside.unlink(missing_ok=True)
-    return path
-
-
-def _held(images: Iterator[Any]) -> Iterator[Any]:
-    """Yield the images and then the last one for a while."""
-    for image in images:
-        yield image
-    for _ in range(LAST_MS // MS):
-        yield image
-
-
-def _same_size(image: Any, size: tuple[int, int]) -> Any:
-    """Return the image on a ground of `size`: episodes on other maps have other shapes."""
-    if image.size == size:
-        return image
-    from PIL import Image, ImageOps
-
-    whole = Image.new("RGB", size, PAGE)
-    whole.paste(ImageOps.contain(image, size))
-    return whole

@@ -15,7 +15,6 @@ import numpy as np
 
 from omagd.envs.frames import OPPONENTS, THINGS
 from omagd.run.recording.recording import Episode
-from omagd.run.reporting.battle_plot import spread
 
 Point = tuple[float, float]
 PAGE, FIELD, FOG, LINE, WALL, TEXT, MUTED = "#0b0f16", "#1a2635", "#0d131c", "#26364a", "#44566b", "#eef3f8", "#9fb0c3"
@@ -165,6 +164,31 @@ class Panel:
         self.draw.line((start[0] + u * r, start[1] + v * r, *tip), fill=colour, width=width)
         sides = [(tip[0] - u * head + w * v * head / 2, tip[1] - v * head - w * u * head / 2) for w in (1, -1)]
         self.draw.polygon((tip, *sides), fill=colour)
+
+
+def spread(points: np.ndarray, gap: float, most: float) -> np.ndarray:
+    """Return `points` [k, 2] moved apart, so that marks of diameter `gap` there do not hide each other.
+
+    No point moves further than `most`, so that dense crowds may still overlap; equal points part in different
+    directions.
+    """
+    moved = np.array(points, np.float64)
+    turn = 2.4 * np.arange(1, len(moved) + 1)
+    aside, itself = np.stack([np.cos(turn), np.sin(turn)], 1), np.eye(len(moved), dtype=bool)
+    for _ in range(24):
+        way = moved[:, None] - moved[None]
+        away = np.hypot(way[..., 0], way[..., 1])
+        same = (away < 1e-3) & ~itself
+        way[same] = (aside[:, None] - aside[None])[same]
+        length = np.maximum(np.hypot(way[..., 0], way[..., 1]), 1e-9)
+        push = np.where(itself, 0, np.maximum(gap - away, 0)) / 2 / length
+        if not push.any():
+            break
+        moved += 0.8 * (way * push[..., None]).sum(1).clip(-gap, gap)
+        shift = moved - points
+        far = np.hypot(shift[:, 0], shift[:, 1])
+        moved = points + shift * np.minimum(1, most / np.maximum(far, 1e-9))[:, None]
+    return moved
 
 
 def nearest(gap: float, size: float) -> float:

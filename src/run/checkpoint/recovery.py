@@ -14,8 +14,7 @@ from omagd.run.checkpoint.freeing import episode_files
 from omagd.run.checkpoint.plan import RecoveredState, ResumePlan, SavedWeights
 from omagd.run.checkpoint.store import Checkpoint, Damaged, Foreign, folders, read_checkpoint, read_part, read_saved
 from omagd.run.checkpoint.weights import AGENT_FILE, LEARNER_FILE, PREDICTOR_FILE, TOKENIZER_FILE
-from omagd.run.reporting.card import read_card, recorded_of
-from omagd.run.reporting.provenance import versions
+from omagd.run.reporting.card import read_card, recorded_of, versions
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.owned_folder import OWN

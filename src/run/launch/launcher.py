@@ -1,4 +1,7 @@
-"""Launch a run: in this process, in one spawned process per device, or as a rank of a group that torchrun started."""
+"""Launch a run: in this process, in one spawned process per device, or as a rank of a group that torchrun started.
+
+Also what spawned ranks tell their launcher, and the verdict on a failed attempt: which rank caused it, and why.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +23,6 @@ from typing import Any
 from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import RunLock, locked_folder
 from omagd.run.checkpoint.store import SAVED
-from omagd.run.launch.failures import Notes, Verdict, verdict
 from omagd.run.launch.group import exit_code, joined_group, naming_a_lost_rank, require_shared_folder
 from omagd.run.launch.processes import Ranks, end_with_launcher, end_with_parent
 from omagd.run.launch.watchdog import ended_if_hung, leave_hung
@@ -26,43 +31,55 @@ from omagd.run.reporting.card import read_card
 from omagd.run.topology import Plan, make_plan
 from omagd.run.training.experiment import run_experiment
 from omagd.run.training.records import first_summary
-from omagd.utils.dist_utils import Dist, open_rendezvous
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError, exit_line
+from omagd.utils.dist_utils import Dist, broken_exchange, open_rendezvous
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, RunFailed, UserError, exit_line
 from omagd.utils.held_folder import FolderGone, hold, require_held
 from omagd.utils.logging import append_to_log, setup_logging
+from omagd.utils.plugins import explained
 from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json
-from omagd.utils.signals import Stopped, stop_requested, stoppable, uninterrupted
+from omagd.utils.signals import SAVING, Stopped, stop_requested, stoppable, uninterrupted
 from omagd.utils.storage import read_entry
 from omagd.utils.writing import STORAGE, drop_lost_output
 
+ENDED = "all ranks have been ended"
+OUT_OF_MEMORY = " (the system does that when memory runs out: lower buffer_size, batch_size_run or world_size)"
+WITHOUT_FORK_SERVER = 255
+"""Exit code that multiprocessing reports for each rank once the process that the ranks are forked from is gone."""
+FORK_SERVER_GONE = (
+    "the process that the ranks are forked from was killed, which ends the run and its ranks; continue with the same"
+    " command and auto_resume=True"
+)
+CONSEQUENCES = frozenset({-signal.SIGABRT, 128 + signal.SIGINT})
+"""Exit codes that the failure of another rank can cause."""
+
 
 def launch(
-    config: Config, token: str, channel: Any = None, started: Callable[[str], None] = lambda folder: None
+    config: Config, token: str, sacred: Any = None, started: Callable[[str], None] = lambda folder: None
 ) -> dict[str, Any]:
     """Run an experiment to its end and return its summary.
 
     Args:
-        config: resolved. token: name of the run's folder. channel: receives Sacred's scalars, or None.
+        config: resolved. token: name of the run's folder. sacred: the Sacred run, or None.
         started: called with the run's folder before training, except under torchrun.
     Errors: UserError; RankFailed with the traceback of the failed rank; Stopped by SIGINT, SIGTERM or SIGHUP.
     """
     plan = make_plan(config)
     with stoppable(), _no_silent_exit():
         if plan.joins:
-            return _join_group(config, plan, token, channel)
+            return _join_group(config, plan, token, sacred)
         with locked_folder(config, token) as lock, _resume_hint(config, lock.path):
             started(lock.path)
             if plan.spawns:
-                return _spawn(lock, plan, channel)
-            return _run_alone(lock.config, plan, lock.path, channel)
+                return _spawn(lock, plan, sacred)
+            return _run_alone(lock.config, plan, lock.path, sacred)
 
 
-def _run_alone(config: Config, plan: Plan, path: str, channel: Any) -> dict[str, Any]:
+def _run_alone(config: Config, plan: Plan, path: str, sacred: Any) -> dict[str, Any]:
     """Run one rank in this process."""
     dist = Dist(device=plan.device(0))
     finish = partial(_ensure_summary, config, plan, path, time.time(), "failed", 0)
     with ended_if_hung(dist, 60 * config.dist_timeout_minutes, finish):
-        return run_experiment(config, dist, path, channel)
+        return run_experiment(config, dist, path, sacred)
 
 
 @contextmanager
@@ -98,7 +115,7 @@ def _no_silent_exit() -> Iterator[None]:
         raise RankFailed(exit_line(error)) from error
 
 
-def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[str, Any]:
+def _join_group(config: Config, plan: Plan, token: str, sacred: Any) -> dict[str, Any]:
     """Run as one rank of a group that torchrun, srun or MPI has started."""
     rank = int(os.environ["RANK"])
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -115,7 +132,7 @@ def _join_group(config: Config, plan: Plan, token: str, channel: Any) -> dict[st
         lock = _lock_together(config, token, dist, held)
         held.enter_context(_resume_hint(config, lock.path))
         require_shared_folder(dist, lock.path)
-        return run_experiment(lock.config, dist, lock.path, channel if rank == 0 else None, attempt=attempt)
+        return run_experiment(lock.config, dist, lock.path, sacred if rank == 0 else None, attempt=attempt)
 
 
 def _require_one_configuration(config: Config, dist: Dist) -> None:
@@ -146,13 +163,13 @@ def _lock_together(config: Config, token: str, dist: Dist, held: ExitStack) -> R
     return lock
 
 
-def worker(rank: int, lock: RunLock, plan: Plan, port: int, channel: Any, attempt: int) -> None:
+def worker(rank: int, lock: RunLock, plan: Plan, port: int, attempt: int, connection: Any) -> None:
     """Run one spawned rank and exit: 0, 1 for an error, 2 for a user error, 128 + n after signal n."""
     end_with_parent()
     try:
         hold(Path(lock.path), lock.identity, RUN_FILE)
-        code = _work(rank, lock.config, plan, lock.path, port, channel, attempt)
-    except (FolderGone, OSError):  # notes are in the folder, too; the launcher finds out itself
+        code = _work(Notes(rank, connection), lock.config, plan, lock.path, port, attempt)
+    except (FolderGone, OSError):  # or the launcher is gone
         code = USER_ERROR_EXIT_CODE
     STORAGE.close()
     drop_lost_output()
@@ -164,27 +181,25 @@ def worker(rank: int, lock: RunLock, plan: Plan, port: int, channel: Any, attemp
     os._exit(code)
 
 
-def _work(rank: int, config: Config, plan: Plan, path: str, port: int, channel: Any, attempt: int) -> int:
-    """Run the experiment as `rank` and write its summary or its error for the parent; return the exit code."""
-    notes = Notes(path, attempt)
+def _work(notes: Notes, config: Config, plan: Plan, path: str, port: int, attempt: int) -> int:
+    """Run the experiment as one rank and send its summary or its error to the launcher; return the exit code."""
+    rank = notes.rank
 
     def hung(line: str, stack: str) -> None:
-        notes.hung(rank, line, stack)
+        notes.hung(line, stack)
         os._exit(1)
 
     try:
-        joined = joined_group(rank, plan, rank, port, config, attempt, hung, partial(notes.error, rank))
+        joined = joined_group(rank, plan, rank, port, config, attempt, hung, notes.error)
         with stoppable(), _stopped_together(), joined as dist:
-            summary = run_experiment(config, dist, path, channel if rank == 0 else None, attempt=attempt)
-        notes.write(f"done_{rank}", True)
-        if rank == 0:
-            notes.write("summary", summary)
+            summary = run_experiment(config, dist, path, notes if rank == 0 else None, attempt=attempt)
+        notes.done(summary)
     except Stopped as stop:
         if rank == 0 and stop.cause:  # the launcher is gone and cannot log it
             append_to_log(RunFolder(path).log(0), stop.render())
         return stop.exit_code
     except BaseException as error:  # noqa: BLE001 (the parent reports it)
-        notes.error(rank, error)
+        notes.error(error)
         return exit_code(error)
     return 0
 
@@ -202,7 +217,7 @@ def _stopped_together() -> Iterator[None]:
         raise
 
 
-def _spawn(lock: RunLock, plan: Plan, channel: Any) -> dict[str, Any]:
+def _spawn(lock: RunLock, plan: Plan, sacred: Any) -> dict[str, Any]:
     """Run all ranks on this host, restart them after one was killed, and return the summary."""
     config, path = lock.config, lock.path
     started, exit_state, attempt = time.time(), "failed", 0
@@ -212,7 +227,7 @@ def _spawn(lock: RunLock, plan: Plan, channel: Any) -> dict[str, Any]:
         setup_logging(None).info(f"ddp_port={config.ddp_port} is taken; using {rendezvous.port}")
     try:
         while True:
-            ended = _attempt(lock, plan, rendezvous.port, channel, attempt)
+            ended = _attempt(lock, plan, rendezvous.port, sacred, attempt)
             if not isinstance(ended, Verdict):
                 return ended
             if not ended.killed or attempt == allowed:
@@ -228,23 +243,21 @@ def _spawn(lock: RunLock, plan: Plan, channel: Any) -> dict[str, Any]:
         _ensure_summary(config, plan, path, started, exit_state, attempt)
 
 
-def _attempt(lock: RunLock, plan: Plan, port: int, channel: Any, attempt: int) -> dict[str, Any] | Verdict:
+def _attempt(lock: RunLock, plan: Plan, port: int, sacred: Any, attempt: int) -> dict[str, Any] | Verdict:
     """Start all ranks and wait for them; return the summary, or the verdict on a failure."""
-    ranks, notes, hung = Ranks(saves=lock.config.enable_checkpointing), Notes(lock.path, attempt), False
-    with notes.opened():
-        try:
-            with uninterrupted():
-                ranks.start(worker, (lock, plan, port, channel, attempt), plan.world_size)
-            failed = ranks.watch(hopeless=notes.name_a_hang)
-            require_held(Path(lock.path))
-            hung = notes.name_a_hang()
-        except Stopped as stop:
-            ranks.forward(stop.number)
-            raise
-        finally:
-            ranks.end(at_once=hung)
-        failed = {**notes.without_result(ranks.exit_codes()), **failed}
-        return verdict(failed, notes.errors(), plan.world_size) if failed else notes.summary()
+    ranks = Ranks(lock.config.enable_checkpointing, sacred)
+    try:
+        with uninterrupted():
+            ranks.start(worker, (lock, plan, port, attempt), plan.world_size)
+        failed = ranks.watch()
+        require_held(Path(lock.path))
+    except Stopped as stop:
+        ranks.forward(stop.number)
+        raise
+    finally:
+        ranks.end()
+    failed = {**ranks.without_result(), **failed}
+    return verdict(failed, ranks.errors(), plan.world_size) if failed else ranks.summary()
 
 
 def _ensure_summary(config: Config, plan: Plan, path: str, started: float, exit_state: str, restarts: int) -> None:
@@ -254,3 +267,108 @@ def _ensure_summary(config: Config, plan: Plan, path: str, started: float, exit_
         summary = first_summary(config, plan.world_size, folder, started, read_card(path))
         found = {"exit_state": exit_state, "restarts": restarts, "artifacts": folder.artifacts()}
         keep_json(folder.summary_json, {**summary, **found})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why an attempt ended.
+
+    Attributes:
+        error: to be raised. killed: "rank 1 was killed by SIGKILL" if a signal was the cause, when a restart may help;
+            else empty.
+    """
+
+    error: BaseException
+    killed: str = ""
+
+
+class Notes:
+    """Sends what a rank has to tell to the launcher.
+
+    Args:
+        rank: this rank. connection: has `send`; the launcher receives at the other end.
+    """
+
+    def __init__(self, rank: int, connection: Any) -> None:
+        self.rank, self._connection = rank, connection
+        self._failed, self._lock = False, threading.Lock()
+
+    def error(self, error: BaseException) -> None:
+        """Send the error of this rank; only its first error counts."""
+        error = explained(error) or error
+        if isinstance(error, UserError):
+            self._fail(user=error.message)
+        elif isinstance(error, SystemExit):
+            self._fail(reason=exit_line(error))
+        elif isinstance(error, RunFailed):
+            self._fail(failed=str(error))
+        else:
+            trace = "".join(traceback.format_exception(error))
+            self._fail(trace=trace, exchange=broken_exchange(error) is not None)
+
+    def hung(self, line: str, stack: str) -> None:
+        """Name a hanging rank. stack: of this rank, if it is the one that hangs."""
+        self._fail(line=line, stack=stack)
+
+    def done(self, summary: Mapping[str, Any]) -> None:
+        """Tell that this rank has finished its work, with the summary of the run."""
+        self._send(done=True, summary=dict(summary) if self.rank == 0 else {})
+
+    def log_scalar(self, name: str, value: float, t: int) -> None:
+        """Pass a value on to the Sacred run, which is in the launcher's process."""
+        self._send(scalar=(name, value, t))
+
+    def _fail(self, **content: Any) -> None:
+        if not self._failed:
+            self._failed = True
+            self._send(**content)
+
+    def _send(self, **content: Any) -> None:
+        with self._lock:  # the watchdog is a thread
+            self._connection.send({"time": time.time(), "rank": self.rank, **content})
+
+
+def verdict(failed: Mapping[int, int], found: list[dict[str, Any]], world_size: int) -> Verdict:
+    """Return the first cause: a rank killed from outside, a rank that ended without a note, or the earliest note.
+
+    Args:
+        failed: exit code by rank, in order of time. found: `Ranks.errors`. world_size: number of ranks.
+    """
+    codes = set(failed.values())
+    if len(failed) == world_size > 1 and codes <= {128 + number for number in SAVING}:
+        return Verdict(Stopped(min(codes) - 128))  # one received a signal and all stopped together
+    if found and "line" in found[0]:
+        return Verdict(RankFailed(f"{found[0]['line']}; {ENDED}\n{found[0]['stack']}".rstrip()))
+    if len(failed) == world_size > 1 and codes == {WITHOUT_FORK_SERVER} and not found:
+        return Verdict(RankFailed(FORK_SERVER_GONE))
+    for rank, code in _silent_causes(failed, found).items():
+        if code == 128 + signal.SIGINT:
+            return Verdict(Stopped(signal.SIGINT))
+        number = -code if code < 0 else code - 128 if code - 128 in SAVING else 0
+        if not number:
+            return Verdict(RankFailed(f"rank {rank} ended with exit code {code} without an error message; {ENDED}"))
+        killed = f"rank {rank} was killed by {signal.Signals(number).name}"
+        return Verdict(RankFailed(f"{killed}{OUT_OF_MEMORY * (number == signal.SIGKILL)}; {ENDED}"), killed)
+    first = found[0]
+    if "user" in first:
+        return Verdict(UserError(first["user"]))
+    if "failed" in first:
+        return Verdict(RunFailed(first["failed"]))
+    if "reason" in first:
+        return Verdict(RankFailed(f"rank {first['rank']}: {first['reason']}; {ENDED}"))
+    return Verdict(RankFailed(f"rank {first['rank']} failed; {ENDED}\n{first['trace']}"))
+
+
+def _silent_causes(failed: Mapping[int, int], found: list[dict[str, Any]]) -> dict[int, int]:
+    """Return the exit codes by rank of ranks that left no note and are the cause; none if the first note is the cause.
+
+    The end of one rank can abort another one. So SIGABRT is the cause only if the first note reports a broken exchange,
+    which is what other ranks see when a rank is gone. SIGTERM always comes from outside: before the verdict the
+    launcher sends none.
+    """
+    silent = {rank: code for rank, code in failed.items() if rank not in {note["rank"] for note in found}}
+    causes = {rank: code for rank, code in silent.items() if code not in CONSEQUENCES}
+    if causes or not found:
+        return causes or silent
+    aborted = {rank: code for rank, code in silent.items() if code == -signal.SIGABRT}
+    return aborted if found[0].get("exchange") else {}

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import re
 import shutil
 import signal
-import stat
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omagd.run.checkpoint.run_lock import ProcessIdentity, start_ticks
 from omagd.run.launchers import WATCHED, in_group
-from omagd.utils.signals import BOUNDARY_SECONDS, CLOSING_SECONDS, SAVING, SAVING_SECONDS, STARTED_BY, ask_to_end
+from omagd.utils.signals import (
+    BOUNDARY_SECONDS,
+    CLOSING_SECONDS,
+    SAVING,
+    SAVING_SECONDS,
+    STARTED_BY,
+    ask_to_end,
+    uninterrupted,
+)
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
@@ -39,8 +48,8 @@ MODULES = (
 )
 """Imports of a rank, which the fork server loads ahead of time."""
 
-NAME = re.compile(r"omagd_(?:launch_)?(?P<pid>[0-9a-f]{1,8})-(?P<started>[0-9a-f]+)-(?P<here>[0-9a-f]*-[0-9a-f]*)_\w+")
-"""Name of a temporary folder: process id and start time (in clock ticks) of its owner, PID namespace and boot id."""
+NAME = re.compile(r"omagd_(?:launch_)?\w{8}\.own")
+"""Name of a temporary folder; its owner holds a lock on it."""
 
 _preloading = False
 
@@ -97,44 +106,94 @@ def start_method() -> str:
 class Ranks:
     """Rank processes of this host.
 
-    saves: on SIGTERM and SIGHUP ranks save a checkpoint at the end of their iteration, so they get time for it.
+    Args:
+        saves: on SIGTERM and SIGHUP ranks save a checkpoint at the end of their iteration, so they get time for it.
+        sacred: the Sacred run that records the scalars of rank 0, or None.
+
+    Attributes:
+        notes: what the ranks have sent (`omagd.run.launch.launcher.Notes`).
     """
 
-    def __init__(self, saves: bool = False) -> None:
-        self.saves = saves
+    def __init__(self, saves: bool = False, sacred: Any = None) -> None:
+        self.saves, self.sacred = saves, sacred
         self.processes: list[Any] = []
+        self.notes: list[dict[str, Any]] = []
+        self._running: dict[Any, int] = {}
+        self._open: list[Any] = []
 
     def start(self, work: Callable[..., None], arguments: tuple[Any, ...], world_size: int) -> None:
-        """Start `work(rank, *arguments)` in one process per rank."""
-        import torch.multiprocessing as mp  # here, since `scripts/with_log.py` needs this module without torch
+        """Start `work(rank, *arguments, connection)` in one process per rank."""
+        context = multiprocessing.get_context(start_method())
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=work, args=(rank, *arguments, sender))  # type: ignore[attr-defined]
+            process.start()
+            sender.close()  # so that only the rank holds this end
+            self.processes.append(process)
+            self._running[process.sentinel] = rank
+            self._open.append(receiver)
 
-        how = start_method()
-        context = mp.start_processes(work, args=arguments, nprocs=world_size, join=False, start_method=how)
-        self.processes += context.processes
-
-    def watch(self, hopeless: Callable[[], bool]) -> dict[int, int]:
+    def watch(self) -> dict[int, int]:
         """Wait for all ranks; once one has failed, wait at most `GRACE_SECONDS` for the others.
 
-        hopeless: called after a failure; True if waiting is pointless. Returns exit codes of failed ranks by rank, in
-        the order in which they ended.
+        Returns exit codes of failed ranks by rank, in the order in which they ended.
         """
-        running = {process.sentinel: rank for rank, process in enumerate(self.processes)}
         failed: dict[int, int] = {}
         deadline = float("inf")
-        while running and time.monotonic() < deadline:
-            timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-            for sentinel in multiprocessing.connection.wait(list(running), timeout):
-                rank = running.pop(sentinel)
-                self.processes[rank].join()
-                if self.processes[rank].exitcode != 0:
-                    failed[rank] = self.processes[rank].exitcode
-                    deadline = min(deadline, time.monotonic() + (0.5 if hopeless() else GRACE_SECONDS))
+        while self._running and time.monotonic() < deadline:
+            for rank in self._next(deadline):
+                if (code := self.processes[rank].exitcode) != 0:
+                    failed[rank] = code
+                    deadline = min(deadline, time.monotonic() + (0.5 if self.hung else GRACE_SECONDS))
         return failed
 
-    def exit_codes(self) -> dict[int, int]:
-        """Return the exit codes of ended ranks by rank."""
-        codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
-        return {rank: code for rank, code in codes.items() if code is not None}
+    def _next(self, deadline: float) -> list[int]:
+        """Wait until ranks end or send notes, or until the deadline; return the ranks that have ended."""
+        timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait([*self._running, *self._open], timeout)
+        ended = [self._running.pop(sentinel) for sentinel in ready if sentinel in self._running]
+        for rank in ended:
+            self.processes[rank].join()
+        with uninterrupted():  # a signal must not leave half a note in a pipe
+            for connection in list(self._open):
+                self._receive(connection)
+        return ended
+
+    def _receive(self, connection: Any) -> None:
+        """Take all notes that have arrived from a rank."""
+        try:
+            while connection.poll():
+                self._take(connection.recv())
+        except (EOFError, OSError):  # the rank has ended
+            self._open.remove(connection)
+
+    def _take(self, note: dict[str, Any]) -> None:
+        if "scalar" not in note:
+            self.notes.append(note)
+        elif self.sacred is not None:
+            try:
+                self.sacred.log_scalar(*note["scalar"])
+            except Exception as error:  # noqa: BLE001 (the run goes on without it)
+                logging.getLogger("omagd").warning("Sacred rejects scalars: %s", error)
+                self.sacred = None
+
+    def errors(self) -> list[dict[str, Any]]:
+        """Return the notes of errors and hangs in order of time."""
+        return sorted((note for note in self.notes if "done" not in note), key=itemgetter("time"))
+
+    @property
+    def hung(self) -> bool:
+        """Whether a note names a hanging rank; waiting for the others is pointless then."""
+        return any("line" in note for note in self.notes)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary in rank 0's last note."""
+        return next(note["summary"] for note in self.notes if note["rank"] == 0 and "done" in note)
+
+    def without_result(self) -> dict[int, int]:
+        """Return the exit codes by rank of those that ended with 0 before the end of the run, as by `os._exit(0)`."""
+        done = {note["rank"] for note in self.notes if "done" in note}
+        return {rank: 0 for rank, process in enumerate(self.processes) if process.exitcode == 0 and rank not in done}
 
     def forward(self, number: int) -> None:
         """Send a signal to all ranks and give them time to end."""
@@ -142,9 +201,9 @@ class Ranks:
         saving = self.saves and number in SAVING
         self._join(BOUNDARY_SECONDS + SAVING_SECONDS if saving else GRACE_SECONDS)
 
-    def end(self, at_once: bool = False) -> None:
-        """End all running ranks by SIGTERM, then SIGKILL; with `at_once` by SIGKILL only."""
-        for stop in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
+    def end(self) -> None:
+        """End all running ranks by SIGTERM, then SIGKILL; after a hang by SIGKILL only."""
+        for stop in (signal.SIGKILL,) if self.hung else (signal.SIGTERM, signal.SIGKILL):
             self._send(stop)
             self._join(GRACE_SECONDS)
 
@@ -155,8 +214,8 @@ class Ranks:
 
     def _join(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, until - time.monotonic()))
+        while self._running and time.monotonic() < until:
+            self._next(until)
 
 
 def end_with_parent() -> None:
@@ -215,41 +274,43 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     prefix: "omagd_" or "omagd_launch_". Errors: OSError.
     """
     remove_left_behind()
-    own = ProcessIdentity.own()
-    path = Path(tempfile.mkdtemp(prefix=f"{prefix}{own.pid:x}-{own.started:x}-{_here(own)}_"))
+    path, lock = _own_folder(prefix)
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _own_folder(prefix: str) -> tuple[Path, int]:
+    """Return a new folder and the lock on it, which the system releases when this process ends, however it ends."""
+    while True:
+        path = Path(tempfile.mkdtemp(".own", prefix))
+        lock = os.open(path, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():  # else another process took it for one that was left behind
+            return path, lock
+        os.close(lock)
 
 
 def remove_left_behind() -> None:
-    """Remove temporary folders of this user's processes that have ended on this host. Follows no link."""
-    here = _here(ProcessIdentity.own())
+    """Remove temporary folders of this user's processes that have ended. Follows no link."""
     with contextlib.suppress(OSError):
-        root = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        root = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY)
         try:
-            for name in os.listdir(root):
-                found = NAME.fullmatch(name)
-                # Folders are created under their final name, so an unfinished one is never mistaken for an old one.
-                if found is not None and found["here"] == here and not _is_running(found):
+            for name in filter(NAME.fullmatch, os.listdir(root)):
+                with contextlib.suppress(OSError):  # its owner lives, or it is a link or another user's
                     _remove(name, root)
         finally:
             os.close(root)
 
 
 def _remove(name: str, root: int) -> None:
-    with contextlib.suppress(OSError):
-        about = os.stat(name, dir_fd=root, follow_symlinks=False)
-        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid():
+    lock = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_uid == os.geteuid():
             shutil.rmtree(name, ignore_errors=True, dir_fd=root)
-
-
-def _is_running(found: re.Match[str]) -> bool:
-    return start_ticks(int(found["pid"], 16)) == int(found["started"], 16)
-
-
-def _here(own: ProcessIdentity) -> str:
-    """Return PID namespace and boot id; where they are unknown (not Linux), a name that matches nothing later."""
-    space, boot = re.sub(r"\D", "", own.space), own.boot.replace("-", "")[:8]
-    return f"{int(space):x}-{boot}" if space and boot and own.started else f"-{own.pid:x}"
+    finally:
+        os.close(lock)

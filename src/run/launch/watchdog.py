@@ -86,8 +86,6 @@ class Heartbeat(Watch):
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}  # last heartbeat read from a rank, and when it was first seen
         self._entered, self._late = -1, 0.0
-        self._last: dict[int, dict[str, Any]] = {}
-        self._unreadable: set[int] = set()
 
     def run(self) -> None:
         """Beat until the end of the block, or until the process that holds the store has ended."""
@@ -133,28 +131,13 @@ class Heartbeat(Watch):
         if late < self.timeout / 2:
             self._seen.clear()
             return ""
-        others = (self._read(rank) for rank in range(self.dist.world_size) if rank != self.dist.rank)
-        present = [pulse for pulse in others if not pulse["left"]]
+        others = [str(rank) for rank in range(self.dist.world_size) if rank != self.dist.rank]
+        present = [pulse for key in others if not (pulse := json.loads(self.board.get(key)))["left"]]
         silent = {pulse["rank"]: quiet for pulse in present if (quiet := self._quiet(pulse)) > self.timeout / 3}
         if late < self.timeout + min(15.0, self.timeout / 4):
             return ""
         behind = [pulse for pulse in present if pulse["entered"] < self.dist.waits.entered]
         return "; ".join(_describe(pulse, silent) for pulse in behind or present if behind or pulse["rank"] in silent)
-
-    def _read(self, rank: int) -> dict[str, Any]:
-        """Return a rank's last readable heartbeat."""
-        try:
-            pulse = json.loads(self.board.get(str(rank)))
-            kinds = {name: type(value) for name, value in pulse.items()}
-            if kinds != KINDS or pulse["rank"] != rank:
-                raise ValueError(f"not a heartbeat: {pulse!r}"[:200])
-            self._last[rank] = pulse
-        except (ValueError, AttributeError, RecursionError) as problem:
-            if rank not in self._unreadable:
-                self._unreadable.add(rank)
-                LOG.warning("the heartbeat of rank %d cannot be read: %r", rank, problem)
-        nothing = {"beat": 0, "entered": 0, "place": "an unknown phase", "seconds": 0.0, "left": False}
-        return self._last.get(rank, {"rank": rank, "host": "unknown", "pid": 0, **nothing})
 
     def _quiet(self, pulse: dict[str, Any]) -> float:
         """Return the seconds since a rank's last new heartbeat; does not use the clocks of other hosts."""
@@ -164,12 +147,6 @@ class Heartbeat(Watch):
             self._seen[pulse["rank"]] = pulse["beat"], now
             return 0.0
         return now - since
-
-
-KINDS = {
-    "rank": int, "host": str, "pid": int, "beat": int, "entered": int, "place": str, "seconds": float, "left": bool,
-}  # fmt: skip
-"""Fields of a heartbeat and their types."""
 
 
 class Watchdog(Watch):

@@ -12,8 +12,9 @@ WRITERS: Registry[Callable[..., Path]] = Registry(
     "format",
     "omagd.recording_formats",
     lazy={
-        "html": "omagd.lab.watch.page:write_page",
-        "gif": "omagd.lab.watch.drawing:write_gif",
-        "mp4": "omagd.lab.watch.drawing:write_mp4",
+        "html": "omagd.lab.watch.formats:write_page",
+        "gif": "omagd.lab.watch.formats:write_gif",
+        "mp4": "omagd.lab.watch.formats:write_mp4",
+        "png": "omagd.lab.watch.formats:write_png",
     },
 )

@@ -9,15 +9,19 @@ import numpy as np
 import torch
 
 from omagd.components.action_selectors import log_softmax
-from omagd.config.env_info import EnvInfo
+from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.controllers.types import Decision, Exploration, Policy, Tick
-from omagd.envs.frames import Frame
+from omagd.envs.frames import AGENTS, Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
 from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.run.recording.recording import FARTHEST, Belief, Episode, Moment, Number, number_of
-from omagd.run.reporting.battle_plot import NO_UNIT, units_of_nodes
+
+NO_UNIT = -1
+
+Views = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
+"""Nodes [n, N, D] that the agents see, those with guesses, and which ones [n, N] are guesses."""
 
 
 class Recorder:
@@ -119,7 +123,8 @@ class Recorder:
         if not self._open:
             self._found.append((frame, self._open))
         parts = {name: value for name, value in frame.to_dict().items() if name != "scene"}
-        seen, beliefs = ([], []) if views is None else self._about(views, frame, n)
+        layout = self._info.layout
+        seen, beliefs = ([], []) if views is None or layout is None else seen_and_believed(layout, views, frame)
         self._open.append(
             Moment.model_construct(
                 **parts,
@@ -141,8 +146,8 @@ class Recorder:
         rows = zip(np.round(values, 4).tolist(), available.tolist(), strict=True)
         return [[number_of(value) if may else None for value, may in zip(row, mask, strict=True)] for row, mask in rows]
 
-    def _views(self, tick: Tick, decision: Decision) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None] | None:
-        """Return the nodes [n, N, D] that the agents see, those with guesses, and which ones [n, N] are guesses."""
+    def _views(self, tick: Tick, decision: Decision) -> Views | None:
+        """Return what the agents see and guess; None where observations have no units."""
         layout, shown = self._info.layout, tick.observation
         if layout is None:
             return None
@@ -157,28 +162,40 @@ class Recorder:
         made, guessed = fills.restore({name: torch.from_numpy(np.array(value)) for name, value in data.items()})
         return nodes, obs_to_nodes(made[0].cpu().numpy(), layout), guessed[0].cpu().numpy()
 
-    def _about(self, views: tuple[Any, ...], frame: Frame, n: int) -> tuple[list[str], list[list[Belief]]]:
-        """Return `Moment.seen` and `Moment.beliefs`."""
-        layout, (nodes, made, guessed) = self._info.layout, views
-        assert layout is not None
-        units, living = units_of_nodes(layout, n), nodes[:n].any((1, 2)) & np.array(frame.alive[:n])
-        sees = ~unseen(nodes[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
-        seen = [hex(sum(1 << unit for unit in units[i][sees[i]].tolist()))[2:] for i in range(n)]
-        if made is None:
-            return seen, []
-        takes = guessed[:n] & ~unseen(made[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
-        sight = np.array([one or layout.sight for one in frame.scene.sight or [0.0] * n])
-        way = made[:n][..., list(layout.position)].astype(np.float64) * sight[:, None, None]
-        place = _within(np.round(np.array([frame.x[:n], frame.y[:n]]).T[:, None] + way, 1), -FARTHEST, FARTHEST)
-        health = np.round(_within(made[:n, :, layout.health].astype(np.float64), 0, 1), 2)
-        beliefs: list[list[Belief]] = [[] for _ in range(n)]
-        for i, node in np.argwhere(takes).tolist():
-            unit = int(units[i, node])
-            known = layout.health >= 0 and any(frame.scene.health_max) and frame.scene.health_max[unit] > 0
-            x, y = map(number_of, place[i, node].tolist())
-            share = number_of(health[i, node].item()) if known else None
-            beliefs[i].append((unit, x, y, share))
-        return seen, beliefs
+
+def units_of_nodes(layout: EntityLayout, n_agents: int) -> np.ndarray:
+    """Return the unit that each node of each agent's graph is, [n, N] int64; -1 for agents that a map does not have.
+
+    Units: the agents, then what actions aim at, as in `omagd.envs.frames`.
+    """
+    agent, ally = np.arange(n_agents)[:, None], np.arange(layout.n_allies)[None]
+    others = ally + (ally >= agent)
+    others = np.where(others < n_agents, others, NO_UNIT)
+    enemies = np.broadcast_to(n_agents + np.arange(layout.n_enemies), (n_agents, layout.n_enemies))
+    return np.concatenate([agent, others, enemies], 1)
+
+
+def seen_and_believed(layout: EntityLayout, views: Views, frame: Frame) -> tuple[list[str], list[list[Belief]]]:
+    """Return `Moment.seen` and `Moment.beliefs` of a frame. views: of its agents and of agents that it lacks."""
+    (nodes, made, guessed), n = views, frame.scene.teams.count(AGENTS)
+    units, living = units_of_nodes(layout, n), nodes[:n].any((1, 2)) & np.array(frame.alive[:n])
+    sees = ~unseen(nodes[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
+    seen = [hex(sum(1 << unit for unit in units[i][sees[i]].tolist()))[2:] for i in range(n)]
+    if made is None or guessed is None:
+        return seen, []
+    takes = guessed[:n] & ~unseen(made[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
+    sight = np.array([one or layout.sight for one in frame.scene.sight or [0.0] * n])
+    way = made[:n][..., list(layout.position)].astype(np.float64) * sight[:, None, None]
+    place = _within(np.round(np.array([frame.x[:n], frame.y[:n]]).T[:, None] + way, 1), -FARTHEST, FARTHEST)
+    health = np.round(_within(made[:n, :, layout.health].astype(np.float64), 0, 1), 2)
+    beliefs: list[list[Belief]] = [[] for _ in range(n)]
+    for i, node in np.argwhere(takes).tolist():
+        unit = int(units[i, node])
+        known = layout.health >= 0 and any(frame.scene.health_max) and frame.scene.health_max[unit] > 0
+        x, y = map(number_of, place[i, node].tolist())
+        share = number_of(health[i, node].item()) if known else None
+        beliefs[i].append((unit, x, y, share))
+    return seen, beliefs
 
 
 def _memory_of(policy: Any, info: EnvInfo) -> MemoryReconstructor | None:

@@ -1,8 +1,20 @@
-"""The comparability card: what a result depends on. It is saved with every result; tables mark rows that differ."""
+"""The comparability card: what a result depends on, and what made it: code, command line, host, versions.
+
+It is saved with every result; tables mark rows that differ.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import omagd
 from omagd import runners
 from omagd.config.schema import COMPONENT_ARGS, Config
-from omagd.run.reporting.provenance import versions
 from omagd.utils.errors import readable
 from omagd.utils.run_folder import RunFolder, fingerprint, plain
 from omagd.utils.storage import read_entry
@@ -74,6 +85,11 @@ IF_MEANT = "fair if you compare what agents read"
 """Said where nothing else differs."""
 
 NO_CARD = "no card"
+
+GIT_SECONDS = 3.0
+"""Longest time that git may take for each of two questions, as on a slow file system."""
+
+PACKAGE = Path(omagd.__path__[0])
 
 
 def make_card(config: Config, world_size: int, device: torch.device, trained: Card | None = None) -> Card:
@@ -372,3 +388,80 @@ def _may_differ(config: Config, world_size: int, device: torch.device, compared:
 def _shown(compared: Mapping[str, Any], name: str) -> str:
     missing = "the default" if name.startswith("env_args.") else "none"
     return str(compared[name]) if name in compared else missing
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code that runs.
+
+    Attributes:
+        commit: of the checkout, empty where there is none or git cannot tell. changed: whether files of the package
+            differ from it. name: the version, and what is equal for equal code; a commit that leaves the package alone
+            does not change it.
+    """
+
+    commit: str
+    changed: bool
+    name: str
+
+    @property
+    def label(self) -> str:
+        """The commit, with `-dirty` if the package was changed; empty without a commit."""
+        return self.commit + "-dirty" * self.changed
+
+
+@cache
+def code(package: Path = PACKAGE) -> Code:
+    """Return the code of this process as it was at the first call.
+
+    git does not answer for a repository of another user, since that repository could make it run something.
+    """
+    newest = _git(package, "log", "-1", "--format=%H", "--", ".")
+    state = _git(package, "status", "--porcelain=v2", "--branch", "--", ".") if newest else ""
+    lines = state.splitlines()
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "")
+    if not commit:
+        return Code("", False, f"{omagd.__version__} (sources {_sources(package)})")
+    changed = any(line[0] != "#" and (line[0] != "?" or line.endswith((".py", ".yaml"))) for line in lines)
+    how = f", changed: {_sources(package)}" if changed else ""
+    return Code(commit, changed, f"{omagd.__version__} ({newest.strip()[:12]}{how})")
+
+
+def _git(package: Path, *words: str) -> str:
+    """Return what git says about the package; empty where it is missing, slow, refuses, or knows no such folder."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "--no-optional-locks", "-C", str(package), *words]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS, env=environment
+        ).stdout
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
+
+
+def _sources(package: Path) -> str:
+    """Return a short hash of the package's sources: a version or a changed commit alone does not name its code."""
+    found = hashlib.sha256()
+    for path in sorted(path for kind in ("*.py", "*.yaml") for path in package.rglob(kind)):
+        found.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:8]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the exact bits of a result depend on; this package's with its commit."""
+    import numpy
+    import torch
+
+    found = {"omagd": code().name, "torch": torch.__version__, "numpy": numpy.__version__}
+    return {**found, "Python": platform.python_version()}
+
+
+def made_by() -> dict[str, Any]:
+    """Return what made this run, for its summary."""
+    return {
+        "commit": code().commit,
+        "changed": code().changed,
+        "command": shlex.join(sys.argv),
+        "host": socket.gethostname(),
+        "versions": versions(),
+    }

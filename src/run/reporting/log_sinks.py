@@ -1,6 +1,6 @@
-"""Log sinks, the outputs for a run's values: console, `metrics.jsonl`, TensorBoard; and the log of episodes.
+"""Log sinks, the outputs for a run's values: console, `metrics.jsonl`, TensorBoard, Sacred; and the log of episodes.
 
-Sacred is in `sacred_sink.py`, W&B in `wandb_sink.py`. To add a sink, derive a class from `omagd.utils.logging.Sink` and
+W&B is in `wandb_sink.py`. To add a sink, derive a class from `omagd.utils.logging.Sink` and
 name it in `BUILT_IN` and in `records.py`, or in the entry-point group `omagd.log_sinks` of an installed package.
 """
 
@@ -29,7 +29,7 @@ BUILT_IN = {
     "console": "omagd.run.reporting.log_sinks:ConsoleSink",
     "jsonl": "omagd.run.reporting.log_sinks:JsonLinesSink",
     "tensorboard": "omagd.run.reporting.log_sinks:TensorBoardSink",
-    "sacred": "omagd.run.reporting.sacred_sink:SacredSink",
+    "sacred": "omagd.run.reporting.log_sinks:SacredSink",
     "wandb": "omagd.run.reporting.wandb_sink:WandbSink",
 }
 REGISTRY: Registry[Callable[..., Sink]] = Registry("log sink", "omagd.log_sinks", lazy=BUILT_IN)
@@ -40,7 +40,7 @@ def make_logger(
 ) -> Logger:
     """Return a logger with the sinks `names` and every sink that a plug-in has registered.
 
-    sacred: the Sacred run, or the `sender` of a `SacredRelay`; without it the sink "sacred" is left out.
+    sacred: the Sacred run, or what passes scalars on to it; without it the sink "sacred" is left out.
     Errors: UserError for an unknown name.
     """
     logger = Logger(console_logger, minimal, facts)
@@ -104,6 +104,27 @@ class EpisodeLog:
     def close(self) -> None:
         """Close the file. May be called twice."""
         self._file.close()
+
+
+class SacredSink(Sink):
+    """Records every finite value as a Sacred scalar, `(key, value, t)`.
+
+    Sacred has one time axis per name, so names of stages 1 and 2 are prefixed with the stage.
+
+    Args:
+        target: has `log_scalar`: the Sacred run, or a spawned rank's `Notes` to the process that has it.
+    """
+
+    name = "Sacred's scalars"
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def _log(self, record: Record) -> None:
+        for key, value in record.values.items():
+            if math.isfinite(value):
+                name = key if record.stage == "stage3" else f"{record.stage}/{key}"
+                self._target.log_scalar(name, value, record.t)
 
 
 class TensorBoardSink(Sink):

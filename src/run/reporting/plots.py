@@ -126,11 +126,11 @@ def read_metrics(jsonl_path: str | Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path | None:
+def curves(jsonl_path: str | Path, out_png: str | Path) -> Path | None:
     """Draw the values of a run's `metrics.jsonl`; return the path, None if there is nothing to draw.
 
-    label: environment and map for the title ("skirmish 3m"); if empty, from `env_info.json` in the same folder.
-    Configuration, seed and ranks come from `card.json` there, if it exists.
+    The title has environment and map from `env_info.json` in the same folder, configuration, seed and ranks from
+    `card.json` there, as far as they exist.
     """
     from matplotlib.figure import Figure
 
@@ -144,7 +144,7 @@ def curves(jsonl_path: str | Path, out_png: str | Path, label: str = "") -> Path
     columns = min(3, len(found))
     rows = -(-len(found) // columns)
     figure = Figure(figsize=(4.9 * columns, 3.3 * rows + 0.6), dpi=110, facecolor="white", layout="constrained")
-    title = _title(Path(jsonl_path), label)
+    title = _title(Path(jsonl_path))
     size = min(15.0, 500 * columns / len(title))  # points that fit the width
     figure.suptitle(title, fontsize=size, weight="bold", color=INK)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -206,9 +206,9 @@ def _label_beside(jsonl_path: Path) -> str:
     return f"{facts.get('name', '')} {facts.get('map_name', '')}".strip()
 
 
-def _title(jsonl_path: Path, label: str) -> str:
+def _title(jsonl_path: Path) -> str:
     """Return the title: environment and map, configuration, seed and ranks, as far as they are known."""
-    parts = [label or _label_beside(jsonl_path)]
+    parts = [_label_beside(jsonl_path)]
     facts = recorded_of(read_entry(jsonl_path.with_name("card.json")))
     if {"name", "seed", "ranks"} <= facts.keys():
         parts += [str(facts["name"]), f"seed {facts['seed']}", f"{facts['ranks']} rank{'s' * (facts['ranks'] != 1)}"]

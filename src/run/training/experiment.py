@@ -166,7 +166,6 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
     finished = {result.name for result in results}
     names = [name for name in stage_names(session.config, pretrained) if name not in finished]
     for name in names:
-        session.logger.stage = name
         with oom_hint(session.config, name, "prepare", session.dist.device):
             stage = STAGES[name](session, pretrained)
         result = fit(stage)

@@ -12,9 +12,8 @@ from omagd.run.checkpoint.plan import ResumePlan
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.launchers import ranks_here
 from omagd.run.memory_budget import memory_warnings
-from omagd.run.reporting.card import Card, beside_one_rank, final_card, start_lines
+from omagd.run.reporting.card import Card, beside_one_rank, final_card, made_by, start_lines
 from omagd.run.reporting.log_sinks import make_logger
-from omagd.run.reporting.provenance import made_by
 from omagd.run.training.build import n_slots
 from omagd.run.training.device import limit_warnings
 from omagd.run.training.session import Session
