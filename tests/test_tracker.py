@@ -610,25 +610,6 @@ def test_parts_of_a_batch_add_up_and_nothing_missing_changes_nothing() -> None:
     assert changed in ([], ["updates"])
 
 
-def test_bf16_rounds_products_of_training_alone() -> None:
-    batch, found = pack_episodes(toy_episodes(9, seed=5, apart=True)), []
-    for precision in ("float32", "bf16"):
-        torch.manual_seed(1)
-        made = graph_learner("stage2", torch.float32, kind="tracker", precision=precision)
-        made.begin(lambda: [batch])
-        with torch.no_grad():
-            for weight in made.predictor.parameters():
-                weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
-        made.optimizer.step = lambda made=made: found.append([p.grad.clone() for p in made.predictor.parameters()])
-        evaluated = made.evaluate(batch)
-        made.update(batch)
-        found.append(evaluated)
-    exact, plain, rounded, other = found
-    torch.testing.assert_close(plain, other, rtol=0, atol=0)
-    whole, low = (torch.cat([g.flatten() for g in each]) for each in (exact, rounded))
-    assert 0 < (whole - low).norm() < 0.05 * whole.norm()
-
-
 def regular(episodes: Any) -> Any:
     """Return episodes in which a unit's features follow from its place among the units, its agent's and the step."""
     pattern = torch.randn(N, D, generator=torch.Generator().manual_seed(0))

@@ -47,16 +47,16 @@ class TrackerLoss(LossModule):
     """The loss at the top of this file, not yet divided by the sum of weights.
 
     Args:
-        tracker: trained. bf16: whether training multiplies in bf16; evaluation never does.
+        tracker: trained.
     """
 
-    def __init__(self, tracker: Tracker, bf16: bool = False) -> None:
+    def __init__(self, tracker: Tracker) -> None:
         super().__init__()
-        self.tracker, self.bf16 = tracker, bf16
+        self.tracker = tracker
 
     def forward(self, sample: Sample) -> tuple[Tensor, Stats]:
         """Return the sum of weight × loss, and stats. Without a missing node it is 0 with gradients of 0."""
-        return self.of(self.tracker(sample.memory, sample.packing, self.bf16 and self.training), sample)
+        return self.of(self.tracker(sample.memory, sample.packing), sample)
 
     def of(self, out: Output, sample: Sample) -> tuple[Tensor, Stats]:
         """Return the same from what the tracker predicts."""
@@ -93,7 +93,7 @@ class TrackerLearner(GraphLearner):
 
     def __init__(self, predictor: Tracker, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist) -> None:
         self._loss: TrackerLoss
-        super().__init__("predictor", predictor, TrackerLoss(predictor, config.precision == "bf16"), config, info, dist)
+        super().__init__("predictor", predictor, TrackerLoss(predictor), config, info, dist)
         self.predictor = predictor
         self._lr = [group["lr"] for group in self.optimizer.param_groups]
 

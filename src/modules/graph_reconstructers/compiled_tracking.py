@@ -21,7 +21,7 @@ from torch import Tensor
 from omagd.config.env_info import EntityLayout
 from omagd.modules.graph_reconstructers.compiled import Array, Graph, from_half, graph_of, to_half
 from omagd.modules.graph_reconstructers.tracker import N_FLAGS, N_PLACE, NEAR, SLOPE, Tracker, age_features
-from omagd.modules.kernels.compiling import compiled_kernels
+from omagd.modules.kernels import compiled_kernels
 from omagd.utils.compiling import Compiler
 
 compiler = Compiler(Path(__file__).resolve().parent, "kernels of the tracker", "about 3 s")
@@ -296,8 +296,8 @@ class CompiledTracking:
         bias = torch.cat([gru.bias_ih[2 * width :], both[: 2 * width], gru.bias_hh[2 * width :]])
         room = self._at_once * units
         self._of_x, self._of_hidden = torch.zeros(room, 3 * width), torch.zeros(room, 3 * width)
-        none = np.zeros((0, 4 * width), np.float32), np.zeros((0, width), np.float32)
-        self._gru_room = bias.detach().numpy(), np.zeros(4 * width, np.float32), *none
+        none = np.zeros((0, 4 * width), np.float32)
+        self._gru_room = bias.detach().numpy(), np.zeros(4 * width, np.float32), none
         self._x, self._after = torch.zeros(frames * units, width), torch.zeros(frames * units, width)
 
     def __call__(
@@ -347,11 +347,9 @@ class CompiledTracking:
             enter(x.numpy(), context[first:last].numpy(), self._static, self._steps, some, step)
             torch.mm(x, self._from_x, out=self._of_x[:k])
             torch.mm(h, self._from_hidden, out=self._of_hidden[:k])
-            bias, room, *none = self._gru_room
+            bias, room, none = self._gru_room
             products = self._of_x.numpy(), self._of_hidden.numpy()
-            kernels.gru_forward(
-                (k, 0, 0, 0), *products, bias, h.numpy(), room, none[0], self._after[here].numpy(), none[1]
-            )
+            kernels.gru_forward((k, 0, 0, 0), *products, bias, h.numpy(), room, none, self._after[here].numpy())
 
 
 def tables_of(tracker: Tracker) -> Tables:

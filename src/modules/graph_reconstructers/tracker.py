@@ -37,8 +37,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import MaskPredictorConfig
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.graphs import feature_mask
-from omagd.modules.kernels.forms import require_step
-from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.modules.ops import PackedGRU, require_step
 from omagd.utils.packing import Packing
 
 AGES = (0, 1, 3, 7, 15)  # upper ends of the classes of age but the last
@@ -175,14 +174,11 @@ class Tracker(nn.Module):
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
 
-    def forward(self, memory: Memory, packing: Packing, bf16: bool = False) -> Output:
-        """Return the beliefs about the missing nodes of whole packed episodes.
-
-        bf16: whether the recurrence multiplies in bf16 on a CPU; all else gains little by it and stays in float32.
-        """
+    def forward(self, memory: Memory, packing: Packing) -> Output:
+        """Return the beliefs about the missing nodes of whole packed episodes."""
         drift = self._drift(memory, packing)
         x, base, features = self.encode(memory, drift)
-        hidden = self.gru(x.flatten(1, 2), packing, bf16=bf16).view(x.shape)
+        hidden = self.gru(x.flatten(1, 2), packing).view(x.shape)
         return self.decode(hidden, x, base, features, memory.age, memory.missing)
 
     def step(self, memory: Memory, drift: Tensor, hidden: Tensor) -> tuple[Output, Tensor]:

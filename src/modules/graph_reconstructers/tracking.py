@@ -20,8 +20,7 @@ from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.graph_reconstructers.tracker import Memory, Tracker
-from omagd.modules.kernels.forms import is_only
-from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.modules.ops import PackedGRU, is_only
 from omagd.utils.compiling import compiled_or_reference
 
 if TYPE_CHECKING:
