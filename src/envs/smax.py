@@ -25,7 +25,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.actions import random_actions, require_available
 from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, rounded, unit_names
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.utils.caches import user_cache
+from omagd.utils.compiling import user_cache
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.runners.recorder import row_fields
-from omagd.utils.capturing import captured
+from omagd.utils.packing import captured
 from omagd.utils.seeding import uniform
 
 RETURN, LENGTH, END, RESULTS = range(4)
