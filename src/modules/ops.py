@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from omagd.config.schema import Config
 from omagd.modules.kernels import kernels_for, transformer
-from omagd.modules.kernels.gru import Unroll, groups_of
+from omagd.modules.kernels.gru import Unroll
 from omagd.modules.kernels.linear import PADDING, BF16Linear, LookupReLU, OneDNNLinear, prefers_onednn
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
@@ -93,15 +93,17 @@ def maybe_compile(config: Config, *modules: nn.Module) -> None:
 def autocast_bf16(device: torch.device, bf16: bool) -> Iterator[None]:
     """Multiply matrices in bf16 in this block, if `bf16`: a GPU by autocast, a CPU in `fast_linear` alone."""
     global _bf16_on_cpu
-    if device.type != "cpu":
-        with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
+    if device.type == "cpu":
+        before, _bf16_on_cpu = _bf16_on_cpu, bf16
+        try:
             yield
-        return
-    before, _bf16_on_cpu = _bf16_on_cpu, bf16
-    try:
+        finally:
+            _bf16_on_cpu = before
+    elif bf16:
+        with torch.autocast(device.type, torch.bfloat16):
+            yield
+    else:
         yield
-    finally:
-        _bf16_on_cpu = before
 
 
 @contextmanager
@@ -110,9 +112,9 @@ def no_autocast(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         with autocast_bf16(device, False):
             yield
-        return
-    with torch.autocast(device.type, enabled=False):
-        yield
+    else:
+        with torch.autocast(device.type, enabled=False):
+            yield
 
 
 def multiplies_in_bf16() -> bool:
@@ -180,10 +182,9 @@ def gru(
     through torch's packed GRU, one kernel on CUDA. Under autocast cuDNN would run the recurrence in fp16, even when
     bf16 is asked for, and gradients of large batches underflow there: so it has the type of the weights.
     """
-    kernels, x = kernels_for(w_hh, len(x) * len(b_hh) // 3), x.to(w_hh.dtype)
+    kernels, x = kernels_for(w_hh, len(x) * w_hh.shape[1]), x.to(w_hh.dtype)
     if kernels is not None:
-        groups = groups_of(rows)
-        made = Unroll.apply(kernels, groups, x, before, w_ih, w_hh, b_ih, b_hh)  # type: ignore[no-untyped-call]
+        made = Unroll.apply(kernels, rows, x, before, w_ih, w_hh, b_ih, b_hh)  # type: ignore[no-untyped-call]
         return cast(Tensor, made)
     start = x.new_zeros(1, rows[0], w_hh.shape[1]) if before is None else before.to(x.dtype)[None]
     with no_autocast(x.device):

@@ -46,7 +46,7 @@ class FullGraphConv(nn.Module):
         return F.relu(own) + received
 
 
-def _encode_by_kernels(agent: GNNRNNAgent, inputs: AgentInputs) -> tuple[Tensor, Tensor] | None:
+def _encode_by_kernels(agent: GNNRNNAgent, inputs: AgentInputs) -> tuple[Tensor, ...] | None:
     """Return `GNNRNNAgent.encode` with each distinct node computed once; None where the kernels do not fit."""
     n_numbers, dim = inputs.last_action.numel() * agent.layout.n_nodes, agent.embed_ally.out_features
     kernels = graph_kernels_for(inputs.features, n_numbers * dim)

@@ -7,6 +7,7 @@ kernels are called: `gru.py`, `linear.py`, `transformer.py`. Arrays hold float32
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from numba import extending, types
 from omagd.utils.compiling import Compiler
 
 _compiler = Compiler(Path(__file__).resolve().parent, "learning kernels", "about 5 s", fused=True)
+intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
 function, kernel = _compiler.function, _compiler.kernel
 
 ZERO, ONE, TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
@@ -29,7 +31,7 @@ C0, C1, C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float3
 C3, C4, C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 
 
-@extending.intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def two_to(_: Any, shifted: Any) -> Any:
     """Return 2^k from SHIFT + k: the lowest bits become a float's exponent. Whole vectors at once, unlike `ldexp`."""
 

@@ -23,6 +23,7 @@ from numba import extending, types
 from omagd.utils.compiling import Compiler
 
 _compiler = Compiler(Path(__file__).resolve().parent, "kernels of graph agents", "about 3 s", fused=True, checked=False)
+intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
 function, kernel = _compiler.function, _compiler.kernel
 
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
@@ -72,7 +73,7 @@ def _address(context: Any, builder: Any, array: Any, memory: Any, place: Any) ->
     return builder.bitcast(builder.gep(data, [place]), _FLOATS.as_pointer())
 
 
-@extending.intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def same(_: Any, number: Any) -> Any:
     """Return a float32 number sixteen times."""
 
@@ -83,7 +84,7 @@ def same(_: Any, number: Any) -> Any:
     return sixteen(types.float32), generate
 
 
-@extending.intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load(_: Any, row: Any, place: Any) -> Any:
     """Return the numbers from `place` on in the memory of a contiguous array."""
 
@@ -93,7 +94,7 @@ def load(_: Any, row: Any, place: Any) -> Any:
     return sixteen(row, types.int64), generate
 
 
-@extending.intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store(_: Any, row: Any, place: Any, numbers: Any) -> Any:
     """Write the numbers as `load` reads them."""
 
@@ -105,7 +106,7 @@ def store(_: Any, row: Any, place: Any, numbers: Any) -> Any:
     return types.void(row, types.int64, sixteen), generate
 
 
-@extending.intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def positive(_: Any, x: Any) -> Any:
     """Return relu(x): 0 where a number is not above 0."""
 
@@ -116,7 +117,7 @@ def positive(_: Any, x: Any) -> Any:
     return sixteen(sixteen), generate
 
 
-@extending.intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def above_zero(_: Any, x: Any) -> Any:
     """Return which numbers are above 0, as the bits of a uint16."""
 
@@ -126,7 +127,7 @@ def above_zero(_: Any, x: Any) -> Any:
     return types.uint16(sixteen), generate
 
 
-@extending.intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def where(_: Any, bits: Any, x: Any) -> Any:
     """Return the numbers whose bit is set, and 0 for the others."""
 

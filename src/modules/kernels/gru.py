@@ -49,14 +49,14 @@ class Unroll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernels: Any, groups: Groups, x: Tensor, before: Tensor | None, w_ih: Tensor, w_hh: Tensor,
+        ctx: Any, kernels: Any, rows: list[int], x: Tensor, before: Tensor | None, w_ih: Tensor, w_hh: Tensor,
         b_ih: Tensor, b_hh: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return [R, H] from x [R, input_dim] and before [rows of the first step, H]; None: zeros."""
-        size = w_hh.shape[1]
+        """Return [R, H] from x [R, input_dim] and before [rows[0], H], None: zeros. rows: of each step, decreasing."""
+        size, groups = w_hh.shape[1], _groups(rows)
         from_x, from_h = w_ih.roll(size, 0).t(), w_hh.t()
         bias = torch.cat([b_ih[2 * size :], (b_ih + b_hh)[: 2 * size], b_hh[2 * size :]])
-        start = w_hh.new_zeros(_first_rows(groups), size) if before is None else before.contiguous()
+        start = w_hh.new_zeros(rows[0], size) if before is None else before.contiguous()
         out = w_hh.new_empty(len(x), size)
         gates = w_hh.new_empty(len(x) if any(ctx.needs_input_grad) else 0, 4 * size)
         of_x, of_h = (w_hh.new_empty(_most_rows(groups), 3 * size) for _ in range(2))
@@ -76,7 +76,7 @@ class Unroll(torch.autograd.Function):
                     place = (k, block.start - first, begin, block.start)
                     kernels.gru_forward(place, *inputs, h0 if last is None else h, *outputs)
                     last = block.start
-        ctx.kernels, ctx.groups, ctx.starts = kernels, groups, before is not None
+        ctx.kernels, ctx.rows, ctx.groups, ctx.starts = kernels, rows, groups, before is not None
         ctx.save_for_backward(x, start, out, w_ih, w_hh, gates)
         return out
 
@@ -89,7 +89,7 @@ class Unroll(torch.autograd.Function):
         back_x = w_ih.roll(size, 0)
         for_x, for_start = torch.empty_like(x), torch.zeros_like(start)
         for_ih, for_hh = torch.zeros_like(w_ih), torch.zeros_like(w_hh)
-        sums = w_hh.new_zeros(sum(len(chunk) for chunk in ctx.groups[0][1]), 4 * size)
+        sums = w_hh.new_zeros(len(ctx.rows), 4 * size)
         grads, hidden, more = (w_hh.new_empty(room, width) for width in (4 * size, size, size))
         inputs, others = arrays(grads, gates, grad_out.contiguous()), arrays(hidden, sums)
         h0, h = arrays(start, out)
@@ -119,7 +119,7 @@ class Unroll(torch.autograd.Function):
         )  # fmt: skip
 
 
-def groups_of(rows: list[int]) -> Groups:
+def _groups(rows: list[int]) -> Groups:
     """Return the order of computing of steps with these numbers of rows, at most `ROWS_AT_ONCE` rows of a step."""
     groups = []
     for offset in range(0, rows[0], ROWS_AT_ONCE):
@@ -142,8 +142,3 @@ def _chunks(blocks: list[slice]) -> list[list[slice]]:
 def _most_rows(groups: Groups) -> int:
     """Return the rows of the largest chunk."""
     return max(chunk[-1].stop - chunk[0].start for _, chunks in groups for chunk in chunks)
-
-
-def _first_rows(groups: Groups) -> int:
-    """Return the rows of the first step."""
-    return max(offset + chunks[0][0].stop - chunks[0][0].start for offset, chunks in groups)
