@@ -36,7 +36,7 @@ my_batched = my_package:MyBatched
 [omagd.learners]
 my_learner = omagd.learners.nq_learner:NQLearner
 [omagd.agents]
-my_agent = omagd.modules.agents.rnn_agent:NRNNAgent
+my_agent = omagd.modules.agents.agent:NRNNAgent
 [omagd.runners]
 my_runner = omagd.runners.runner:ParallelRunner
 [omagd.run]

@@ -24,7 +24,7 @@ from omagd.envs.protocol import Observation
 from omagd.learners.belief_loss import BeliefLoss, HeadBeliefs
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents import agent as agents
-from omagd.modules.agents.rnn_agent import NRNNAgent
+from omagd.modules.agents.agent import NRNNAgent
 from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.run.checkpoint.weights import find_step_folder

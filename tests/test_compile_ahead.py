@@ -9,7 +9,7 @@ import time
 import pytest
 
 from omagd.components.compiled import selection
-from omagd.modules.kernels import compiling as kernels
+from omagd.modules import kernels
 from omagd.run.training import ahead
 from omagd.utils import compiling
 

@@ -21,7 +21,7 @@ from omagd.envs.battle.compiled.compiling import compiler
 from omagd.envs.battle.maps import MAPS
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.protocol import random_actions
-from omagd.utils import caches, compiling
+from omagd.utils import compiling
 from omagd.utils.seeding import splitmix64
 
 SLOTS = 6
@@ -469,7 +469,7 @@ def test_kernels_that_save_little_are_compiled_in_silence_and_only_where_they_ca
 def test_a_user_without_a_home_has_a_cache(tmp_path):
     code = (
         "import pwd\ndef none(_): raise KeyError\npwd.getpwuid = none\n"
-        "from omagd.utils.caches import user_cache\nprint(user_cache('a'))"
+        "from omagd.utils.compiling import user_cache\nprint(user_cache('a'))"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     env.pop("HOME", None)
@@ -481,12 +481,12 @@ def test_a_user_without_a_home_has_a_cache(tmp_path):
 def test_an_empty_variable_is_none_and_a_folder_of_somebody_else_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert caches.user_cache("a") == tmp_path / ".cache" / "omagd" / "a"
+    assert compiling.user_cache("a") == tmp_path / ".cache" / "omagd" / "a"
     user = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: user)  # the folder made below is that of another user, then
-    monkeypatch.setattr(caches.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(caches.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "own"))
-    assert caches._own_temporary_folder() == tmp_path / "own"
+    monkeypatch.setattr(compiling.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(compiling.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "own"))
+    assert compiling._own_temporary_folder() == tmp_path / "own"
 
 
 @pytest.mark.parametrize(

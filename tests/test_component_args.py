@@ -21,10 +21,9 @@ from omagd.config import loading
 from omagd.config.loading import resolve
 from omagd.config.schema import COMPONENT_ARGS
 from omagd.modules.agents import REGISTRY as AGENTS
-from omagd.modules.agents.rnn_agent import NRNNAgent
+from omagd.modules.agents.agent import NRNNAgent
 from omagd.modules.mixers import REGISTRY as MIXERS
-from omagd.modules.mixers.mixer import MixerInputs, mix
-from omagd.modules.mixers.vdn import VDNMixer
+from omagd.modules.mixers.mixer import MixerInputs, VDNMixer, mix
 from omagd.run.checkpoint import resuming
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight

@@ -16,8 +16,8 @@ from q_toys import GRAPH, copy_learner, equal, foggy, gradients_of, make_learner
 from omagd.learners import PREDICTORS
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.synced_optimizer import SKIPPED
+from omagd.modules import ops
 from omagd.modules.agents import REGISTRY as AGENTS
-from omagd.modules.kernels import compiling
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.run.training.stages.health import check_replicas, held_in_common
 from omagd.utils.errors import UserError
@@ -186,7 +186,7 @@ def errors_of_changed_weights(learner, dist):
 def of_ranks(rank, dist, kinds):
     """Train each kind, and once more from a checkpoint in the middle."""
     add_example()
-    compiling.BACKEND = "aot_eager"  # which needs no compiler
+    ops.BACKEND = "aot_eager"  # which needs no compiler
     out = {}
     for kind in kinds:
         if kind not in DDPG:

@@ -13,7 +13,7 @@ import torch
 
 import omagd
 from omagd.config.loading import HERE, SECTIONS, known_keys, read_yaml, resolve
-from omagd.modules.kernels import compiling
+from omagd.modules import ops
 from omagd.run.launch import processes
 from omagd.run.reporting import plots
 from omagd.run.training import device as machine
@@ -180,7 +180,7 @@ def any_machine(monkeypatch):
     """Allow bf16 and compile on processors without them: slow, and the same code."""
     monkeypatch.setattr(machine, "processor_features", lambda: frozenset({"avx512_bf16"}))
     monkeypatch.setattr(machine, "check_compiler", lambda: None)
-    monkeypatch.setattr(compiling, "BACKEND", "eager")
+    monkeypatch.setattr(ops, "BACKEND", "eager")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     threads = torch.get_num_threads()
     yield

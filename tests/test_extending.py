@@ -36,7 +36,7 @@ class MyMixer(nn.Module):
     def forward(self, agent_qs, state):
         return self.scale(agent_qs.sum(-1, keepdim=True)).squeeze(-1)
 """
-AGENT = """from omagd.modules.agents.rnn_agent import RNNAgent
+AGENT = """from omagd.modules.agents.agent import RNNAgent
 class MyAgent(RNNAgent): ...
 """
 LEARNER = """import torch

@@ -14,16 +14,15 @@ from torch.nn import functional as F
 
 from omagd.controllers.types import Tick
 from omagd.envs.protocol import Observation
+from omagd.modules import ops
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.agent import AgentInputs, InputLinear
 from omagd.modules.agents.gnn_rnn_agent import FullGraphConv
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
-from omagd.modules.kernels import compiling, linear, recurrent
-from omagd.modules.kernels.linear import ROWS_AT_ONCE, fast_linear, lookup_relu, three_layers
-from omagd.modules.kernels.recurrent import PackedGRU
-from omagd.modules.kernels.transformer import attend, cross_entropy, dropout, gelu_dropout
+from omagd.modules.kernels.linear import PADDING, ThreeLayers
 from omagd.modules.mixers import REGISTRY as MIXERS
-from omagd.utils.packing import Packing, last_actions, pack_episodes
+from omagd.modules.ops import attend, cross_entropy, dropout, fast_linear, gelu_dropout
+from omagd.utils.packing import last_actions, pack_episodes
 
 torch.set_num_threads(1)
 SHAPES = [((7, 5), 3), ((300, 55), 64), ((2, 150, 64), 12), ((5, 0, 4), 3), ((0, 4), 6), ((257, 1), 1)]
@@ -89,26 +88,6 @@ def test_graph_convolution_follows_its_formula():
     for i in range(5):
         others = sum(conv.others(x[:, j]) for j in range(5) if j != i)
         torch.testing.assert_close(got[:, i], (F.relu(conv.own(x[:, i])) + F.relu(others)) / 5)
-
-
-@pytest.mark.parametrize("lengths", [(6, 6, 4, 1, 1), (1,), (3, 3)])
-def test_packed_gru_equals_a_cell_in_values_and_gradients_in_parts_of_any_size(monkeypatch, lengths):
-    torch.manual_seed(0)
-    gru, packing = PackedGRU(5, 4).double(), Packing(lengths)
-    x = torch.randn(sum(lengths), 3, 5, dtype=torch.float64, requires_grad=True)
-    start = torch.randn(len(lengths), 3, 4, dtype=torch.float64, requires_grad=True)
-    hidden, plain, given = list(start), [], [x, start, *gru.parameters()]
-    for row, episode in enumerate(packing.episode.tolist()):
-        hidden[episode] = torch.gru_cell(x[row], hidden[episode], *gru.parameters())
-        plain.append(hidden[episode])
-    wanted = with_gradients(torch.stack(plain), given)
-    library = gru._library_unroll(x.flatten(0, 1), start.flatten(0, 1), [3 * k for k in packing.batch_sizes])
-    torch.testing.assert_close(with_gradients(library.view_as(wanted[0]), given), wanted)
-    for size in (1, 4, 7, 20, 1000):
-        monkeypatch.setattr(recurrent, "ROWS_AT_ONCE", size)
-        torch.testing.assert_close(with_gradients(gru(x, packing, start), given), wanted, atol=1e-10, rtol=1e-9)
-    with torch.no_grad():
-        torch.testing.assert_close(gru(x, packing, start), wanted[0], atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("ids", [False, True])
@@ -182,7 +161,7 @@ def test_joint_value_never_falls_when_an_agents_value_rises(name):
 
 def test_compiled_mixers_learn_the_same_from_batches_of_any_size(monkeypatch):
     """No compiler is needed: the last stage of torch.compile is left out."""
-    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    monkeypatch.setattr(ops, "BACKEND", "aot_eager")
     torch.compiler.reset()
     pair = [make_learner(toy_config(compile=asked, grad_norm_clip=1e9), dtype=torch.float64) for asked in (False, True)]
     mixers = [mixer for learner in pair for mixer in (learner.mixer, learner.target_mixer)]
@@ -222,11 +201,16 @@ def test_checkpointing_keeps_less_for_backward_and_changes_neither_values_nor_gr
     torch.testing.assert_close(checkpointed, plain, atol=1e-10, rtol=1e-9)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("agent", ["n_rnn", "gnn_rnn"])
-def test_bf16_is_close_to_float32(agent):
-    inputs, packing = toy_inputs((41, 40, 40, 30, 9))
+def test_bf16_is_close_to_float32(agent, checkpointed):
+    inputs, packing = toy_inputs((41, 40, 40, 30, 9) * 3)
     batch = AgentInputs(inputs.features.float(), inputs.last_action), packing
-    plain, rounded = (unroll(batch, agent=agent, precision=precision)[0] for precision in ("float32", "bf16"))
+    made = []
+    for bf16 in (False, True):
+        with ops.autocast_bf16(torch.device("cpu"), bf16):
+            made.append(unroll(batch, agent=agent, enable_gradient_checkpointing=checkpointed)[0])
+    plain, rounded = made
     assert all((a - b).norm() <= 0.03 * a.norm() for a, b in zip(plain, rounded, strict=True))
     assert not all(map(torch.equal, plain, rounded))
 
@@ -255,19 +239,13 @@ def weighted_cross_entropy() -> tuple[Tensor, Tensor, list[Tensor]]:
     return got, (F.cross_entropy(logits, target, reduction="none") * weight).sum(), [logits]
 
 
-def lookup() -> tuple[Tensor, Tensor, list[Tensor]]:
-    rows = ROWS_AT_ONCE + 50
-    x, weight, table, index = leaf(rows, 4), leaf(3, 4), leaf(6, 3), torch.randint(0, 6, (rows,))
-    return lookup_relu(x, weight, table, index), F.relu(F.linear(x, weight) + table[index]), [x, weight, table]
-
-
 def layers(frozen: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     x, parameters = leaf(9, 5), [leaf(7, 5), leaf(7), leaf(8, 7), leaf(8), leaf(2, 8), leaf(2)]
     for parameter in parameters:
         parameter.requires_grad_(not frozen)
     w1, b1, w2, b2, w3, b3 = parameters
     plain = F.linear(F.relu(F.linear(F.relu(F.linear(x, w1, b1)), w2, b2)), w3, b3)
-    return three_layers(x, *parameters), plain, [x] if frozen else [x, *parameters]
+    return ThreeLayers.apply(x, *parameters), plain, [x] if frozen else [x, *parameters]
 
 
 KERNELS = {
@@ -275,7 +253,6 @@ KERNELS = {
     "attention": lambda: attention(9),
     "attention of some tokens": lambda: attention(5),
     "cross-entropy": weighted_cross_entropy,
-    "look-up and ReLU": lookup,
     "three layers": lambda: layers(False),
     "three frozen layers": lambda: layers(True),
 }
@@ -330,8 +307,8 @@ def factors(shape: tuple[int, ...], out: int, dtype: torch.dtype, bias: bool) ->
 def test_fast_linear_equals_torchs(monkeypatch, shape, out, dtype, bias, library) -> None:
     if library and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(linear, "prefers_onednn", lambda: library)
-    monkeypatch.setattr(linear, "SMALL", 0)
+    monkeypatch.setattr(ops, "prefers_onednn", lambda: library)
+    monkeypatch.setattr(ops, "SMALL", 0)
     given = factors(shape, out, dtype, bias)
     got, wanted = (with_gradients(function(*given), given) for function in (fast_linear, F.linear))
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
@@ -344,7 +321,7 @@ def test_fast_linear_equals_torchs(monkeypatch, shape, out, dtype, bias, library
 def test_bf16_rounds_factors_and_products_and_nothing_else(shape: tuple[int, ...], out: int, bias: bool) -> None:
     given = factors(shape, out, torch.float32, bias)
     got = with_gradients(fast_linear(*given, bf16=True), given)
-    if got[0].numel() < linear.PADDING * out:
+    if got[0].numel() < PADDING * out:
         torch.testing.assert_close(got, with_gradients(F.linear(*given), given), rtol=0, atol=0)
         return
     upstream = upstream_of(got[0]).flatten(0, -2)
@@ -360,7 +337,7 @@ def test_bf16_rounds_factors_and_products_and_nothing_else(shape: tuple[int, ...
 def test_bf16_leaves_float64_alone_and_only_wanted_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     given = factors((300, 4), 3, torch.float64, True)
     assert torch.equal(fast_linear(*given, bf16=True), F.linear(*given))
-    monkeypatch.setattr(linear, "SMALL", 0)
+    monkeypatch.setattr(ops, "SMALL", 0)
     for bf16 in (False, True):
         x, weight, bias = factors((300, 4), 3, torch.float32, True)
         fast_linear(x.detach(), weight, bias.detach(), bf16).sum().backward()

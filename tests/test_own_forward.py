@@ -13,6 +13,7 @@ from q_toys import random_episode
 from q_toys import toy_config as q_config
 from torch import nn
 
+from omagd.modules import kernels
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.agent import AgentInputs, InputLinear, RecurrentAgent
 from omagd.modules.agents.ff_agent import FFAgent
@@ -21,11 +22,9 @@ from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.token_reconstructor import ResidentReconstruction, TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Quantized, Tokenizer
-from omagd.modules.kernels import compiling
-from omagd.modules.kernels.linear import FastLinear
-from omagd.modules.kernels.recurrent import PackedGRU
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.modules.mixers.mixer import MixerInputs, mix
+from omagd.modules.ops import FastLinear, PackedGRU
 from omagd.utils.errors import UserError
 from omagd.utils.packing import last_actions, pack_episodes
 
@@ -154,7 +153,7 @@ def own_layers(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("name", AGENTS.names())
 def test_kernels_learn_what_an_agent_acts_with(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(compiling, "SMALL", 0)
+    monkeypatch.setattr(kernels, "SMALL", 0)
     batch = pack_episodes([random_episode(i, k) for i, k in enumerate((5, 3, 1))])
     inputs = AgentInputs(batch["obs"].float(), last_actions(batch["actions"], batch.packing))
     shown = {"obs_last_action": name != "ddpg", "obs_agent_id": name != "ddpg"}
@@ -179,7 +178,7 @@ def test_mixers_call_layers_of_other_classes(monkeypatch: pytest.MonkeyPatch, na
     )
     made = []
     for small in (0, math.inf):
-        monkeypatch.setattr(compiling, "SMALL", small)
+        monkeypatch.setattr(kernels, "SMALL", small)
         made.append(mix(mixer, inputs))
     torch.testing.assert_close(*made)
 

@@ -23,8 +23,7 @@ from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResu
 from omagd.lab.studies import EXECUTORS
 from omagd.learners.nq_learner import NQLearner, QLoss
 from omagd.modules import agents, critics, mixers
-from omagd.modules.agents.agent import Agent, InputLinear
-from omagd.modules.agents.rnn_agent import RNNAgent
+from omagd.modules.agents.agent import Agent, InputLinear, RNNAgent
 from omagd.run.cli import REGISTRY as COMMANDS
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import _build_learner, preflight

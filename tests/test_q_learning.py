@@ -40,7 +40,7 @@ from omagd.envs.protocol import Observation
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import QLoss
 from omagd.learners.synced_optimizer import lr_scale
-from omagd.modules.mixers.vdn import VDNMixer
+from omagd.modules.mixers.mixer import VDNMixer
 from omagd.run.cli.main import config_from
 from omagd.run.reporting import plots
 from omagd.run.training.build import build_learner

@@ -20,7 +20,7 @@ from omagd.components import td_lambda
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
-from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.modules.ops import PackedGRU
 from omagd.run.checkpoint.serialization import pack
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
 from omagd.run.training.build import new_predictor, new_tokenizer

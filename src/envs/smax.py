@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, rounded, unit_names
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult, random_actions, require_available
-from omagd.utils.caches import user_cache
+from omagd.utils.compiling import user_cache
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:

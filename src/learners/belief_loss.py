@@ -26,12 +26,11 @@ from torch.nn import functional as F
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.synced_optimizer import Stats
-from omagd.modules.agents.agent import Remembers, StartsInside
-from omagd.modules.agents.separate import SeparateAgents
+from omagd.modules.agents.agent import Remembers, SeparateAgents, StartsInside
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
 from omagd.modules.graph_reconstructers.graphs import GraphTables, feature_mask
 from omagd.modules.graph_reconstructers.reconstructor import Belief
-from omagd.modules.kernels.forms import overridden_alone
+from omagd.modules.ops import overridden_alone
 from omagd.utils.contracts import faults
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError

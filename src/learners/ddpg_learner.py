@@ -29,7 +29,7 @@ from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.agents.ff_agent import DDPGAgent
-from omagd.modules.kernels.linear import autocast_bf16
+from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing, row_draws
@@ -43,7 +43,7 @@ class CriticLoss(LossModule):
     """Squared error (Q(o, a) - y)^2 of each agent's value, summed over steps and agents.
 
     Args:
-        critic: trained. bf16: whether matrix products on a GPU use bf16.
+        critic: trained. bf16: whether matrix products use bf16.
     """
 
     def __init__(self, critic: nn.Module, bf16: bool = False) -> None:
@@ -71,7 +71,7 @@ class ActorLoss(LossModule):
     The critic is an argument and not a submodule, so its gradients are neither computed nor exchanged here.
 
     Args:
-        actor: trained. bf16: whether matrix products on a GPU use bf16.
+        actor: trained. bf16: whether matrix products use bf16.
     """
 
     def __init__(self, actor: nn.Module, bf16: bool = False) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from omagd.components.resident_buffer import FixedDraw
 from omagd.config.schema import Config
 from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
-from omagd.utils.capturing import captured
 from omagd.utils.logging import PACKAGE
+from omagd.utils.packing import captured
 
 LOG = logging.getLogger(PACKAGE)
 Learn = Callable[[FixedDraw, Tensor], Stats]

@@ -22,9 +22,8 @@ from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, copy_if_finite, lr_scale
 from omagd.modules import mixers
 from omagd.modules.agents.agent import AgentInputs, Remembers
-from omagd.modules.kernels.compiling import maybe_compile
-from omagd.modules.kernels.linear import autocast_bf16, no_autocast
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
+from omagd.modules.ops import autocast_bf16, maybe_compile, no_autocast
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, Packing
 
@@ -55,7 +54,7 @@ class QLoss(LossModule):
 
     Args:
         agent, mixer: trained; every parameter takes part in every forward.
-        bf16: whether matrix products on a GPU use bf16 (on a CPU the modules themselves decide).
+        bf16: whether matrix products use bf16.
 
     Attributes:
         belief: the loss of what the agent's memory says of unseen units; None without `belief_loss`.

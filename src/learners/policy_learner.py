@@ -28,7 +28,7 @@ from omagd.learners.protocol import Data
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules import agents
 from omagd.modules.agents.agent import AgentInputs, Remembers, StartsInside
-from omagd.modules.kernels.linear import autocast_bf16
+from omagd.modules.ops import autocast_bf16
 from omagd.utils.contracts import faults
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -117,7 +117,7 @@ class PolicyLoss(LossModule, Generic[Args]):
 
     Args:
         agent: trained; every parameter takes part in every forward. args: the weights.
-        bf16: whether matrix products on a GPU use bf16.
+        bf16: whether matrix products use bf16.
 
     Attributes:
         belief: the loss of what the agent's memory says of unseen units; None without `belief_loss`.

@@ -19,7 +19,7 @@ from omagd.controllers.types import MAC
 from omagd.learners.policy_learner import Advantages, PolicyArgs, PolicyLearner, PolicyLoss, PolicyRows
 from omagd.modules import critics
 from omagd.modules.agents.agent import AgentInputs
-from omagd.modules.kernels.linear import autocast_bf16
+from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
@@ -55,7 +55,7 @@ class PPOLoss(PolicyLoss[PPOArgs]):
 
     Args:
         agent, critic: trained; every parameter takes part in every forward. args: the weights.
-        bf16: whether matrix products on a GPU use bf16.
+        bf16: whether matrix products use bf16.
     """
 
     def __init__(self, agent: nn.Module, critic: nn.Module, args: PPOArgs, bf16: bool = False) -> None:

@@ -31,8 +31,7 @@ from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unsee
 from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor, PackedHistory
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.kernels.linear import autocast_bf16
-from omagd.modules.kernels.transformer import cross_entropy
+from omagd.modules.ops import autocast_bf16, cross_entropy
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, row_draws
 from omagd.utils.seeding import stream_seed

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.kernels.linear import FastLinear
+from omagd.modules.ops import FastLinear
 from omagd.utils.errors import UserError
 
 USUAL = 10.0  # numbers of units are divided by this, so that they are about 1
@@ -45,11 +45,11 @@ class UnitEncoder(nn.Module):
         if info.state_layout is None:
             raise UserError(f"{key}: needs a state of units; env={config.env} has none")
         self.layout, self.n_normal = info.state_layout, info.n_normal_actions
-        bf16, last = config.precision == "bf16", self.n_normal + 1 if self.layout.last_actions else 0
+        last = self.n_normal + 1 if self.layout.last_actions else 0
         self.n_others = info.state_dim - self.layout.width
-        self.embed_ally = FastLinear(self.layout.ally_dim + last, width, bf16=bf16)
-        self.embed_enemy = FastLinear(self.layout.enemy_dim, width, bf16=bf16)
-        self.whole = FastLinear(2 * width + 2 + self.n_others, width, bf16=bf16)
+        self.embed_ally = FastLinear(self.layout.ally_dim + last, width)
+        self.embed_enemy = FastLinear(self.layout.enemy_dim, width)
+        self.whole = FastLinear(2 * width + 2 + self.n_others, width)
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the whole [S, width], the allies [S, n, width], and 1 for those that live [S, n, 1]."""

@@ -20,7 +20,7 @@ from omagd.envs.resident import Outcome, ResidentGame, Seen
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers.token_reconstructor import ResidentReconstruction, TokenReconstructor
 from omagd.runners.recorder import row_fields
-from omagd.utils.capturing import captured
+from omagd.utils.packing import captured
 from omagd.utils.seeding import uniform
 
 RETURN, LENGTH, END, RESULTS = range(4)

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,7 +23,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import numpy as np
 
 from omagd.utils import seeding
-from omagd.utils.caches import user_cache
 from omagd.utils.errors import UserError
 from omagd.utils.writing import print_note, print_warning, replace_file
 
@@ -32,8 +32,6 @@ os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 # Without reference counts (`_nrt`): kernels allocate nothing, and counting each use of an array takes most of the time
 # of a small one. Division by zero gives infinity, as in NumPy. Callers release Python's lock.
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "nogil": True}
-
-
 NO_C: dict[str, Any] = {"no_cfunc_wrapper": True}  # C calls nothing
 NO_PYTHON: dict[str, Any] = {"no_cpython_wrapper": True, **NO_C}
 OLDEST = 0, 68  # version of Numba
@@ -189,6 +187,25 @@ def machine_code_of_kernels_only(late: bool) -> Iterator[None]:
     finally:
         settings.OPT, binding.create_pipeline_tuning_options = level, tuning
         del codegen._add_module, codegen.set_env
+
+
+def user_cache(*names: str) -> Path:
+    """Return a folder below `omagd` in the user's cache (`XDG_CACHE_HOME`, else `~/.cache`); it may not exist.
+
+    A user without a home, as in some containers, has a folder of its own among the temporary files.
+    """
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    except RuntimeError:
+        home = str(_own_temporary_folder())
+    return Path(home, "omagd", *names)
+
+
+def _own_temporary_folder() -> Path:
+    """Return a folder that no other user can have filled: what is loaded from a cache is executed."""
+    folder = Path(tempfile.gettempdir(), f"omagd-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder if folder.stat().st_uid == os.getuid() else Path(tempfile.mkdtemp(prefix="omagd-"))
 
 
 def _digest(file: Path) -> int | None:

@@ -7,10 +7,13 @@ is one contiguous block of `batch_sizes[t]` rows. S is the number of rows of all
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,6 +132,23 @@ class FixedPacking(Packing):
         """True for closing rows and their repetitions, [S] bool, on the device."""
         step = torch.arange(self.n_steps, device=self.rows.device).unsqueeze(1)
         return (step >= self.rows - 1).flatten()
+
+
+@contextmanager
+def captured(graph: torch.cuda.CUDAGraph, **more: Any) -> Iterator[None]:
+    """Let `graph` hold what this thread launches in the block. more: arguments of `torch.cuda.graph`.
+
+    Python's garbage collector works before, not within: if it removed an earlier graph there, the capture would fail.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local", **more):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

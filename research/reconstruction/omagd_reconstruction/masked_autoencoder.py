@@ -26,8 +26,7 @@ from omagd.modules.graph_reconstructers import INFERRED
 from omagd.modules.graph_reconstructers.predictor import sinusoidal
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.kernels.linear import FastLinear
-from omagd.modules.kernels.transformer import attend, dropout
+from omagd.modules.ops import FastLinear, attend, dropout
 
 if TYPE_CHECKING:
     from omagd.components.episode_codec import Spec

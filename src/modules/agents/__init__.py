@@ -8,8 +8,8 @@ REGISTRY: Registry[type] = Registry(
     "agent",
     "omagd.agents",
     lazy={
-        "rnn": "omagd.modules.agents.rnn_agent:RNNAgent",
-        "n_rnn": "omagd.modules.agents.rnn_agent:NRNNAgent",
+        "rnn": "omagd.modules.agents.agent:RNNAgent",
+        "n_rnn": "omagd.modules.agents.agent:NRNNAgent",
         "ff": "omagd.modules.agents.ff_agent:FFAgent",
         "ddpg": "omagd.modules.agents.ff_agent:DDPGAgent",
         "bicnet": "omagd.modules.agents.ff_agent:BiCNetAgent",

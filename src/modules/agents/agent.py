@@ -1,4 +1,4 @@
-"""What every agent is: its interface, its inputs, its first layer, and the unrolling of recurrent agents.
+"""Agents: their interface, their inputs, their first layer, recurrent ones, and a network for each agent.
 
 Shapes: S packed rows (battle slots B when acting), n agents, A actions, H hidden units, N nodes of an agent's graph.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,21 @@ from torch.utils.checkpoint import checkpoint
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers import n_inferred
-from omagd.modules.kernels.forms import is_only, require_step
-from omagd.modules.kernels.linear import ROWS_AT_ONCE, lookup_relu
-from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.modules.ops import (
+    FastLinear,
+    PackedGRU,
+    autocast_bf16,
+    fast_linear,
+    is_only,
+    lookup_relu,
+    multiplies_in_bf16,
+    require_step,
+)  # fmt: skip
+from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
 
 STEPS_AT_ONCE = 10  # time steps whose activations gradient checkpointing recomputes together
+HEAD_GAIN = 0.01  # as in PyMARL2: values start near zero
 
 
 @dataclass(frozen=True)
@@ -185,12 +194,17 @@ class RecurrentAgent(Agent):
         """Return the values of `forward` and the hidden state after each row, [S, n, H]."""
         if not self.checkpointing or not torch.is_grad_enabled():
             return self._unroll(inputs, packing, start)
-        values, states, first = [], [], 0
+        values, states, first, bf16 = [], [], 0, multiplies_in_bf16()
+
+        def compute(*block: Any) -> tuple[Tensor, Tensor]:
+            with autocast_bf16(inputs.features.device, bf16):  # torch restores it in backward on a GPU alone
+                return self._unroll(*block)
+
         for begin in range(0, packing.n_steps, STEPS_AT_ONCE):
             part = Packing(tuple(min(k - begin, STEPS_AT_ONCE) for k in packing.lengths if k > begin))
             rows = slice(first, first + sum(part.lengths))
             block = (inputs.rows(rows), part, None if start is None else start[: part.n_episodes])
-            made, hidden = checkpoint(self._unroll, *block, use_reentrant=False)
+            made, hidden = checkpoint(compute, *block, use_reentrant=False)
             values.append(made)
             states.append(hidden)
             start, first = hidden[-part.batch_sizes[-1] :], rows.stop
@@ -222,35 +236,22 @@ class InputLinear(nn.Linear):
         super().__init__(sum(self.widths), out_features)
         self.looks_up = sum(self.widths) > n_features
         self.n_agents = info.n_agents
-        self.bf16 = config.precision == "bf16"
         self._kept: tuple[tuple[int, int, int], Tensor, Tensor, Tensor] | None = None
 
     def forward(self, features: Tensor, last_action: Tensor) -> Tensor:  # type: ignore[override]
         """Return [S, n, out] from features [S, n, d] and last_action [S, n] int64 (-1: none, a one-hot of zeros)."""
         if not self.looks_up:
-            return F.linear(features, self.weight, self.bias)
+            return fast_linear(features, self.weight, self.bias)
         if features.is_cuda and torch.is_grad_enabled():
             return self._with_one_hots(features, last_action)
         of_features, table, index = self.lookup(last_action)
-        return F.linear(features, of_features) + F.embedding(index, table)
+        return fast_linear(features, of_features) + F.embedding(index, table)
 
-    def relu(self, features: Tensor, last_action: Tensor, *, rounded: bool = False) -> Tensor:
-        """Return the ReLU of the same; on a CPU in one pass over the rows.
-
-        rounded: whether the result may be in bf16 where products are, because its reader rounds it anyway.
-        """
+    def relu(self, features: Tensor, last_action: Tensor) -> Tensor:
+        """Return the ReLU of the same; on a CPU in one pass over the rows."""
         if features.is_cuda or not self.looks_up or not is_only(self, InputLinear):
             return F.relu(self(features, last_action))
-        of_features, table, index = self.lookup(last_action)
-        bf16 = self.bf16 and features.dtype == torch.float32
-        flat = features.reshape(-1, features.shape[-1])
-        if torch.is_inference_mode_enabled() and not bf16 and len(flat) <= ROWS_AT_ONCE:
-            # The same three operations as in `lookup_relu`; for the few rows of a tick autograd's part costs as much.
-            out = table.index_select(0, index.reshape(-1)).addmm_(flat, of_features.t()).relu_()
-        else:
-            out = lookup_relu(flat, of_features, table, index.reshape(-1), bf16)
-        out = out if rounded else out.to(features.dtype)
-        return out.view(*features.shape[:-1], -1)
+        return lookup_relu(features, *self.lookup(last_action))
 
     def _with_one_hots(self, features: Tensor, last_action: Tensor) -> Tensor:
         """Return the same by products: on a GPU the gradient of many look-ups waits for the host (pytorch #82886)."""
@@ -295,3 +296,98 @@ class InputLinear(nn.Linear):
         if self.widths[2]:
             table = table + of_agents.t().unsqueeze(1)
         return of_features, table.flatten(0, 1).contiguous()  # kernels read rows, which of_agents.t() has not
+
+
+class RNNAgent(RecurrentAgent):
+    """PyMARL's agent (Rashid et al. 2018, arXiv:1803.11485, figure 2): q = W_2 GRU(relu(W_1 x), h), for all actions.
+
+    x is the flat observation, with the last action and the agent's number; weights are shared by all agents.
+    """
+
+    reads_inferences = True
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__(config, info)
+        self.marks = Marks(config, info)
+        if self.marks.width and info.layout is None:
+            raise UserError(f"mark_guesses=True needs an environment with an entity layout; env={config.env} has none")
+        self.fc1 = InputLinear(info.obs_dim + self.marks.n, config.rnn_hidden_dim, config, info)
+        self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim)
+        self.fc2 = FastLinear(config.rnn_hidden_dim, info.n_actions)
+
+    def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
+        """Return the GRU's input [S, n, H]."""
+        return (self.fc1.relu(self.marks.flat(inputs), inputs.last_action),)
+
+    def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
+        """Return the values [S, n, A]."""
+        return self.fc2(hidden)
+
+
+class NRNNAgent(RNNAgent):
+    """`RNNAgent` with a layer norm before the head (`use_layer_norm`) and an orthogonal start (`use_orthogonal`)."""
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__(config, info)
+        self.norm = nn.LayerNorm(config.rnn_hidden_dim) if config.use_layer_norm else nn.Identity()
+        if config.use_orthogonal:
+            nn.init.orthogonal_(self.fc1.weight)
+            nn.init.orthogonal_(self.fc2.weight, gain=HEAD_GAIN)
+            nn.init.zeros_(self.fc1.bias)
+            nn.init.zeros_(self.fc2.bias)
+
+    def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
+        """Return the values [S, n, A]."""
+        return super().values(self.norm(hidden))
+
+
+def alone(config: Config, info: EnvInfo) -> tuple[Config, EnvInfo]:
+    """Return the configuration and the facts for the network of one agent, which needs no agent number."""
+    return config.model_copy(update={"obs_agent_id": False}), replace(info, n_agents=1)
+
+
+class SeparateAgents(Agent):
+    """n networks of one class, one for each agent (`share_parameters=False`).
+
+    Args:
+        make: makes a network. config, info: the run and its environment.
+    """
+
+    def __init__(self, make: Callable[[Config, EnvInfo], Agent], config: Config, info: EnvInfo) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(make(*alone(config, info)) for _ in range(info.n_agents))
+        for i, agent in enumerate(self._agents()):
+            agent.number = i
+
+    def init_hidden(self, n_slots: int) -> Tensor:
+        """Return the hidden state at the start of episodes, [B, n, H] zeros."""
+        return torch.cat([agent.init_hidden(n_slots) for agent in self._agents()], dim=1)
+
+    def forward(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> Tensor:
+        """Return the values [S, n, A] of whole episodes, or from the hidden state `start` [B, n, H] on."""
+        each = enumerate(self._agents())
+        if start is None:
+            return torch.cat([agent(inputs.agent(i), packing) for i, agent in each], dim=1)
+        return torch.cat([agent(inputs.agent(i), packing, start[:, i : i + 1]) for i, agent in each], dim=1)
+
+    def unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the values [S, n, A], and the hidden state after each row, [S, n, H]."""
+        each = enumerate(cast(list[Remembers], self._agents()))
+        begun = [None if start is None else start[:, i : i + 1] for i in range(len(self.each))]
+        values, hidden = zip(*(agent.unroll(inputs.agent(i), packing, begun[i]) for i, agent in each), strict=True)
+        return torch.cat(values, dim=1), torch.cat(hidden, dim=1)
+
+    def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
+        """Return the hidden state after each row, [S, n, H]."""
+        each = enumerate(cast(list[StartsInside], self._agents()))
+        return torch.cat([agent.hidden_states(inputs.agent(i), packing) for i, agent in each], dim=1)
+
+    def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values [B, n, A] of one step and the new hidden state [B, n, H]."""
+        each = enumerate(self._agents())
+        steps = [agent.step(inputs.agent(i), hidden[:, i : i + 1]) for i, agent in each]
+        values, after = zip(*steps, strict=True)
+        return torch.cat(values, dim=1), torch.cat(after, dim=1)
+
+    def _agents(self) -> list[Agent]:
+        return [agent for agent in self.each if isinstance(agent, Agent)]

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config, Width
 from omagd.modules.agents.agent import AgentInputs, Marks, RecurrentAgent
-from omagd.modules.kernels.linear import FastLinear
-from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.modules.ops import FastLinear, PackedGRU
 from omagd.modules.units import present
 from omagd.utils.errors import UserError
 
@@ -61,9 +60,9 @@ class EntityAgent(RecurrentAgent):
         self.last_action, self.marks = config.obs_last_action, Marks(config, info)
         self.some_heal = info.layout.healer >= 0
         self.n_numbers = info.n_agents if config.obs_agent_id else 0
-        bf16, hidden = config.precision == "bf16", config.rnn_hidden_dim
-        self.rnn = PackedGRU(hidden, hidden, bf16)
-        self.normal = FastLinear(hidden, self.n_normal, bf16=bf16)
+        hidden = config.rnn_hidden_dim
+        self.rnn = PackedGRU(hidden, hidden)
+        self.normal = FastLinear(hidden, self.n_normal)
 
     @property
     def widths(self) -> Seen:
@@ -170,13 +169,13 @@ class HyperEmbedding(nn.Module):
     zeros.
 
     Args:
-        dim: D. hyper: J. out: width of the result. bf16: whether a CPU multiplies in bf16.
+        dim: D. hyper: J. out: width of the result.
     """
 
-    def __init__(self, dim: int, hyper: int, out: int, bf16: bool) -> None:
+    def __init__(self, dim: int, hyper: int, out: int) -> None:
         super().__init__()
-        self.hyper = FastLinear(dim, hyper, bf16=bf16)
-        self.weight = FastLinear((hyper + 1) * (dim + 1), out, bias=False, bf16=bf16)
+        self.hyper = FastLinear(dim, hyper)
+        self.weight = FastLinear((hyper + 1) * (dim + 1), out, bias=False)
 
     def forward(self, units: Tensor) -> Tensor:
         """Return [..., out] from units [..., k, D]."""
@@ -206,16 +205,16 @@ class HPNAgent(EntityAgent):
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
         hyper, hidden = HPNArgs.model_validate(config.agent_args).hyper_dim, config.rnn_hidden_dim
-        bf16, widths = config.precision == "bf16", self.widths
-        self.own = FastLinear(int(widths.own), hidden, bf16=bf16)
-        self.of_allies = HyperEmbedding(int(widths.allies), hyper, hidden, bf16)
-        self.of_enemies = HyperEmbedding(int(widths.enemies), hyper, hidden, bf16)
-        self.target = FastLinear(int(widths.enemies), hyper, bf16=bf16)
-        self.attack = FastLinear(hidden, hyper + 1, bf16=bf16)
+        widths = self.widths
+        self.own = FastLinear(int(widths.own), hidden)
+        self.of_allies = HyperEmbedding(int(widths.allies), hyper, hidden)
+        self.of_enemies = HyperEmbedding(int(widths.enemies), hyper, hidden)
+        self.target = FastLinear(int(widths.enemies), hyper)
+        self.attack = FastLinear(hidden, hyper + 1)
         self.base = nn.Linear(hyper, 1)
         if self.some_heal:
-            self.patient = FastLinear(int(widths.allies), hyper, bf16=bf16)
-            self.heal = FastLinear(hidden, hyper + 1, bf16=bf16)
+            self.patient = FastLinear(int(widths.allies), hyper)
+            self.heal = FastLinear(hidden, hyper + 1)
             self.heal_base = nn.Linear(hyper, 1)
 
     def encode_units(self, seen: Seen) -> tuple[Tensor, ...]:
@@ -257,19 +256,19 @@ class AttentionAgent(EntityAgent):
         self.n_heads, hidden = AttentionArgs.model_validate(config.agent_args).n_heads, config.rnn_hidden_dim
         if hidden % self.n_heads:
             raise UserError(f"agent_args.n_heads={self.n_heads}: must divide rnn_hidden_dim={hidden}")
-        bf16, widths = config.precision == "bf16", self.widths
-        self.embed_self = FastLinear(int(widths.own), hidden, bf16=bf16)
-        self.embed_ally = FastLinear(int(widths.allies), hidden, bf16=bf16)
-        self.embed_enemy = FastLinear(int(widths.enemies), hidden, bf16=bf16)
-        self.query = FastLinear(hidden, hidden, bias=False, bf16=bf16)
-        self.key_value = FastLinear(hidden, 2 * hidden, bias=False, bf16=bf16)
-        self.out = FastLinear(hidden, hidden, bf16=bf16)
-        self.target = FastLinear(hidden, hidden, bf16=bf16)
-        self.attack = FastLinear(hidden, hidden, bf16=bf16)
+        widths = self.widths
+        self.embed_self = FastLinear(int(widths.own), hidden)
+        self.embed_ally = FastLinear(int(widths.allies), hidden)
+        self.embed_enemy = FastLinear(int(widths.enemies), hidden)
+        self.query = FastLinear(hidden, hidden, bias=False)
+        self.key_value = FastLinear(hidden, 2 * hidden, bias=False)
+        self.out = FastLinear(hidden, hidden)
+        self.target = FastLinear(hidden, hidden)
+        self.attack = FastLinear(hidden, hidden)
         self.base = nn.Linear(hidden, 1)
         if self.some_heal:
-            self.patient = FastLinear(hidden, hidden, bf16=bf16)
-            self.heal = FastLinear(hidden, hidden, bf16=bf16)
+            self.patient = FastLinear(hidden, hidden)
+            self.heal = FastLinear(hidden, hidden)
             self.heal_base = nn.Linear(hidden, 1)
 
     def encode_units(self, seen: Seen) -> tuple[Tensor, ...]:

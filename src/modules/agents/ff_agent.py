@@ -7,7 +7,7 @@ lets agents communicate through a bidirectional LSTM over the agents in their or
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -16,9 +16,23 @@ from torch import Tensor, nn
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent, AgentInputs, InputLinear, Marks
-from omagd.modules.kernels.forms import is_only
-from omagd.modules.kernels.linear import SMALL, FastLinear, three_layers
+from omagd.modules.kernels.linear import ThreeLayers
+from omagd.modules.ops import SMALL, FastLinear, faster_by, is_only
 from omagd.utils.packing import Packing
+
+
+def _three_layers(trunk: Trunk, features: Tensor, last_action: Tensor) -> Tensor | None:
+    """Return `Trunk.forward` as one operation; None where there are one-hots, or oneDNN multiplies."""
+    layers = trunk.fc1, trunk.fc2, trunk.fc3
+    if trunk.fc2 is None or trunk.fc1.looks_up or features.is_cuda:
+        return None
+    if 2 * features.shape[:-1].numel() * trunk.fc2.weight.numel() >= SMALL:
+        return None
+    if not is_only(trunk, Trunk, InputLinear, FastLinear):
+        return None
+    parts = (p for layer in layers if layer is not None for p in (layer.weight, layer.bias))
+    flat = ThreeLayers.apply(features.flatten(0, -2), *parts)  # type: ignore[no-untyped-call]
+    return cast(Tensor, flat).view(*features.shape[:-1], -1)
 
 
 class Trunk(nn.Module):
@@ -31,31 +45,21 @@ class Trunk(nn.Module):
 
     def __init__(self, n_features: int, n_out: int, config: Config, info: EnvInfo, communicates: bool = False) -> None:
         super().__init__()
-        hidden, bf16 = config.rnn_hidden_dim, config.precision == "bf16"
+        hidden = config.rnn_hidden_dim
         self.fc1 = InputLinear(n_features, hidden, config, info)
         self.talk = nn.LSTM(hidden, hidden, batch_first=True, bidirectional=True) if communicates else None
-        self.fc2 = None if communicates else FastLinear(hidden, hidden, bf16=bf16)
-        self.fc3 = FastLinear(2 * hidden if communicates else hidden, n_out, bf16=bf16)
+        self.fc2 = None if communicates else FastLinear(hidden, hidden)
+        self.fc3 = FastLinear(2 * hidden if communicates else hidden, n_out)
 
+    @faster_by(_three_layers)
     def forward(self, features: Tensor, last_action: Tensor) -> Tensor:
         """Return [S, n, n_out] from features [S, n, n_features] and last_action [S, n]."""
-        if self.fc2 is not None and self._fits_one_kernel(features, self.fc2):
-            parts = (p for layer in (self.fc1, self.fc2, self.fc3) for p in (layer.weight, layer.bias))
-            flat = three_layers(features.reshape(-1, features.shape[-1]), *parts)
-            return flat.view(*features.shape[:-1], flat.shape[-1])
         hidden = self.fc1.relu(features, last_action)
         if self.talk is not None:
             hidden = self.talk(hidden)[0]
         elif self.fc2 is not None:
             hidden = self.fc2(hidden).relu()
         return self.fc3(hidden)
-
-    def _fits_one_kernel(self, features: Tensor, fc2: FastLinear) -> bool:
-        """Whether `three_layers` computes the same: float32 on a CPU, no one-hots, too small for oneDNN."""
-        if self.fc1.looks_up or fc2.bf16 or features.is_cuda:
-            return False
-        small = 2 * features.shape[:-1].numel() * fc2.weight.numel() < SMALL
-        return small and is_only(self, Trunk, InputLinear, FastLinear)
 
 
 class FFAgent(Agent):

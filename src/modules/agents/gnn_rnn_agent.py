@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import ModuleType
 from typing import cast
 
 import torch
@@ -14,10 +13,8 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import AgentInputs, InputLinear, Marks, RecurrentAgent
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
-from omagd.modules.kernels.forms import is_only
 from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs, graph_kernels_for, in_lanes
-from omagd.modules.kernels.linear import fast_linear
-from omagd.modules.kernels.recurrent import PackedGRU
+from omagd.modules.ops import PackedGRU, fast_linear, faster_by, is_only
 from omagd.utils.errors import UserError
 
 GRAPHS_AT_ONCE = 512  # graphs that pass together, so that their nodes stay in the cache
@@ -29,12 +26,11 @@ class FullGraphConv(nn.Module):
         x_i' = (relu(W_s x_i + b_s) + relu(sum over j != i of (W_n x_j + b_n))) / N
 
     Args:
-        dim: features of a node, in and out. bf16: whether a CPU multiplies in bf16.
+        dim: features of a node, in and out.
     """
 
-    def __init__(self, dim: int, bf16: bool = False) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.bf16 = bf16
         self.own = nn.Linear(dim, dim)
         self.others = nn.Linear(dim, dim)
 
@@ -45,9 +41,33 @@ class FullGraphConv(nn.Module):
 
     def forward(self, nodes: Tensor) -> Tensor:
         """Return [..., N, dim] from nodes [..., N, dim]."""
-        own, sent = fast_linear(nodes, *self.shared(nodes.shape[-2]), self.bf16).chunk(2, dim=-1)
+        own, sent = fast_linear(nodes, *self.shared(nodes.shape[-2])).chunk(2, dim=-1)
         received = (sent.sum(dim=-2, keepdim=True) - sent).relu_()
         return F.relu(own) + received
+
+
+def _encode_by_kernels(agent: GNNRNNAgent, inputs: AgentInputs) -> tuple[Tensor, ...] | None:
+    """Return `GNNRNNAgent.encode` with each distinct node computed once; None where the kernels do not fit."""
+    n_numbers, dim = inputs.last_action.numel() * agent.layout.n_nodes, agent.embed_ally.out_features
+    kernels = graph_kernels_for(inputs.features, n_numbers * dim)
+    kinds = GNNRNNAgent, InputLinear, nn.Linear, nn.Sequential, FullGraphConv, PackedGRU
+    if kernels is None or not is_only(agent, *kinds):
+        return None
+    of_features, table, index = agent.embed_self.lookup(inputs.last_action)
+    shape, sizes = inputs.last_action.shape, (of_features.shape[1], len(table))
+    graphs = inputs.kept.get(sizes)
+    if graphs is None:
+        obs, marks = inputs.features.flatten(0, 1), agent.marks.of(inputs).flatten(2).flatten(0, 1)
+        graphs = inputs.kept[sizes] = Graphs(kernels, obs, marks, index.flatten(), agent.layout, *sizes)
+    embeddings = (p for layer in (agent.embed_ally, agent.embed_enemy) for p in (layer.weight, layer.bias))
+    convolutions = cast("Iterable[FullGraphConv]", agent.convolutions)
+    layers = (p for layer in convolutions for p in layer.shared(agent.layout.n_nodes))
+    weights = in_lanes(kernels.LANES, table, of_features, *embeddings, *layers)
+    pooled, enemies = EncodeGraphs.apply(graphs, agent.entity, *weights)  # type: ignore[no-untyped-call]
+    pooled, enemies = pooled[:, :dim], enemies[..., :dim]
+    if agent.entity:
+        return pooled.unflatten(0, shape), agent.attack_node(enemies).unflatten(0, shape)
+    return pooled.unflatten(0, shape), pooled.new_empty(*shape, 0, dim)
 
 
 class GNNRNNAgent(RecurrentAgent):
@@ -62,29 +82,25 @@ class GNNRNNAgent(RecurrentAgent):
         super().__init__(config, info)
         self.layout = _layout(config, info)
         self.marks = Marks(config, info)
-        self.bf16 = bf16 = config.precision == "bf16"
         self.entity = config.gnn_readout == "entity"
         node_dim, dim, hidden = self.layout.node_dim + self.marks.width, config.gnn_hidden_dim, config.rnn_hidden_dim
         self.embed_self = InputLinear(node_dim, dim, config, info)
         self.embed_ally = nn.Linear(node_dim, dim)
         self.embed_enemy = nn.Linear(node_dim, dim)
-        self.convolutions = nn.Sequential(*(FullGraphConv(dim, bf16) for _ in range(config.gnn_layer_num)))
-        self.rnn = PackedGRU(dim, hidden, bf16)
+        self.convolutions = nn.Sequential(*(FullGraphConv(dim) for _ in range(config.gnn_layer_num)))
+        self.rnn = PackedGRU(dim, hidden)
         self.fc2 = nn.Linear(hidden, info.n_normal_actions if self.entity else info.n_actions)
         if self.entity:
             self.attack_node = nn.Linear(dim, hidden)
             self.attack_memory = nn.Linear(hidden, hidden, bias=False)
             self.attack_value = nn.Linear(hidden, 1)
 
+    @faster_by(_encode_by_kernels)
     def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
         """Return the mean over nodes [S, n, dim], and the enemies' part of the readout [S, n, n_enemies, H]."""
         rows = max(1, GRAPHS_AT_ONCE // self.n_agents)
-        n_numbers = inputs.last_action.numel() * self.layout.n_nodes * self.embed_ally.out_features
-        kernels = None if self.bf16 else graph_kernels_for(inputs.features, n_numbers)
-        marks = self.marks.of(inputs)
-        if kernels is not None and is_only(self, *KINDS):
-            return self._encode_by(kernels, inputs, marks)
-        chunks = zip(*(x.split(rows) for x in (inputs.features, inputs.last_action, marks)), strict=True)
+        parts = (inputs.features, inputs.last_action, self.marks.of(inputs))
+        chunks = zip(*(x.split(rows) for x in parts), strict=True)
         pooled, enemies = zip(*(self._encode_chunk(*chunk) for chunk in chunks), strict=True)
         return torch.cat(pooled), torch.cat(enemies)
 
@@ -94,25 +110,6 @@ class GNNRNNAgent(RecurrentAgent):
             return self.fc2(hidden)
         joined = F.relu(others[0] + self.attack_memory(hidden).unsqueeze(-2))
         return torch.cat([self.fc2(hidden), self.attack_value(joined).squeeze(-1)], dim=-1)
-
-    def _encode_by(self, kernels: ModuleType, inputs: AgentInputs, marks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same as `encode` by kernels, from marks [S, n, N, width]."""
-        of_features, table, index = self.embed_self.lookup(inputs.last_action)
-        shape, sizes = inputs.last_action.shape, (of_features.shape[1], len(table))
-        graphs = inputs.kept.get(sizes)
-        if graphs is None:
-            obs, of_nodes = inputs.features.flatten(0, 1), marks.flatten(2).flatten(0, 1)
-            graphs = inputs.kept[sizes] = Graphs(kernels, obs, of_nodes, index.flatten(), self.layout, *sizes)
-        embeddings = (p for layer in (self.embed_ally, self.embed_enemy) for p in (layer.weight, layer.bias))
-        convolutions = cast("Iterable[FullGraphConv]", self.convolutions)
-        layers = (p for layer in convolutions for p in layer.shared(self.layout.n_nodes))
-        weights = in_lanes(kernels.LANES, table, of_features, *embeddings, *layers)
-        pooled, enemies = EncodeGraphs.apply(graphs, self.entity, *weights)  # type: ignore[no-untyped-call]
-        if (dim := self.embed_ally.out_features) < pooled.shape[-1]:
-            pooled, enemies = pooled[:, :dim], enemies[..., :dim]
-        if self.entity:
-            return pooled.unflatten(0, shape), self.attack_node(enemies).unflatten(0, shape)
-        return pooled.unflatten(0, shape), pooled.new_empty(*shape, 0, pooled.shape[-1])
 
     def _encode_chunk(self, features: Tensor, last_action: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
         nodes = self._nodes(features, last_action, marks)
@@ -131,10 +128,6 @@ class GNNRNNAgent(RecurrentAgent):
             self.embed_enemy(enemies),
         ]
         return self.convolutions(torch.cat(embedded, dim=-2).relu_())
-
-
-KINDS = GNNRNNAgent, InputLinear, nn.Linear, nn.Sequential, FullGraphConv, PackedGRU
-"""What the kernels compute."""
 
 
 def _layout(config: Config, info: EnvInfo) -> EntityLayout:

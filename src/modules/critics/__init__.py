@@ -12,10 +12,10 @@ REGISTRY: Registry[Callable[..., nn.Module]] = Registry(
     "critic",
     "omagd.critics",
     lazy={
-        "state": "omagd.modules.critics.flat:StateCritic",
-        "agent_state": "omagd.modules.critics.flat:agent_state_critic",
-        "observation": "omagd.modules.critics.flat:observation_critic",
-        "set": "omagd.modules.critics.set_critic:SetCritic",
+        "state": "omagd.modules.critics.critic:StateCritic",
+        "agent_state": "omagd.modules.critics.critic:agent_state_critic",
+        "observation": "omagd.modules.critics.critic:observation_critic",
+        "set": "omagd.modules.critics.critic:SetCritic",
     },
-    protocol="omagd.modules.critics.flat:Critic",
+    protocol="omagd.modules.critics.critic:Critic",
 )

@@ -20,8 +20,6 @@ Shapes: R rows, n agents, H hidden units, U other units, D features of a unit, K
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -32,7 +30,7 @@ from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent, AgentInputs
 from omagd.modules.graph_reconstructers.reconstructor import Belief, Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.kernels.linear import FastLinear
+from omagd.modules.ops import FastLinear
 from omagd.utils.seeding import stream_seed
 
 TOKEN_DIM = 32  # width of what a unit's logits over codes are computed from
@@ -63,14 +61,14 @@ class BeliefHead(nn.Module):
         self.n_units, self.dim = self.layout.n_nodes - 1, max(self.layout.ally_dim, self.layout.enemy_dim)
         self.tokens, n_codes = config.belief_loss == "tokens", config.tokenizer_config.n_codes
         self._tokenizer: list[Tokenizer] = []
-        linear = partial(FastLinear, bf16=config.precision == "bf16")
-        self.hidden = linear(hidden, hidden)
+        self.hidden = FastLinear(hidden, hidden)
         if self.tokens:
-            self.units = linear(hidden, self.n_units * TOKEN_DIM)
-            self.codes = linear(TOKEN_DIM, n_codes + 1)
+            self.units = FastLinear(hidden, self.n_units * TOKEN_DIM)
+            self.codes = FastLinear(TOKEN_DIM, n_codes + 1)
             self.register_buffer("table", torch.zeros(n_codes, self.layout.node_dim))
         else:
-            self.lives, self.features = linear(hidden, self.n_units), linear(hidden, self.n_units * self.dim)
+            self.lives = FastLinear(hidden, self.n_units)
+            self.features = FastLinear(hidden, self.n_units * self.dim)
             self.register_buffer("mean", torch.zeros(self.n_units, self.dim))
             self.register_buffer("deviation", torch.zeros(self.n_units, self.dim))
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from omagd.modules.graph_reconstructers.predictor import Block, Frames, Guess, MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import MLP, Tokenizer, first_largest
-from omagd.modules.kernels.forms import is_only
 from omagd.modules.kernels.linear import prefers_onednn
+from omagd.modules.ops import is_only
 
 WIDE = 128  # smaller products cost less through torch's default than through oneDNN
 SAFE = 80.0  # attention scores up to which exp neither overflows nor underflows in float32

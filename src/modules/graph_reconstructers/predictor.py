@@ -30,8 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
-from omagd.modules.kernels.linear import apply_linear, fast_linear, no_autocast
-from omagd.modules.kernels.transformer import attend, dropout, gelu_dropout
+from omagd.modules.ops import apply_linear, attend, dropout, fast_linear, gelu_dropout, no_autocast
 from omagd.utils.packing import Packing
 
 N_SPECIAL = 3

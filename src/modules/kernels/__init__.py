@@ -1,1 +1,43 @@
-"""Operations with a backward pass of their own, and compilation."""
+"""Fast forms of the operators in `modules/ops.py`, with their own backward pass: Numba kernels on CPUs, oneDNN."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omagd.utils.compiling import compiled_or_reference
+
+SMALL = 1 << 16  # numbers below which torch's operations are used: loading Numba takes longer than they do
+
+
+def kernels_for(x: Tensor, n_numbers: int) -> ModuleType | None:
+    """Return the Numba kernels (`compiled.py`) for work on `n_numbers` numbers like x, or None: use torch.
+
+    They are for float32 on CPUs, and not what `torch.compile` compiles. Which of both computes depends on the size
+    alone, so that the same batch always gives the same bits on a machine.
+    """
+    fits = x.device.type == "cpu" and x.dtype == torch.float32 and n_numbers >= SMALL
+    return compiled_kernels() if fits and not torch.compiler.is_compiling() else None
+
+
+@cache
+def compiled_kernels() -> ModuleType | None:
+    """Return the module of the kernels, compiled or loaded at the first call; None without Numba."""
+
+    def load() -> ModuleType | None:
+        from omagd.modules.kernels import compiled
+
+        compiled.prepare()
+        return compiled
+
+    return compiled_or_reference(load, None)
+
+
+def arrays(*tensors: Tensor) -> list[np.ndarray[Any, Any]]:
+    """Return the memory of contiguous tensors as kernels take it."""
+    return [tensor.detach().numpy() for tensor in tensors]

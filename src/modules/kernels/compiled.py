@@ -1,21 +1,19 @@
-"""Elementwise work of the GRU as Numba kernels: one pass over a step's rows, while they are in the cache.
+"""Elementwise work of learning as Numba kernels: one pass over a step's rows, while they are in the cache.
 
-torch needs a call for each operation, and each call reads and writes its tensors again. The formulas, and the same work
-by torch's operations (`TorchGates`), stand in `recurrent.py`. Arrays hold float32, or bf16 as its bits (int16); all
-arithmetic is float32. Imported by `gates_of` alone, because Numba may be missing.
+torch needs a call for each operation, and each call reads and writes its tensors again. The formulas stand where the
+kernels are called: `gru.py`, `linear.py`, `transformer.py`. Arrays hold float32. Imported by
+`compiled_kernels` alone, because Numba may be missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import extending, types
-from torch import Tensor
 
 from omagd.utils.compiling import Compiler
 
@@ -45,38 +43,6 @@ def two_to(_: Any, shifted: Any) -> Any:
     return types.float32(shifted), generate
 
 
-@intrinsic
-def value(_: Any, held: Any) -> Any:
-    """Return the float32 of what an array holds: itself, or that of a bf16 number given as int16."""
-
-    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        if held == types.float32:
-            return args[0]
-        whole = ir.IntType(32)
-        return builder.bitcast(builder.shl(builder.zext(args[0], whole), ir.Constant(whole, 16)), ir.FloatType())
-
-    return types.float32(held), generate
-
-
-@intrinsic
-def held(_: Any, array: Any, number: Any) -> Any:
-    """Return a float32 as `array` holds it: itself, or the bits of the nearest bf16 number (ties to even).
-
-    Infinity stays infinity, and the NaN that arithmetic makes stays NaN.
-    """
-
-    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        if array.dtype == types.float32:
-            return args[1]
-        whole = ir.IntType(32)
-        bits = builder.bitcast(args[1], whole)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(whole, 16)), ir.Constant(whole, 1))
-        rounded = builder.add(builder.add(bits, ir.Constant(whole, 0x7FFF)), odd)
-        return builder.trunc(builder.lshr(rounded, ir.Constant(whole, 16)), ir.IntType(16))
-
-    return array.dtype(array, types.float32), generate
-
-
 @function
 def exp(x: Any) -> Any:
     """Return e^x for x between -87 and 87, within 2e-7 relative; NaN for NaN."""
@@ -97,13 +63,13 @@ def sigmoid(x: Any) -> Any:
 @kernel
 def gru_forward(
     place: tuple[int, int, int, int], from_x: Any, from_hidden: Any, bias: Any, before: Any, row: Any, gates: Any,
-    out: Any, low: Any,
+    out: Any,
 ) -> None:  # fmt: skip
     """Do a step of k rows behind its products: write [n | r | z | m] and h'.
 
     place: k, and the step's first rows in from_x, in before and in out. from_x: W_i x for [n | r | z]. from_hidden: W_h
-    h for [r | z | m], from row 0 on. bias: [4H]. before: holds h. row: room for one row's gates, [4H] float32. gates
-    and low: take [n | r | z | m] and h' in the rows of `out`, unless they have no rows.
+    h for [r | z | m], from row 0 on. bias: [4H]. before: holds h. row: room for one row's gates, [4H]. gates: takes
+    [n | r | z | m] in the rows of `out`, unless it has no rows.
     """
     k, first_x, first_before, first = place
     size = out.shape[1]
@@ -115,21 +81,17 @@ def gru_forward(
         x_new, x_both = of_x[:size], of_x[size:]
         h_both, h_inner = of_hidden[: 2 * size], of_hidden[2 * size :]
         for j in range(2 * size):
-            both[j] = sigmoid(value(x_both[j]) + value(h_both[j]) + bias_both[j])
+            both[j] = sigmoid(x_both[j] + h_both[j] + bias_both[j])
         for j in range(size):
-            inner[j] = value(h_inner[j]) + bias_inner[j]
+            inner[j] = h_inner[j] + bias_inner[j]
         for j in range(size):
-            new[j] = TWO * sigmoid(TWO * (value(x_new[j]) + bias_new[j] + reset[j] * inner[j])) - ONE  # tanh(a)
+            new[j] = TWO * sigmoid(TWO * (x_new[j] + bias_new[j] + reset[j] * inner[j])) - ONE  # tanh(a)
         for j in range(size):
             after[j] = new[j] + update[j] * (h[j] - new[j])
         if len(gates):
             kept = gates[first + i]
             for j in range(4 * size):
-                kept[j] = held(kept, row[j])
-        if len(low):
-            rounded = low[first + i]
-            for j in range(size):
-                rounded[j] = held(rounded, after[j])
+                kept[j] = row[j]
 
 
 @kernel
@@ -157,24 +119,24 @@ def gru_backward(
         if i < n_more:
             from_product = more[i]
             for j in range(size):
-                g[j] += value(from_product[j])
+                g[j] += from_product[j]
         for j in range(size):
-            z, n = value(update[j]), value(new[j])
-            for_new[j] = held(for_new, g[j] * (ONE - z) * (ONE - n * n))
+            z, n = update[j], new[j]
+            for_new[j] = g[j] * (ONE - z) * (ONE - n * n)
         for j in range(size):
-            z = value(update[j])
-            for_update[j] = held(for_update, g[j] * (h[j] - value(new[j])) * z * (ONE - z))
+            z = update[j]
+            for_update[j] = g[j] * (h[j] - new[j]) * z * (ONE - z)
         for j in range(size):
-            r = value(reset[j])
-            for_reset[j] = held(for_reset, value(for_new[j]) * value(inner[j]) * r * (ONE - r))
+            r = reset[j]
+            for_reset[j] = for_new[j] * inner[j] * r * (ONE - r)
         for j in range(size):
-            for_inner[j] = held(for_inner, value(for_new[j]) * value(reset[j]))
+            for_inner[j] = for_new[j] * reset[j]
         for j in range(size):
-            g[j] *= value(update[j])
+            g[j] *= update[j]
         for j in range(size):
-            copied[j] = held(copied, h[j])
+            copied[j] = h[j]
         for j in range(4 * size):
-            of_bias[j] += value(made[j])
+            of_bias[j] += made[j]
 
 
 @kernel
@@ -183,8 +145,8 @@ def lookup_relu(product: Any, table: Any, index: Any, out: Any) -> None:
     for i in range(len(out)):
         row, read, added = out[i], product[i], table[index[i]]
         for j in range(out.shape[1]):
-            y = value(read[j]) + added[j]
-            row[j] = held(row, ZERO if y < ZERO else y)
+            y = read[j] + added[j]
+            row[j] = ZERO if y < ZERO else y
 
 
 @kernel
@@ -193,9 +155,9 @@ def lookup_relu_backward(given: Any, out: Any, index: Any, grad: Any, for_table:
     for i in range(len(out)):
         row, read, y, of_table = grad[i], given[i], out[i], for_table[index[i]]
         for j in range(out.shape[1]):
-            row[j] = held(row, value(read[j]) if value(y[j]) > ZERO else ZERO)
+            row[j] = read[j] if y[j] > ZERO else ZERO
         for j in range(out.shape[1]):
-            of_table[j] += value(row[j])
+            of_table[j] += row[j]
 
 
 @kernel
@@ -216,12 +178,12 @@ def dot_absolute(a: Any, w: Any, b: Any) -> Any:
     """Return the sum of a |w + b|, in four parts that a processor adds side by side."""
     one, two, three, four, rest = ZERO, ZERO, ZERO, ZERO, len(a) % 4
     for e in range(0, len(a) - rest, 4):
-        one += a[e] * abs(value(w[e]) + b[e])
-        two += a[e + 1] * abs(value(w[e + 1]) + b[e + 1])
-        three += a[e + 2] * abs(value(w[e + 2]) + b[e + 2])
-        four += a[e + 3] * abs(value(w[e + 3]) + b[e + 3])
+        one += a[e] * abs(w[e] + b[e])
+        two += a[e + 1] * abs(w[e + 1] + b[e + 1])
+        three += a[e + 2] * abs(w[e + 2] + b[e + 2])
+        four += a[e + 3] * abs(w[e + 3] + b[e + 3])
     for e in range(len(a) - rest, len(a)):
-        one += a[e] * abs(value(w[e]) + b[e])
+        one += a[e] * abs(w[e] + b[e])
     return (one + two) + (three + four)
 
 
@@ -232,8 +194,8 @@ def mix_inputs(first: Any, bias: Any, linear: tuple[int, int]) -> None:
     for s in range(len(first)):
         row = first[s]
         for j in range(len(bias)):
-            x = value(row[j]) + bias[j]
-            row[j] = held(row, x if (begin <= j < end) or not (x < ZERO) else ZERO)
+            x = row[j] + bias[j]
+            row[j] = x if (begin <= j < end) or not (x < ZERO) else ZERO
 
 
 @kernel
@@ -250,15 +212,15 @@ def mix_forward(
         row, last = read[s], read.shape[1] - size
         b1, of_b2, a, w2 = row[last - size : last], row[last:], hidden[s], raw2[s]
         for e in range(size):
-            a[e] = value(b1[e])
+            a[e] = b1[e]
         for i in range(agents):
             w, b, q_i = raw1[s, i * size : (i + 1) * size], bias1[i * size : (i + 1) * size], q[s, i]
             for e in range(size):
-                a[e] += abs(value(w[e]) + b[e]) * q_i
+                a[e] += abs(w[e] + b[e]) * q_i
         total = head[size]
         for e in range(size):
             elu = a[e] if a[e] > ZERO else exp(a[e]) - ONE
-            total += elu * abs(value(w2[e]) + bias2[e]) + value(of_b2[e]) * head[e]
+            total += elu * abs(w2[e] + bias2[e]) + of_b2[e] * head[e]
         joint[s] = total
 
 
@@ -278,27 +240,27 @@ def mix_backward(
         of_b2, a, w2, made2 = row[last:], hidden[s], raw2[s], for_raw2[s]
         made_b1, made_b2 = for_first[s, last - size : last], for_first[s, last:]
         for e in range(size):
-            w = value(w2[e]) + bias2[e]
+            w = w2[e] + bias2[e]
             elu = a[e] if a[e] > ZERO else exp(a[e]) - ONE
-            made2[e] = held(made2, g * elu * sign(w))
+            made2[e] = g * elu * sign(w)
             a[e] = g * abs(w) * (ONE if a[e] > ZERO else elu + ONE)  # from here on the gradient of a
         for e in range(size):  # one result in each loop: with more, LLVM does not see that arrays are apart
-            made_b1[e] = held(made_b1, a[e])
+            made_b1[e] = a[e]
         for e in range(size):
-            made_b2[e] = held(made_b2, g * head[e] if value(of_b2[e]) > ZERO else ZERO)
+            made_b2[e] = g * head[e] if of_b2[e] > ZERO else ZERO
         for e in range(size):
-            of_bias2[e] += value(made2[e])
+            of_bias2[e] += made2[e]
         for e in range(size):
-            of_head[e] += g * value(of_b2[e])
+            of_head[e] += g * of_b2[e]
         of_head[size] += g
         for i in range(agents):
             w1, b, made = raw1[s, i * size : (i + 1) * size], bias1[i * size : (i + 1) * size], for_raw1[s, i * size :]
             q_i, of_bias = q[s, i], of_bias1[i * size :]
             for_q[s, i] = dot_absolute(a, w1, b)
             for e in range(size):
-                made[e] = held(made, a[e] * q_i * sign(value(w1[e]) + b[e]))
+                made[e] = a[e] * q_i * sign(w1[e] + b[e])
             for e in range(size):
-                of_bias[e] += value(made[e])
+                of_bias[e] += made[e]
 
 
 @kernel
@@ -309,40 +271,26 @@ def mix_inputs_backward(from1: Any, from2: Any, read: Any, for_first: Any, sums:
         row, made, one, two = read[s], for_first[s], from1[s], from2[s]
         row2, made2 = row[width1:], made[width1:]
         for j in range(width1):
-            made[j] = held(made, value(one[j]) if value(row[j]) > ZERO else ZERO)
+            made[j] = one[j] if row[j] > ZERO else ZERO
         for j in range(width2):
-            made2[j] = held(made2, value(two[j]) if value(row2[j]) > ZERO else ZERO)
+            made2[j] = two[j] if row2[j] > ZERO else ZERO
         for j in range(for_first.shape[1]):
-            sums[j] += value(made[j])
+            sums[j] += made[j]
 
 
-def arrays(tensors: Sequence[Tensor]) -> list[np.ndarray[Any, Any]]:
-    """Return the memory of contiguous tensors as kernels take it: float32, or int16 for bf16."""
-    same = (t.detach() for t in tensors)
-    return [(t.view(torch.int16) if t.dtype == torch.bfloat16 else t).numpy() for t in same]
-
-
-def prepare(*others: Callable[[], None]) -> None:
-    """Compile all kernels, or load them; `others` call those of other files."""
-
-    def call_all() -> None:
-        for call in (_call_all, *others):
-            call()
-
-    _compiler.prepare(call_all)
+def prepare() -> None:
+    """Compile all kernels, or load them."""
+    _compiler.prepare(_call_all)
 
 
 def _call_all() -> None:
-    empty = {kind: np.zeros((0, 4), kind) for kind in (np.float32, np.int16)}
-    exact, line, places = empty[np.float32], np.zeros(16, np.float32), np.zeros(0, np.int64)
-    for kind in (np.float32, np.int16):
-        some = empty[kind]
-        gru_forward((0, 0, 0, 0), some, some, line, exact, line, some, exact, some)
-        gru_backward((0, 0, 0, 0, 0, 0), some, some, exact, exact, some, exact, some, exact)
-        mix_inputs(some, line, (0, 0))
-        mix_forward(exact, some, line, some, line, some, line, exact, line)
-        mix_backward(line, exact, some, line, some, line, some, line, exact, exact, some, some, some, exact)
-        mix_inputs_backward(some, some, some, some, line)
-        lookup_relu(some, exact, places, some)
-        lookup_relu_backward(some, some, places, some, exact)
+    some, line, places = np.zeros((0, 4), np.float32), np.zeros(16, np.float32), np.zeros(0, np.int64)
+    gru_forward((0, 0, 0, 0), some, some, line, some, line, some, some)
+    gru_backward((0, 0, 0, 0, 0, 0), *[some] * 8)
+    mix_inputs(some, line, (0, 0))
+    mix_forward(some, some, line, some, line, some, line, some, line)
+    mix_backward(line, some, some, line, some, line, some, line, *[some] * 6)
+    mix_inputs_backward(some, some, some, some, line)
+    lookup_relu(some, some, places, some)
+    lookup_relu_backward(some, some, places, some, some)
     drop(line, np.zeros(16, np.int16), 0, ONE, line)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omagd.config.env_info import EntityLayout
-from omagd.modules.kernels.compiling import kernels_for
+from omagd.modules.kernels import kernels_for
 from omagd.utils.compiling import compiled_or_reference
 
 NODES_AT_ONCE = 2048  # nodes of a chunk of graphs

@@ -1,29 +1,24 @@
-"""Linear layers with their own backward pass: through oneDNN, in bf16, over one-hot inputs, and three in a row.
+"""Linear layers with their own backward pass: by oneDNN, in bf16, over one-hots, three in a row, and as QMIX's mixer.
 
-Every kernel here computes what a plain PyTorch expression computes; its docstring gives that expression, the gradient
-and the test that compares both. `g` is the gradient of the output. A linear map y = x W^T + b has the gradients
+Every function here computes what a plain expression computes, in `modules/ops.py` or in the model that it is a form of.
+`g` is the gradient of the output. A linear map y = x W^T + b has the gradients
 
     dL/dx = g W        dL/dW = g^T x        dL/db = sum of g over rows
 """
 
 from __future__ import annotations
 
-import math
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from omagd.modules.kernels.compiling import kernels_for
+from omagd.modules.kernels import arrays
 
-SMALL = 1 << 28  # products of fewer float operations stay with torch: oneDNN's set-up for a new shape costs more
 PADDING = 256  # bf16 products round their rows up to a multiple, so that ragged batches need few set-ups
-ROUNDING = 32  # the same for the steps of a recurrence
 ROWS_AT_ONCE = 2048  # rows that pass through several operations together, so that they stay in a core's cache
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -39,76 +34,18 @@ def prefers_onednn() -> bool:
     return amd and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
-    """Return x weight^T + bias, [..., out] from x [..., in], weight [out, in] and bias [out], in the type of x.
-
-    float32 on a CPU: large products go through oneDNN where `prefers_onednn`. The result differs from `F.linear` only
-    by the order of sums (about 1e-6 relative). Gradients can be taken once, not twice.
-    bf16 (float32 tensors on a CPU): see `_BF16Linear`. Products of fewer than `PADDING` rows stay in float32, where
-    they are faster.
-    Everything else (float64, CUDA, no rows) is `F.linear`.
-    """
-    rows = math.prod(x.shape[:-1])
-    plain = x.dtype != torch.float32 or x.device.type != "cpu" or weight.dtype != x.dtype or rows == 0
-    in_bf16 = not plain and bf16 and rows >= PADDING
-    if not in_bf16 and (plain or 2 * rows * weight.numel() < SMALL or not prefers_onednn()):
-        return F.linear(x, weight, bias)
-    kernel = _BF16Linear if in_bf16 else _OneDNNLinear
-    out: Tensor = kernel.apply(x.reshape(rows, -1), weight, bias)  # type: ignore[no-untyped-call]
-    return out.view(*x.shape[:-1], -1)
-
-
-def apply_linear(x: Tensor, layer: nn.Linear, bf16: bool = False) -> Tensor:
-    """Return `layer` applied to x, by `fast_linear` where it is no subclass; whether in bf16 is each call's choice."""
-    if type(layer) is not nn.Linear:
-        return layer(x)
-    return fast_linear(x, layer.weight, layer.bias, bf16)
-
-
-class FastLinear(nn.Linear):
-    """`nn.Linear` (same parameters, names and initial values) computed by `fast_linear`.
-
-    Args:
-        in_features, out_features, bias: as there. bf16: whether a CPU multiplies in bf16.
-    """
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, bf16: bool = False) -> None:
-        super().__init__(in_features, out_features, bias)
-        self.bf16 = bf16
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out] from x [..., in]."""
-        return fast_linear(x, self.weight, self.bias, self.bf16)
-
-
-def autocast_bf16(device: torch.device, bf16: bool) -> AbstractContextManager[object]:
-    """Return the context in which a GPU multiplies in bf16, if `bf16`. On a CPU each product decides for itself."""
-    return torch.autocast(device.type, torch.bfloat16) if bf16 and device.type != "cpu" else nullcontext()
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context that suspends `autocast_bf16`: products have the type of their factors."""
-    return torch.autocast(device.type, enabled=False) if device.type != "cpu" else nullcontext()
-
-
-def to_bf16(x: Tensor, rows: int) -> Tensor:
-    """Return x [R, k] in bf16, padded with rows of zeros to [rows, k]."""
-    out = x.new_empty((rows, x.shape[1]), dtype=torch.bfloat16)
+def _to_bf16(x: Tensor) -> Tensor:
+    """Return x [R, k] in bf16, padded with rows of zeros to a multiple of `PADDING`."""
+    out = x.new_zeros((-(-len(x) // PADDING) * PADDING, x.shape[1]), dtype=torch.bfloat16)
     out[: len(x)] = x
-    out[len(x) :] = 0
     return out
-
-
-def padded_rows(rows: int, multiple: int = PADDING) -> int:
-    """Return the next multiple."""
-    return -(-rows // multiple) * multiple
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class _OneDNNLinear(torch.autograd.Function):
+class OneDNNLinear(torch.autograd.Function):
     """`F.linear` through oneDNN, x [R, in] to [R, out].
 
     Forward and dL/dx go through oneDNN, dL/dW through MKL, which is no slower there. Gradients as at the top of the
@@ -117,12 +54,14 @@ class _OneDNNLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return [R, out] from x [R, in]."""
         ctx.save_for_backward(x, weight)
         return _onednn(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias from grad [R, out]."""
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
         return (
@@ -132,7 +71,7 @@ class _OneDNNLinear(torch.autograd.Function):
         )
 
 
-class _BF16Linear(torch.autograd.Function):
+class BF16Linear(torch.autograd.Function):
     """`F.linear` with bf16 factors, x [R, in] to [R, out].
 
     With r = rounding to bf16: y = r(r(x) r(W)^T) + b, dL/dx = r(r(g) r(W)), dL/dW = r(r(g)^T r(x)); sums inside a
@@ -142,7 +81,8 @@ class _BF16Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        low, low_weight = to_bf16(x, padded_rows(len(x))), weight.bfloat16()
+        """Return [R, out] from x [R, in]."""
+        low, low_weight = _to_bf16(x), weight.bfloat16()
         ctx.save_for_backward(low, low_weight)
         out = torch.mm(low, low_weight.t())[: len(x)]
         return out.float() if bias is None else torch.add(bias, out)
@@ -150,9 +90,10 @@ class _BF16Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias from grad [R, out]."""
         low, low_weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
-        low_grad = to_bf16(grad, len(low))
+        low_grad = _to_bf16(grad)
         return (
             torch.mm(low_grad, low_weight)[: len(grad)].float() if for_x else None,
             torch.mm(low_grad.t(), low).float() if for_weight else None,
@@ -160,45 +101,25 @@ class _BF16Linear(torch.autograd.Function):
         )
 
 
-def lookup_relu(features: Tensor, weight: Tensor, table: Tensor, index: Tensor, bf16: bool = False) -> Tensor:
-    """Return relu(features weight^T + table[index]), [R, out], in bf16 perhaps if `bf16`; see `_LookupReLU`."""
-    kernels = kernels_for(features, len(features) * len(weight))
-    return _LookupReLU.apply(kernels, features, weight, table, index, bf16)  # type: ignore[no-untyped-call]
-
-
-class _LookupReLU(torch.autograd.Function):
+class LookupReLU(torch.autograd.Function):
     """relu(x W^T + table[index]): a linear layer over features and one-hots, then ReLU.
 
-    A one-hot times a matrix picks one of its rows, so products with one-hots become a look-up in `table`. With the
-    ReLU's derivative, h = g where y > 0 and 0 elsewhere:
+    With the ReLU's derivative, h = g where y > 0 and 0 elsewhere:
 
         dL/dx = h W        dL/dW = h^T x        dL/dtable[m] = sum of h over the rows with index m
 
     Shapes: x [R, d], W [out, d], table [M, out], index [R]. Rows pass in blocks of `ROWS_AT_ONCE`.
-    Compared with that expression: tests/test_networks.py; with explicit one-hots: tests/test_networks.py.
+    Compared with that expression: tests/test_learning_kernels.py.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, kernels: Any, features: Tensor, weight: Tensor, table: Tensor, index: Tensor, bf16: bool
-    ) -> Tensor:
-        """Return [R, out]. bf16: the products of forward and of dL/dW round their factors, that of dL/dx does not.
-
-        Kernels return bf16 then, and take its gradient in bf16: the next product rounds it anyway.
-        """
-        kind = torch.bfloat16 if bf16 and kernels is not None else features.dtype
-        out = features.new_empty(len(features), len(weight), dtype=kind)
-        weight_t = weight.t().bfloat16() if bf16 else weight.t()
+    def forward(ctx: Any, kernels: Any, features: Tensor, weight: Tensor, table: Tensor, index: Tensor) -> Tensor:
+        """Return [R, out]."""
+        out = features.new_empty(len(features), len(weight))
         for rows, x, places in zip(*(t.split(ROWS_AT_ONCE) for t in (out, features, index)), strict=True):
-            low = torch.mm(to_bf16(x, ROWS_AT_ONCE), weight_t)[: len(rows)] if bf16 else None
-            if kernels is not None:
-                product = torch.mm(x, weight_t, out=rows) if low is None else low
-                kernels.lookup_relu(*kernels.arrays((product, table, places, rows)))
-                continue
-            torch.index_select(table, 0, places, out=rows)
-            rows.addmm_(x, weight_t) if low is None else rows.add_(low)
-            rows.relu_()
-        ctx.kernels, ctx.bf16, ctx.table_rows = kernels, bf16, len(table)
+            torch.mm(x, weight.t(), out=rows)
+            kernels.lookup_relu(*arrays(rows, table, places, rows))
+        ctx.kernels, ctx.table_rows = kernels, len(table)
         ctx.save_for_backward(features, weight, index, out)
         return out
 
@@ -211,28 +132,16 @@ class _LookupReLU(torch.autograd.Function):
         for_weight, for_table = torch.zeros_like(weight), weight.new_zeros(ctx.table_rows, len(weight))
         start, grad_out = 0, grad_out.contiguous()
         for y, x, places, given in zip(*(t.split(ROWS_AT_ONCE) for t in (out, features, index, grad_out)), strict=True):
-            if ctx.kernels is None:
-                grad = torch.ops.aten.threshold_backward(given, y, 0)  # zero where the ReLU was
-                for_table += torch.ops.aten.embedding_dense_backward(grad, places, len(for_table), -1, False)
-            else:
-                grad = torch.empty_like(given)
-                ctx.kernels.lookup_relu_backward(*ctx.kernels.arrays((given, y, places, grad, for_table)))
-            if ctx.bf16:
-                for_weight += torch.mm(to_bf16(grad, ROWS_AT_ONCE).t(), to_bf16(x, ROWS_AT_ONCE))
-            else:
-                for_weight.addmm_(grad.t(), x)
+            grad = torch.empty_like(given)
+            ctx.kernels.lookup_relu_backward(*arrays(given, y, places, grad, for_table))
+            for_weight.addmm_(grad.t(), x)
             if for_features is not None:
-                torch.mm(grad.to(weight.dtype), weight, out=for_features[start : start + len(grad)])
+                torch.mm(grad, weight, out=for_features[start : start + len(grad)])
             start += len(grad)
-        return None, for_features, for_weight, for_table, None, None
+        return None, for_features, for_weight, for_table, None
 
 
-def three_layers(x: Tensor, *parameters: Tensor) -> Tensor:
-    """Return linear(relu(linear(relu(linear(x))))), [R, out]; parameters: W1, b1, W2, b2, W3, b3."""
-    return _ThreeLayers.apply(x, *parameters)  # type: ignore[no-untyped-call]
-
-
-class _ThreeLayers(torch.autograd.Function):
+class ThreeLayers(torch.autograd.Function):
     """W3 relu(W2 relu(W1 x + b1) + b2) + b3 as one operation: at DDPG's sizes, autograd's bookkeeping counts.
 
     Backward goes through the layers from the last to the first. Each has the gradients at the top of the file; between
@@ -262,3 +171,51 @@ class _ThreeLayers(torch.autograd.Function):
                 grad = grad @ weight
                 torch.ops.aten.threshold_backward.grad_input(grad, read, 0, grad_input=grad)
         return grad @ w1 if ctx.needs_input_grad[0] else None, *out
+
+
+class Mix(torch.autograd.Function):
+    """QMIX's mixing network with its hypernetworks, the equations of `QMixer`: Q_tot = |w2|^T elu(a) + b2.
+
+    a = |W1|^T q + b1; with x = W_f s + b_f, split in [x_1 | x_2 | b1 | x_b], W1 = A_1 relu(x_1) + c_1,
+    w2 = A_2 relu(x_2) + c_2 and b2 = A_b relu(x_b) + c_b. Backward, with g = dL/dQ_tot and * by element:
+
+        d_a = g |w2| * elu'(a)        d_b1 = d_a                     d_xb = g A_b where x_b > 0
+        d_w2 = g elu(a) * sign(w2)    d_W1 = q d_a^T * sign(W1)      d_q = |W1| d_a
+        d_x2 = A_2^T d_w2 where x_2 > 0, d_x1 = A_1^T d_W1 where x_1 > 0; weights and biases as above
+
+    Compared with `QMixer` in float64: tests/test_learning_kernels.py.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: Any, q: Tensor, state: Tensor, w_f: Tensor, b_f: Tensor, a_1: Tensor, c_1: Tensor,
+        a_2: Tensor, c_2: Tensor, a_b: Tensor, c_b: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return [S] from q [S, n] and state [S, d]; W_f [., d], A_1 [n E, .], A_2 [E, .], A_b [1, E]."""
+        size, first, second = len(a_2), a_1.shape[1], a_1.shape[1] + a_2.shape[1]
+        q, head = q.contiguous(), torch.cat([a_b[0], c_b])
+        x = state @ w_f.t()
+        kernels.mix_inputs(*arrays(x, b_f), (x.shape[1] - 2 * size, x.shape[1] - size))  # no ReLU where b1 is
+        raw1, raw2 = x[:, :first] @ a_1.t(), x[:, first:second] @ a_2.t()
+        hidden, joint = q.new_empty(len(q), size), q.new_empty(len(q))
+        kernels.mix_forward(*arrays(q, raw1, c_1, raw2, c_2, x, head, hidden, joint))
+        ctx.kernels = kernels
+        ctx.save_for_backward(q, state, x, raw1, raw2, hidden, head, c_1, c_2, w_f, a_1, a_2)
+        return joint
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, state, weights and biases from grad [S]."""
+        q, state, x, raw1, raw2, hidden, head, c_1, c_2, w_f, a_1, a_2 = ctx.saved_tensors
+        kernels, size, first, second = ctx.kernels, len(a_2), a_1.shape[1], a_1.shape[1] + a_2.shape[1]
+        for_q, for_1, for_2, for_x = (torch.empty_like(t) for t in (q, raw1, raw2, x))
+        sums, of_first = q.new_zeros(3, max(len(a_1), size + 1)), q.new_zeros(x.shape[1])
+        reads = (grad.contiguous(), q, raw1, c_1, raw2, c_2, x, head, hidden.clone())  # `hidden` is written
+        kernels.mix_backward(*arrays(*reads, for_q, for_1, for_2, for_x, sums))
+        kernels.mix_inputs_backward(*arrays(for_1 @ a_1, for_2 @ a_2, x, for_x, of_first))
+        return (
+            None, for_q, for_x @ w_f if ctx.needs_input_grad[2] else None, for_x.t() @ state, of_first,
+            for_1.t() @ x[:, :first], sums[0, : len(a_1)], for_2.t() @ x[:, first:second], sums[1, :size],
+            sums[2, :size][None], sums[2, size : size + 1],
+        )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Dropout, attention and cross-entropy for stages 1 and 2, with their own backward pass.
+"""Dropout, attention and cross-entropy for stages 1 and 2, with their own backward pass, on CPUs.
 
-On a CPU they are fast where torch's own wait for memory: dropout draws 16 random bits for each unit (a probability is
-met to 1/65536) from torch's generator, and softmax runs across attention matrices, because their rows are shorter than
-a vector register. On other devices torch's own operations run. `g` is the gradient of the output.
+They are fast where torch's own wait for memory: dropout draws 16 random bits for each unit (a probability is met to
+1/65536) from torch's generator, and softmax runs across attention matrices, because their rows are shorter than a
+vector register. `g` is the gradient of the output.
 Shapes: F frames, L tokens of a sequence, n query tokens, h heads, d = d_model, G = F h, M tokens, K codes.
 """
 
@@ -12,58 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from omagd.modules.kernels.compiling import kernels_for
+from omagd.modules.kernels import arrays
 
 _LEVELS = 1 << 16  # values of 16 bits
 _BLOCK = 1 << 16  # units that pass through several operations together, so that they stay in the cache
-
-
-def dropout(x: Tensor, p: float) -> Tensor:
-    """Return x with a share `p` of its units set to zero and the others scaled by 1 / (1 - p); x itself for p = 0."""
-    if p == 0.0:
-        return x
-    if x.device.type != "cpu":
-        return F.dropout(x, p)
-    kernels = kernels_for(x, x.numel())
-    if kernels is not None:
-        return _CompiledDropout.apply(kernels, x, p)  # type: ignore[no-untyped-call]
-    return _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
-
-
-def gelu_dropout(x: Tensor, p: float) -> Tensor:
-    """Return dropout(gelu(x))."""
-    if x.device.type != "cpu" or p == 0.0:
-        return dropout(F.gelu(x), p)
-    return _GeluDropout.apply(x, p)  # type: ignore[no-untyped-call]
-
-
-def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
-    """Return softmax(q k^T / sqrt(d / h)) v for each head (Vaswani et al. 2017, arXiv:1706.03762), [F, n, d].
-
-    query: [F, n, d]. key_value: [F, L, 2 d]. p: dropout of the attention weights.
-    """
-    n_frames, _, d = query.shape
-    kv = key_value.view(n_frames, key_value.shape[1], 2, n_heads, d // n_heads).permute(2, 0, 3, 1, 4)
-    q = query.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-    if query.device.type == "cpu" and n_frames:
-        k, v = kv.contiguous().flatten(1, 2)
-        mixed = _Attention.apply(q.contiguous().flatten(0, 1), k, v, p)  # type: ignore[no-untyped-call]
-        mixed = mixed.unflatten(0, (n_frames, n_heads))
-    else:
-        mixed = F.scaled_dot_product_attention(q, kv[0], kv[1], dropout_p=p)
-    return mixed.transpose(1, 2).flatten(2)
-
-
-def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum over tokens of weight [M] × -log p[target], differentiable in logits [M, K + 1].
-
-    log_p: log_softmax of the logits, without a gradient. target: [M] int64.
-    """
-    return _CrossEntropy.apply(logits, log_p, target, weight.to(log_p.dtype))  # type: ignore[no-untyped-call]
 
 
 def _words(size: int) -> Tensor:
@@ -77,7 +33,7 @@ def _threshold(p: float) -> tuple[int, float]:
     return dropped - _LEVELS // 2 - 1, _LEVELS / (_LEVELS - dropped)  # numbers are -2^15 ... 2^15 - 1
 
 
-def _mask(like: Tensor, p: float) -> Tensor:
+def dropout_mask(like: Tensor, p: float) -> Tensor:
     """Return a dropout mask, contiguous: for each unit of `like` 0 with probability p and 1 / (1 - p) otherwise."""
     words, (lowest, scale) = _words(like.numel()), _threshold(p)
     mask = torch.empty(like.shape, dtype=like.dtype)
@@ -91,29 +47,15 @@ def _transposed(x: Tensor) -> Tensor:
     return x.t().contiguous()
 
 
-class _Dropout(torch.autograd.Function):
-    """y = x * mask, dL/dx = g * mask. Compared with `x * mask` in values and gradients: tests/test_networks.py."""
+class Dropout(torch.autograd.Function):
+    """x * dropout_mask(x) with the same bits in one pass; what it keeps are random numbers, half as large as the mask.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        mask = _mask(x, p)
-        ctx.save_for_backward(mask)
-        return x * mask
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.saved_tensors[0], None
-
-
-class _CompiledDropout(torch.autograd.Function):
-    """The same with the same bits in one pass; what it keeps are the random numbers, half as large as the mask.
-
-    Compared with `_Dropout`: tests/test_learning_kernels.py.
+    Compared with that expression: tests/test_learning_kernels.py.
     """
 
     @staticmethod
     def forward(ctx: Any, kernels: Any, x: Tensor, p: float) -> Tensor:
+        """Return x times the mask of new random numbers."""
         words = _words(x.numel())
         ctx.kernels, ctx.p = kernels, p
         ctx.save_for_backward(words)
@@ -122,18 +64,19 @@ class _CompiledDropout(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        """Return the gradient of x."""
         return None, _times_mask(ctx.kernels, grad, ctx.saved_tensors[0], ctx.p), None
 
 
 def _times_mask(kernels: Any, x: Tensor, words: Tensor, p: float) -> Tensor:
     x, (lowest, scale) = x.contiguous(), _threshold(p)
     out = torch.empty_like(x)
-    read, made, numbers = kernels.arrays((x.view(-1), out.view(-1), words))
+    read, made, numbers = arrays(x.view(-1), out.view(-1), words)
     kernels.drop(read, numbers, lowest, np.float32(scale), made)
     return out
 
 
-class _GeluDropout(torch.autograd.Function):
+class GeluDropout(torch.autograd.Function):
     """y = gelu(x) * mask, gelu(x) = x Phi(x) (Hendrycks and Gimpel 2016, arXiv:1606.08415).
 
     dL/dx = g * slope with slope = mask * gelu'(x) = mask * (Phi(x) + x phi(x)), Phi and phi being the normal
@@ -143,7 +86,8 @@ class _GeluDropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        out = _mask(x, p)
+        """Return dropout(gelu(x))."""
+        out = dropout_mask(x, p)
         slope = torch.empty_like(out)
         flat = (t.reshape(-1).split(_BLOCK) for t in (x, slope, out))
         for part, its_slope, its_out in zip(*flat, strict=True):
@@ -156,10 +100,11 @@ class _GeluDropout(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x."""
         return grad * ctx.saved_tensors[0], None
 
 
-class _Attention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
     """Scaled dot-product attention of G heads: q [G, n, e], k and v [G, L, e], all contiguous, to [G, n, e].
 
     s = q k^T / sqrt(e), w = softmax(s) over the L keys, w' = w * mask (dropout), y = w' v. Backward:
@@ -173,10 +118,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+        """Return [G, n, e]. p: dropout of the weights."""
         (groups, n, e), length = q.shape, k.shape[1]
         scores = torch.bmm(q, k.transpose(1, 2)).mul_(e**-0.5)
         weights = _transposed(scores.view(groups, -1)).view(n, length, groups).softmax(1)
-        mask = _mask(weights, p) if p else None
+        mask = dropout_mask(weights, p) if p else None
         dropped = _transposed((weights if mask is None else weights * mask).view(-1, groups)).view(groups, n, length)
         ctx.save_for_backward(q, k, v, weights, mask, dropped)
         return torch.bmm(dropped, v)
@@ -184,6 +130,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v from grad [G, n, e]."""
         q, k, v, weights, mask, dropped = ctx.saved_tensors
         (groups, n, e), length, grad = q.shape, k.shape[1], grad.contiguous()
         for_weights = _transposed(torch.bmm(grad, v.transpose(1, 2)).view(groups, -1)).view(n, length, groups)
@@ -195,7 +142,7 @@ class _Attention(torch.autograd.Function):
         return torch.bmm(for_scores, k), torch.bmm(for_scores.transpose(1, 2), q), for_v, None
 
 
-class _CrossEntropy(torch.autograd.Function):
+class CrossEntropy(torch.autograd.Function):
     """L = -sum over tokens of weight * log p[target], p = softmax(logits).
 
     dL/dlogits = weight * (p - onehot(target)), because d log p[t] / d logits = onehot(t) - p. Written at once instead
@@ -204,6 +151,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        """Return the sum over tokens."""
         ctx.save_for_backward(log_p, target, weight)
         ctx.dtype = logits.dtype
         return -(log_p.gather(1, target[:, None])[:, 0] * weight).sum()
@@ -211,6 +159,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the logits."""
         log_p, target, weight = ctx.saved_tensors
         scale = (weight * grad)[:, None]
         return log_p.exp().mul_(scale).scatter_add_(1, target[:, None], -scale).to(ctx.dtype), None, None, None

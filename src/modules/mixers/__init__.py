@@ -8,10 +8,10 @@ REGISTRY: Registry[type] = Registry(
     "mixer",
     "omagd.mixers",
     lazy={
-        "qmix": "omagd.modules.mixers.qmix:QMixer",
-        "set_qmix": "omagd.modules.mixers.set_qmix:SetQMixer",
-        "vdn": "omagd.modules.mixers.vdn:VDNMixer",
-        "none": "omagd.modules.mixers.vdn:NoMixer",
+        "qmix": "omagd.modules.mixers.mixer:QMixer",
+        "set_qmix": "omagd.modules.mixers.mixer:SetQMixer",
+        "vdn": "omagd.modules.mixers.mixer:VDNMixer",
+        "none": "omagd.modules.mixers.mixer:NoMixer",
     },
     protocol="omagd.modules.mixers.mixer:protocol_of",
 )

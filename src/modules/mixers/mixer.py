@@ -1,16 +1,21 @@
-"""What mixers read: the agents' values, the chosen actions and the state."""
+"""Mixers, and what they read: the agents' values, the chosen actions and the state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.modules.kernels import kernels_for
+from omagd.modules.kernels.linear import Mix
+from omagd.modules.ops import FastLinear, faster_by, is_only
+from omagd.modules.units import UnitEncoder
 
 
 @dataclass(frozen=True)
@@ -81,3 +86,92 @@ def greedy_actions(q: Tensor, avail_actions: Tensor) -> Tensor:
     # Adding a large negative number takes a sixth of the time of masked_fill on a CPU.
     action_mask = (avail_actions.to(q.dtype) - 1) * torch.finfo(q.dtype).max
     return (q + action_mask).max(dim=-1).indices
+
+
+class VDNMixer(nn.Module):
+    """Q_tot = sum_i q_i (VDN, Sunehag et al. 2018, arXiv:1706.05296)."""
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+
+    def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
+        """Return [S] from agent_qs [S, n]; the state [S, state_dim] is not used."""
+        return agent_qs.sum(dim=-1)
+
+
+class NoMixer(nn.Module):
+    """No joint value: each agent learns alone, from its own reward where the environment gives one."""
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+
+    def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
+        """Return agent_qs [S, n]; the state [S, state_dim] is not used."""
+        return agent_qs
+
+
+def _mix_by_kernels(mixer: QMixer, agent_qs: Tensor, state: Tensor) -> Tensor | None:
+    """Return `QMixer.forward` by Numba kernels; None where they do not fit."""
+    layers = (mixer.first, mixer.weight1, mixer.weight2, mixer.bias2)
+    kernels = kernels_for(state, len(state) * mixer.first.out_features)
+    if kernels is None or not all(is_only(layer, FastLinear, nn.Linear) for layer in layers):
+        return None
+    weights = (parameter for layer in layers for parameter in (layer.weight, layer.bias))
+    return cast(Tensor, Mix.apply(kernels, agent_qs, state, *weights))  # type: ignore[no-untyped-call]
+
+
+class QMixer(nn.Module):
+    """Q_tot = |w2(s)|^T elu(|W1(s)|^T q + b1(s)) + b2(s), with hypernetworks W1, b1, w2, b2 of the state.
+
+    QMIX (Rashid et al. 2018, arXiv:1803.11485, section 4.1). Absolute weights and a monotonic activation give
+    dQ_tot / dq_i >= 0, so each agent's greedy action is part of the greedy joint action. W1, w2 and b2 are networks of
+    two layers; all first layers read the same state and are one matrix, `first`: [W1 | w2 | b1 | b2].
+    """
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+        embed, hyper = config.mixing_embed_dim, config.hypernet_embed
+        self.n_agents = info.n_agents
+        self.embed_dim = embed
+        self.widths = [hyper, hyper, embed, embed]
+        self.first = FastLinear(info.state_dim, sum(self.widths))
+        self.weight1 = FastLinear(hyper, info.n_agents * embed)
+        self.weight2 = FastLinear(hyper, embed)
+        self.bias2 = nn.Linear(embed, 1)
+
+    @faster_by(_mix_by_kernels)
+    def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
+        """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
+        for_w1, for_w2, b1, for_b2 = self.first(state).split(self.widths, dim=-1)
+        w1 = self.weight1(F.relu(for_w1)).abs().view(-1, self.n_agents, self.embed_dim)
+        w2 = self.weight2(F.relu(for_w2)).abs()
+        b2 = self.bias2(F.relu(for_b2)).squeeze(-1)
+        hidden = F.elu((w1 * agent_qs.unsqueeze(-1)).sum(dim=1) + b1)
+        return (hidden * w2).sum(dim=-1) + b2
+
+
+class SetQMixer(nn.Module):
+    """Q_tot = |w2(g)|^T elu(sum_i |W1(e_i, g)|^T q_i + b1(g)) + b2(g), over the living agents i.
+
+    As in QMIX (Rashid et al. 2018), absolute weights make Q_tot monotonic in every q_i; the weights of agent i come
+    from the embedding e_i of its unit and from that of the whole state, g, instead of its place in the state. Dead and
+    absent agents do not count. So its size does not depend on the map, and the order of the agents does not matter.
+    """
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+        embed, hyper = config.mixing_embed_dim, config.hypernet_embed
+        self.embed_dim = embed
+        self.units = UnitEncoder(config, info, hyper, f"mixer={config.mixer}")
+        self.weight1_unit = FastLinear(hyper, embed)
+        self.whole = FastLinear(hyper, 3 * embed)  # [part of W1 | b1 | w2]
+        self.bias2 = nn.Sequential(FastLinear(hyper, embed), nn.ReLU(), nn.Linear(embed, 1))
+
+    def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
+        """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
+        whole, allies, there = self.units(state)
+        for_w1, b1, for_w2 = self.whole(whole).chunk(3, dim=-1)
+        w1 = (self.weight1_unit(allies) + for_w1.unsqueeze(1)).abs()
+        hidden = F.elu((w1 * (agent_qs.unsqueeze(-1) * there)).sum(dim=1) + b1)
+        joint: Tensor = (hidden * for_w2.abs()).sum(dim=-1) + self.bias2(whole).squeeze(-1)
+        return joint

@@ -41,7 +41,7 @@ def main() -> None:
     if os.getppid() != int(sys.argv[1]):
         return
     from omagd.components.compiled import selection
-    from omagd.modules.kernels.compiling import compiled_kernels
+    from omagd.modules.kernels import compiled_kernels
 
     if compiled_kernels() is not None:
         selection.compiled()

@@ -1,4 +1,4 @@
-"""Critics that read flat vectors: the state, or what each agent sees."""
+"""Critics of the state, or of what each agent sees."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import AgentInputs, InputLinear, Marks
-from omagd.modules.agents.separate import alone
-from omagd.modules.kernels.linear import FastLinear
+from omagd.modules.agents.agent import AgentInputs, InputLinear, Marks, alone
+from omagd.modules.ops import FastLinear
+from omagd.modules.units import UnitEncoder
 
 
 class Critic(Protocol):
@@ -27,9 +27,9 @@ class Critic(Protocol):
 class FlatCritic(nn.Module):
     """Base of critics with two hidden layers. Subclasses make the first one, then call `add_rest`."""
 
-    def add_rest(self, config: Config, width: int) -> None:
+    def add_rest(self, width: int) -> None:
         """Make the second layer and the head, behind `width` hidden units."""
-        self.fc2 = FastLinear(width, width, bf16=config.precision == "bf16")
+        self.fc2 = FastLinear(width, width)
         self.head = nn.Linear(width, 1)
 
     def rest(self, hidden: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ class StateCritic(FlatCritic):
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
-        self.fc1 = FastLinear(info.state_dim, width, bf16=config.precision == "bf16")
-        self.add_rest(config, width)
+        self.fc1 = FastLinear(info.state_dim, width)
+        self.add_rest(width)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S] from the state [S, state_dim]; the agents' inputs are not used."""
@@ -68,7 +68,7 @@ class ObservationCritic(FlatCritic):
         super().__init__()
         self.marks = Marks(config, info)
         self.fc1 = InputLinear(info.obs_dim + self.marks.n, width, config, info)
-        self.add_rest(config, width)
+        self.add_rest(width)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S, n] from the agents' inputs; the state [S, state_dim] is not used."""
@@ -86,13 +86,32 @@ class AgentStateCritic(FlatCritic):
         super().__init__()
         self.marks = Marks(config, info)
         self.of_inputs = InputLinear(info.obs_dim + self.marks.n, width, config, info)
-        self.of_state = FastLinear(info.state_dim, width, bias=False, bf16=config.precision == "bf16")
-        self.add_rest(config, width)
+        self.of_state = FastLinear(info.state_dim, width, bias=False)
+        self.add_rest(width)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S, n] from the agents' inputs and the state [S, state_dim], the product with which agents share."""
         first = self.of_inputs(self.marks.flat(inputs), inputs.last_action) + self.of_state(state).unsqueeze(1)
         return self.rest(first.relu())
+
+
+class SetCritic(nn.Module):
+    """V(s) of the units in the state: their order does not matter, and its size does not depend on the map.
+
+    Args:
+        config, info: the run and its environment. width: of the embeddings and of the hidden layer.
+    """
+
+    def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
+        super().__init__()
+        self.units = UnitEncoder(config, info, width, "learner_args.critic=set")
+        self.hidden = FastLinear(width, width)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
+        """Return [S] from the state [S, state_dim]; the agents' inputs are not used."""
+        value: Tensor = self.head(self.hidden(self.units(state)[0]).relu())
+        return value.squeeze(-1)
 
 
 Kind = Callable[[Config, EnvInfo, int], nn.Module]
