@@ -15,10 +15,18 @@ import torch
 
 from omagd.config.loading import resolve
 from omagd.run.checkpoint.checkpointer import Checkpointer
-from omagd.run.checkpoint.manifest import sealed
-from omagd.run.checkpoint.plan import RecoveredState, ResumePlan
-from omagd.run.checkpoint.serialization import pack, unpack
-from omagd.run.checkpoint.store import Checkpoint, CheckpointStore, Damaged, clean, folders, read_checkpoint, read_part
+from omagd.run.checkpoint.recovery import RecoveredState, ResumePlan
+from omagd.run.checkpoint.state import pack, unpack
+from omagd.run.checkpoint.store import (
+    Checkpoint,
+    CheckpointStore,
+    Damaged,
+    clean,
+    folders,
+    read_checkpoint,
+    read_part,
+    sealed,
+)
 from omagd.run.checkpoint.writer import CheckpointWriter
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError

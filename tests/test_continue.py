@@ -37,9 +37,9 @@ from omagd.run.launch.launcher import launch
 from omagd.run.training.battles import load_mac
 from omagd.run.training.loop import fit
 from omagd.run.training.stages import testing
-from omagd.utils.clock import Counters
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
+from omagd.utils.metrics import Counters
 from omagd.utils.run_folder import RunFolder, write_json
 
 

@@ -24,8 +24,8 @@ from omagd.lab.commands import beliefs
 from omagd.learners import PREDICTORS
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.graph_reconstructers import REGISTRY
+from omagd.run.checkpoint.set_aside import whole_state
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, keep_file, load_file
-from omagd.run.checkpoint.whole_state import whole_state
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.run.training import refresh

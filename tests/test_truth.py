@@ -18,7 +18,7 @@ from omagd.controllers.types import Exploration
 from omagd.envs.factory import make_env
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.last_sight import LastSight
-from omagd.run.checkpoint.whole_state import whole_state
+from omagd.run.checkpoint.set_aside import whole_state
 from omagd.run.cli.preflight import preflight
 from omagd.run.training.build import PretrainedModules, build_mac, new_predictor, new_tokenizer
 from omagd.runners import REGISTRY as RUNNERS

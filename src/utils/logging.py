@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from omagd.utils.errors import visible
-from omagd.utils.held_folder import FolderGone
 from omagd.utils.progress import BarSafeHandler
+from omagd.utils.storage import FolderGone
 from omagd.utils.writing import STORAGE, AppendFile
 
 PACKAGE = "omagd"

@@ -20,7 +20,7 @@ from omagd.lab.studies.view import ConsoleView
 from omagd.run.reporting.card import IF_MEANT, READS
 from omagd.run.reporting.provenance import code
 from omagd.utils.errors import Mistakes, UserError, readable
-from omagd.utils.owned_folder import closed_to_others
+from omagd.utils.run_folder import closed_to_others
 
 Examined = dict[str, Any]
 """Of a job: `identity`, `card`, or `errors`."""

@@ -22,7 +22,7 @@ from omagd.lab.studies.sweep_spec import Sweep, trial_name
 from omagd.lab.studies.trials import JOURNAL, Trials, number_of, optuna
 from omagd.lab.studies.view import ConsoleView
 from omagd.utils.errors import UserError, import_library, nearest
-from omagd.utils.owned_folder import closed_to_others
+from omagd.utils.run_folder import closed_to_others
 from omagd.utils.storage import is_number
 from omagd.utils.writing import replace_file
 

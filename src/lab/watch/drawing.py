@@ -34,7 +34,7 @@ from omagd.lab.watch.panel import (
 )  # fmt: skip
 from omagd.run.recording.recording import Belief, Episode, Moment, Recording, is_drawable
 from omagd.utils.errors import UserError
-from omagd.utils.held_folder import make_folder
+from omagd.utils.storage import make_folder
 from omagd.utils.writing import atomic_file
 
 WIDTH, HEADER, FOOTER, GAP = 860 * TWICE, 58 * TWICE, 90 * TWICE, 10 * TWICE

@@ -21,19 +21,27 @@ import torch
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_file import EpisodeRange
 from omagd.config.schema import Config
-from omagd.run.checkpoint.plan import RecoveredState, ResumePlan, unusable
-from omagd.run.checkpoint.serialization import pack
-from omagd.run.checkpoint.state import Pretrained, SavedSession, SavedStage, Scope, StageResult, Stateful, upgraded
+from omagd.run.checkpoint.recovery import RecoveredState, ResumePlan, unusable
+from omagd.run.checkpoint.state import (
+    Pretrained,
+    SavedSession,
+    SavedStage,
+    Scope,
+    StageResult,
+    Stateful,
+    pack,
+    upgraded,
+)
 from omagd.run.checkpoint.store import CheckpointStore
 from omagd.run.checkpoint.weights import checksum
 from omagd.run.checkpoint.writer import CheckpointWriter, Snapshot, SnapshotWriter
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError
-from omagd.utils.held_folder import require_held
 from omagd.utils.metrics import added
 from omagd.utils.run_folder import RunFolder, rank_of
 from omagd.utils.seeding import random_state, set_random_state
 from omagd.utils.signals import deferred, saving, stop_now, stop_wanted
+from omagd.utils.storage import require_held
 from omagd.utils.writing import STORAGE
 
 TRAINED_BY = {"stage1": "tokenizer", "stage2": "predictor"}

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from omagd.components.episode_file import EpisodeRange
-from omagd.run.checkpoint.manifest import sealed
-from omagd.run.checkpoint.plan import RecoveredState
-from omagd.run.checkpoint.serialization import serialized
+from omagd.run.checkpoint.recovery import RecoveredState
+from omagd.run.checkpoint.state import serialized
 from omagd.run.checkpoint.store import (
     FORMAT,
     MANIFEST,
@@ -26,12 +25,12 @@ from omagd.run.checkpoint.store import (
     note_saved,
     read_checkpoint,
     remove_kept,
+    sealed,
 )
 from omagd.utils.dist_utils import Dist
-from omagd.utils.held_folder import make_folder, require_held
 from omagd.utils.logging import Logger
 from omagd.utils.run_folder import RunFolder, plain, write_json
-from omagd.utils.storage import RETRY_SECONDS, Unreadable, listed, read_json, sync
+from omagd.utils.storage import RETRY_SECONDS, Unreadable, listed, make_folder, read_json, require_held, sync
 from omagd.utils.writing import REMIND_SECONDS, replace_file
 
 POLL_SECONDS = 0.02

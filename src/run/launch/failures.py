@@ -19,9 +19,9 @@ from typing import Any
 
 from omagd.utils.dist_utils import broken_exchange
 from omagd.utils.errors import RankFailed, RunFailed, UserError, exit_line
-from omagd.utils.held_folder import make_folder, require_held
 from omagd.utils.plugins import explained
 from omagd.utils.signals import SAVING, Stopped
+from omagd.utils.storage import make_folder, require_held
 
 RESERVES, RESERVE_BYTES = 3, 1 << 15
 """Reserved files for notes on a full disk: a summary and two errors."""

@@ -13,8 +13,7 @@ import torch
 
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers import pretraining
-from omagd.run.checkpoint.plan import ResumePlan
-from omagd.run.checkpoint.recovery import recover
+from omagd.run.checkpoint.recovery import ResumePlan, recover
 from omagd.run.checkpoint.resuming import rank_at_work
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.state import StageResult
