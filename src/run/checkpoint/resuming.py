@@ -58,7 +58,7 @@ OLD_RANKS_SECONDS = 60.0
 WAITING_SECONDS = 60.0
 """Pause between two messages while waiting for another process."""
 
-STARTING = re.compile(rf"{LOCK}(\.\d+|\.ranks)?|config\.json|\.(config|run)\.json\..+\.tmp")
+STARTING = re.compile(rf"{LOCK}(\.ranks)?|config\.json|\.(config|run)\.json\..+\.tmp")
 """Files that a start makes before it notes what the run is."""
 
 KEYS_SHOWN, KEY_LENGTH = 8, 100
