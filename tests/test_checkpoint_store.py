@@ -177,27 +177,6 @@ def test_an_unreadable_manifest_does_not_mean_that_nothing_is_needed(store):
         clean(store.path)
 
 
-def test_a_rank_finds_out_what_is_missing_of_its_part(store):
-    draft = CheckpointWriter(store, 1)
-    draft.keep("replay_1.bin", lambda path: path.write_bytes(b"episodes"))
-    path = finish(draft, 1)
-    for name in ("kept/replay_1.bin", f"{path.name}/common.th", f"{path.name}/manifest.json"):
-        file = store.path / name
-        whole = file.read_bytes()
-        assert draft.missing() == ""
-        file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-        assert file.name in draft.missing()
-        file.unlink()
-        assert file.name in draft.missing()
-        file.write_bytes(whole)
-    later = CheckpointWriter(store, 2)
-    later.refer({name: entry for name, entry in draft.files.items() if name.startswith("kept/")})
-    finish(later, 2)
-    assert later.missing() == ""
-    os.truncate(store.path / "kept/replay_1.bin", 3)  # of an earlier file the size is compared
-    assert "3 bytes instead of 8" in later.missing()
-
-
 def test_every_file_truncated_flipped_or_deleted_is_found_and_named(store):
     """A pipe in the place of a file does not keep its reader waiting."""
     path = save(store, 4)

@@ -90,17 +90,14 @@ class Checkpoint:
         return self.path.parent / name
 
 
-def fault(path: Path, entry: Mapping[str, Any], content: bool = True) -> str:
-    """Return how a file differs from its entry in the manifest, empty if it does not. Errors: Unreadable.
-
-    content: compare the bytes too, not the size alone.
-    """
+def fault(path: Path, entry: Mapping[str, Any]) -> str:
+    """Return how a file differs from its entry in the manifest, empty if it does not. Errors: Unreadable."""
     try:
         facts = patiently(path, path.stat)
         size = facts.st_size if stat.S_ISREG(facts.st_mode) else -1  # a pipe would keep its reader waiting
         if size != entry["bytes"]:
             return f"{size} bytes instead of {entry['bytes']}"
-        if content and patiently(path, lambda: digest(path)) != entry["sha256"]:
+        if patiently(path, lambda: digest(path)) != entry["sha256"]:
             return "its content has changed"
     except ABSENT as problem:
         return str(problem.strerror)

@@ -19,18 +19,15 @@ from omagd.run.checkpoint.store import (
     FORMAT,
     MANIFEST,
     CheckpointStore,
-    Damaged,
     digest,
-    fault,
     note_saved,
-    read_checkpoint,
     remove_kept,
     sealed,
 )
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger
 from omagd.utils.run_folder import RunFolder, plain, write_json
-from omagd.utils.storage import RETRY_SECONDS, Unreadable, listed, make_folder, read_json, require_held, sync
+from omagd.utils.storage import Unreadable, make_folder, read_json, require_held, sync
 from omagd.utils.writing import REMIND_SECONDS, replace_file
 
 POLL_SECONDS = 0.02
@@ -107,22 +104,6 @@ class CheckpointWriter:
         require_held(self.final)
         self.path.rename(self.final)
         return self.final
-
-    def missing(self) -> str:
-        """Return what is missing of this rank's part in the complete checkpoint, empty if nothing is.
-
-        Files that this rank wrote now are read again; of files of earlier checkpoints the size is compared.
-        """
-        try:
-            _see(self.final / MANIFEST)
-            named = read_checkpoint(self.final).manifest["files"]
-            for name, entry in self.files.items():
-                found = fault(self.store.path / name, entry, content=name in self._new)
-                if found or named.get(name) != entry:
-                    return f"{name}: {found or 'the manifest names another file'}"
-        except (Damaged, Unreadable) as problem:
-            return str(problem)
-        return ""
 
     def discard(self) -> None:
         """Remove what was written into the folder of this draft."""
@@ -258,15 +239,6 @@ class SnapshotWriter:
     def _write_module(self, name: str, state: dict[str, Any], draft: CheckpointWriter) -> dict[str, Any]:
         file = draft.keep(f"{name}_{self.store.attempt}.th", lambda path: write_part(path, state))
         return {"file": file, "entry": draft.files[file]}
-
-
-def _see(path: Path) -> None:
-    """Wait a moment for a file that another host wrote: a network file system may show its name late."""
-    for pause in RETRY_SECONDS:
-        if path.exists():
-            return
-        listed(path.parent.parent)  # makes NFS ask its server again
-        time.sleep(pause)
 
 
 def write_part(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
