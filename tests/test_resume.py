@@ -264,7 +264,7 @@ def test_a_full_disk_is_logged_and_the_previous_checkpoint_remains(whole, tmp_pa
     assert len(full) == 2
     assert log_of(folder).count("could not be saved (No space left on device)") == 1, "not once for each save"
     for path in folders(folder.checkpoints):
-        read_checkpoint(path).check()
+        assert read_checkpoint(path).faults() == {}
     assert not list(folder.checkpoints.glob(".*"))
     assert differences(whole.path, folder.path) == [], "nothing of it shows in what is learned"
 

@@ -18,7 +18,6 @@ from omagd.run.checkpoint import store
 from omagd.run.checkpoint.store import (
     Checkpoint,
     Damaged,
-    Foreign,
     episode_files,
     folders,
     read_checkpoint,
@@ -228,12 +227,11 @@ PRETRAINED = {"stage1": TOKENIZER_FILE, "stage2": PREDICTOR_FILE}
 
 @dataclass(frozen=True)
 class _Judged:
-    """A checkpoint after its files have been compared. faults: problem by file. foreign: of another version."""
+    """A checkpoint after its files have been compared. faults: problem by file."""
 
     path: Path
     checkpoint: Checkpoint | None
     faults: Mapping[str, str]
-    foreign: bool = False
 
     def usable(self, mode: str, newest: bool) -> str:
         """Return what it can be used for under `resume=mode`: exact, lossy, weights, or nothing."""
@@ -278,8 +276,6 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> ResumePlan:
         if found is not None:
             break
         problems[judged.path] = judged.problem
-        if judged.foreign and mode == "exact":
-            break  # of another version: its earlier checkpoints may not be what the user wants
     least = max([completed or 0, 1, *map(_iteration, names)])
     if mode == "weights" and (found is None or found.kind == "weights"):
         weights = _agreed(dist, _saved_weights, folder, config)
@@ -348,9 +344,9 @@ def _judge(path: Path, dist: Dist) -> _Judged:
         found.append(read_checkpoint(path))
         return found[0].faults(dist.rank, dist.world_size)
 
-    everyone, faults, foreign = _on_all_ranks(dist, compare)
+    everyone, faults = _on_all_ranks(dist, compare)
     merged = {name: problem for part in everyone for name, problem in (part or {}).items()} | faults
-    return _Judged(path, None if store.MANIFEST in merged else found[0], merged, foreign)
+    return _Judged(path, None if store.MANIFEST in merged else found[0], merged)
 
 
 def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[RecoveredState | None, _Judged]:
@@ -359,30 +355,30 @@ def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[RecoveredState | No
         return None, judged
     states: list[RecoveredState] = []
     checkpoint, lost = judged.checkpoint, frozenset(judged.faults)
-    _, faults, _ = _on_all_ranks(dist, lambda: states.append(_read(checkpoint, dist, kind, lost)))
+    _, faults = _on_all_ranks(dist, lambda: states.append(_read(checkpoint, dist, kind, lost)))
     if faults:
         return None, replace(judged, faults={**judged.faults, **faults})
     return states[0], judged
 
 
-def _on_all_ranks(dist: Dist, read: Callable[[], Any]) -> tuple[list[Any], dict[str, str], bool]:
-    """Call `read` on every rank; return the values of all ranks, what is damaged by file, and if a format is foreign.
+def _on_all_ranks(dist: Dist, read: Callable[[], Any]) -> tuple[list[Any], dict[str, str]]:
+    """Call `read` on every rank; return the values of all ranks, and what is damaged by file.
 
     The value of a rank that found damage is None. Errors: Unreadable, on all ranks, where one could not read a file.
     """
-    value, faults, foreign, trouble = None, {}, False, ""
+    value, faults, trouble = None, {}, ""
     try:
         value = read()
     except Damaged as damage:
-        faults, foreign = {str(damage).partition(":")[0]: str(damage)}, isinstance(damage, Foreign)
+        faults = {str(damage).partition(":")[0]: str(damage)}
     except Unreadable as problem:
         trouble = problem.message
-    everyone = dist.gather((value, faults, foreign, trouble))
+    everyone = dist.gather((value, faults, trouble))
     for *_, trouble in everyone:
         if trouble:
             raise Unreadable(trouble)
-    merged = {name: problem for _, found, _, _ in everyone for name, problem in found.items()}
-    return [value for value, *_ in everyone], merged, any(foreign for _, _, foreign, _ in everyone)
+    merged = {name: problem for _, found, _ in everyone for name, problem in found.items()}
+    return [value for value, *_ in everyone], merged
 
 
 def _read(checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -> RecoveredState:

@@ -245,9 +245,6 @@ LOG = logging.getLogger(PACKAGE)
 RATES = ("lr", "critic_lr", "graph_lr")
 """Learning rates, which belong to the whole state of a run."""
 
-LOOKS = 5
-"""How often to retry when a running run has removed the checkpoint that was being read."""
-
 CONTINUED = "continued_from.json"
 
 MUST_AGREE: dict[str, Callable[[Any], Any]] = {
@@ -281,8 +278,7 @@ def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
     """Return what `use` makes of the newest sound checkpoint that `checkpoint_path` means; None where it means weights.
 
     A run's folder, its `checkpoints/` or a folder in that mean a whole state, unless `load_step` asks for weights; a
-    run's folder means weights, too, where this run cannot go on with the state (`_unlike`). The run may still be
-    running: if files disappear because newer checkpoints replaced them, the search is repeated.
+    run's folder means weights, too, where this run cannot go on with the state (`_unlike`).
     Errors: UserError where there are checkpoints and none of them is sound, or where they were asked for and are not
         this run's kind.
     """
@@ -290,29 +286,25 @@ def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
         return None
     given = Path(config.checkpoint_path).expanduser().absolute()
     problems: list[str] = []
-    for _ in range(LOOKS):
-        candidates, problems = _candidates(given), []
-        for path in candidates:
-            try:
-                found = read_checkpoint(path)
-                if not (reason := _unlike(config, found)):
-                    _require_files(config, found)
-                    found.common()
-                    for rank in range(found.manifest["world_size"]):
-                        found.of_rank(rank)
-                    return use(found)
-                models = f"{path.parents[1]}/models"
-                if path.parents[1] != given:
-                    raise UserError(
-                        f"checkpoint_path={config.checkpoint_path}: a state with {reason}. Give {models} to start from"
-                        " its weights"
-                    )
-                LOG.info(f"checkpoint_path: a run with {reason}, so this one starts from the weights in {models}")
-                return None
-            except (Damaged, FileNotFoundError) as problem:
-                problems.append(f"{path.name}: {problem}")
-        if candidates == _candidates(given):
-            break
+    for path in _candidates(given):
+        try:
+            found = read_checkpoint(path)
+            if not (reason := _unlike(config, found)):
+                _require_files(config, found)
+                found.common()
+                for rank in range(found.manifest["world_size"]):
+                    found.of_rank(rank)
+                return use(found)
+            models = f"{path.parents[1]}/models"
+            if path.parents[1] != given:
+                raise UserError(
+                    f"checkpoint_path={config.checkpoint_path}: a state with {reason}. Give {models} to start from its"
+                    " weights"
+                )
+            LOG.info(f"checkpoint_path: a run with {reason}, so this one starts from the weights in {models}")
+            return None
+        except (Damaged, FileNotFoundError) as problem:  # the run may be running, and have removed it just now
+            problems.append(f"{path.name}: {problem}")
     if problems:
         raise UserError(
             f"checkpoint_path={config.checkpoint_path}: no checkpoint there is sound ({problems[0]}); give models/ to"
@@ -326,17 +318,15 @@ def _require_files(config: Config, found: Checkpoint) -> None:
 
     Errors: Damaged; UserError where the replay was removed when the run had finished.
     """
-    try:
-        found.check()
-    except Damaged:
-        if config.resume == "lossy" and found.faults().keys() <= episode_files(found.manifest):
-            return
-        if not was_freed(found):
-            raise
+    faults, episodes = found.faults(), episode_files(found.manifest)
+    if not faults or config.resume == "lossy" and faults.keys() <= episodes:
+        return
+    if faults.keys() == episodes and is_finished(RunFolder(found.path.parents[1])):
         raise UserError(
             f"checkpoint_path={config.checkpoint_path}: its replay was removed when it finished (keep_checkpoints="
             "True would have kept it). resume=lossy continues with an empty replay, models/ from the weights"
-        ) from None
+        )
+    raise Damaged(next(iter(faults.values())))
 
 
 def _unlike(config: Config, found: Checkpoint) -> str:
@@ -372,8 +362,7 @@ def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
     Errors: FileNotFoundError if the run is still running and has just removed the checkpoint.
     """
     old = RunFolder(source.path.parents[1])
-    if folder.checkpoints.exists():  # half of one that was removed meanwhile
-        shutil.rmtree(folder.checkpoints)
+    shutil.rmtree(folder.checkpoints, ignore_errors=True)  # half of one that was removed meanwhile
     lost = episode_files(source.manifest)  # with `resume=lossy`
     for name in [*source.manifest["files"], f"{source.path.name}/manifest.json"]:
         if name not in lost or (source.path.parent / name).exists():
@@ -432,10 +421,3 @@ def free_finished(folder: RunFolder) -> None:
         return
     if size:
         LOG.info(f"freed {size / 1e6:.1f} MB: the replay in the checkpoints (keep_checkpoints=True keeps it)")
-
-
-def was_freed(found: Checkpoint) -> bool:
-    """Return whether a checkpoint is one of a finished run whose replay was removed."""
-    names = episode_files(found.manifest)
-    gone = not any((found.path.parent / name).exists() for name in names)
-    return bool(names) and gone and is_finished(RunFolder(found.path.parents[1]))

@@ -44,10 +44,6 @@ class Damaged(Exception):
     """A checkpoint with missing or changed files."""
 
 
-class Foreign(Damaged):
-    """A checkpoint of a format that this version does not read."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint.
@@ -58,11 +54,6 @@ class Checkpoint:
 
     path: Path
     manifest: Mapping[str, Any]
-
-    def check(self) -> None:
-        """Compare every file with the manifest. Errors: Damaged, Unreadable."""
-        for problem in self.faults().values():
-            raise Damaged(problem)
 
     def faults(self, part: int = 0, parts: int = 1) -> dict[str, str]:
         """Return the problems of a share of the files that differ from the manifest, by name.
@@ -119,7 +110,7 @@ def read_part(path: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder, its files unchecked. Errors: Damaged, Foreign, Unreadable."""
+    """Return the checkpoint in a folder, its files unchecked. Errors: Damaged, Unreadable."""
     text = _content(path / MANIFEST)
     try:
         return Checkpoint(path, _fitting(ManifestForm, MANIFEST, _known(json.loads(text))))
@@ -141,7 +132,7 @@ def _known(manifest: Any) -> dict[str, Any]:
     if not isinstance(manifest, dict) or sealed(manifest)["seal"] != manifest.get("seal"):
         raise Damaged(f"{MANIFEST}: its content has changed")
     if (found := manifest.get("format")) != FORMAT:
-        raise Foreign(f"{MANIFEST}: format {found}, which this version does not read (it reads {FORMAT})")
+        raise Damaged(f"{MANIFEST}: format {found}, which this version does not read (it reads {FORMAT})")
     return manifest
 
 
@@ -168,18 +159,16 @@ class CheckpointStore:
         self.path, self.rank, self.world_size = path, rank, world_size
         self.attempt, self.keep, self.waits_until = attempt, keep, math.inf
 
-    def prune(self) -> str:
+    def prune(self) -> None:
         """Remove checkpoints that are neither among the newest nor the best, and the files that they alone name.
 
-        No other file is touched: other ranks may be writing the next checkpoint. Returns why shared files were kept,
-        nothing where none had to be: a manifest that cannot be read may name any of them.
+        No other file is touched: other ranks may be writing the next checkpoint. A manifest that cannot be read may
+        name any of the shared files: then these stay.
         """
-        known, unknown = [], []
-        for path in folders(self.path):
-            try:
+        known, paths = [], folders(self.path)
+        for path in paths:
+            with suppress(Damaged, Unreadable):
                 known.append(read_checkpoint(path))
-            except (Damaged, Unreadable) as problem:
-                unknown.append(f"{path.name}: {problem}")
         scored = [found for found in known if found.manifest.get("score") is not None]
         best = max(scored, key=lambda found: found.manifest["score"], default=None)
         old = [found for found in known[self.keep :] if best is None or found.path != best.path]
@@ -189,10 +178,8 @@ class CheckpointStore:
             each.path.rename(doomed)  # disappears at once, even if its removal is interrupted
             shutil.rmtree(doomed, ignore_errors=True)
         unused = {name for found in old for name in found.manifest["files"]} - needed
-        if unknown and unused:
-            return unknown[0]
-        remove_kept(self.path, unused)
-        return ""
+        if len(known) == len(paths):
+            remove_kept(self.path, unused)
 
 
 def clean(path: Path) -> None:

@@ -153,7 +153,6 @@ class SnapshotWriter:
         self.store, self.dist, self.folder, self.minutes = store, dist, folder, minutes
         self.parts: dict[str, list[dict[str, Any]]] = {}
         self.modules: dict[str, dict[str, Any]] = {}
-        self._warned = False
         self._logged: dict[str, float] = {}
 
     def continue_from(self, state: RecoveredState) -> None:
@@ -215,14 +214,10 @@ class SnapshotWriter:
         try:
             for path in (self.folder.checkpoints, self.folder.path, self.folder.path.parent):
                 sync(path)
-            unknown = self.store.prune()
+            self.store.prune()
             note_saved(self.folder, iteration)
         except (OSError, Unreadable) as problem:
             logger.error(f"iteration {iteration} is saved, but not all of its folder could be updated: {problem}")
-            return
-        if unknown and not self._warned:
-            self._warned = True
-            logger.warning(f"files of old checkpoints stay in {self.store.path / 'kept'}: {unknown}")
 
     def _write_episodes(
         self, name: str, new: EpisodeRange, facts: dict[str, Any], draft: CheckpointWriter
