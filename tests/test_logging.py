@@ -20,9 +20,8 @@ from omagd.run.reporting.profiling import OTHER, Phases, Profiler, Tracer, over_
 from omagd.run.reporting.report import phases_table
 from omagd.utils import progress as progress_module
 from omagd.utils.dist_utils import Dist
-from omagd.utils.logging import Record, RunFacts, setup_logging
+from omagd.utils.logging import BarSafeHandler, Progress, Record, RunFacts, close_bars, setup_logging
 from omagd.utils.metrics import Counters, Every, Metrics
-from omagd.utils.progress import BarSafeHandler, Progress, close_bars
 from omagd.utils.writing import print_note
 
 

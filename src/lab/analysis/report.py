@@ -14,7 +14,7 @@ from omagd.lab.analysis import belief_tests, run_report, study_report
 from omagd.lab.analysis.runs import Run, read_runs
 from omagd.run.reporting.report import number_text
 from omagd.utils.errors import UserError, readable
-from omagd.utils.progress import duration
+from omagd.utils.logging import duration
 from omagd.utils.writing import print_out, replace_file
 
 LOG = logging.getLogger("omagd")

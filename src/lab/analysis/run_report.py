@@ -17,7 +17,7 @@ from omagd.run.reporting.card import NO_EFFECT, recorded_of, resumed
 from omagd.run.reporting.plots import PANELS, panels_of_maps
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import UserError, readable
-from omagd.utils.progress import duration
+from omagd.utils.logging import duration
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import is_number
 

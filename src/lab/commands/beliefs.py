@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omagd.utils.errors import UserError
-from omagd.utils.progress import Progress
+from omagd.utils.logging import Progress
 from omagd.utils.signals import stoppable
 from omagd.utils.writing import open_lines, print_out
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from omagd.lab.studies.engine import View
 from omagd.lab.studies.state import DONE, FAILED, RUNNING, STATE, WAITING, Record, StudyState
 from omagd.utils.errors import visible
-from omagd.utils.progress import duration
+from omagd.utils.logging import duration
 from omagd.utils.storage import is_number, read_entry
 
 REDRAW_SECONDS = 1.0

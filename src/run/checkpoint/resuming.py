@@ -22,8 +22,7 @@ from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, bus
 from omagd.run.checkpoint.set_aside import CONTINUED, continue_whole, free_finished
 from omagd.run.checkpoint.store import SAVED, digest
 from omagd.utils.errors import UserError, readable
-from omagd.utils.logging import PACKAGE, setup_logging
-from omagd.utils.progress import duration
+from omagd.utils.logging import PACKAGE, duration, setup_logging
 from omagd.utils.run_folder import (
     RUN_FILE,
     RunFolder,

@@ -19,8 +19,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from omagd.utils.logging import PACKAGE
-from omagd.utils.progress import duration
+from omagd.utils.logging import PACKAGE, duration
 
 LOG = logging.getLogger(PACKAGE)
 PROC = Path("/proc")

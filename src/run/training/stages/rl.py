@@ -32,8 +32,8 @@ from omagd.run.training.stages.testing import Tests
 from omagd.run.training.tasks import TrainingTasks, training_tasks
 from omagd.runners.rollout import Rollout
 from omagd.utils.dist_utils import Pending
+from omagd.utils.logging import Progress, duration
 from omagd.utils.metrics import Every, Metrics, Stopwatch
-from omagd.utils.progress import Progress, duration
 
 
 class RLStage(Stage):
