@@ -21,8 +21,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, run_folder_of
 from omagd.run.cli.main import config_from
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError
-from omagd.utils.owned_folder import Untrusted, require_own
-from omagd.utils.run_folder import RunFolder
+from omagd.utils.run_folder import RunFolder, Untrusted, require_own
 from omagd.utils.storage import read_entry
 
 KINDS = {

@@ -14,10 +14,9 @@ import torch
 from omagd.config.schema import Config
 from omagd.run.checkpoint import writer
 from omagd.run.checkpoint.checkpointer import Checkpointer
-from omagd.run.checkpoint.manifest import sealed
-from omagd.run.checkpoint.plan import ResumePlan
-from omagd.run.checkpoint.recovery import recover
+from omagd.run.checkpoint.recovery import ResumePlan, recover
 from omagd.run.checkpoint.resuming import RunLock, locked_folder
+from omagd.run.checkpoint.store import sealed
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting import plots

@@ -16,7 +16,7 @@ from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.run.checkpoint.serialization import pack, serialized, unpack
+from omagd.run.checkpoint.state import pack, serialized, unpack
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import Rollout
 from omagd.runners.runner import Runner

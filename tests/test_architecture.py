@@ -97,10 +97,10 @@ def executed(tmp_path) -> dict[str, list[str] | set[str]]:
     # Beside the listed files only what the page says is hidden: inputs, kernels, and exchanges between ranks.
     hidden = ("src/controllers/basic_mac.py", "src/modules/kernels/", "src/utils/dist_utils.py")
     updated = {path for path in sources(codes["update"]) if not path.startswith(hidden)}
-    # Files of run/checkpoint/ that run when nothing is resumed; the schema of the manifest is not listed.
+    # Files of run/checkpoint/ that run when nothing is resumed.
     saved = {path for path in sources(codes["checkpoint"]) if path.startswith("src/run/checkpoint/")}
     return {
-        "One QMIX update": updated, "One checkpoint": saved - {"src/run/checkpoint/manifest.py"},
+        "One QMIX update": updated, "One checkpoint": saved,
         "One launch": ["src/main.py", *sources(chain), "src/run/training/loop.py"],
     }  # fmt: skip
 
@@ -110,4 +110,4 @@ def test_the_reading_lists_name_the_files_that_run(executed):
     assert [title for title, files in lists.items() if not 5 <= len(files) <= 8] == []
     assert executed["One launch"] == lists["One launch"]  # in the order of the calls
     assert executed["One QMIX update"] == set(lists["One QMIX update"])
-    assert executed["One checkpoint"] == set(lists["One checkpoint"][1:6])
+    assert executed["One checkpoint"] == set(lists["One checkpoint"][1:5])

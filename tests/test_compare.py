@@ -15,7 +15,7 @@ from omagd.lab.analysis.comparison import table
 from omagd.lab.analysis.runs import load
 from omagd.lab.analysis.statistics import FEW
 from omagd.run.cli.main import main
-from omagd.utils.progress import duration
+from omagd.utils.logging import duration
 
 
 def rows_of(text):

@@ -30,16 +30,16 @@ from omagd.modules.agents.agent import AgentInputs
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.checkpoint.store import folders as checkpoints
 from omagd.run.checkpoint.store import read_checkpoint
-from omagd.run.checkpoint.weights import checksum, far_step, find_step_folder, load_learner, save_learner
+from omagd.run.checkpoint.weights import checksum, find_step_folder, load_learner, save_learner
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.battles import load_mac
 from omagd.run.training.loop import fit
 from omagd.run.training.stages import testing
-from omagd.utils.clock import Counters
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
+from omagd.utils.metrics import Counters
 from omagd.utils.run_folder import RunFolder, write_json
 
 
@@ -69,13 +69,6 @@ def test_a_newest_step_that_was_cut_short_is_named_and_not_passed_over(tmp_path,
         assert main([command, str(tmp_path)]) == 2
         assert re.search(f"{newest} holds no agent.th", capsys.readouterr().err)
     assert find_step_folder(str(tmp_path), 101).name == "100"
-
-
-def test_a_step_far_from_the_one_asked_for_is_pointed_out(tmp_path):
-    for step, near in ((150409, False), (27400, True), (25000, True), (22000, False)):
-        line = far_step(tmp_path / str(step), 25000)
-        assert bool(line) != near and (near or (f"saved is {step}" in line and "save_model_interval" in line))
-    assert far_step(tmp_path / "150409", 0) == far_step(tmp_path / "best", 25000) == ""
 
 
 @pytest.mark.parametrize("name", ["nowhere", "junk", "x" * 300, "\0", "~nobody_here/x"])

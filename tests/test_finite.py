@@ -22,7 +22,7 @@ from omagd import learners
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.protocol import learner_class
 from omagd.learners.synced_optimizer import SKIPPED
-from omagd.run.checkpoint.serialization import first_not_finite
+from omagd.run.checkpoint.state import first_not_finite
 from omagd.run.checkpoint.weights import load_into
 from omagd.run.cli.main import config_from, main
 from omagd.run.training.stages.health import MOST_SKIPPED, Health

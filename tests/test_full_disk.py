@@ -150,23 +150,6 @@ def test_what_does_not_fit_into_memory_or_is_never_written_is_counted_as_lost(di
     assert log[1:] == [f"ERROR lost, since it could not be written ({NO_SPACE}): a (10 lines), b (6 lines), c"]
 
 
-def test_a_long_record_is_written_and_each_loss_has_a_reason(log, tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "PENDING_BYTES", 50)
-    file = AppendFile(tmp_path / "a")
-    file.write(bytes(60) + b"\n")
-    file.close()
-    assert file.path.stat().st_size == 61 and log == []
-    monkeypatch.setattr(writing, "KEPT_BYTES", 15)
-    monkeypatch.setattr(writing, "replace_file", full)
-    for name in ("1/opt.th", "1/agent.th", "2/opt.th"):
-        STORAGE.write(tmp_path / name, bytes(10))
-        STORAGE._reasons.clear()  # what is lost first must not give the reason of the rest
-    STORAGE.lost("1/agent.th")
-    STORAGE.close()
-    (line,) = [line for line in log if line.startswith("ERROR")]
-    assert f"({NO_SPACE})" in line
-
-
 def test_errors_of_a_log_file_are_logged_with_the_next_line(disk, log, tmp_path):
     """A handler that logs would wait for itself, or two of them for each other."""
     logger, path = logging.getLogger("omagd"), tmp_path / "rank_0.log"

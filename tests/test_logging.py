@@ -18,11 +18,9 @@ from omagd.run.reporting import profiling
 from omagd.run.reporting.log_sinks import render_block
 from omagd.run.reporting.profiling import OTHER, Phases, Profiler, Tracer, over_ranks, shares, usage
 from omagd.utils import progress as progress_module
-from omagd.utils.clock import Counters, Every
 from omagd.utils.dist_utils import Dist
-from omagd.utils.logging import Record, RunFacts, setup_logging
-from omagd.utils.metrics import Metrics
-from omagd.utils.progress import BarSafeHandler, Progress, close_bars
+from omagd.utils.logging import BarSafeHandler, Progress, Record, RunFacts, close_bars, setup_logging
+from omagd.utils.metrics import Counters, Every, Metrics
 
 
 def test_means_over_ranks_weigh_every_sample_alike():

@@ -22,8 +22,8 @@ from omagd.run.launch.launcher import launch
 from omagd.run.training.opponents import Opponents
 from omagd.runners.runner import Runner
 from omagd.runners.starts import EpisodeSeeds
-from omagd.utils.clock import Counters
 from omagd.utils.errors import UserError
+from omagd.utils.metrics import Counters
 from omagd.utils.seeding import seed_everything
 
 torch.set_num_threads(1)

@@ -31,10 +31,9 @@ from omagd.run.reporting.card import read_card
 from omagd.run.reporting.plots import _label_beside
 from omagd.run.run import SeedList
 from omagd.run.training.build import _given_to, read_env_info
-from omagd.utils import owned_folder, storage
+from omagd.utils import run_folder, storage
 from omagd.utils.errors import UserError
-from omagd.utils.owned_folder import Untrusted, require_own
-from omagd.utils.run_folder import RunFolder
+from omagd.utils.run_folder import RunFolder, Untrusted, require_own
 from omagd.utils.storage import Unreadable, read_entry
 
 USED = [word for word in BUDGETS if not word.startswith(OF_GRAPHS)]  # a warning names the others
@@ -126,7 +125,7 @@ def test_a_folder_of_another_user_is_not_own(run, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 4321)
     require_own(run)
     assert list(run.parent.iterdir()) == [run]
-    monkeypatch.setattr(owned_folder, "_own_ids", lambda *_: frozenset({4321}))
+    monkeypatch.setattr(run_folder, "_own_ids", lambda *_: frozenset({4321}))
     with pytest.raises(Untrusted, match="it belongs to another user"):
         require_own(run)
 

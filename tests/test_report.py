@@ -36,7 +36,7 @@ from omagd.run.reporting.card import (
 from omagd.run.reporting.report import next_command, render_summary, seeds_table, write_summary
 from omagd.run.training.records import complete_card
 from omagd.utils.errors import UserError
-from omagd.utils.progress import duration
+from omagd.utils.logging import duration
 from omagd.utils.run_folder import RunFolder, make_token, write_json
 
 SMALL = {

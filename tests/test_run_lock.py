@@ -1,4 +1,4 @@
-"""Which folder a start continues, and that only one process uses it, with and without the file system's locks."""
+"""Which folder a start continues, and that only one process uses it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
 from command_budgets import BUDGETS
 from interruption import unfinished
-from sockets import wait_until
 
 from omagd.config.loading import REMOVED
 from omagd.config.schema import Config
@@ -37,24 +33,11 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 COMMAND = ("--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "auto_resume=True", "t_max=20")
 
 
-@pytest.fixture(params=["flock", "ENOLCK"])
-def kind(request, monkeypatch) -> str:
-    """Run a test with `flock`, and with an error of file systems without it."""
-    assert {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS} <= run_lock.UNSUPPORTED
-
-    def flock(handle, how):
-        raise OSError(errno.ENOLCK, "no locks")
-
-    if request.param != "flock":
-        monkeypatch.setattr(run_lock.fcntl, "flock", flock)
-    return request.param
-
-
 def config(results: Path, *more: str) -> Config:
     return config_from([*COMMAND, f"local_results_path={results}", *more])
 
 
-def test_one_process_has_the_lock_and_the_next_one_names_it(kind, tmp_path):
+def test_one_process_has_the_lock_and_the_next_one_names_it(tmp_path):
     lock = take(tmp_path)
     for _ in range(2):
         with pytest.raises(Busy, match=rf"^process {os.getpid()} on host .+, for \d+ s$"):
@@ -62,79 +45,26 @@ def test_one_process_has_the_lock_and_the_next_one_names_it(kind, tmp_path):
     lock.release()
     lock.release()
     take(tmp_path).release()
-    assert len(list(tmp_path.glob("lock*"))) <= 2, "numbers do not pile up"
 
 
-def test_ranks_at_work_are_seen(kind, tmp_path):
+def test_a_file_system_without_locks_is_no_error_and_named(tmp_path, monkeypatch, caplog):
+    def flock(handle, how):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    locks = [take(tmp_path), mark_rank(tmp_path)]
+    assert busy_rank(tmp_path) is None
+    for lock in locks:
+        lock.release()
+    assert "no locks (flock)" in caplog.text
+
+
+def test_ranks_at_work_are_seen(tmp_path):
     marks = [mark_rank(tmp_path) for _ in range(2)]
     assert busy_rank(tmp_path).holder.pid == os.getpid()
     for mark in marks:
         mark.release()
     assert busy_rank(tmp_path) is None
-
-
-@needs_proc
-def test_a_lock_of_a_process_that_has_ended_is_stale(tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    facts = {"pid": child.pid, "started": start_ticks(child.pid)}
-    child.communicate(b"\n")
-    (tmp_path / "lock.7").write_text(ProcessIdentity.own().model_copy(update=facts).model_dump_json())
-    lock = run_lock._take_numbered(tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("lock.*")) == ["lock.8"]
-    lock.release()
-
-
-def test_a_lock_of_another_host_is_stale_once_it_is_no_longer_renewed(tmp_path):
-    facts = {"host": "elsewhere", "boot": "another boot", "pid": 1, "since": time.time() - 7200}
-    (tmp_path / "lock.1").write_text(ProcessIdentity.own().model_copy(update=facts).model_dump_json())
-    with pytest.raises(Busy, match="process 1 on host elsewhere, for 2 h 00 min"):
-        run_lock._take_numbered(tmp_path)
-    os.utime(tmp_path / "lock.1", (time.time() - 2 * run_lock.STALE_SECONDS,) * 2)
-    run_lock._take_numbered(tmp_path).release()
-
-
-def test_the_holder_renews_its_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.01)
-    lock = run_lock._take_numbered(tmp_path)
-    os.utime(tmp_path / "lock.1", (1.0, 1.0))
-    wait_until(lambda: (tmp_path / "lock.1").stat().st_mtime > time.time() - 60)
-    lock.release()
-
-
-def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path):
-    """Also among those that are slow: each looks at the folder, then all try to create the next number."""
-    for trial in range(30):
-        folder, barrier = tmp_path / str(trial), Barrier(8)
-        folder.mkdir()
-        (folder / "lock.3").write_bytes(run_lock.RELEASED)
-
-        def contend(number: int, folder=folder, barrier=barrier) -> run_lock.Lock | None:
-            barrier.wait()
-            try:
-                return run_lock._take_numbered(folder)
-            except Busy:
-                return None
-
-        with ThreadPoolExecutor(8) as pool:
-            (lock,) = filter(None, pool.map(contend, range(8)))
-        lock.release()
-
-
-def test_a_latecomer_does_not_get_a_used_lock_number(tmp_path, monkeypatch):
-    (tmp_path / "lock.3").write_bytes(run_lock.RELEASED)
-    seen, last = [3], run_lock._last
-
-    def slow(folder):
-        if seen:
-            (tmp_path / "lock.3").rename(tmp_path / "lock.5")  # others have taken and released 4, then taken 5
-            (tmp_path / "lock.3").write_bytes(run_lock.RELEASED)
-            return seen.pop()
-        return last(folder)
-
-    monkeypatch.setattr(run_lock, "_last", slow)
-    with pytest.raises(Busy):
-        run_lock._take_numbered(tmp_path)
-    assert not (tmp_path / "lock.4").exists()
 
 
 @needs_proc
@@ -151,7 +81,7 @@ def left_unfinished(given: Config) -> str:
         return lock.path
 
 
-def test_a_second_start_beside_a_running_one_is_rejected_and_starts_nothing(kind, tmp_path, capsys):
+def test_a_second_start_beside_a_running_one_is_rejected_and_starts_nothing(tmp_path, capsys):
     given = config(tmp_path)
     with unfinished(given) as first:
         assert main(["-u", *COMMAND, f"local_results_path={tmp_path}"]) == 2
@@ -178,7 +108,7 @@ def test_ranks_of_torchrun_print_the_error_once(tmp_path):
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_it_waits_up_to_the_limit_for_a_run_that_may_be_finished_meanwhile(ends, kind, tmp_path, capfd):
+def test_it_waits_up_to_the_limit_for_a_run_that_may_be_finished_meanwhile(ends, tmp_path, capfd):
     given = config(tmp_path, "auto_resume_wait=0.5")
     path = left_unfinished(given)
     lock, calls = take(Path(path)), []
@@ -202,7 +132,7 @@ def test_it_waits_up_to_the_limit_for_a_run_that_may_be_finished_meanwhile(ends,
     assert [folder.parent.name for folder in tmp_path.glob("*/run.json")] == ["run"], "no run begins from scratch"
 
 
-def test_a_rank_that_outlives_its_launcher_is_named(kind, tmp_path, monkeypatch):
+def test_a_rank_that_outlives_its_launcher_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(resuming, "OLD_RANKS_SECONDS", 0.1)
     given = config(tmp_path)
     path = left_unfinished(given)
@@ -367,25 +297,6 @@ def test_of_many_that_find_an_empty_folder_one_gets_it(tmp_path):
         assert next_code(others) == 1
         assert json.loads((tmp_path / "mine" / "run.json").read_text())["identity"] == identity_of(mine)
         shutil.rmtree(tmp_path / "mine")
-
-
-def test_a_folder_that_another_start_used_a_moment_ago_keeps_what_that_one_noted(tmp_path, monkeypatch):
-    """Between the look into the empty folder and its lock another start begins and ends there."""
-    mine = config(tmp_path, "unique_token=mine")
-    other = mine.model_copy(update={"lr": 0.5})
-
-    def slow(folder: Path) -> run_lock.Lock:
-        monkeypatch.setattr(resuming, "take", take)
-        with unfinished(other, "mine"):
-            pass
-        return take(folder)
-
-    (tmp_path / "mine").mkdir()
-    monkeypatch.setattr(resuming, "take", slow)
-    with pytest.raises(UserError, match="unique_token=mine: .* exists already"), locked_folder(mine, "mine"):
-        pass
-    assert json.loads((tmp_path / "mine" / "run.json").read_text()) == {"identity": identity_of(other)}
-    take(tmp_path / "mine").release()
 
 
 def test_keys_that_may_change_when_resuming(tmp_path):

@@ -108,24 +108,6 @@ def test_episodes_of_ranks_that_the_run_no_longer_has_stay(run):
     assert (aside / "rank_2.jsonl").read_text() == "d\n"
 
 
-@pytest.mark.parametrize("harmed", [False, True])
-def test_a_stop_reports_saved_only_if_the_files_are_found(harmed, run, monkeypatch):
-    inner = CheckpointStore.prune
-
-    def prune(store):
-        problem = inner(store)
-        for path in (store.path / "kept").iterdir() if harmed else ():
-            path.unlink()
-        return problem
-
-    monkeypatch.setattr(checkpointer, "stop_wanted", lambda: True)
-    monkeypatch.setattr(CheckpointStore, "prune", prune)
-    assert run.start() == 143
-    (line,) = [line for line in run.log(0).read_text().splitlines() if "asked to stop" in line]
-    assert ("is saved" in line) is not harmed
-    assert ("ERROR" in line and "is not saved (rank 0: kept/replay" in line) is harmed
-
-
 def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(run, monkeypatch):
     done, before = [], set(run.checkpoint_folders)
 

@@ -13,7 +13,7 @@ from contextlib import nullcontext, suppress
 import pytest
 
 from omagd.utils import signals
-from omagd.utils.progress import _show, close_bars
+from omagd.utils.logging import _show, close_bars
 from omagd.utils.signals import (
     Stopped,
     ask_to_end,

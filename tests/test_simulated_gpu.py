@@ -21,13 +21,12 @@ from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.ops import PackedGRU
-from omagd.run.checkpoint.serialization import pack
+from omagd.run.checkpoint.state import pack
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
 from omagd.run.training.build import new_predictor, new_tokenizer
 from omagd.run.training.stages.health import Health
-from omagd.utils.clock import Counters
 from omagd.utils.dist_utils import Dist
-from omagd.utils.metrics import Metrics
+from omagd.utils.metrics import Counters, Metrics
 from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)

@@ -31,10 +31,10 @@ from omagd.modules.graph_reconstructers.belief_head import BeliefHead
 from omagd.modules.graph_reconstructers.graphs import GraphTables, feature_mask
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.modules.ops import overridden_alone
-from omagd.utils.contracts import faults
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
+from omagd.utils.plugins import faults
 
 HEAD = "belief_head"  # name of the head's weight file
 DECAY = 0.99  # of the running mean and deviation, per update

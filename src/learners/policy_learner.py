@@ -29,10 +29,10 @@ from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, Sy
 from omagd.modules import agents
 from omagd.modules.agents.agent import AgentInputs, Remembers, StartsInside
 from omagd.modules.ops import autocast_bf16
-from omagd.utils.contracts import faults
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
+from omagd.utils.plugins import faults
 from omagd.utils.seeding import generator
 
 ADAM_EPSILON = 1e-5  # as in MAPPO's published code

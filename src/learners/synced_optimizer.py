@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from omagd.config.schema import Config
-from omagd.utils.contracts import defined_at
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.plugins import owner_of
+from omagd.utils.plugins import defined_at, owner_of
 
 Stats = Mapping[str, tuple[Tensor, Tensor]]
 """Named sums with their counts: (sum, count), both scalars."""

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from omagd.utils.contracts import defined_at, faults
 from omagd.utils.errors import UserError, unknown_name
-from omagd.utils.plugins import NAMES, built, in_one_line
+from omagd.utils.plugins import NAMES, built, defined_at, faults, in_one_line
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from omagd.utils.errors import readable, visible
-from omagd.utils.held_folder import FolderGone, make_folder, require_held
+from omagd.utils.storage import FolderGone, make_folder, require_held
 
 KEPT_BYTES = 256 << 20
 """Of files that could not be written, the newest ones stay in memory up to this size."""

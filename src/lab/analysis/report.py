@@ -20,7 +20,7 @@ from omagd.lab.analysis.runs import LONGEST_STUDY, Run, read_runs, studies_at
 from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, interval, mean
 from omagd.run.reporting.report import number_text
 from omagd.utils.errors import UserError, readable
-from omagd.utils.progress import duration
+from omagd.utils.logging import duration
 from omagd.utils.run_folder import STUDY_FILE
 from omagd.utils.storage import read_json
 from omagd.utils.writing import print_out, replace_file

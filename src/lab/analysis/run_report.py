@@ -15,7 +15,7 @@ from omagd.lab.analysis.runs import Run, natural, read_records
 from omagd.run.reporting.card import NO_EFFECT, recorded_of, resumed
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import UserError, readable
-from omagd.utils.progress import duration
+from omagd.utils.logging import duration
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import is_number
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from omagd.utils.errors import UserError
-from omagd.utils.progress import Progress
+from omagd.utils.logging import Progress
 from omagd.utils.signals import stoppable
 from omagd.utils.writing import print_out
 

@@ -20,7 +20,7 @@ from omagd.lab.studies.sweep import check_space
 from omagd.lab.studies.sweep_spec import Sweep
 from omagd.run.reporting.report import aligned
 from omagd.utils.errors import visible
-from omagd.utils.progress import duration
+from omagd.utils.logging import duration
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import read_entry
 

@@ -17,9 +17,8 @@ from pydantic import ConfigDict, TypeAdapter
 from omagd.lab.studies.executors import Job
 from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, take
 from omagd.utils.errors import UserError, readable
-from omagd.utils.held_folder import held
 from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, write_json
-from omagd.utils.storage import read_entry, read_json, try_folder
+from omagd.utils.storage import held, read_entry, read_json, try_folder
 from omagd.utils.writing import replace_file
 
 STATE, COPY, RUNS, LOGS = STUDY_FILE, "study.yaml", STUDY_RUNS, "logs"

@@ -20,7 +20,7 @@ from omagd.lab.studies.view import ConsoleView
 from omagd.run.launchers import require_one_task
 from omagd.run.reporting.card import IF_MEANT, READS, code
 from omagd.utils.errors import Mistakes, UserError, readable
-from omagd.utils.owned_folder import closed_to_others
+from omagd.utils.run_folder import closed_to_others
 from omagd.utils.signals import stoppable
 
 Examined = dict[str, Any]

@@ -29,8 +29,7 @@ from omagd.lab.studies.study import examine, make_executor
 from omagd.lab.studies.sweep_spec import Sweep, Value, optuna
 from omagd.lab.studies.view import ConsoleView
 from omagd.utils.errors import UserError, import_library, nearest
-from omagd.utils.owned_folder import closed_to_others
-from omagd.utils.run_folder import write_json
+from omagd.utils.run_folder import closed_to_others, write_json
 from omagd.utils.storage import is_number, read_json
 from omagd.utils.writing import replace_file
 

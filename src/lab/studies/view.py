@@ -13,7 +13,7 @@ from omagd.lab.studies.engine import View
 from omagd.lab.studies.state import DONE, FAILED, RUNNING, WAITING, Record, StudyState
 from omagd.run.reporting.report import aligned
 from omagd.utils.errors import visible
-from omagd.utils.progress import duration
+from omagd.utils.logging import duration
 from omagd.utils.storage import is_number, read_entry
 
 REDRAW_SECONDS = 1.0

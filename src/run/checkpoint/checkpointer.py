@@ -21,19 +21,27 @@ import torch
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_file import EpisodeRange
 from omagd.config.schema import Config
-from omagd.run.checkpoint.plan import RecoveredState, ResumePlan, unusable
-from omagd.run.checkpoint.serialization import pack
-from omagd.run.checkpoint.state import Pretrained, SavedSession, SavedStage, Scope, StageResult, Stateful, upgraded
+from omagd.run.checkpoint.recovery import RecoveredState, ResumePlan, unusable
+from omagd.run.checkpoint.state import (
+    Pretrained,
+    SavedSession,
+    SavedStage,
+    Scope,
+    StageResult,
+    Stateful,
+    pack,
+    upgraded,
+)
 from omagd.run.checkpoint.store import CheckpointStore
 from omagd.run.checkpoint.weights import checksum
 from omagd.run.checkpoint.writer import CheckpointWriter, Snapshot, SnapshotWriter
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError
-from omagd.utils.held_folder import require_held
 from omagd.utils.metrics import added
 from omagd.utils.run_folder import RunFolder, rank_of
 from omagd.utils.seeding import random_state, set_random_state
 from omagd.utils.signals import deferred, saving, stop_now, stop_wanted
+from omagd.utils.storage import require_held
 from omagd.utils.writing import STORAGE
 
 TRAINED_BY = {"stage1": "tokenizer", "stage2": "predictor"}
@@ -119,21 +127,20 @@ class Checkpointer:
             if stop:
                 saving()  # from here on a late signal does not cut the save short
             self.finish()
-            draft = self._begin(stage, stage.buffers())
+            self._begin(stage, stage.buffers())
             self.finish()
         elif (due or stage.urgent()) and not busy:
             self._begin(stage, stage.buffers())
         if stop:
-            self._log_saved(draft, stage.session)
+            self._log_saved(stage.session)
             stop_now()
 
-    def _log_saved(self, draft: CheckpointWriter, session: SavedSession) -> None:
-        """Log that an iteration is saved once every rank has found its part in the complete checkpoint."""
+    def _log_saved(self, session: SavedSession) -> None:
+        """Log whether the last iteration is saved."""
         failed = self.dist.gather(self._failed)  # rank 0 comes here when the checkpoint is complete, or cannot be
-        missing = self.dist.gather("" if any(failed) else draft.missing())
-        problems = [f"rank {rank}: {text}" for rank, text in enumerate(missing) if text] or list(filter(None, failed))
-        how = f"is not saved ({problems[0]}): the previous checkpoint remains" if problems else "is saved"
-        log = session.logger.error if problems else session.logger.info
+        problem = next(filter(None, failed), "")
+        how = f"is not saved ({problem}): the previous checkpoint remains" if problem else "is saved"
+        log = session.logger.error if problem else session.logger.info
         log(f"asked to stop: iteration {self.iteration} {how}")
 
     def stage_finished(self, stage: SavedStage, result: StageResult, more: bool) -> None:
@@ -169,7 +176,7 @@ class Checkpointer:
     def _busy(self) -> bool:
         return self._saving is not None and not self._saving.done()
 
-    def _begin(self, stage: SavedStage, buffers: dict[str, EpisodeBuffer], over: bool = False) -> CheckpointWriter:
+    def _begin(self, stage: SavedStage, buffers: dict[str, EpisodeBuffer], over: bool = False) -> None:
         """Copy everything and let the thread write it. Errors: UserError where something is not finite."""
         stage.require_sound()
         session = stage.session
@@ -198,7 +205,6 @@ class Checkpointer:
         )
         self._saved_at = time.monotonic()
         self._saving = self._thread.submit(self._writer.write, snapshot, session.logger)
-        return snapshot.draft
 
     def _states(self, scope: Scope) -> dict[str, Any]:
         return {name: stateful.state_dict() for name, stateful in self._registered[scope].items()}

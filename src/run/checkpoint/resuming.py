@@ -18,17 +18,22 @@ from typing import Any
 from omagd.config.env_info import map_label
 from omagd.config.loading import read_saved, validate
 from omagd.config.schema import COMPONENT_ARGS, REMOVED, Config
-from omagd.run.checkpoint.freeing import free_finished
 from omagd.run.checkpoint.run_lock import LOCK, Busy, Lock, ProcessIdentity, busy_rank, mark_rank, take
+from omagd.run.checkpoint.set_aside import CONTINUED, continue_whole, free_finished
 from omagd.run.checkpoint.store import SAVED, digest
-from omagd.run.checkpoint.whole_state import CONTINUED, continue_whole
 from omagd.utils.errors import UserError, readable
-from omagd.utils.held_folder import Identity, held
-from omagd.utils.logging import PACKAGE, setup_logging
-from omagd.utils.owned_folder import Untrusted, closed_to_others, require_own
-from omagd.utils.progress import duration
-from omagd.utils.run_folder import RUN_FILE, RunFolder, fingerprint, keep_json, write_json
-from omagd.utils.storage import ABSENT, listed, patiently, read_entry
+from omagd.utils.logging import PACKAGE, duration, setup_logging
+from omagd.utils.run_folder import (
+    RUN_FILE,
+    RunFolder,
+    Untrusted,
+    closed_to_others,
+    fingerprint,
+    keep_json,
+    require_own,
+    write_json,
+)
+from omagd.utils.storage import ABSENT, Identity, held, listed, patiently, read_entry
 from omagd.utils.writing import STORAGE
 
 LOG = logging.getLogger(PACKAGE)
@@ -52,7 +57,7 @@ OLD_RANKS_SECONDS = 60.0
 WAITING_SECONDS = 60.0
 """Pause between two messages while waiting for another process."""
 
-STARTING = re.compile(rf"{LOCK}(\.\d+|\.ranks)?|config\.json|\.(config|run)\.json\..+\.tmp")
+STARTING = re.compile(rf"{LOCK}(\.ranks)?|config\.json|\.(config|run)\.json\..+\.tmp")
 """Files that a start makes before it notes what the run is."""
 
 KEYS_SHOWN, KEY_LENGTH = 8, 100

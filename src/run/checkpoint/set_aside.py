@@ -1,4 +1,6 @@
-"""Cut a run's files back to where it continues; what cannot be reproduced is kept in `set_aside/`.
+"""Cut a run's files back to where it continues; copy another run's state; free what a finished run keeps.
+
+What cannot be reproduced is kept in `set_aside/`.
 
 A run that continues from its newest complete checkpoint repeats what came after it, so later output is removed. In
 every other case (an older checkpoint, lost episodes, weights alone, other ranks or versions) it is moved to
@@ -10,21 +12,36 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import shutil
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-from omagd.run.checkpoint.plan import STAGES, Position, ResumePlan
-from omagd.run.checkpoint.store import SAVED, Damaged, clean, folders, note_saved, read_checkpoint, read_saved
+from omagd.config.schema import REMOVED, Config
+from omagd.run.checkpoint.recovery import STAGES, Position, ResumePlan
+from omagd.run.checkpoint.store import (
+    SAVED,
+    Checkpoint,
+    Damaged,
+    clean,
+    episode_files,
+    folders,
+    note_saved,
+    read_checkpoint,
+    read_saved,
+)
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.held_folder import make_folder, require_held
-from omagd.utils.run_folder import RunFolder, rank_of
-from omagd.utils.storage import listed, sync
+from omagd.utils.logging import PACKAGE
+from omagd.utils.run_folder import FOLDER, RUN_FILE, RunFolder, rank_of, write_json
+from omagd.utils.storage import ABSENT, listed, make_folder, opened, read_entry, require_held, sync
 from omagd.utils.writing import atomic_file
 
 OCCUPIED = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
@@ -221,3 +238,187 @@ def link(source: Path, target: Path) -> None:
         if not target.exists():
             shutil.copy2(source, target)
             sync(target)
+
+
+T = TypeVar("T")
+LOG = logging.getLogger(PACKAGE)
+RATES = ("lr", "critic_lr", "graph_lr")
+"""Learning rates, which belong to the whole state of a run."""
+
+CONTINUED = "continued_from.json"
+
+MUST_AGREE: dict[str, Callable[[Any], Any]] = {
+    "learner": lambda name: str(name).removesuffix("_ddp"),  # two names of one learner
+    "group_size": int, "n_starts": lambda count: count is None, "reconstructor_refresh": bool, "truth_until": bool,
+    "fill_unseen": lambda fill: fill == "none", "use_graph_reconstruction": bool, "use_full_obs": bool,
+    "use_team_obs": bool, "belief_loss": str,
+}  # fmt: skip
+"""What must be equal in two runs, if one goes on with the other's state of stage 3: a function of each key's value."""
+
+EARLIER = {
+    "group_size": 1, "n_starts": None, "reconstructor_refresh": 0, "truth_until": 0.0, "fill_unseen": "none",
+    "use_team_obs": False, "belief_loss": "none",
+}  # fmt: skip
+"""Values of keys that runs of earlier versions do not have."""
+
+
+def continue_whole(config: Config, folder: RunFolder) -> None:
+    """Copy the whole state that `checkpoint_path` means, if any, into a new run's folder. Errors: UserError."""
+    source = whole_state(config, lambda found: _adopt(found, folder))
+    if source is None:
+        return
+    LOG.info(f"continuing from {source.path} in a new folder: {folder.path}")
+    theirs = read_entry(RunFolder(source.path.parents[1]).config_json)
+    if given := [key for key in RATES if theirs.get(key, ...) not in (..., getattr(config, key))]:
+        kept = ", ".join(f"{key}={theirs[key]}" for key in given)
+        LOG.warning(f"checkpoint_path: a whole state keeps {kept}; give the run's models/ to change it")
+
+
+def whole_state(config: Config, use: Callable[[Checkpoint], T]) -> T | None:
+    """Return what `use` makes of the newest sound checkpoint that `checkpoint_path` means; None where it means weights.
+
+    A run's folder, its `checkpoints/` or a folder in that mean a whole state, unless `load_step` asks for weights; a
+    run's folder means weights, too, where this run cannot go on with the state (`_unlike`).
+    Errors: UserError where there are checkpoints and none of them is sound, or where they were asked for and are not
+        this run's kind.
+    """
+    if not config.checkpoint_path or config.evaluate or config.load_step:
+        return None
+    given = Path(config.checkpoint_path).expanduser().absolute()
+    problems: list[str] = []
+    for path in _candidates(given):
+        try:
+            found = read_checkpoint(path)
+            if not (reason := _unlike(config, found)):
+                _require_files(config, found)
+                found.common()
+                for rank in range(found.manifest["world_size"]):
+                    found.of_rank(rank)
+                return use(found)
+            models = f"{path.parents[1]}/models"
+            if path.parents[1] != given:
+                raise UserError(
+                    f"checkpoint_path={config.checkpoint_path}: a state with {reason}. Give {models} to start from its"
+                    " weights"
+                )
+            LOG.info(f"checkpoint_path: a run with {reason}, so this one starts from the weights in {models}")
+            return None
+        except (Damaged, FileNotFoundError) as problem:  # the run may be running, and have removed it just now
+            problems.append(f"{path.name}: {problem}")
+    if problems:
+        raise UserError(
+            f"checkpoint_path={config.checkpoint_path}: no checkpoint there is sound ({problems[0]}); give models/ to"
+            " continue from saved weights"
+        )
+    return None
+
+
+def _require_files(config: Config, found: Checkpoint) -> None:
+    """Compare the files of a checkpoint with its manifest; with `resume=lossy` episodes may be missing.
+
+    Errors: Damaged; UserError where the replay was removed when the run had finished.
+    """
+    faults, episodes = found.faults(), episode_files(found.manifest)
+    if not faults or config.resume == "lossy" and faults.keys() <= episodes:
+        return
+    if faults.keys() == episodes and is_finished(RunFolder(found.path.parents[1])):
+        raise UserError(
+            f"checkpoint_path={config.checkpoint_path}: its replay was removed when it finished (keep_checkpoints="
+            "True would have kept it). resume=lossy continues with an empty replay, models/ from the weights"
+        )
+    raise Damaged(next(iter(faults.values())))
+
+
+def _unlike(config: Config, found: Checkpoint) -> str:
+    """Return why a run cannot go on with a state of stage 3: the key with both values; empty if it can.
+
+    Learners and starts of episodes have states of their own, and the episodes of a replay hold
+    what their agents read.
+    """
+    saved = read_entry(RunFolder(found.path.parents[1]).config_json)
+    if found.manifest["stage"] != "stage3" or "learner" not in saved:
+        return ""
+    removed = {key: default for key, (default, _) in REMOVED.items()}
+    theirs, ours = {**EARLIER, **saved}, {**removed, **config.model_dump()}
+    return next(
+        (
+            f"{key}={theirs[key]}, not {ours[key]}"
+            for key, what in MUST_AGREE.items()
+            if key in theirs and what(theirs[key]) != what(ours[key])
+        ),
+        "",
+    )
+
+
+def _candidates(given: Path) -> list[Path]:
+    """Return the folders of checkpoints that a path means, newest first."""
+    if (given / "manifest.json").exists():
+        return [given]
+    return folders(given / "checkpoints") or (folders(given) if given.name == "checkpoints" else [])
+
+
+def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
+    """Copy a checkpoint, and what its run had logged until then, into another run's folder; return the checkpoint.
+
+    Errors: FileNotFoundError if the run is still running and has just removed the checkpoint.
+    """
+    old = RunFolder(source.path.parents[1])
+    shutil.rmtree(folder.checkpoints, ignore_errors=True)  # half of one that was removed meanwhile
+    lost = episode_files(source.manifest)  # with `resume=lossy`
+    for name in [*source.manifest["files"], f"{source.path.name}/manifest.json"]:
+        if name not in lost or (source.path.parent / name).exists():
+            link(source.path.parent / name, folder.checkpoints / name)
+    for path in (old.metrics_jsonl, old.card_json, *old.episode_logs()):
+        if path.exists():
+            target = folder.path / path.relative_to(old.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+    for path in [old.pretrained(stage, best) for stage in ("stage1", "stage2") for best in (False, True)]:
+        if path.is_dir():
+            half = shutil.ignore_patterns(".*")
+            shutil.copytree(path, folder.models / path.name, ignore=half, dirs_exist_ok=True)
+    write_json(folder.path / CONTINUED, {"checkpoint": str(source.path), "iteration": source.manifest["iteration"]})
+    return source
+
+
+EPISODES = ".episodes"
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Return whether a run has ended and written everything."""
+    return bool(read_entry(folder.path / RUN_FILE).get("finished"))
+
+
+def free_replay(folder: RunFolder, remove: bool = True) -> tuple[int, int]:
+    """Remove the episodes of a finished run's checkpoints; return the number of files and the bytes that this frees.
+
+    Every folder is opened by its name in the one before, following no links. A file that another run shares by a hard
+    link frees nothing. remove: False only counts. Errors: OSError.
+    """
+    files = size = 0
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(opened(folder.path, FOLDER))
+            for name in ("checkpoints", "kept"):
+                handle = stack.enter_context(opened(name, FOLDER, handle))
+        except ABSENT:
+            return 0, 0
+        for name in sorted(os.listdir(handle)):
+            about = os.stat(name, dir_fd=handle, follow_symlinks=False)
+            if not name.endswith(EPISODES) or not stat.S_ISREG(about.st_mode):
+                continue
+            files, size = files + 1, size + about.st_size * (about.st_nlink == 1)
+            if remove:
+                os.unlink(name, dir_fd=handle)
+    return files, size
+
+
+def free_finished(folder: RunFolder) -> None:
+    """Remove the replay of a run that has just finished, and log how much that frees."""
+    try:
+        size = free_replay(folder)[1]
+    except OSError as problem:
+        LOG.warning(f"the replay of the finished run stays in its checkpoints: {problem}")
+        return
+    if size:
+        LOG.info(f"freed {size / 1e6:.1f} MB: the replay in the checkpoints (keep_checkpoints=True keeps it)")

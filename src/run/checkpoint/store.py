@@ -24,13 +24,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from omagd.run.checkpoint.manifest import CommonForm, Form, ManifestForm, RankForm, misfit, sealed
-from omagd.run.checkpoint.serialization import unpack
-from omagd.utils.run_folder import RunFolder, write_json
+from omagd.run.checkpoint.state import unpack
+from omagd.utils.run_folder import RunFolder, fingerprint, write_json
 from omagd.utils.storage import ABSENT, Unreadable, listed, patiently, read_json, sync
 
 FORMAT = 2
@@ -44,10 +44,6 @@ class Damaged(Exception):
     """A checkpoint with missing or changed files."""
 
 
-class Foreign(Damaged):
-    """A checkpoint of a format that this version does not read."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint.
@@ -58,11 +54,6 @@ class Checkpoint:
 
     path: Path
     manifest: Mapping[str, Any]
-
-    def check(self) -> None:
-        """Compare every file with the manifest. Errors: Damaged, Unreadable."""
-        for problem in self.faults().values():
-            raise Damaged(problem)
 
     def faults(self, part: int = 0, parts: int = 1) -> dict[str, str]:
         """Return the problems of a share of the files that differ from the manifest, by name.
@@ -90,17 +81,14 @@ class Checkpoint:
         return self.path.parent / name
 
 
-def fault(path: Path, entry: Mapping[str, Any], content: bool = True) -> str:
-    """Return how a file differs from its entry in the manifest, empty if it does not. Errors: Unreadable.
-
-    content: compare the bytes too, not the size alone.
-    """
+def fault(path: Path, entry: Mapping[str, Any]) -> str:
+    """Return how a file differs from its entry in the manifest, empty if it does not. Errors: Unreadable."""
     try:
         facts = patiently(path, path.stat)
         size = facts.st_size if stat.S_ISREG(facts.st_mode) else -1  # a pipe would keep its reader waiting
         if size != entry["bytes"]:
             return f"{size} bytes instead of {entry['bytes']}"
-        if content and patiently(path, lambda: digest(path)) != entry["sha256"]:
+        if patiently(path, lambda: digest(path)) != entry["sha256"]:
             return "its content has changed"
     except ABSENT as problem:
         return str(problem.strerror)
@@ -122,7 +110,7 @@ def read_part(path: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder, its files unchecked. Errors: Damaged, Foreign, Unreadable."""
+    """Return the checkpoint in a folder, its files unchecked. Errors: Damaged, Unreadable."""
     text = _content(path / MANIFEST)
     try:
         return Checkpoint(path, _fitting(ManifestForm, MANIFEST, _known(json.loads(text))))
@@ -144,7 +132,7 @@ def _known(manifest: Any) -> dict[str, Any]:
     if not isinstance(manifest, dict) or sealed(manifest)["seal"] != manifest.get("seal"):
         raise Damaged(f"{MANIFEST}: its content has changed")
     if (found := manifest.get("format")) != FORMAT:
-        raise Foreign(f"{MANIFEST}: format {found}, which this version does not read (it reads {FORMAT})")
+        raise Damaged(f"{MANIFEST}: format {found}, which this version does not read (it reads {FORMAT})")
     return manifest
 
 
@@ -171,18 +159,16 @@ class CheckpointStore:
         self.path, self.rank, self.world_size = path, rank, world_size
         self.attempt, self.keep, self.waits_until = attempt, keep, math.inf
 
-    def prune(self) -> str:
+    def prune(self) -> None:
         """Remove checkpoints that are neither among the newest nor the best, and the files that they alone name.
 
-        No other file is touched: other ranks may be writing the next checkpoint. Returns why shared files were kept,
-        nothing where none had to be: a manifest that cannot be read may name any of them.
+        No other file is touched: other ranks may be writing the next checkpoint. A manifest that cannot be read may
+        name any of the shared files: then these stay.
         """
-        known, unknown = [], []
-        for path in folders(self.path):
-            try:
+        known, paths = [], folders(self.path)
+        for path in paths:
+            with suppress(Damaged, Unreadable):
                 known.append(read_checkpoint(path))
-            except (Damaged, Unreadable) as problem:
-                unknown.append(f"{path.name}: {problem}")
         scored = [found for found in known if found.manifest.get("score") is not None]
         best = max(scored, key=lambda found: found.manifest["score"], default=None)
         old = [found for found in known[self.keep :] if best is None or found.path != best.path]
@@ -192,10 +178,8 @@ class CheckpointStore:
             each.path.rename(doomed)  # disappears at once, even if its removal is interrupted
             shutil.rmtree(doomed, ignore_errors=True)
         unused = {name for found in old for name in found.manifest["files"]} - needed
-        if unknown and unused:
-            return unknown[0]
-        remove_kept(self.path, unused)
-        return ""
+        if len(known) == len(paths):
+            remove_kept(self.path, unused)
 
 
 def clean(path: Path) -> None:
@@ -221,6 +205,11 @@ def remove_kept(path: Path, names: set[str]) -> None:
     for name in [] if (path / "kept").is_symlink() else shared:  # a link leads to files that are not ours
         with suppress(IsADirectoryError):
             (path / name).unlink(missing_ok=True)
+
+
+def episode_files(manifest: Mapping[str, Any]) -> set[str]:
+    """Return the files of episodes that a manifest names."""
+    return {part["file"] for rank in manifest["logs"] for log in rank.values() for part in log["parts"]}
 
 
 def folders(path: Path) -> list[Path]:
@@ -254,3 +243,132 @@ def note_saved(folder: RunFolder, iteration: int) -> None:
     """Note the iteration of the last complete save, durably. Errors: OSError."""
     write_json(folder.path / SAVED, {"iteration": iteration, "format": FORMAT})
     sync(folder.path)
+
+
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Stage = Literal["stage1", "stage2", "stage3"]
+LONGEST_NAME = 255
+PLAIN = re.compile(r"[^./][^/]*/[^./][^/]*")
+
+
+class Form(BaseModel):
+    """Base of the models: values must have exactly these types, nothing is converted."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class FileForm(Form):
+    """A file below `checkpoints/`."""
+
+    bytes: Count
+    sha256: str
+
+
+class RangeForm(Form):
+    """A file of episodes."""
+
+    first: Count
+    count: Count
+    file: str
+    entry: FileForm
+    codec: dict[str, Any] | None
+
+
+class LogForm(Form):
+    """A rank's episodes under a name."""
+
+    added: Count
+    kept: Count
+    parts: list[RangeForm]
+
+
+class ManifestForm(Form):
+    """`manifest.json`."""
+
+    world_size: Annotated[int, Field(ge=1)]
+    iteration: Count
+    stage: Stage
+    t_env: Count
+    clock: dict[str, Count]
+    score: float | None
+    files: dict[str, FileForm]
+    logs: list[dict[str, LogForm]]
+
+    @model_validator(mode="after")
+    def _fits(self) -> ManifestForm:
+        for name in self.files:
+            if not _is_inside(name):
+                raise ValueError(f"{name[:80]!a} is no file of a checkpoint")
+        if len(self.logs) != self.world_size:
+            raise ValueError(f"logs of {len(self.logs)} ranks instead of {self.world_size}")
+        for part in (part for rank in self.logs for log in rank.values() for part in log.parts):
+            if part.file not in self.files:
+                raise ValueError(f"{part.file[:80]!a} does not belong to it")
+        if self.stage != "stage3" and "epoch" not in self.clock:
+            raise ValueError("clock: no epoch")
+        return self
+
+
+class ResultForm(Form):
+    """A finished stage."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: Stage
+    clock: dict[str, int]
+    values: dict[str, Any]
+    files: dict[str, str]
+    facts: dict[str, Any]
+
+
+class RunForm(Form):
+    """What the run has logged."""
+
+    wall_seconds: float
+    metrics_bytes: Count
+    sinks: dict[str, dict[str, Any]]
+    earlier_ranks: dict[Count, Count] = {}
+
+
+class CommonForm(Form):
+    """`common.th`."""
+
+    stage: Stage | None
+    finished: list[ResultForm]
+    products: dict[str, str]
+    modules: dict[str, str]
+    shared: dict[str, Any]
+    run: RunForm
+
+
+class RankForm(Form):
+    """`rank_<r>.th`."""
+
+    stage: dict[str, Any]
+    random: dict[str, Any]
+    runners: dict[str, Any]
+    past: dict[str, float]
+    episode_bytes: Count
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with a checksum of its content under `seal`."""
+    content = {key: value for key, value in manifest.items() if key != "seal"}
+    return {**content, "seal": fingerprint(content)}
+
+
+def misfit(form: type[Form], value: Mapping[str, Any]) -> str:
+    """Return what is wrong with a value, empty if it fits the form."""
+    try:
+        form.model_validate(value)
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(str(part)[:40] for part in first["loc"])
+        return f"{place}: {first['msg']}" if place else str(first["msg"])
+    return ""
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a name is `<folder>/<file>`, both plain and of a length that a disk takes."""
+    sizes = [len(part.encode(errors="replace")) for part in name.split("/")]
+    return bool(PLAIN.fullmatch(name)) and name.isprintable() and max(sizes) <= LONGEST_NAME

@@ -13,25 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from omagd.components.episode_file import EpisodeRange
-from omagd.run.checkpoint.manifest import sealed
-from omagd.run.checkpoint.plan import RecoveredState
-from omagd.run.checkpoint.serialization import serialized
+from omagd.run.checkpoint.recovery import RecoveredState
+from omagd.run.checkpoint.state import serialized
 from omagd.run.checkpoint.store import (
     FORMAT,
     MANIFEST,
     CheckpointStore,
-    Damaged,
     digest,
-    fault,
     note_saved,
-    read_checkpoint,
     remove_kept,
+    sealed,
 )
 from omagd.utils.dist_utils import Dist
-from omagd.utils.held_folder import make_folder, require_held
 from omagd.utils.logging import Logger
 from omagd.utils.run_folder import RunFolder, plain, write_json
-from omagd.utils.storage import RETRY_SECONDS, Unreadable, listed, read_json, sync
+from omagd.utils.storage import Unreadable, make_folder, read_json, require_held, sync
 from omagd.utils.writing import REMIND_SECONDS, replace_file
 
 POLL_SECONDS = 0.02
@@ -109,22 +105,6 @@ class CheckpointWriter:
         self.path.rename(self.final)
         return self.final
 
-    def missing(self) -> str:
-        """Return what is missing of this rank's part in the complete checkpoint, empty if nothing is.
-
-        Files that this rank wrote now are read again; of files of earlier checkpoints the size is compared.
-        """
-        try:
-            _see(self.final / MANIFEST)
-            named = read_checkpoint(self.final).manifest["files"]
-            for name, entry in self.files.items():
-                found = fault(self.store.path / name, entry, content=name in self._new)
-                if found or named.get(name) != entry:
-                    return f"{name}: {found or 'the manifest names another file'}"
-        except (Damaged, Unreadable) as problem:
-            return str(problem)
-        return ""
-
     def discard(self) -> None:
         """Remove what was written into the folder of this draft."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -173,7 +153,6 @@ class SnapshotWriter:
         self.store, self.dist, self.folder, self.minutes = store, dist, folder, minutes
         self.parts: dict[str, list[dict[str, Any]]] = {}
         self.modules: dict[str, dict[str, Any]] = {}
-        self._warned = False
         self._logged: dict[str, float] = {}
 
     def continue_from(self, state: RecoveredState) -> None:
@@ -235,14 +214,10 @@ class SnapshotWriter:
         try:
             for path in (self.folder.checkpoints, self.folder.path, self.folder.path.parent):
                 sync(path)
-            unknown = self.store.prune()
+            self.store.prune()
             note_saved(self.folder, iteration)
         except (OSError, Unreadable) as problem:
             logger.error(f"iteration {iteration} is saved, but not all of its folder could be updated: {problem}")
-            return
-        if unknown and not self._warned:
-            self._warned = True
-            logger.warning(f"files of old checkpoints stay in {self.store.path / 'kept'}: {unknown}")
 
     def _write_episodes(
         self, name: str, new: EpisodeRange, facts: dict[str, Any], draft: CheckpointWriter
@@ -259,15 +234,6 @@ class SnapshotWriter:
     def _write_module(self, name: str, state: dict[str, Any], draft: CheckpointWriter) -> dict[str, Any]:
         file = draft.keep(f"{name}_{self.store.attempt}.th", lambda path: write_part(path, state))
         return {"file": file, "entry": draft.files[file]}
-
-
-def _see(path: Path) -> None:
-    """Wait a moment for a file that another host wrote: a network file system may show its name late."""
-    for pause in RETRY_SECONDS:
-        if path.exists():
-            return
-        listed(path.parent.parent)  # makes NFS ask its server again
-        time.sleep(pause)
 
 
 def write_part(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:

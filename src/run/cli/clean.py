@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from omagd.run.checkpoint.freeing import free_replay, is_finished
 from omagd.run.checkpoint.run_lock import Busy, busy_run, take
+from omagd.run.checkpoint.set_aside import free_replay, is_finished
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry

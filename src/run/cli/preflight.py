@@ -223,8 +223,8 @@ def _check_paths(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[
     """
     import torch
 
+    from omagd.run.checkpoint.set_aside import whole_state
     from omagd.run.checkpoint.weights import find_step_folder
-    from omagd.run.checkpoint.whole_state import whole_state
     from omagd.run.training.build import build_plain_mac, load_agent, load_pretrained, of_checkpoint
     from omagd.run.training.experiment import stage_names
     from omagd.run.training.stages.base import PretrainedModules

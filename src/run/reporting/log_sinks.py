@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from omagd.utils.logging import Logger, Record, RunFacts, Sink, warn_off
-from omagd.utils.owned_folder import unlinked
 from omagd.utils.registry import Registry
-from omagd.utils.run_folder import RunFolder, plain
+from omagd.utils.run_folder import RunFolder, plain, unlinked
 from omagd.utils.writing import STORAGE, AppendFile, open_records
 
 BUILT_IN = {

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from omagd.run.memory_budget import resident_bytes
 from omagd.utils.dist_utils import Dist
-from omagd.utils.held_folder import make_folder
 from omagd.utils.metrics import weighted_means
+from omagd.utils.storage import make_folder
 from omagd.utils.writing import STORAGE
 
 Pairs = dict[str, tuple[float, float]]

@@ -13,7 +13,7 @@ import numpy as np
 from omagd.config.loading import config_names, read_preset
 from omagd.run.reporting.card import Card, is_card, marks, resumed
 from omagd.utils.errors import UserError
-from omagd.utils.progress import duration
+from omagd.utils.logging import duration
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.storage import is_number, read_entry
 

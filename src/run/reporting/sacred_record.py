@@ -19,8 +19,8 @@ from omagd.config.loading import to_plain
 from omagd.config.schema import Config
 from omagd.run.launchers import in_group
 from omagd.utils.errors import UserError
-from omagd.utils.held_folder import FolderGone, hold, release
 from omagd.utils.logging import PACKAGE, setup_logging
+from omagd.utils.storage import FolderGone, hold, release
 from omagd.utils.writing import STORAGE, AppendFile, open_records
 
 MOST = 500

@@ -25,8 +25,7 @@ from urllib.parse import urlparse
 from omagd.run.reporting.plots import read_metrics
 from omagd.utils.logging import Record, RunFacts, Sink
 from omagd.utils.metrics import of_maps
-from omagd.utils.owned_folder import unlinked
-from omagd.utils.run_folder import RunFolder, keep_json
+from omagd.utils.run_folder import RunFolder, keep_json, unlinked
 from omagd.utils.storage import listed, opened, read_entry
 
 INIT_SECONDS, AGAIN_SECONDS = 30.0, 3600.0

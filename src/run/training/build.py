@@ -28,7 +28,7 @@ from omagd.modules.graph_reconstructers.pretrained import check, require_one_pre
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.checkpointer import Checkpointer
-from omagd.run.checkpoint.plan import ResumePlan
+from omagd.run.checkpoint.recovery import ResumePlan
 from omagd.run.checkpoint.weights import (
     AGENT_FILE,
     PREDICTOR_FILE,

@@ -13,8 +13,7 @@ import torch
 
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers import pretraining
-from omagd.run.checkpoint.plan import ResumePlan
-from omagd.run.checkpoint.recovery import recover
+from omagd.run.checkpoint.recovery import ResumePlan, recover
 from omagd.run.checkpoint.resuming import rank_at_work
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.state import StageResult
@@ -46,9 +45,8 @@ from omagd.run.training.stages.rl import RLStage
 from omagd.utils.compiling import warn_no_more
 from omagd.utils.dist_utils import Dist, broken_exchange
 from omagd.utils.errors import RunFailed, UserError
-from omagd.utils.logging import Logger, append_to_log
+from omagd.utils.logging import Logger, append_to_log, close_bars
 from omagd.utils.plugins import crash_of, explain
-from omagd.utils.progress import close_bars
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, stop_requested, uninterrupted
 from omagd.utils.writing import STORAGE

@@ -16,8 +16,8 @@ from omagd.controllers.types import MAC
 from omagd.envs.protocol import ChangingOpponents
 from omagd.modules import agents
 from omagd.run.training.session import Session
-from omagd.utils.clock import Counters, Every
 from omagd.utils.errors import UserError, together, unknown_name
+from omagd.utils.metrics import Counters, Every
 
 EVASION = "evasion"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from omagd.config.schema import Config
 from omagd.learners.protocol import learner_class, updates_per_iteration
-from omagd.run.checkpoint.plan import ResumePlan
+from omagd.run.checkpoint.recovery import ResumePlan
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.launchers import ranks_here
 from omagd.run.memory_budget import memory_warnings

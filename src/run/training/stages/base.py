@@ -14,13 +14,11 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.types import Policy
 from omagd.learners.protocol import Trainable
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.run.checkpoint.serialization import first_not_finite
-from omagd.run.checkpoint.state import Attribute, Group, Scope, StageResult, Stateful
+from omagd.run.checkpoint.state import Attribute, Group, Scope, StageResult, Stateful, first_not_finite
 from omagd.run.memory_budget import oom_hint
 from omagd.run.training.session import Session
 from omagd.run.training.stages.health import Health, check_replicas
-from omagd.utils.clock import Counters, Every
-from omagd.utils.metrics import Metrics
+from omagd.utils.metrics import Counters, Every, Metrics
 from omagd.utils.seeding import Generators, seed_everything
 
 

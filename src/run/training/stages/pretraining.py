@@ -31,10 +31,9 @@ from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_poli
 from omagd.run.training.evaluate import trained_team
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
-from omagd.utils.clock import Every
-from omagd.utils.metrics import Metrics
+from omagd.utils.logging import Progress, duration
+from omagd.utils.metrics import Every, Metrics
 from omagd.utils.packing import PackedBatch
-from omagd.utils.progress import Progress, duration
 from omagd.utils.seeding import generator, random_state, seed_everything, set_random_state
 from omagd.utils.writing import STORAGE
 

@@ -29,10 +29,9 @@ from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.run.training.stages.testing import Tests
 from omagd.run.training.tasks import TrainingTasks, training_tasks
 from omagd.runners.rollout import Rollout
-from omagd.utils.clock import Every, Stopwatch
 from omagd.utils.dist_utils import Pending
-from omagd.utils.metrics import Metrics
-from omagd.utils.progress import Progress, duration
+from omagd.utils.logging import Progress, duration
+from omagd.utils.metrics import Every, Metrics, Stopwatch
 
 
 class RLStage(Stage):
