@@ -21,8 +21,7 @@ from omagd.components.data import ReplayData
 from omagd.components.resident_buffer import ROUNDING, FixedDraw
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.learners.fixed_updates import WARM_UP, uses_graph_updates
-from omagd.learners.nq_graph_learner import NQGraphLearner
-from omagd.learners.nq_learner import NQLearner
+from omagd.learners.nq_learner import NQGraphLearner, NQLearner
 from omagd.run.topology import Plan
 from omagd.run.training.device import check_machine
 from omagd.utils.dist_utils import Dist

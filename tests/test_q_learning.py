@@ -28,9 +28,8 @@ from torch.nn import functional as F
 
 import omagd
 from omagd.components import td_lambda as targets_of
-from omagd.components.action_selectors import EpsilonGreedy, Greedy
+from omagd.components.action_selectors import EpsilonGreedy, Greedy, epsilon_at
 from omagd.components.compiled import selection
-from omagd.components.schedules import LinearSchedule
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
@@ -136,9 +135,12 @@ def test_the_compiled_choice_is_that_of_the_reference():
             assert np.array_equal(again, EpsilonGreedy().select(q, available, epsilon, np.random.default_rng(5)))
 
 
-def test_schedule_falls_in_a_straight_line_and_stays():
-    schedule = LinearSchedule(1.0, 0.05, 1000)
-    assert [schedule.value(t) for t in (0, 500, 1000, 9999)] == pytest.approx([1.0, 0.525, 0.05, 0.05])
+def test_epsilon_falls_in_a_straight_line_or_by_a_factor_and_stays():
+    line = toy_config(epsilon_start=1.0, epsilon_finish=0.05, epsilon_anneal_time=1000)
+    assert [epsilon_at(line, t) for t in (0, 500, 1000, 9999)] == pytest.approx([1.0, 0.525, 0.05, 0.05])
+    curve = toy_config(epsilon_start=0.5, epsilon_finish=0.01, epsilon_speed=0.99)
+    expected = [max(0.5 * 0.99**t, 0.01) for t in range(1000)]
+    assert [epsilon_at(curve, t) for t in range(1000)] == pytest.approx(expected)
 
 
 def reference_values(agent, episode):

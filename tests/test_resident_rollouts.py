@@ -27,8 +27,8 @@ from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.training.stages.rl import RLStage
-from omagd.runners import resident_loop
-from omagd.runners.resident_loop import LOOK_EVERY, WARM_UP, Captured, Watch, choose
+from omagd.runners import resident_runner
+from omagd.runners.resident_runner import LOOK_EVERY, WARM_UP, Captured, Watch, choose
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -145,12 +145,12 @@ def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
         numbers.append(number)
         return uniform(number, key)
 
-    monkeypatch.setattr(resident_loop, "uniform", noted)
+    monkeypatch.setattr(resident_runner, "uniform", noted)
     steps, agents, actions = 40, 3, 5
     q = torch.zeros(steps, agents, actions)
     choose(q, q == 0, torch.tensor(0.5), torch.zeros(steps, dtype=torch.int64), torch.arange(steps))
     drawn = torch.cat(numbers).unique()
-    assert drawn.numel() == 2 * steps * agents and resident_loop.SHOWN not in drawn
+    assert drawn.numel() == 2 * steps * agents and resident_runner.SHOWN not in drawn
 
 
 def test_each_key_has_a_stream_of_its_own():

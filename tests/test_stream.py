@@ -16,7 +16,6 @@ from walk_env import SteadyArgs, SteadyWalk, Walk, WalkArgs
 import omagd
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_codec import spec_of
-from omagd.components.schedules import FactorSchedule, epsilon_schedule
 from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.basic_mac import BasicMAC
@@ -175,12 +174,3 @@ def test_the_size_of_the_replay_is_known_before_the_run(steps):
     config, info = snakes().runner.config, snakes().env.info
     assert spec_of(steps[0]) == replay_spec(config, info)
     assert replay_bytes(config.model_copy(update={"runner": "parallel"}), info) == 201 / 2 * replay_bytes(config, info)
-
-
-def test_epsilon_falls_by_a_factor_per_step_if_epsilon_speed_is_given():
-    schedule = FactorSchedule(0.5, 0.01, 0.99)
-    assert [schedule.value(t) for t in range(1000)] == pytest.approx([max(0.5 * 0.99**t, 0.01) for t in range(1000)])
-    config = resolve("snakes_ddpg", "snakes")
-    assert epsilon_schedule(config).value(34657) == pytest.approx(0.25, rel=1e-4)
-    line = epsilon_schedule(config.model_copy(update={"epsilon_speed": None, "epsilon_anneal_time": 100}))
-    assert line.value(50) == 0.25

@@ -26,6 +26,7 @@ from omagd.modules.kernels.compiling import maybe_compile
 from omagd.modules.kernels.linear import autocast_bf16, no_autocast
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
 
 MakeTargets = Callable[[Tensor], Tensor]
@@ -273,6 +274,17 @@ class NQLearner:
             new = [tensor for _, trained in pairs for tensor in trained.state_dict().values()]
             copy_if_finite(old, new)  # weights that have overflowed do not reach the targets
             self._copied_at = (episodes, self.updates)
+
+
+class NQGraphLearner(NQLearner):
+    """`NQLearner` for graph controllers: it trains on the reconstructions that were stored when steps were played."""
+
+    def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
+        if info.layout is None:
+            raise UserError(
+                f"learner={config.learner} needs an environment with an entity layout; env={config.env} has none"
+            )
+        super().__init__(mac, config, info, dist)
 
 
 def _frozen_copy(module: nn.Module) -> nn.Module:

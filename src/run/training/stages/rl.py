@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from omagd.components.data import DataSource, OnPolicyData, ReplayData
+from omagd.components.action_selectors import epsilon_at
+from omagd.components.data import DataSource, GroupData, OnPolicyData, ReplayData
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.groups import GroupData
-from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.policy_learner import PolicyLearner
@@ -58,7 +57,6 @@ class RLStage(Stage):
             self.register("groups", self.groups)
         self._steps_per_batch = updates_per_iteration(config) // self.data.batches_per_iteration
         self.maps = training_tasks(session) if session.info.tasks else None
-        self.schedule = epsilon_schedule(config) if explores(learner) else None
         self.opponents = Opponents(session, self.mac, self.clock)
         wanted = config.reconstructor_refresh > 0
         self.refresh = Refresh(session, pretrained, self.mac, self.data.buffer) if wanted else None
@@ -207,7 +205,7 @@ class RLStage(Stage):
         if self.groups is not None:
             self.played.add(self.groups.data.stats())
         self.session.say_first_episodes()
-        said = {"epsilon": self.schedule is not None, "truth": self.session.config.truth_until > 0}
+        said = {"epsilon": explores(self.learner), "truth": self.session.config.truth_until > 0}
         shown = {key: (getattr(explore, key), 1.0) for key, known in said.items() if known}
         self.played.add(shown | self.opponents.stats())
 
@@ -222,7 +220,7 @@ class RLStage(Stage):
         self._store(rollout)
 
     def _exploration(self) -> Exploration:
-        epsilon = 0.0 if self.schedule is None else self.schedule.value(self.clock.t_env)
+        epsilon = epsilon_at(self.session.config, self.clock.t_env) if explores(self.learner) else 0.0
         truth = self.session.config.truth_share(self.clock.t_env / self._end())
         return Exploration(epsilon, self.rng("explore"), truth)
 
