@@ -23,7 +23,7 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.env_info import EnvInfo
 from omagd.envs.protocol import Observation, StepResult
 from omagd.run.training.device import keep_freed_memory
-from omagd.runners.recorder import Recorder
+from omagd.runners.rollout import Recorder
 from omagd.utils.packing import Episode, pack_episodes
 
 SLOTS = 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 import shutil
@@ -100,27 +99,6 @@ def test_an_action_that_is_not_available_is_noted_where_it_was_given(monkeypatch
     actions[3, 1] = 0  # nothing, which is for the dead
     battles.step(actions, everyone)
     assert battles.faults.tolist() == [False, False, False, True, False]
-
-
-def test_restored_battles_continue_as_the_saved_ones(monkeypatch):
-    battles, _ = battles_and_reference(monkeypatch, "2s3z")
-    everyone, rng = torch.ones(SLOTS, dtype=torch.bool), np.random.default_rng(1)
-
-    def play(steps: int) -> list[torch.Tensor]:
-        played = []
-        for _ in range(steps):
-            shown = battles.observe()
-            actions = torch.from_numpy(random_actions(shown.avail.numpy(), rng))
-            played += [shown.obs.clone(), shown.state.clone(), battles.step(actions, everyone).reward.clone()]
-        return played
-
-    battles.reset(everyone, torch.arange(SLOTS))
-    play(10)
-    saved, state = battles.snapshot(), rng.bit_generator.state
-    first = play(10)
-    battles.restore(saved)
-    rng.bit_generator.state = state
-    assert all(torch.equal(a, b) for a, b in zip(first, play(10), strict=True))
 
 
 # --- for GPUs -----------------------------------------------------------------------------------------------------
@@ -263,12 +241,6 @@ def test_kernels_are_kept_for_later_processes_or_a_line_says_why_not(compilable,
     kernels.jitted.cache_clear()
     assert not kernels.jitted("reset").targetoptions["lto"]
     assert "each start" in capsys.readouterr().err
-
-
-def test_numba_cuda_finds_the_function_that_numpy_2_5_has_not(compilable, monkeypatch):
-    monkeypatch.delattr(np, "row_stack", raising=False)
-    importlib.reload(kernels)
-    importlib.reload(importlib.import_module("numba.cuda.np.arrayobj"))
 
 
 def test_battles_are_played_in_single_precision(compilable, monkeypatch):

@@ -7,8 +7,7 @@ import pytest
 import torch
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu
 
-from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.resident_buffer import ResidentBuffer
+from omagd.components.episode_buffer import EpisodeBuffer, ResidentBuffer
 from omagd.utils.packing import BlockEpisode, EpisodeMeta
 
 ROWS, AGENTS, ACTIONS = 7, 2, 11

@@ -5,49 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.resident_buffer import FixedDraw, ResidentBuffer
+from omagd.components.episode_buffer import EpisodeBuffer, FixedDraw, ResidentBuffer
 from omagd.config.schema import Config
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, RecordedEpisode, meta_of, pack_episodes
 
 UNLIMITED = 2**62
-
-
-class DataSource(Protocol):
-    """What the training loop asks of a source of batches. All methods concern this rank alone.
-
-    Attributes:
-        log_name: of its episodes in checkpoints. sampled: whether episodes serve several batches, drawn at random.
-        batches_per_iteration: number of batches that `batches` yields.
-    """
-
-    log_name: ClassVar[str]
-    sampled: ClassVar[bool]
-    batches_per_iteration: int
-    buffer: EpisodeBuffer
-
-    def add(self, episodes: Iterable[Episode]) -> None:
-        """Store collected episodes."""
-
-    def expect(self, episodes: int, batch_size: int) -> None:
-        """Reckon with so many episodes in this iteration, and with batches of so many where they are sampled."""
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether this iteration must collect more episodes."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether there are enough episodes for an update."""
-
-    def batches(self) -> Iterator[PackedBatch | FixedDraw]:
-        """Yield the batches of one iteration, on the learner's device."""
 
 
 class ReplayData:
@@ -56,6 +24,10 @@ class ReplayData:
     Args:
         config: the run. device: of the learner. rng: for the draws. rows: of the longest episode.
         fixed: yield draws for updates of fixed shapes, of the same episodes; needs the replay of `runner=resident`.
+
+    Attributes:
+        log_name: of the episodes in checkpoints. sampled: whether episodes serve several batches, drawn at random.
+        wants_more: whether this iteration must collect more episodes.
     """
 
     log_name: ClassVar[str] = "replay"
@@ -235,6 +207,10 @@ class GroupData(OnPolicyData):
     def stats(self) -> dict[str, tuple[float, float]]:
         """Return the share of this iteration's groups that were dropped, as (sum, count)."""
         return {"groups_dropped": (self._dropped, self._kept + self._dropped)} if self._drops else {}
+
+
+DataSource = ReplayData | OnPolicyData
+"""Where the batches of this rank come from."""
 
 
 class Sampler:

@@ -97,7 +97,7 @@ class ValueNorm:
         """Count a batch by its sums over all ranks, (count, sum of x, sum of x^2) in float64."""
         if self.enabled:
             averages = sums / sums[0].clamp(min=1)
-            self.moments = NORM_DECAY * self.moments + (1 - NORM_DECAY) * averages
+            self.moments.copy_(NORM_DECAY * self.moments + (1 - NORM_DECAY) * averages)
 
     @property
     def scale(self) -> tuple[Tensor, Tensor]:
@@ -117,6 +117,7 @@ class PPOLearner(PolicyLearner[PPOArgs]):
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         super().__init__(mac, config, info, dist)
         self.value_norm = ValueNorm(self.args.normalise_values, dist.device)
+        self.saved["value_norm"] = self.value_norm.moments
 
     def make_loss(self, bf16: bool) -> PPOLoss:
         """Return the loss, which holds agent and critic."""
@@ -145,15 +146,6 @@ class PPOLearner(PolicyLearner[PPOArgs]):
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
         return {**super().modules(), "critic": self.critic}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside `modules()`: optimizer, numbers of steps, value normaliser."""
-        return {**super().state_dict(), "value_norm": self.value_norm.moments}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict`; the caller loads the weights of `modules()`."""
-        super().load_state_dict(state)
-        self.value_norm.moments.copy_(state["value_norm"])
 
 
 def _per_agent(values: Tensor, like: Tensor) -> Tensor:

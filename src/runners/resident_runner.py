@@ -7,8 +7,7 @@ Shapes: B slots, K episodes of each, E = K B episodes, L the step limit, n agent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -28,8 +27,7 @@ from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers import REGISTRY as PREDICTORS
 from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
-from omagd.runners.recorder import row_fields
-from omagd.runners.rollout import Rollout
+from omagd.runners.rollout import Rollout, row_fields
 from omagd.runners.runner import Runner
 from omagd.runners.starts import Origins
 from omagd.utils.capturing import captured
@@ -306,18 +304,6 @@ def plays_here(kind: type) -> bool:
     return "resident" in vars(kind)
 
 
-def fitting(registry: Any, fits: Any) -> str:
-    """Return the names of what fits in a registry."""
-
-    def names() -> Iterator[str]:
-        for name in registry.names():
-            with suppress(UserError):  # of a broken plug-in, which this run does not need
-                if fits(registry.get(name)):
-                    yield name
-
-    return ", ".join(sorted(names()))
-
-
 class ResidentRunner(Runner):
     """Plays rounds as `ParallelRunner` does, on the device of the agents: the host looks once, when a round is over.
 
@@ -351,11 +337,11 @@ class ResidentRunner(Runner):
             ),
         }
         if not plays_here(env):
-            problems[f"plays {fitting(envs.REGISTRY, plays_here)} only, not env={config.env}"] = True
+            problems[f"env={config.env} cannot be played on a device (omagd.envs.resident.CanBeResident)"] = True
         elif problem := env.why_not_resident(validate_env_args(config.env, dict(config.env_args)), on_gpu):
             problems[problem] = True
         if not acts_here(controllers.REGISTRY.get(config.mac)):
-            problems[f"acts by mac={fitting(controllers.REGISTRY, acts_here)}, not mac={config.mac}"] = True
+            problems[f"mac={config.mac} acts in a way of its own, not as mac=n_mac does"] = True
         for problem, found in problems.items():
             if found:
                 raise UserError(f"runner=resident: {problem}. Use runner=parallel")
