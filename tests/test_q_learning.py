@@ -27,9 +27,9 @@ from q_toys import (
 from torch.nn import functional as F
 
 import omagd
+from omagd.components import selection
 from omagd.components import td_lambda as targets_of
 from omagd.components.action_selectors import EpsilonGreedy, Greedy, epsilon_at
-from omagd.components.compiled import selection
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.controllers import REGISTRY as MACS

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,33 +153,6 @@ def test_a_thread_per_battle_and_per_view_plays_what_the_loops_play(on_gpu, monk
     assert not threads.faults.any()
     threads.step(torch.zeros_like(actions), begun | True)
     assert threads.faults.any()
-
-
-def test_kernels_are_launched_on_the_current_stream_with_a_thread_for_all(monkeypatch, tmp_path):
-    launched, settings = [], SimpleNamespace(CACHE_DIR="before")
-
-    class Kernel:
-        def __init__(self, function, **options):
-            assert options == {"lto": False, "cache": True}, "nvJitLink fuses"
-            self.function, self._cache = function, SimpleNamespace(cache_path=f"{settings.CACHE_DIR}/battle")
-
-        def __getitem__(self, launch):
-            return lambda *args: launched.append((self.function, launch, args))
-
-    fake = {"select_device": launched.append, "jit": Kernel, "external_stream": lambda pointer: f"stream {pointer}"}
-    monkeypatch.setattr(kernels, "cuda", SimpleNamespace(**fake, as_cuda_array=lambda tensor, sync: (tensor, sync)))
-    monkeypatch.setattr(kernels, "exact", contextlib.nullcontext)
-    monkeypatch.setattr(kernels, "kept_in", lambda: tmp_path)
-    monkeypatch.setitem(sys.modules, "numba.cuda.core", SimpleNamespace(config=settings))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7 + device.index))
-    kernels.jitted.cache_clear()
-    launcher = kernels.CUDAKernels(torch.device("cuda", 1))
-    for threads in (1, kernels.THREADS, kernels.THREADS + 1):
-        launcher("reset", threads, "views")
-    kernels.jitted.cache_clear()
-    blocks = [(kernels.reset, (n, kernels.THREADS, "stream 8"), ("views",)) for n in (1, 1, 2)]
-    assert launched == [1, *blocks]
-    assert launcher.view("tensor") == ("tensor", False)
 
 
 @pytest.fixture

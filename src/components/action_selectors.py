@@ -157,7 +157,7 @@ def _kernel(q: np.ndarray, available: np.ndarray) -> Callable[..., None] | None:
 def _compiled_choice() -> Callable[..., None] | None:
     if numba_problem():  # whoever could not use it has warned
         return None
-    from omagd.components.compiled.selection import compiled
+    from omagd.components.selection import compiled
 
     choose: Callable[..., None] | None = compiled()
     return choose
