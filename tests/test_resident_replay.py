@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from simulated_gpu import DEVICE, OnGPU, simulated_gpu
+from simulated_gpu import DEVICE, simulated_gpu
 
 from omagd.components.episode_buffer import EpisodeBuffer, ResidentBuffer
 from omagd.utils.packing import BlockEpisode, EpisodeMeta
@@ -35,7 +35,7 @@ def assert_same_batches(one: EpisodeBuffer, other: EpisodeBuffer) -> None:
     assert len(one) == len(other)
     assert one.added == other.added
     for seed in range(4):
-        a, b = (buffer.sample(min(6, len(one)), np.random.default_rng(seed)) for buffer in (one, other))
+        a, b = (b.batch(b.draw(min(6, len(one)), np.random.default_rng(seed))) for b in (one, other))
         assert (a.packing, a.sample_index, a.meta) == (b.packing, b.sample_index, b.meta)
         assert list(a.data) == list(b.data)
         assert all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a.data)
@@ -81,24 +81,6 @@ def test_a_restored_buffer_continues_as_the_saved_one():
     assert (len(saved), saved.added) == (0, 0)
 
 
-def test_the_host_reads_one_value_of_a_round_and_none_of_a_batch():
-    expected = EpisodeBuffer(8)
-    with simulated_gpu() as gpu:
-        buffer = ResidentBuffer(8, DEVICE, ROWS)
-        rounds = [block_of(seed, device=DEVICE) for seed in range(3)]
-        gpu.waits.clear()
-        for episodes in rounds:
-            buffer.add(episodes)
-        assert sum(gpu.waits.values()) == len(rounds), gpu.waits
-        gpu.waits.clear()
-        batch = buffer.sample(6, np.random.default_rng(0))
-        assert not gpu.waits
-    for seed in range(3):
-        expected.add(block_of(seed))
-    same = expected.sample(6, np.random.default_rng(0))
-    assert all(isinstance(batch[name], OnGPU) and torch.equal(batch[name].value, same[name]) for name in same.data)
-
-
 def test_episodes_of_the_cpu_are_sent_together_and_those_of_another_gpu_rejected():
     """Agents may act on the CPU while the replay is on a GPU; "cuda" means the current one."""
     expected = EpisodeBuffer(8)
@@ -108,9 +90,9 @@ def test_episodes_of_the_cpu_are_sent_together_and_those_of_another_gpu_rejected
         assert buffer.device == DEVICE
         buffer.add(block_of(0))
         assert sum(gpu.waits.values()) == 1, gpu.waits
-        batch = buffer.sample(4, np.random.default_rng(0))
+        batch = buffer.batch(buffer.draw(4, np.random.default_rng(0)))
         buffer.device = torch.device("cuda", 1)
         with pytest.raises(ValueError, match="episodes on cuda:0 cannot be stored on cuda:1"):
             buffer.add(block_of(0, device=DEVICE))
-    same = expected.sample(4, np.random.default_rng(0))
+    same = expected.batch(expected.draw(4, np.random.default_rng(0)))
     assert all(torch.equal(batch[name].value, same[name]) for name in same.data)

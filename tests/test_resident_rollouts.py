@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from resident_toys import CPU, SLOTS, Through, assert_same, explore, game, played
-from simulated_gpu import DEVICE, OnGPU, SimulatedGPU, simulated_gpu
+from simulated_gpu import DEVICE, SimulatedGPU, simulated_gpu
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -155,23 +155,6 @@ def test_acting_reads_the_weights_at_every_tick():
     second = played(plays, mac, explore=None)
     assert_same(second, played(fresh, other, explore=None))
     assert first.log != second.log
-
-
-def test_the_host_reads_nothing_while_a_round_is_played(monkeypatch):
-    """On a simulated GPU: one look at the results of a round, and one copy for each field of an episode."""
-    plays, mac = game()
-    expected = played(plays, mac, explore=explore(0.3))
-    monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
-    with simulated_gpu() as gpu:
-        on_gpu, mac = game(device=DEVICE)
-        on_gpu._resident(mac, 1, False, True)
-        gpu.waits.clear()
-        found = on_gpu.run(mac, explore=explore(0.3))
-        waits = dict(gpu.waits)
-    assert found.log == expected.log
-    for one, other in zip(found.episodes, expected.episodes, strict=True):
-        assert all(isinstance(one[name], OnGPU) and torch.equal(one[name].value, other[name]) for name in other)
-    assert sum(waits.values()) == 1, waits
 
 
 def iteration(device: torch.device, buffer_cpu_only: bool, rounds: int = 3) -> tuple[Any, list[PackedBatch], Any]:

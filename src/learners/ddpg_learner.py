@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,12 +157,6 @@ class DDPGLearner(SavesParts):
         self._frozen_critic = _frozen_twin(self.critic)
         self._followers: list[Tensor] = [*self.target_agent.parameters(), *self.target_critic.parameters()]
         self._followed: list[Tensor] = [*mac.agent.parameters(), *self.critic.parameters()]
-        self.saved = {
-            "optimizer": self.optimizer,
-            "critic_optimizer": self.critic_optimizer,
-            "target_agent": self.target_agent,
-            "target_critic": self.target_critic,
-        }
 
     @staticmethod
     def how_targets_move(config: Config, environments: int) -> str:
@@ -242,6 +237,11 @@ class DDPGLearner(SavesParts):
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
         return {"agent": self.mac.agent, "critic": self.critic}
+
+    def saved(self) -> dict[str, Any]:
+        """Return optimizers and target networks, by their keys in `state_dict`."""
+        targets = {"target_agent": self.target_agent, "target_critic": self.target_critic}
+        return {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer, **targets}
 
 
 def _step_rows(packing: Packing) -> tuple[Tensor | slice, Tensor | slice]:

@@ -16,7 +16,7 @@ from omagd.components.td_lambda import batch_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import HEAD, AgentLoss, BeliefCases, belief_loss, counts
+from omagd.learners.belief_loss import AgentLoss, BeliefCases, belief_loss, counts, heads_of, moments_of
 from omagd.learners.fixed_updates import FixedUpdates
 from omagd.learners.protocol import Data, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, Stats, SyncedOptimizer, copy_if_finite, lr_scale
@@ -131,11 +131,6 @@ class NQLearner(SavesParts):
         self.target_agent = _frozen_copy(mac.agent)
         self.target_mixer = _frozen_copy(self.mixer)
         maybe_compile(config, self.mixer, self.target_mixer)
-        self.saved = {
-            "optimizer": self.optimizer, "target_agent": self.target_agent, "target_mixer": self.target_mixer,
-        }  # fmt: skip
-        if self.belief is not None:
-            self.saved["belief"] = self.belief.moments
         # Episodes and updates at the last copy: a resumed run may count by the other key.
         self._copied_at = (0, 0)
 
@@ -225,11 +220,15 @@ class NQLearner(SavesParts):
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
-        head = {} if self.belief is None else {HEAD: self.belief.head}
-        return {"agent": self.mac.agent, "mixer": self.mixer, **head}
+        return {"agent": self.mac.agent, "mixer": self.mixer, **heads_of(self.belief)}
+
+    def saved(self) -> dict[str, Any]:
+        """Return optimizer, target networks and the belief head's moments, by their keys in `state_dict`."""
+        targets = {"target_agent": self.target_agent, "target_mixer": self.target_mixer}
+        return {"optimizer": self.optimizer, **targets, **moments_of(self.belief)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside `modules()`: optimizer, target networks, counters."""
+        """Return what a resumed run needs beside `modules()`: the parts of `saved`, and counters."""
         return {**super().state_dict(), "copied_at": list(self._copied_at)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ steps of an episode; minibatches consist of chunks.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -25,7 +25,7 @@ from omagd.components.action_selectors import LOG_PROB
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import HEAD, AgentLoss, BeliefCases, belief_loss, counts
+from omagd.learners.belief_loss import AgentLoss, BeliefCases, belief_loss, counts, heads_of, moments_of
 from omagd.learners.protocol import Data, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules import agents
@@ -248,7 +248,7 @@ class PolicyLoss(AgentLoss, Generic[Args]):
         }
 
 
-class PolicyLearner(SavesParts, ABC, Generic[Args]):
+class PolicyLearner(SavesParts, Generic[Args]):
     """Trains a controller's agent on the episodes that were just collected.
 
     Args:
@@ -277,9 +277,6 @@ class PolicyLearner(SavesParts, ABC, Generic[Args]):
         loss.belief = self.belief = belief_loss(config, mac)
         self.optimizer = Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
-        self.saved: dict[str, Any] = {"optimizer": self.optimizer}
-        if self.belief is not None:
-            self.saved["belief"] = self.belief.moments
         self.steps = 0  # environment steps learned from, over all ranks
 
     def make_loss(self, bf16: bool) -> PolicyLoss[Args]:
@@ -400,8 +397,11 @@ class PolicyLearner(SavesParts, ABC, Generic[Args]):
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
-        head = {} if self.belief is None else {HEAD: self.belief.head}
-        return {"agent": self.mac.agent, **head}
+        return {"agent": self.mac.agent, **heads_of(self.belief)}
+
+    def saved(self) -> dict[str, Any]:
+        """Return the optimizer and the belief head's moments, by their keys in `state_dict`."""
+        return {"optimizer": self.optimizer, **moments_of(self.belief)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: the optimizer and the numbers of steps."""

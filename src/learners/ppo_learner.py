@@ -97,7 +97,7 @@ class ValueNorm:
         """Count a batch by its sums over all ranks, (count, sum of x, sum of x^2) in float64."""
         if self.enabled:
             averages = sums / sums[0].clamp(min=1)
-            self.moments.copy_(NORM_DECAY * self.moments + (1 - NORM_DECAY) * averages)
+            self.moments = NORM_DECAY * self.moments + (1 - NORM_DECAY) * averages
 
     @property
     def scale(self) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,6 @@ class PPOLearner(PolicyLearner[PPOArgs]):
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         super().__init__(mac, config, info, dist)
         self.value_norm = ValueNorm(self.args.normalise_values, dist.device)
-        self.saved["value_norm"] = self.value_norm.moments
 
     def make_loss(self, bf16: bool) -> PPOLoss:
         """Return the loss, which holds agent and critic."""
@@ -146,6 +145,10 @@ class PPOLearner(PolicyLearner[PPOArgs]):
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
         return {**super().modules(), "critic": self.critic}
+
+    def saved(self) -> dict[str, Any]:
+        """Return also the moments of the value normaliser."""
+        return {**super().saved(), "value_norm": self.value_norm.moments}
 
 
 def _per_agent(values: Tensor, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
@@ -70,24 +71,27 @@ class Learner(Trainable, Protocol):
         """
 
 
-class SavesParts:
+class SavesParts(ABC):
     """Base of learners: it saves named parts and the number of updates.
 
     Attributes:
-        saved: optimizers, modules and tensors by their keys in `state_dict`. updates: taken so far.
+        updates: taken so far.
     """
 
-    saved: dict[str, Any]
     updates: int = 0
+
+    @abstractmethod
+    def saved(self) -> dict[str, Any]:
+        """Return optimizers, modules and tensors by their keys in `state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`."""
-        parts = {name: part if isinstance(part, Tensor) else part.state_dict() for name, part in self.saved.items()}
+        parts = {name: part if isinstance(part, Tensor) else part.state_dict() for name, part in self.saved().items()}
         return {**parts, "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; the caller loads the weights of `modules()`."""
-        for name, part in self.saved.items():
+        for name, part in self.saved().items():
             if isinstance(part, Tensor):
                 part.copy_(state[name])
             else:
