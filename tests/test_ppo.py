@@ -19,7 +19,7 @@ import omagd
 from omagd.components.action_selectors import REGISTRY as SELECTORS
 from omagd.components.action_selectors import draw, log_softmax
 from omagd.config.loading import resolve
-from omagd.learners.policy_learner import Chunk, Minibatches, pack_chunks
+from omagd.learners.policy_learner import Minibatches, pack_chunks
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.critics import REGISTRY as CRITICS
 from omagd.run.cli.preflight import preflight
@@ -174,7 +174,7 @@ def test_values_are_clipped_and_normalised():
 
 def test_chunks_hold_all_steps_of_all_episodes_once_in_order():
     batch = pack_episodes([{"t": torch.arange(k + 1) + 100 * i} for i, k in enumerate((5, 2, 7, 1))])
-    packed = pack_chunks(batch.packing, [Chunk(0, 2, 5), Chunk(3, 0, 1), Chunk(1, 0, 2)])
+    packed = pack_chunks(batch.packing, [(0, 2, 5), (3, 0, 1), (1, 0, 2)])
     assert batch["t"][packed.rows].tolist() == [202, 0, 300, 203, 1, 204]
     assert packed.packing.lengths == (3, 2, 1)
     assert [int(batch["t"][row]) if row >= 0 else None for row in packed.before] == [201, None, None]

@@ -64,19 +64,6 @@ def log_softmax(logits: Tensor, available: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Steps `first` ≤ t < `end` of an episode.
-
-    Attributes:
-        episode: its place in the packing of the batch.
-    """
-
-    episode: int
-    first: int
-    end: int
-
-
-@dataclass(frozen=True)
 class Chunks:
     """Some chunks, packed.
 
@@ -102,13 +89,16 @@ class Chunks:
         ]
 
 
-def pack_chunks(batch_packing: Packing, chunks: Sequence[Chunk]) -> Chunks:
-    """Return chunks in a packing of their own. batch_packing: of the batch that they are cut from."""
-    packing, order, gather = time_order([chunk.end - chunk.first for chunk in chunks])
+def pack_chunks(batch_packing: Packing, chunks: Sequence[tuple[int, int, int]]) -> Chunks:
+    """Return chunks, (episode, first, end) for the steps first ≤ t < end, in a packing of their own.
+
+    batch_packing: of the batch that they are cut from, in which episodes have these places.
+    """
+    packing, order, gather = time_order([end - first for _, first, end in chunks])
     starts = batch_packing.starts.numpy()
     ordered = [chunks[i] for i in order]
-    rows = np.concatenate([starts[chunk.first : chunk.end] + chunk.episode for chunk in ordered])
-    before = [starts[chunk.first - 1] + chunk.episode if chunk.first else -1 for chunk in ordered]
+    rows = np.concatenate([starts[first:end] + episode for episode, first, end in ordered])
+    before = [starts[first - 1] + episode if first else -1 for episode, first, _ in ordered]
     return Chunks(packing, torch.from_numpy(rows)[gather], torch.tensor(before))
 
 
@@ -151,7 +141,7 @@ class Minibatches:
         order = rng.permutation(len(self._chunks))
         for chosen in np.array_split(order, count)[: len(order)]:  # the first ones are the larger ones
             drawn = (self._chunks[i] for i in chosen)
-            own = [Chunk(self._episode[place], first, end) for place, rank, first, end in drawn if rank == self._rank]
+            own = [(self._episode[place], first, end) for place, rank, first, end in drawn if rank == self._rank]
             yield pack_chunks(self._packing, own) if own else None
 
 
