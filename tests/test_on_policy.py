@@ -108,13 +108,6 @@ def test_it_resumes_bit_for_bit(runner, tmp_path):
     assert any(pending) is (runner == "stream"), "episodes that a test had finished are in the checkpoint"
 
 
-def test_mappo_learns_to_take_turns(tmp_path):
-    config = config_of(tmp_path, t_max=6000, test_nepisode=64, test_interval=10**6, lr=0.005, rnn_hidden_dim=32)
-    summary = omagd.run(config.model_copy(update={"checkpoint_interval": 1000.0}))
-    first = records(Path(summary["folder"]))[0]
-    assert first["test_return_mean"] < 4 and summary["stages"]["stage3"]["values"]["test_return_mean"] > 6.5
-
-
 @pytest.mark.parametrize(
     ("updates", "words"),
     [

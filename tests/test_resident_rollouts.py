@@ -80,16 +80,6 @@ def test_an_episode_follows_from_its_seed_whatever_plays_beside_it(guesses):
     assert any(len(e["reward"]) != len(first.episodes[0]["reward"]) for e in first.episodes)
 
 
-def test_a_resumed_runner_plays_the_next_round_of_the_saved_one():
-    plays, mac = game()
-    played(plays, mac, explore=explore(0.5))
-    saved = plays.snapshot()
-    second = played(plays, mac, explore=explore(0.5))
-    resumed, mac = game()
-    resumed.restore(saved, mac)
-    assert_same(played(resumed, mac, explore=explore(0.5)), second)
-
-
 def test_a_round_that_was_left_early_leaves_nothing_behind():
     plays, mac = game()
     loop = plays._resident(mac, 2, False, True)

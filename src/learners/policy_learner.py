@@ -247,6 +247,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     data: Data = "on_policy"
     loss_name = "loss_ppo"
+    of_policy: ClassVar[bool] = True  # it counts its steps in `updates`, and reads no keys of targets
     args_model: ClassVar[type[Any]]  # of `learner_args`; a subclass of PolicyArgs
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:

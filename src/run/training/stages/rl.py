@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,7 +15,6 @@ from omagd.components.data import DataSource, GroupData, OnPolicyData, ReplayDat
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.fixed_updates import uses_graph_updates
-from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, far_step, find_step_folder, load_learner, save_learner
@@ -251,14 +250,14 @@ class RLStage(Stage):
 
     def update(self) -> None:
         """Learn from the batches of this iteration."""
-        batches = self.data.batches()
+        batches, learner = self.data.batches(), cast(Any, self.learner)
+        counting = getattr(learner, "of_policy", False)
         for _ in range(self.data.batches_per_iteration):
             with self.session.profiler.phases("sample"):
                 batch = next(batches)
-            counting = self.learner if isinstance(self.learner, PolicyLearner) else None
-            before = 0 if counting is None else counting.updates
-            self.learned.add(self.health.note(self.learner.update(batch, episodes=self.clock.episodes)))
-            self.clock.updates += self._steps_per_batch if counting is None else counting.updates - before
+            before = learner.updates if counting else 0
+            self.learned.add(self.health.note(learner.update(batch, episodes=self.clock.episodes)))
+            self.clock.updates += learner.updates - before if counting else self._steps_per_batch
 
     def advance(self) -> None:
         """Add what all ranks have played to the clock."""
