@@ -125,7 +125,7 @@ def main() -> None:
     source, rng = Source(options.fields, not options.no_full_obs), np.random.default_rng(1)
     buffer = EpisodeBuffer(options.episodes)
     buffer.add(source.episode() for _ in range(10))
-    buffer.batch(buffer.draw(10, rng))
+    buffer.sample(10, rng)
     buffer.clear()
     fill(buffer, source, options.overwrites, resident())
     steps = sum(len(episode["reward"]) - 1 for episode in buffer.episodes)

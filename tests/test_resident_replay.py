@@ -35,7 +35,7 @@ def assert_same_batches(one: EpisodeBuffer, other: EpisodeBuffer) -> None:
     assert len(one) == len(other)
     assert one.added == other.added
     for seed in range(4):
-        a, b = (b.batch(b.draw(min(6, len(one)), np.random.default_rng(seed))) for b in (one, other))
+        a, b = (buffer.sample(min(6, len(one)), np.random.default_rng(seed)) for buffer in (one, other))
         assert (a.packing, a.sample_index, a.meta) == (b.packing, b.sample_index, b.meta)
         assert list(a.data) == list(b.data)
         assert all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a.data)
@@ -90,9 +90,9 @@ def test_episodes_of_the_cpu_are_sent_together_and_those_of_another_gpu_rejected
         assert buffer.device == DEVICE
         buffer.add(block_of(0))
         assert sum(gpu.waits.values()) == 1, gpu.waits
-        batch = buffer.batch(buffer.draw(4, np.random.default_rng(0)))
+        batch = buffer.sample(4, np.random.default_rng(0))
         buffer.device = torch.device("cuda", 1)
         with pytest.raises(ValueError, match="episodes on cuda:0 cannot be stored on cuda:1"):
             buffer.add(block_of(0, device=DEVICE))
-    same = expected.batch(expected.draw(4, np.random.default_rng(0)))
+    same = expected.sample(4, np.random.default_rng(0))
     assert all(torch.equal(batch[name].value, same[name]) for name in same.data)

@@ -115,6 +115,10 @@ class EpisodeBuffer:
         """Draw the indices of `batch_size` different episodes, all equally likely. Errors: ValueError for too few."""
         return rng.choice(len(self._records), size=batch_size, replace=False).tolist()
 
+    def sample(self, batch_size: int, rng: np.random.Generator) -> PackedBatch:
+        """Draw `batch_size` different episodes and return them packed. Errors: ValueError when there are too few."""
+        return self.batch(self.draw(batch_size, rng))
+
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Return the episodes at `indices` (0: the oldest), packed."""
         assert self._codec is not None
