@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.synced_optimizer import LossModule, Stats
-from omagd.modules.agents.agent import AgentInputs, Remembers, StartsInside
+from omagd.learners.synced_optimizer import Stats
+from omagd.modules.agents.agent import Remembers, StartsInside
 from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.belief import Belief
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
@@ -182,41 +182,6 @@ class BeliefLoss(nn.Module):
     @property
     def _kind(self) -> torch.dtype:
         return self.head.hidden.weight.dtype
-
-
-class AgentLoss(LossModule):
-    """Base of an agent's losses, to which the loss of the belief head is added as a second one where there is a head.
-
-    Args:
-        agent: trained; every parameter takes part in every forward. bf16: whether matrix products on a GPU use bf16.
-
-    Attributes:
-        belief: the second loss; None without `belief_loss`.
-    """
-
-    belief: BeliefLoss | None
-
-    def __init__(self, agent: nn.Module, bf16: bool = False) -> None:
-        super().__init__()
-        self.agent, self.bf16 = agent, bf16
-        self.belief = None
-
-    def unroll(
-        self, inputs: AgentInputs, packing: Packing, cases: BeliefCases | None, *start: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Stats] | None]:
-        """Return the agent's outputs [S, n, A], and the loss of the `cases` with its stats, None without a head."""
-        if self.belief is None:
-            return self.agent(inputs, packing, *start), None
-        assert cases is not None
-        outputs, hidden = cast(Remembers, self.agent).unroll(inputs, packing, *start)
-        return outputs, self.belief(hidden, cases)
-
-    @staticmethod
-    def with_belief(loss: Tensor, stats: Stats, told: tuple[Tensor, Stats] | None) -> tuple[Tensor, Stats]:
-        """Return a loss and its stats, with those of the head as a second sum, [2]."""
-        if told is None:
-            return loss, stats
-        return torch.stack([loss, told[0].to(loss.dtype)]), {**stats, **told[1]}
 
 
 def belief_loss(config: Config, mac: MAC) -> BeliefLoss | None:

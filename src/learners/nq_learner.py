@@ -16,10 +16,10 @@ from omagd.components.td_lambda import batch_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import AgentLoss, BeliefCases, belief_loss, counts, heads_of, moments_of
+from omagd.learners.belief_loss import BeliefCases, belief_loss, counts, heads_of, moments_of
 from omagd.learners.fixed_updates import FixedUpdates
 from omagd.learners.protocol import Data, SavesParts
-from omagd.learners.synced_optimizer import SKIPPED, Adam, Stats, SyncedOptimizer, copy_if_finite, lr_scale
+from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, copy_if_finite, lr_scale
 from omagd.modules import mixers
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.kernels.compiling import maybe_compile

@@ -25,9 +25,9 @@ from omagd.components.action_selectors import LOG_PROB
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import AgentLoss, BeliefCases, belief_loss, counts, heads_of, moments_of
+from omagd.learners.belief_loss import BeliefCases, belief_loss, counts, heads_of, moments_of
 from omagd.learners.protocol import Data, SavesParts
-from omagd.learners.synced_optimizer import SKIPPED, Adam, Stats, SyncedOptimizer, lr_scale, merge
+from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules import agents
 from omagd.modules.agents.agent import AgentInputs, StartsInside
 from omagd.modules.kernels.linear import autocast_bf16

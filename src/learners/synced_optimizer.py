@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,11 @@ from omagd.utils.contracts import defined_at
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.plugins import owner_of
+
+if TYPE_CHECKING:
+    from omagd.learners.belief_loss import BeliefCases, BeliefLoss
+    from omagd.modules.agents.agent import AgentInputs, Remembers
+    from omagd.utils.packing import Packing
 
 Stats = Mapping[str, tuple[Tensor, Tensor]]
 """Named sums with their counts: (sum, count), both scalars."""
@@ -43,6 +49,41 @@ class LossModule(nn.Module):
     every parameter even when there is no sample, and stats without gradients. Losses with samples of their own come as
     a vector of sums.
     """
+
+
+class AgentLoss(LossModule):
+    """Base of an agent's losses, to which the loss of the belief head is added as a second one where there is a head.
+
+    Args:
+        agent: trained; every parameter takes part in every forward. bf16: whether matrix products on a GPU use bf16.
+
+    Attributes:
+        belief: the second loss; None without `belief_loss`.
+    """
+
+    belief: BeliefLoss | None
+
+    def __init__(self, agent: nn.Module, bf16: bool = False) -> None:
+        super().__init__()
+        self.agent, self.bf16 = agent, bf16
+        self.belief = None
+
+    def unroll(
+        self, inputs: AgentInputs, packing: Packing, cases: BeliefCases | None, *start: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Stats] | None]:
+        """Return the agent's outputs [S, n, A], and the loss of the `cases` with its stats, None without a head."""
+        if self.belief is None:
+            return self.agent(inputs, packing, *start), None
+        assert cases is not None
+        outputs, hidden = cast("Remembers", self.agent).unroll(inputs, packing, *start)
+        return outputs, self.belief(hidden, cases)
+
+    @staticmethod
+    def with_belief(loss: Tensor, stats: Stats, told: tuple[Tensor, Stats] | None) -> tuple[Tensor, Stats]:
+        """Return a loss and its stats, with those of the head as a second sum, [2]."""
+        if told is None:
+            return loss, stats
+        return torch.stack([loss, told[0].to(loss.dtype)]), {**stats, **told[1]}
 
 
 @dataclass(frozen=True)
