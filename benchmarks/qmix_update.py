@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.components.resident_buffer import ResidentBuffer
+from omagd.components.episode_buffer import ResidentBuffer
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import NMAC

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from omagd.components.compiled import selection
+from omagd.components import selection
 from omagd.modules import kernels
 from omagd.run.training import ahead
 from omagd.utils import compiling

@@ -323,11 +323,3 @@ def test_the_next_batch_is_packed_while_the_current_one_is_used():
         else:
             next(batches)
         assert threads() == 0
-
-
-def test_errors_of_the_thread_are_raised(monkeypatch):
-    buffer = filled(30)
-    monkeypatch.setattr(buffer, "batch", {}.__getitem__)
-    with pytest.raises(TypeError, match="unhashable"):
-        next(sampler_of(buffer).batches(5))
-    assert threads() == 0

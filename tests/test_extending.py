@@ -21,7 +21,7 @@ from omagd.envs import REGISTRY as ENVS
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.run.cli.main import config_from
-from omagd.runners.recorder import row_fields
+from omagd.runners.rollout import row_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")

@@ -18,16 +18,15 @@ from simulated_graphs import Capture, simulated_graphs
 from torch import Tensor
 
 from omagd.components.data import ReplayData
-from omagd.components.resident_buffer import ROUNDING, FixedDraw
+from omagd.components.episode_buffer import ROUNDING, FixedDraw
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.learners.fixed_updates import WARM_UP, uses_graph_updates
-from omagd.learners.nq_graph_learner import NQGraphLearner
-from omagd.learners.nq_learner import NQLearner
+from omagd.learners.nq_learner import NQGraphLearner, NQLearner
 from omagd.run.topology import Plan
 from omagd.run.training.device import check_machine
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import FixedPacking, Packing, last_actions
+from omagd.utils.packing import FixedPacking, Packing
 
 torch.set_num_threads(1)
 
@@ -73,12 +72,6 @@ def test_targets_of_fixed_shapes_are_those_of_packed_rows(td_lambda, per_agent):
     found = targets(lambda x: x.transpose(0, 1).flatten(0, 1), fixed).unflatten(0, (steps, -1)).transpose(0, 1)
     torch.testing.assert_close(found[:, : lengths[0]], wanted, atol=1e-12, rtol=0)
     assert (found[:, lengths[0] :] == 0).all()
-
-
-def test_the_last_actions_of_episodes_of_equal_length_are_shifted():
-    actions = torch.arange(24).view(4 * 2, 3)
-    found = last_actions(actions, Packing((4, 4)))
-    assert torch.equal(found, torch.cat([torch.full((2, 3), -1), actions[:-2]]))
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])
@@ -240,26 +233,6 @@ def test_a_step_without_samples_changes_nothing_where_only_the_device_knows():
         parts = draw.batches(draw.drawn.to(DEVICE), 1)
         learner._step(torch.zeros((), dtype=torch.int64).to(DEVICE), *(learner._part(part) for part in parts))
         assert equal(before, on_cpu(learner))
-
-
-def test_updates_before_a_capture_wait_for_the_main_stream_which_waits_for_them():
-    """They run on the stream of the captures: without both waits they read weights and episodes too early or late."""
-    said: list[Any] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait_stream(self, other: Any) -> None:
-            said.append(f"{self.name} waits for {other.name}")
-
-    with simulated_gpu(), simulated_graphs(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", lambda device=None: Stream("side"))
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: Stream("main"))
-        learner, buffer = learner_on_gpu(mixer="vdn"), replay(DEVICE, longest=6)
-        patch.setattr(learner._fixed, "_learn", lambda draw, drawn: said.append("learns") or {})
-        learner._fixed(buffer.fixed(draws(1)[0]))
-    assert said == ["side waits for main", "learns", "main waits for side"]
 
 
 def test_a_graph_that_learns_something_else_is_not_used(caplog, monkeypatch):

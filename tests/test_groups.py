@@ -17,8 +17,8 @@ from interruption import interrupted_run, stage_of
 from q_toys import make_learner, random_episode, toy_config
 from run_equality import differences
 
+from omagd.components.data import GroupData
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.groups import GroupData
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.run.checkpoint.weights import find_step_folder

@@ -18,7 +18,7 @@ from omagd.controllers.basic_mac import NMAC
 from omagd.envs.protocol import Observation
 from omagd.run import memory_budget as memory
 from omagd.run.memory_budget import asked_bytes, memory_warnings, oom_hint, pretraining_bytes, replay_bytes, replay_spec
-from omagd.runners.recorder import Recorder
+from omagd.runners.rollout import Recorder
 from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)

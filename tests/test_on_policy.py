@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from command_harness import records
-from ddp_harness import run_ranks
-from interruption import interrupted_run, stage_of
+from interruption import interrupted_run
 from plugin_toys import CONFIGS, add_example
-from q_toys import make_learner, random_episode
+from q_toys import random_episode
 from run_equality import differences
 
 import omagd
@@ -26,8 +25,6 @@ from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.memory_budget import replay_bytes
 from omagd.run.training import device
-from omagd.run.training.loop import fit
-from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 
@@ -109,87 +106,6 @@ def test_it_resumes_bit_for_bit(runner, tmp_path):
     pending = [len(interrupted_run(given, iteration)[1].data.buffer) for iteration in (2, 3, 5)]
     assert differences(Path(whole), Path(launch(given, "cut")["folder"])) == []
     assert any(pending) is (runner == "stream"), "episodes that a test had finished are in the checkpoint"
-
-
-def test_mappo_learns_to_take_turns(tmp_path):
-    config = config_of(tmp_path, t_max=6000, test_nepisode=64, test_interval=10**6, lr=0.005, rnn_hidden_dim=32)
-    summary = omagd.run(config.model_copy(update={"checkpoint_interval": 1000.0}))
-    first = records(Path(summary["folder"]))[0]
-    assert first["test_return_mean"] < 4 and summary["stages"]["stage3"]["values"]["test_return_mean"] > 6.5
-
-
-def test_advantages_are_gae():
-    learner = make_learner(config_of(learner_args={"gae_lambda": 0.7}))
-    episodes = episodes_of(5, 3)
-    batch = learner._with_advantages(pack_episodes(episodes))
-    raw = []
-    for episode in episodes:
-        value = learner.critic(episode["state"]).squeeze(-1).tolist()
-        reward, ended = episode["reward"].tolist(), episode["terminated"].tolist()
-        advantage = [0.0] * len(reward)
-        for t in reversed(range(len(reward) - 1)):  # Schulman et al. 2016, equation 16
-            delta = reward[t] + 0.99 * (1 - ended[t]) * value[t + 1] - value[t]
-            advantage[t] = delta + 0.99 * 0.7 * (1 - ended[t]) * advantage[t + 1]
-        raw.append(advantage[:-1])
-    flat = np.concatenate(raw)
-    for place, advantage in enumerate(raw):
-        row = batch.packing.episode == batch.sample_index.index(place)
-        wanted = (advantage - flat.mean()) / flat.std()
-        np.testing.assert_allclose(batch["advantage"][row][:-1], wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_what_acting_stored_is_what_learning_computes(tmp_path):
-    stage = stage_of(config_of(tmp_path), tmp_path / "run")
-    rollout = stage.session.runners["train"].collect(stage.mac, explore=stage._exploration())
-    batch = pack_episodes(rollout.episodes)
-    with torch.no_grad():
-        logits = stage.mac.agent(stage.mac.inputs(batch), batch.packing)
-    available, actions, taken = batch["avail_actions"].bool(), batch["actions"].long()[..., None], batch.valid_mask
-    chosen = logits.masked_fill(~available, -torch.inf).log_softmax(-1).gather(-1, actions)
-    torch.testing.assert_close(chosen[taken].squeeze(-1), batch["log_prob"][taken], rtol=1e-4, atol=1e-5)
-    assert available.gather(-1, actions)[taken].all()
-    stage.session.close()
-
-
-def weights(learner: Any) -> list[torch.Tensor]:
-    return [value for module in learner.modules().values() for value in module.state_dict().values()]
-
-
-BATCHES = [episodes_of(9, 4, 4, 1, 7, 2, 5), episodes_of(3, 6, 1)]  # more minibatches than episodes on a rank
-ARGS = {"epochs": 3, "minibatches": 3}
-
-
-def updated(dist: Dist, accumulate: int, batches: int = len(BATCHES)) -> list[torch.Tensor]:
-    """Return the weights after updates on this rank's share of the batches."""
-    learner = make_learner(config_of(learner_args=ARGS, accumulate=accumulate), dist=dist)
-    for batch in BATCHES[:batches]:
-        learner.update(pack_episodes(batch[dist.rank :: dist.world_size]), episodes=0)
-    return weights(learner)
-
-
-def of_two(rank: int, dist: Dist, folder: str) -> tuple[Any, ...]:
-    """Return one rank's weights after updates; and after a run with uneven batches its weights, clock and updates."""
-    stage = stage_of(
-        config_of(folder, **SIZES, runner="stream", t_max=300, test_interval=150), Path(folder) / "run", dist
-    )
-    fit(stage)
-    stage.session.close()
-    return updated(dist, 2), weights(stage.learner), stage.clock.state_dict(), stage.learner.updates
-
-
-def close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.allclose(a, b, atol=2e-5, rtol=1e-4) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.processes
-def test_two_ranks_equal_one_and_parts_equal_the_whole(tmp_path):
-    """Uneven batches, a minibatch without an episode of one rank, and both ranks of a run hold the same weights."""
-    alone = updated(Dist(), 1)
-    assert close(alone, updated(Dist(), 3)) and not close(alone, updated(Dist(), 1, batches=0))
-    (one, mine, *counts), (two, theirs, *same) = run_ranks(of_two, str(tmp_path))
-    assert all(map(torch.equal, one, two)) and close(alone, one)
-    assert all(map(torch.equal, mine, theirs)) and counts == same
-    assert counts[0]["updates"] == counts[1] > 10
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import omagd
 from omagd.components.action_selectors import REGISTRY as SELECTORS
 from omagd.components.action_selectors import draw, log_softmax
-from omagd.components.chunks import Chunk, Minibatches, pack_chunks
 from omagd.config.loading import resolve
+from omagd.learners.policy_learner import Minibatches, pack_chunks
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.critics import REGISTRY as CRITICS
 from omagd.run.cli.preflight import preflight
@@ -174,7 +174,7 @@ def test_values_are_clipped_and_normalised():
 
 def test_chunks_hold_all_steps_of_all_episodes_once_in_order():
     batch = pack_episodes([{"t": torch.arange(k + 1) + 100 * i} for i, k in enumerate((5, 2, 7, 1))])
-    packed = pack_chunks(batch.packing, [Chunk(0, 2, 5), Chunk(3, 0, 1), Chunk(1, 0, 2)])
+    packed = pack_chunks(batch.packing, [(0, 2, 5), (3, 0, 1), (1, 0, 2)])
     assert batch["t"][packed.rows].tolist() == [202, 0, 300, 203, 1, 204]
     assert packed.packing.lengths == (3, 2, 1)
     assert [int(batch["t"][row]) if row >= 0 else None for row in packed.before] == [201, None, None]
@@ -263,33 +263,6 @@ def test_a_step_without_a_sample_is_no_update():
     assert all(map(torch.equal, before, learner._step.parameters))
 
 
-@pytest.mark.parametrize(("name", "more"), [("mappo", {}), ("rloo", {"group_size": 8})])
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("td_lambda", 0.5), ("double_q", False), ("target_update_interval", 3), ("target_update_updates", 3)],
-)
-def test_keys_of_targets_are_rejected(name, more, key, value):
-    config = resolve(name, "matrix_game", {"use_cuda": False, key: value, **more})
-    with pytest.raises(UserError, match=f"{key}={value}: has no meaning for learner={config.learner}.*Leave it out"):
-        preflight(config)
-
-
-def test_an_unknown_critic_is_named_once():
-    with pytest.raises(UserError) as caught:
-        preflight(resolve("mappo", "matrix_game", {"use_cuda": False, "learner_args.critic": "foo"}))
-    line = str(caught.value)
-    assert line.startswith("learner_args.critic=foo is not known; known: ") and line.count("critic=foo") == 1
-
-
-@pytest.mark.parametrize(("count", "draws"), [(1, 1), (2, 3)])
-def test_a_single_minibatch_is_drawn_and_packed_once(count, draws, monkeypatch):
-    learner, drawn = ppo(epochs=3, minibatches=count), []
-    draw_all = Minibatches.draw
-    monkeypatch.setattr(Minibatches, "draw", lambda *given: drawn.append(given) or draw_all(*given))
-    learner.update(pack_episodes(episodes_of(5, 2, 4, 1)), episodes=0)
-    assert (len(drawn), learner.updates) == (draws, 3 * count)
-
-
 def test_the_stored_log_probabilities_are_those_of_the_policy_that_played(tmp_path):
     """So the ratio of the first step is 1: no divergence, nothing clipped."""
     config = resolve("mappo", "skirmish", {"env_args.map_name": "3m", "use_cuda": False, "rnn_hidden_dim": 8})
@@ -362,6 +335,8 @@ def test_presets_learn_to_win(preset, tmp_path):
         ({"learner_args": {"value_clip": True}}, ["learner_args.value_clip=True", "must be a number"]),
         ({"learner_args": {"minibatches": 10**12}}, ["learner_args.minibatches=1000000000000", "at most 65536"]),
         ({"runner": "ticks"}, ["runner=ticks"]),
+        ({"td_lambda": 0.5}, ["td_lambda=0.5: has no meaning for learner=ppo_learner", "Leave it out"]),
+        ({"target_update_interval": 3}, ["target_update_interval=3", "Leave it out"]),
         ({"learner": "nq_learner", "learner_args": {}}, ["action_selector=softmax", "epsilon_greedy"]),
     ],
 )

@@ -27,13 +27,11 @@ from q_toys import (
 from torch.nn import functional as F
 
 import omagd
+from omagd.components import selection
 from omagd.components import td_lambda as targets_of
-from omagd.components.action_selectors import EpsilonGreedy, Greedy
-from omagd.components.compiled import selection
-from omagd.components.schedules import LinearSchedule
+from omagd.components.action_selectors import EpsilonGreedy, Greedy, epsilon_at
 from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.types import Tick
 from omagd.envs.protocol import Observation
@@ -104,22 +102,6 @@ def test_exploration_takes_available_actions_evenly_and_its_stream_ignores_who_i
     assert np.array_equal(EpsilonGreedy().select(q, available, 1.0, None), greedy) and (greedy == [1, 3]).all()
 
 
-def test_each_agent_takes_the_action_that_its_two_random_numbers_say():
-    rng = np.random.default_rng(0)
-    q = rng.integers(0, 4, (6, 3, 5)).astype(np.float32)  # with ties
-    available = rng.random(q.shape) < 0.5
-    available[0, 0] = False
-    for epsilon in (0.0, 0.3, 1.0):
-        got = EpsilonGreedy().select(q, available, epsilon, np.random.default_rng(7))
-        drawn = np.random.default_rng(7)
-        explores, which = drawn.random((6, 3)) < epsilon, drawn.random((6, 3))
-        for slot, agent in np.ndindex(6, 3):
-            possible = np.flatnonzero(available[slot, agent]).tolist() or [0]
-            best = max(possible, key=lambda action, values=q[slot, agent]: (values[action], -action))
-            anything = possible[int(which[slot, agent] * available[slot, agent].sum())]
-            assert got[slot, agent] == (anything if explores[slot, agent] else best)
-
-
 def test_the_compiled_choice_is_that_of_the_reference():
     choose, rng = selection.compiled(), np.random.default_rng(0)
     q = rng.integers(0, 3, (300, 4, 7)).astype(np.float32)
@@ -136,9 +118,12 @@ def test_the_compiled_choice_is_that_of_the_reference():
             assert np.array_equal(again, EpsilonGreedy().select(q, available, epsilon, np.random.default_rng(5)))
 
 
-def test_schedule_falls_in_a_straight_line_and_stays():
-    schedule = LinearSchedule(1.0, 0.05, 1000)
-    assert [schedule.value(t) for t in (0, 500, 1000, 9999)] == pytest.approx([1.0, 0.525, 0.05, 0.05])
+def test_epsilon_falls_in_a_straight_line_or_by_a_factor_and_stays():
+    line = toy_config(epsilon_start=1.0, epsilon_finish=0.05, epsilon_anneal_time=1000)
+    assert [epsilon_at(line, t) for t in (0, 500, 1000, 9999)] == pytest.approx([1.0, 0.525, 0.05, 0.05])
+    curve = toy_config(epsilon_start=0.5, epsilon_finish=0.01, epsilon_speed=0.99)
+    expected = [max(0.5 * 0.99**t, 0.01) for t in range(1000)]
+    assert [epsilon_at(curve, t) for t in range(1000)] == pytest.approx(expected)
 
 
 def reference_values(agent, episode):
@@ -261,14 +246,6 @@ def test_targets_are_copied_when_due_also_after_a_restore(updates, copies):
     assert equal(state_of(learner), state_of(resumed))
 
 
-@pytest.mark.parametrize("name", ["qmix", "vdn", "iql", "gnn_qmix", "gnn_vdn", "omagd", "omagd_small", "snakes_vdn"])
-def test_presets_of_other_than_the_published_sizes_clip_as_they_were_tuned(name):
-    """They were tuned with a loss without the factor 1/2, whose gradient 10 clips as 5 clips that of the halved one."""
-    config = resolve(name, "snakes" if name.startswith("snakes") else "skirmish", {})
-    published = (config.batch_size_run, config.batch_size, config.updates_per_iteration) == (8, 128, 1)
-    assert config.grad_norm_clip == (10.0 if published else 5.0)
-
-
 def test_learners_of_all_stages_scale_their_learning_rates_when_asked(monkeypatch):
     assert [lr_scale(toy_config(lr_scaling=name), 4) for name in ("none", "sqrt", "linear")] == [1.0, 2.0, 4.0]
     monkeypatch.setattr(Dist, "wrap", lambda self, module, *_: module)  # which needs a process group
@@ -341,14 +318,6 @@ def test_learner_reads_what_the_controller_acted_on(mac_name, agent, marks):
     q = mac.agent(mac.inputs(batch), batch.packing).detach()
     best = q.masked_fill(batch["avail_actions"] == 0, -torch.inf).argmax(-1)
     assert torch.equal(best, batch["actions"].long())
-
-
-def test_full_obs_is_read_by_the_upper_bound_alone():
-    batch = pack_episodes([{**random_episode(0, 3), "full_obs": torch.full((4, 3, LAYOUT.obs_dim), 9.0)}])
-    for full in (False, True):
-        mac = MACS.get("gnn_graph_mac")(toy_config(mac="gnn_graph_mac", use_full_obs=full), INFO, CPU)
-        assert mac.wants_full_obs == full
-        assert bool((mac.inputs(batch).features == 9.0).all()) == full
 
 
 def test_the_copy_that_acts_is_brought_up_to_date():

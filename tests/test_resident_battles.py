@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import re
 import shutil
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,27 +95,6 @@ def test_an_action_that_is_not_available_is_noted_where_it_was_given(monkeypatch
     assert battles.faults.tolist() == [False, False, False, True, False]
 
 
-def test_restored_battles_continue_as_the_saved_ones(monkeypatch):
-    battles, _ = battles_and_reference("2s3z")
-    everyone, rng = torch.ones(SLOTS, dtype=torch.bool), np.random.default_rng(1)
-
-    def play(steps: int) -> list[torch.Tensor]:
-        played = []
-        for _ in range(steps):
-            shown = battles.observe()
-            actions = torch.from_numpy(random_actions(shown.avail.numpy(), rng))
-            played += [shown.obs.clone(), shown.state.clone(), battles.step(actions, everyone).reward.clone()]
-        return played
-
-    battles.reset(everyone, torch.arange(SLOTS))
-    play(10)
-    saved, state = battles.snapshot(), rng.bit_generator.state
-    first = play(10)
-    battles.restore(saved)
-    rng.bit_generator.state = state
-    assert all(torch.equal(a, b) for a, b in zip(first, play(10), strict=True))
-
-
 # --- for GPUs -----------------------------------------------------------------------------------------------------
 
 
@@ -173,33 +149,6 @@ def test_a_thread_per_battle_and_per_view_plays_what_the_loops_play(on_gpu, monk
     assert not threads.faults.any()
     threads.step(torch.zeros_like(actions), begun | True)
     assert threads.faults.any()
-
-
-def test_kernels_are_launched_on_the_current_stream_with_a_thread_for_all(monkeypatch, tmp_path):
-    launched, settings = [], SimpleNamespace(CACHE_DIR="before")
-
-    class Kernel:
-        def __init__(self, function, **options):
-            assert options == {"lto": False, "cache": True}, "nvJitLink fuses"
-            self.function, self._cache = function, SimpleNamespace(cache_path=f"{settings.CACHE_DIR}/battle")
-
-        def __getitem__(self, launch):
-            return lambda *args: launched.append((self.function, launch, args))
-
-    fake = {"select_device": launched.append, "jit": Kernel, "external_stream": lambda pointer: f"stream {pointer}"}
-    monkeypatch.setattr(kernels, "cuda", SimpleNamespace(**fake, as_cuda_array=lambda tensor, sync: (tensor, sync)))
-    monkeypatch.setattr(kernels, "exact", contextlib.nullcontext)
-    monkeypatch.setattr(kernels, "kept_in", lambda: tmp_path)
-    monkeypatch.setitem(sys.modules, "numba.cuda.core", SimpleNamespace(config=settings))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7 + device.index))
-    kernels.jitted.cache_clear()
-    launcher = kernels.CUDAKernels(torch.device("cuda", 1))
-    for threads in (1, kernels.THREADS, kernels.THREADS + 1):
-        launcher("reset", threads, "views")
-    kernels.jitted.cache_clear()
-    blocks = [(kernels.reset, (n, kernels.THREADS, "stream 8"), ("views",)) for n in (1, 1, 2)]
-    assert launched == [1, *blocks]
-    assert launcher.view("tensor") == ("tensor", False)
 
 
 @pytest.fixture
@@ -259,12 +208,6 @@ def test_kernels_are_kept_for_later_processes_or_a_line_says_why_not(compilable,
     kernels.jitted.cache_clear()
     assert not kernels.jitted("reset").targetoptions["lto"]
     assert "each start" in capsys.readouterr().err
-
-
-def test_numba_cuda_finds_the_function_that_numpy_2_5_has_not(compilable, monkeypatch):
-    monkeypatch.delattr(np, "row_stack", raising=False)
-    importlib.reload(kernels)
-    importlib.reload(importlib.import_module("numba.cuda.np.arrayobj"))
 
 
 def test_battles_are_played_in_single_precision(compilable, monkeypatch):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from simulated_gpu import DEVICE, OnGPU, simulated_gpu
+from simulated_gpu import DEVICE, simulated_gpu
 
-from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.resident_buffer import ResidentBuffer
+from omagd.components.episode_buffer import EpisodeBuffer, ResidentBuffer
 from omagd.utils.packing import BlockEpisode, EpisodeMeta
 
 ROWS, AGENTS, ACTIONS = 7, 2, 11
@@ -80,24 +79,6 @@ def test_a_restored_buffer_continues_as_the_saved_one():
         assert_same_batches(saved, other)
     saved.clear()
     assert (len(saved), saved.added) == (0, 0)
-
-
-def test_the_host_reads_one_value_of_a_round_and_none_of_a_batch():
-    expected = EpisodeBuffer(8)
-    with simulated_gpu() as gpu:
-        buffer = ResidentBuffer(8, DEVICE, ROWS)
-        rounds = [block_of(seed, device=DEVICE) for seed in range(3)]
-        gpu.waits.clear()
-        for episodes in rounds:
-            buffer.add(episodes)
-        assert sum(gpu.waits.values()) == len(rounds), gpu.waits
-        gpu.waits.clear()
-        batch = buffer.sample(6, np.random.default_rng(0))
-        assert not gpu.waits
-    for seed in range(3):
-        expected.add(block_of(seed))
-    same = expected.sample(6, np.random.default_rng(0))
-    assert all(isinstance(batch[name], OnGPU) and torch.equal(batch[name].value, same[name]) for name in same.data)
 
 
 def test_episodes_of_the_cpu_are_sent_together_and_those_of_another_gpu_rejected():

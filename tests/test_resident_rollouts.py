@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from q_toys import equal, state_of
 from resident_toys import CPU, SLOTS, Through, assert_same, explore, game, played
-from simulated_gpu import DEVICE, OnGPU, SimulatedGPU, simulated_gpu
+from simulated_gpu import DEVICE, SimulatedGPU, simulated_gpu
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -26,9 +25,8 @@ from omagd.envs.battle import fog
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.learners.nq_learner import NQLearner
-from omagd.run.training.stages.rl import RLStage
-from omagd.runners import resident_loop
-from omagd.runners.resident_loop import LOOK_EVERY, WARM_UP, Captured, Watch, choose
+from omagd.runners import resident_runner
+from omagd.runners.resident_runner import LOOK_EVERY, WARM_UP, Captured, Watch, choose
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -82,24 +80,6 @@ def test_an_episode_follows_from_its_seed_whatever_plays_beside_it(guesses):
     assert any(len(e["reward"]) != len(first.episodes[0]["reward"]) for e in first.episodes)
 
 
-def test_a_resumed_runner_plays_the_next_round_of_the_saved_one():
-    plays, mac = game()
-    played(plays, mac, explore=explore(0.5))
-    saved = plays.snapshot()
-    second = played(plays, mac, explore=explore(0.5))
-    resumed, mac = game()
-    resumed.restore(saved, mac)
-    assert_same(played(resumed, mac, explore=explore(0.5)), second)
-
-
-def test_each_way_of_playing_has_a_loop_of_its_own():
-    (plays, mac), (_, other) = game(), game()
-    ways = [(mac, 1, False, True), (other, 1, False, True), (other, 1, False, False), (other, 1, True, False)]
-    loops = [plays._resident(*way) for way in (*ways, (other, 2, True, False))]
-    assert len(set(map(id, loops))) == len(loops)
-    assert plays._resident(other, 2, True, False) is loops[-1]
-
-
 def test_a_round_that_was_left_early_leaves_nothing_behind():
     plays, mac = game()
     loop = plays._resident(mac, 2, False, True)
@@ -145,19 +125,12 @@ def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
         numbers.append(number)
         return uniform(number, key)
 
-    monkeypatch.setattr(resident_loop, "uniform", noted)
+    monkeypatch.setattr(resident_runner, "uniform", noted)
     steps, agents, actions = 40, 3, 5
     q = torch.zeros(steps, agents, actions)
     choose(q, q == 0, torch.tensor(0.5), torch.zeros(steps, dtype=torch.int64), torch.arange(steps))
     drawn = torch.cat(numbers).unique()
-    assert drawn.numel() == 2 * steps * agents and resident_loop.SHOWN not in drawn
-
-
-def test_each_key_has_a_stream_of_its_own():
-    keys, number = torch.tensor([[3], [2**61 + 7]]), torch.arange(10)
-    drawn = uniform(number, keys)
-    assert torch.equal(drawn, torch.stack([uniform(number, int(key)) for key in keys]))
-    assert not torch.equal(drawn[0], drawn[1])
+    assert drawn.numel() == 2 * steps * agents and resident_runner.SHOWN not in drawn
 
 
 def test_acting_reads_the_weights_at_every_tick():
@@ -172,23 +145,6 @@ def test_acting_reads_the_weights_at_every_tick():
     second = played(plays, mac, explore=None)
     assert_same(second, played(fresh, other, explore=None))
     assert first.log != second.log
-
-
-def test_the_host_reads_nothing_while_a_round_is_played(monkeypatch):
-    """On a simulated GPU: one look at the results of a round, and one copy for each field of an episode."""
-    plays, mac = game()
-    expected = played(plays, mac, explore=explore(0.3))
-    monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
-    with simulated_gpu() as gpu:
-        on_gpu, mac = game(device=DEVICE)
-        on_gpu._resident(mac, 1, False, True)
-        gpu.waits.clear()
-        found = on_gpu.run(mac, explore=explore(0.3))
-        waits = dict(gpu.waits)
-    assert found.log == expected.log
-    for one, other in zip(found.episodes, expected.episodes, strict=True):
-        assert all(isinstance(one[name], OnGPU) and torch.equal(one[name].value, other[name]) for name in other)
-    assert sum(waits.values()) == 1, waits
 
 
 def iteration(device: torch.device, buffer_cpu_only: bool, rounds: int = 3) -> tuple[Any, list[PackedBatch], Any]:
@@ -215,12 +171,6 @@ def waiting() -> Iterator[Counter[str]]:
     yield mode.waits
 
 
-def test_replay_on_the_device_gives_the_same_batches_and_the_same_weights():
-    learners = [iteration(CPU, buffer_cpu_only)[0] for buffer_cpu_only in (True, False)]
-    states = [state_of(learner) for learner in learners]
-    assert equal(*states)
-
-
 def test_an_iteration_on_the_device_makes_the_host_wait_twice(monkeypatch):
     """For the results of the round, and for whether its episodes can be stored in short; not in an update."""
     monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
@@ -230,18 +180,6 @@ def test_an_iteration_on_the_device_makes_the_host_wait_twice(monkeypatch):
     assert sum(waits.values()) == 2 * 3, waits
     first = zip(batches[:1], expected[:1], strict=True)
     assert all(torch.equal(one[name].value, other[name]) for one, other in first for name in other.data)
-
-
-@pytest.mark.parametrize(("buffer_cpu_only", "warnings"), [(True, 1), (False, 0)])
-def test_episodes_that_leave_the_gpu_are_announced(buffer_cpu_only, warnings):
-    said: list[str] = []
-    config = resolve("qmix", "skirmish", {"runner": "resident", "buffer_cpu_only": buffer_cpu_only})
-    dist, log = SimpleNamespace(device=DEVICE, world_size=1), SimpleNamespace(warning=said.append)
-    session = SimpleNamespace(config=config, dist=dist, logger=log, info=SimpleNamespace(episode_limit=60))
-    learner = SimpleNamespace(data="replay")
-    with simulated_gpu():
-        RLStage._data_source(SimpleNamespace(session=session, learner=learner, rng=lambda _: np.random.default_rng(0)))
-    assert len(said) == warnings and all("buffer_cpu_only=False" in line for line in said)
 
 
 @pytest.fixture

@@ -24,13 +24,11 @@ from runner_toys import (
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import Exploration
-from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import LOST_IN_A_ROW
-from omagd.run import api
 from omagd.run.training.battles import greedy_episodes
 from omagd.run.training.build import PURPOSES, build_session
 from omagd.run.training.session import Session
-from omagd.runners.recorder import Recorder
+from omagd.runners.rollout import Recorder
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -326,13 +324,6 @@ def test_a_slot_that_loses_every_episode_ends_the_run_after_ten(name):
     assert env.n_begun == LOST_IN_A_ROW == 10
 
 
-def test_nine_lost_episodes_in_a_row_are_replaced_again_and_again():
-    env = Hopeless(3)
-    env.kept = 10
-    rollout = rounds(env, 3)
-    assert (rollout.n_episodes, rollout.lost) == (9, 27)
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_lost_episodes_in_a_row_are_counted_over_a_restart(known):
     env = Hopeless(3)
@@ -349,12 +340,6 @@ def test_lost_episodes_in_a_row_are_counted_over_a_restart(known):
         for _ in range(100):
             again.tick(None)
     assert env.n_begun == 10 + (0 if known else 7)
-
-
-def test_the_python_interface_gives_up_after_ten_lost_episodes_too(monkeypatch):
-    monkeypatch.setattr(api, "_play_one", lambda *_: {"lost": True})
-    with pytest.raises(UserError, match="env=fake: 10 episodes in a row were lost"):
-        api.play(SimpleNamespace(reset=print, act=print), ParallelBattle(FakeEnv(1)), 1)
 
 
 def test_failures_are_counted_over_runners_and_restarts():

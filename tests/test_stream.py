@@ -15,8 +15,6 @@ from walk_env import SteadyArgs, SteadyWalk, Walk, WalkArgs
 
 import omagd
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_codec import spec_of
-from omagd.components.schedules import FactorSchedule, epsilon_schedule
 from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.basic_mac import BasicMAC
@@ -25,7 +23,6 @@ from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
 from omagd.envs.workers.vector import SerialEnvs
 from omagd.run.cli.main import config_from
-from omagd.run.memory_budget import replay_bytes, replay_spec
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.packing import Episode
 from omagd.utils.seeding import seed_everything
@@ -169,18 +166,3 @@ def test_games_saved_before_returns_of_agents_were_kept_continue_without_them():
     assert rest.n_episodes == SLOTS
     assert "return" in rest.stats and "return_agent_0" not in rest.stats
     assert "return_agent_0" in next_games.stats
-
-
-def test_the_size_of_the_replay_is_known_before_the_run(steps):
-    config, info = snakes().runner.config, snakes().env.info
-    assert spec_of(steps[0]) == replay_spec(config, info)
-    assert replay_bytes(config.model_copy(update={"runner": "parallel"}), info) == 201 / 2 * replay_bytes(config, info)
-
-
-def test_epsilon_falls_by_a_factor_per_step_if_epsilon_speed_is_given():
-    schedule = FactorSchedule(0.5, 0.01, 0.99)
-    assert [schedule.value(t) for t in range(1000)] == pytest.approx([max(0.5 * 0.99**t, 0.01) for t in range(1000)])
-    config = resolve("snakes_ddpg", "snakes")
-    assert epsilon_schedule(config).value(34657) == pytest.approx(0.25, rel=1e-4)
-    line = epsilon_schedule(config.model_copy(update={"epsilon_speed": None, "epsilon_anneal_time": 100}))
-    assert line.value(50) == 0.25

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from omagd.config.schema import Config
 from omagd.utils.compiling import numba_problem
 from omagd.utils.registry import Registry
 
@@ -70,6 +71,14 @@ class Greedy:
         q: [B, n, A] float. available: [B, n, A] bool; without any available action the result is 0.
         """
         return np.where(available, q, -np.inf).argmax(axis=-1)
+
+
+def epsilon_at(config: Config, t: int) -> float:
+    """Return the share of random actions at clock `t`: an exponential fall if `epsilon_speed` is given, else a line."""
+    start, finish = config.epsilon_start, config.epsilon_finish
+    if config.epsilon_speed is not None:
+        return max(finish, start * config.epsilon_speed**t)
+    return start + (finish - start) * min(t / config.epsilon_anneal_time, 1.0)
 
 
 @REGISTRY.register("epsilon_greedy")
@@ -148,7 +157,7 @@ def _kernel(q: np.ndarray, available: np.ndarray) -> Callable[..., None] | None:
 def _compiled_choice() -> Callable[..., None] | None:
     if numba_problem():  # whoever could not use it has warned
         return None
-    from omagd.components.compiled.selection import compiled
+    from omagd.components.selection import compiled
 
     choose: Callable[..., None] | None = compiled()
     return choose

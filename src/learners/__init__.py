@@ -9,13 +9,13 @@ REGISTRY: Registry[type] = Registry(
     "omagd.learners",
     lazy={
         "nq_learner": "omagd.learners.nq_learner:NQLearner",
-        "nq_graph_learner": "omagd.learners.nq_graph_learner:NQGraphLearner",
-        "nq_learner_ddp": "omagd.learners.nq_learner_ddp:NQLearnerDDP",
-        "nq_graph_learner_ddp": "omagd.learners.nq_graph_learner_ddp:NQGraphLearnerDDP",
+        "nq_graph_learner": "omagd.learners.nq_learner:NQGraphLearner",
+        "nq_learner_ddp": "omagd.learners.nq_learner:NQLearner",  # published names: a learner's `Dist` knows the ranks
+        "nq_graph_learner_ddp": "omagd.learners.nq_learner:NQGraphLearner",
         "ppo_learner": "omagd.learners.ppo_learner:PPOLearner",
         "rloo_learner": "omagd.learners.rloo_learner:RLOOLearner",
         "ddpg_learner": "omagd.learners.ddpg_learner:DDPGLearner",
-        "ddpg_learner_ddp": "omagd.learners.ddpg_learner_ddp:DDPGLearnerDDP",
+        "ddpg_learner_ddp": "omagd.learners.ddpg_learner:DDPGLearner",
     },
     protocol="omagd.learners.protocol:protocol_of",
 )

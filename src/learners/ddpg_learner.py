@@ -25,7 +25,7 @@ from omagd.components.td_lambda import rewards_of_agents
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
-from omagd.learners.protocol import Data
+from omagd.learners.protocol import Data, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.agents.ff_agent import DDPGAgent
@@ -123,7 +123,7 @@ class Steps:
     noise: Tensor | None
 
 
-class DDPGLearner:
+class DDPGLearner(SavesParts):
     """Trains a controller's agent (the actor) and a critic on one rank or many.
 
     Args:
@@ -157,13 +157,6 @@ class DDPGLearner:
         self._frozen_critic = _frozen_twin(self.critic)
         self._followers: list[Tensor] = [*self.target_agent.parameters(), *self.target_critic.parameters()]
         self._followed: list[Tensor] = [*mac.agent.parameters(), *self.critic.parameters()]
-        self._saved: dict[str, Any] = {
-            "optimizer": self.optimizer,
-            "critic_optimizer": self.critic_optimizer,
-            "target_agent": self.target_agent,
-            "target_critic": self.target_critic,
-        }
-        self.updates = 0
 
     @staticmethod
     def how_targets_move(config: Config, environments: int) -> str:
@@ -245,15 +238,10 @@ class DDPGLearner:
         """Return the trained modules by the names of their weight files."""
         return {"agent": self.mac.agent, "critic": self.critic}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside `modules()`: optimizers, target networks, counter."""
-        return {**{name: part.state_dict() for name, part in self._saved.items()}, "updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict`; the caller loads the weights of `modules()`."""
-        for name, part in self._saved.items():
-            part.load_state_dict(state[name])
-        self.updates = int(state["updates"])
+    def saved(self) -> dict[str, Any]:
+        """Return optimizers and target networks, by their keys in `state_dict`."""
+        targets = {"target_agent": self.target_agent, "target_critic": self.target_critic}
+        return {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer, **targets}
 
 
 def _step_rows(packing: Packing) -> tuple[Tensor | slice, Tensor | slice]:

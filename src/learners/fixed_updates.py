@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from omagd.components.resident_buffer import FixedDraw
+from omagd.components.episode_buffer import FixedDraw
 from omagd.config.schema import Config
 from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
 from omagd.utils.logging import PACKAGE

@@ -6,25 +6,26 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from omagd.components.resident_buffer import FixedDraw
+from omagd.components.episode_buffer import FixedDraw
 from omagd.components.td_lambda import batch_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import HEAD, BeliefCases, BeliefLoss, belief_loss, counts
+from omagd.learners.belief_loss import BeliefCases, belief_loss, counts, heads_of, moments_of
 from omagd.learners.fixed_updates import FixedUpdates
-from omagd.learners.protocol import Data
-from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, copy_if_finite, lr_scale
+from omagd.learners.protocol import Data, SavesParts
+from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, copy_if_finite, lr_scale
 from omagd.modules import mixers
-from omagd.modules.agents.agent import AgentInputs, Remembers
+from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
 from omagd.modules.ops import autocast_bf16, maybe_compile, no_autocast
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
 
 MakeTargets = Callable[[Tensor], Tensor]
@@ -46,7 +47,7 @@ class Transitions:
     packing: Packing
 
 
-class QLoss(LossModule):
+class QLoss(AgentLoss):
     """Half the squared TD error of the joint value of the actions taken, summed over the valid steps.
 
     L = 1/2 sum_t mask_t (Q_tot(s_t, a_t) - y_t)^2, where y has no gradient. The factor 1/2 is that of PyMARL2 and
@@ -55,19 +56,11 @@ class QLoss(LossModule):
     Args:
         agent, mixer: trained; every parameter takes part in every forward.
         bf16: whether matrix products use bf16.
-
-    Attributes:
-        belief: the loss of what the agent's memory says of unseen units; None without `belief_loss`.
     """
 
-    belief: BeliefLoss | None
-
     def __init__(self, agent: nn.Module, mixer: nn.Module, bf16: bool = False) -> None:
-        super().__init__()
-        self.bf16 = bf16
-        self.agent = agent
+        super().__init__(agent, bf16)
         self.mixer = mixer
-        self.belief = None
 
     def forward(
         self, inputs: AgentInputs, taken: Transitions, targets: MakeTargets, cases: BeliefCases | None = None
@@ -81,12 +74,7 @@ class QLoss(LossModule):
             target_mean per step and agent.
         """
         with autocast_bf16(taken.state.device, self.bf16):
-            if self.belief is None:
-                q = self.agent(inputs, taken.packing)
-            else:
-                assert cases is not None
-                q, hidden = cast(Remembers, self.agent).unroll(inputs, taken.packing)
-                believed, more = self.belief(hidden, cases)
+            q, told = self.unroll(inputs, taken.packing, cases)
             with torch.no_grad(), no_autocast(taken.state.device):
                 target = targets(q.detach().to(taken.state.dtype))
             values = MixerInputs(q, taken.actions, taken.avail_actions, taken.state)
@@ -105,16 +93,14 @@ class QLoss(LossModule):
                 "q_taken_mean": ((joint * valid_mask).sum(), per_agent),
                 "target_mean": ((target * valid_mask).sum(), per_agent),
             }
-        if self.belief is None:
-            return loss, stats
-        return torch.stack([loss, believed.to(loss.dtype)]), {**stats, **more}
+        return self.with_belief(loss, stats, told)
 
     def error_loss(self, error: Tensor) -> Tensor:
         """Return the loss of each TD error, [S] or [S, n]; 0 for an error of 0, which closing rows have."""
         return 0.5 * error.square()
 
 
-class NQLearner:
+class NQLearner(SavesParts):
     """Trains a controller's agent and a mixer on one rank or many.
 
     Args:
@@ -144,7 +130,6 @@ class NQLearner:
         self.target_agent = _frozen_copy(mac.agent)
         self.target_mixer = _frozen_copy(self.mixer)
         maybe_compile(config, self.mixer, self.target_mixer)
-        self.updates = 0
         # Episodes and updates at the last copy: a resumed run may count by the other key.
         self._copied_at = (0, 0)
 
@@ -234,31 +219,23 @@ class NQLearner:
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
-        head = {} if self.belief is None else {HEAD: self.belief.head}
-        return {"agent": self.mac.agent, "mixer": self.mixer, **head}
+        return {"agent": self.mac.agent, "mixer": self.mixer, **heads_of(self.belief)}
+
+    def saved(self) -> dict[str, Any]:
+        """Return optimizer, target networks and the belief head's moments, by their keys in `state_dict`."""
+        targets = {"target_agent": self.target_agent, "target_mixer": self.target_mixer}
+        return {"optimizer": self.optimizer, **targets, **moments_of(self.belief)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside `modules()`: optimizer, target networks, counters."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "target_agent": self.target_agent.state_dict(),
-            "target_mixer": self.target_mixer.state_dict(),
-            "updates": self.updates,
-            "copied_at": list(self._copied_at),
-            **({} if self.belief is None else {"belief": self.belief.moments}),
-        }
+        """Return what a resumed run needs beside `modules()`: the parts of `saved`, and counters."""
+        return {**super().state_dict(), "copied_at": list(self._copied_at)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; the caller loads the weights of `modules()`."""
         self._fixed.forget()  # the optimizer's state moves
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.target_agent.load_state_dict(state["target_agent"])
-        self.target_mixer.load_state_dict(state["target_mixer"])
-        self.updates = state["updates"]
+        super().load_state_dict(state)
         episodes, updates = state["copied_at"]
         self._copied_at = (episodes, updates)
-        if self.belief is not None:
-            self.belief.moments.copy_(state["belief"])
 
     def _copy_targets_if_due(self, episodes: int) -> None:
         by_updates = self.config.target_update_updates
@@ -272,6 +249,17 @@ class NQLearner:
             new = [tensor for _, trained in pairs for tensor in trained.state_dict().values()]
             copy_if_finite(old, new)  # weights that have overflowed do not reach the targets
             self._copied_at = (episodes, self.updates)
+
+
+class NQGraphLearner(NQLearner):
+    """`NQLearner` for graph controllers: it trains on the reconstructions that were stored when steps were played."""
+
+    def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
+        if info.layout is None:
+            raise UserError(
+                f"learner={config.learner} needs an environment with an entity layout; env={config.env} has none"
+            )
+        super().__init__(mac, config, info, dist)
 
 
 def _frozen_copy(module: nn.Module) -> nn.Module:

@@ -4,34 +4,36 @@ Source: PPO, Schulman et al. 2017, arXiv:1707.06347. Nothing here knows its rank
 `SyncedOptimizer` and of `Dist`.
 
 A *sample* is one agent at one step at which it has a choice. Dead agents have only one action; with `death_masking`
-(of MAPPO) they are no samples, and every mean below is over samples of all ranks.
+(of MAPPO) they are no samples, and every mean below is over samples of all ranks. A *chunk* is a piece of consecutive
+steps of an episode; minibatches consist of chunks.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from omagd.components import action_selectors
 from omagd.components.action_selectors import LOG_PROB
-from omagd.components.chunks import Chunks, Minibatches
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import HEAD, BeliefCases, BeliefLoss, belief_loss, counts
-from omagd.learners.protocol import Data
-from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale, merge
+from omagd.learners.belief_loss import BeliefCases, belief_loss, counts, heads_of, moments_of
+from omagd.learners.protocol import Data, SavesParts
+from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules import agents
-from omagd.modules.agents.agent import AgentInputs, Remembers, StartsInside
+from omagd.modules.agents.agent import AgentInputs, StartsInside
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing
+from omagd.utils.packing import PackedBatch, Packing, time_order
 from omagd.utils.plugins import faults
 from omagd.utils.seeding import generator
 
@@ -59,6 +61,88 @@ def log_softmax(logits: Tensor, available: Tensor) -> Tensor:
     """Return the log-softmax over available actions; unavailable ones get the type's least value, not -inf."""
     # -inf would make 0 * -inf = NaN in the entropy and its gradient.
     return logits.masked_fill(~available, torch.finfo(logits.dtype).min).log_softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Some chunks, packed.
+
+    Attributes:
+        packing: of their rows. rows: [S] int64 (CPU), row of the batch for each row of the packing. before: [B] int64
+            (CPU), for each chunk the row of the batch just before it; -1 where it begins an episode.
+    """
+
+    packing: Packing
+    rows: Tensor
+    before: Tensor
+
+    def split(self, parts: int) -> list[Chunks]:
+        """Return the chunks in at most `parts` parts of about equal size, each with long and short ones."""
+        parts = min(parts, self.packing.n_episodes)
+        if parts == 1:
+            return [self]
+        number = self.packing.episode
+        lengths = self.packing.lengths
+        return [
+            Chunks(Packing(lengths[i::parts]), self.rows[number % parts == i], self.before[i::parts])
+            for i in range(parts)
+        ]
+
+
+def pack_chunks(batch_packing: Packing, chunks: Sequence[tuple[int, int, int]]) -> Chunks:
+    """Return chunks, (episode, first, end) for the steps first ≤ t < end, in a packing of their own.
+
+    batch_packing: of the batch that they are cut from, in which episodes have these places.
+    """
+    packing, order, gather = time_order([end - first for _, first, end in chunks])
+    starts = batch_packing.starts.numpy()
+    ordered = [chunks[i] for i in order]
+    rows = np.concatenate([starts[first:end] + episode for episode, first, end in ordered])
+    before = [starts[first - 1] + episode if first else -1 for episode, first, _ in ordered]
+    return Chunks(packing, torch.from_numpy(rows)[gather], torch.tensor(before))
+
+
+class Minibatches:
+    """Random minibatches of the chunks of all ranks' batches, drawn alike on all ranks.
+
+    One process draws the same minibatches if it holds the episodes of all ranks in turns: the first of each rank, then
+    the second of each rank, and so on. Chunks are in the order of place in the rank's sample, rank, and first step.
+
+    Args:
+        batch: of this rank. length: of a chunk in steps; 0: whole episodes. Closing rows belong to no chunk, because no
+            action was taken there. dist: the ranks. A collective: every rank builds it.
+
+    Attributes:
+        steps: in the batches of all ranks.
+    """
+
+    def __init__(self, batch: PackedBatch, length: int, dist: Dist) -> None:
+        self._packing = batch.packing
+        places = range(batch.packing.n_episodes)
+        self._episode = dict(zip(batch.sample_index, places, strict=True))
+        steps = {batch.sample_index[place]: batch.packing.lengths[place] - 1 for place in places}
+        self._chunks = [
+            (place, rank, first, min(first + (length or count), count))
+            for place, rank, count in sorted(
+                (place, rank, count)
+                for rank, of_rank in enumerate(dist.gather(steps))
+                for place, count in of_rank.items()
+            )
+            for first in range(0, count, length or max(count, 1))
+        ]
+        self.steps = sum(end - first for _, _, first, end in self._chunks)
+        self._rank = dist.rank
+
+    def draw(self, count: int, rng: np.random.Generator) -> Iterator[Chunks | None]:
+        """Yield this rank's part of each minibatch; None where only other ranks have chunks of it.
+
+        There are `count` minibatches of about as many chunks, and no empty ones: fewer where there are fewer chunks.
+        """
+        order = rng.permutation(len(self._chunks))
+        for chosen in np.array_split(order, count)[: len(order)]:  # the first ones are the larger ones
+            drawn = (self._chunks[i] for i in chosen)
+            own = [(self._episode[place], first, end) for place, rank, first, end in drawn if rank == self._rank]
+            yield pack_chunks(self._packing, own) if own else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +191,7 @@ class Advantages:
     target: Tensor | None = None
 
 
-class PolicyLoss(LossModule, Generic[Args]):
+class PolicyLoss(AgentLoss, Generic[Args]):
     """Clipped policy loss and entropy bonus, summed over samples.
 
     With the probability ratio r = pi(a|o) / pi_old(a|o) and the advantage A:
@@ -118,35 +202,22 @@ class PolicyLoss(LossModule, Generic[Args]):
     Args:
         agent: trained; every parameter takes part in every forward. args: the weights.
         bf16: whether matrix products use bf16.
-
-    Attributes:
-        belief: the loss of what the agent's memory says of unseen units; None without `belief_loss`.
     """
 
-    belief: BeliefLoss | None
-
     def __init__(self, agent: nn.Module, args: Args, bf16: bool = False) -> None:
-        super().__init__()
-        self.agent, self.args, self.bf16 = agent, args, bf16
-        self.belief = None
+        super().__init__(agent, bf16)
+        self.args = args
 
     def forward(self, rows: PolicyRows) -> tuple[Tensor, Stats]:
         """Return the summed loss, and stats per sample; with `belief` its sum is a second one, [2]."""
         begun = () if rows.start is None else (rows.start,)
         with autocast_bf16(rows.state.device, self.bf16):
-            if self.belief is None:
-                logits = self.agent(rows.inputs, rows.packing, *begun)
-            else:
-                assert rows.cases is not None
-                logits, hidden = cast(Remembers, self.agent).unroll(rows.inputs, rows.packing, *begun)
-                believed, more = self.belief(hidden, rows.cases)
+            logits, told = self.unroll(rows.inputs, rows.packing, rows.cases, *begun)
         loss, terms = self.terms(rows, logits)
         total, count = (loss * rows.weight).sum(), rows.weight.sum()
         stats = {name: ((term.detach() * rows.weight).sum(), count) for name, term in terms.items()}
         stats = {"loss_ppo": (total.detach(), count), **stats}
-        if self.belief is None:
-            return total, stats
-        return torch.stack([total, believed.to(total.dtype)]), {**stats, **more}
+        return self.with_belief(total, stats, told)
 
     def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each sample [R, n], and what is logged of it. logits: [R, n, A], of the agent."""
@@ -167,7 +238,7 @@ class PolicyLoss(LossModule, Generic[Args]):
         }
 
 
-class PolicyLearner(ABC, Generic[Args]):
+class PolicyLearner(SavesParts, Generic[Args]):
     """Trains a controller's agent on the episodes that were just collected.
 
     Args:
@@ -176,6 +247,7 @@ class PolicyLearner(ABC, Generic[Args]):
 
     data: Data = "on_policy"
     loss_name = "loss_ppo"
+    of_policy: ClassVar[bool] = True  # it counts its steps in `updates`, and reads no keys of targets
     args_model: ClassVar[type[Any]]  # of `learner_args`; a subclass of PolicyArgs
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
@@ -196,7 +268,6 @@ class PolicyLearner(ABC, Generic[Args]):
         loss.belief = self.belief = belief_loss(config, mac)
         self.optimizer = Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
-        self.updates = 0  # optimisation steps taken; the clock counts by it
         self.steps = 0  # environment steps learned from, over all ranks
 
     def make_loss(self, bf16: bool) -> PolicyLoss[Args]:
@@ -317,21 +388,20 @@ class PolicyLearner(ABC, Generic[Args]):
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
-        head = {} if self.belief is None else {HEAD: self.belief.head}
-        return {"agent": self.mac.agent, **head}
+        return {"agent": self.mac.agent, **heads_of(self.belief)}
+
+    def saved(self) -> dict[str, Any]:
+        """Return the optimizer and the belief head's moments, by their keys in `state_dict`."""
+        return {"optimizer": self.optimizer, **moments_of(self.belief)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: the optimizer and the numbers of steps."""
-        belief = {} if self.belief is None else {"belief": self.belief.moments}
-        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates, "steps": self.steps, **belief}
+        return {**super().state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; the caller loads the weights of `modules()`."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.updates = state["updates"]
+        super().load_state_dict(state)
         self.steps = state.get("steps", 0)  # checkpoints before `anneal_lr` have none
-        if self.belief is not None:
-            self.belief.moments.copy_(state["belief"])
 
     def _parts(self, rows: PolicyRows, hidden: Tensor | None, chunks: Chunks | None) -> list[PolicyRows]:
         """Return this rank's rows of a minibatch, in `accumulate` parts at most; rows of weight 0 where it has none."""

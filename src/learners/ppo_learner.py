@@ -146,14 +146,9 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         """Return the trained modules by the names of their weight files."""
         return {**super().modules(), "critic": self.critic}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside `modules()`: optimizer, numbers of steps, value normaliser."""
-        return {**super().state_dict(), "value_norm": self.value_norm.moments}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict`; the caller loads the weights of `modules()`."""
-        super().load_state_dict(state)
-        self.value_norm.moments.copy_(state["value_norm"])
+    def saved(self) -> dict[str, Any]:
+        """Return also the moments of the value normaliser."""
+        return {**super().saved(), "value_norm": self.value_norm.moments}
 
 
 def _per_agent(values: Tensor, like: Tensor) -> Tensor:

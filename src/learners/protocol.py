@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
-from omagd.components.resident_buffer import FixedDraw
+from omagd.components.episode_buffer import FixedDraw
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
@@ -68,6 +69,34 @@ class Learner(Trainable, Protocol):
         On-policy learners take all their steps on the batch, the same number on all ranks, and return merged stats.
         episodes: number of episodes collected so far by all ranks.
         """
+
+
+class SavesParts(ABC):
+    """Base of learners: it saves named parts and the number of updates.
+
+    Attributes:
+        updates: taken so far.
+    """
+
+    updates: int = 0
+
+    @abstractmethod
+    def saved(self) -> dict[str, Any]:
+        """Return optimizers, modules and tensors by their keys in `state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside `modules()`."""
+        parts = {name: part if isinstance(part, Tensor) else part.state_dict() for name, part in self.saved().items()}
+        return {**parts, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict`; the caller loads the weights of `modules()`."""
+        for name, part in self.saved().items():
+            if isinstance(part, Tensor):
+                part.copy_(state[name])
+            else:
+                part.load_state_dict(state[name])
+        self.updates = int(state["updates"])
 
 
 class OnPolicyLearner(Learner, Protocol):

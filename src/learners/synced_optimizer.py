@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,11 @@ from omagd.config.schema import Config
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.plugins import defined_at, owner_of
+
+if TYPE_CHECKING:
+    from omagd.learners.belief_loss import BeliefCases, BeliefLoss
+    from omagd.modules.agents.agent import AgentInputs, Remembers
+    from omagd.utils.packing import Packing
 
 Stats = Mapping[str, tuple[Tensor, Tensor]]
 """Named sums with their counts: (sum, count), both scalars."""
@@ -43,6 +48,41 @@ class LossModule(nn.Module):
     every parameter even when there is no sample, and stats without gradients. Losses with samples of their own come as
     a vector of sums.
     """
+
+
+class AgentLoss(LossModule):
+    """Base of an agent's losses, to which the loss of the belief head is added as a second one where there is a head.
+
+    Args:
+        agent: trained; every parameter takes part in every forward. bf16: whether matrix products on a GPU use bf16.
+
+    Attributes:
+        belief: the second loss; None without `belief_loss`.
+    """
+
+    belief: BeliefLoss | None
+
+    def __init__(self, agent: nn.Module, bf16: bool = False) -> None:
+        super().__init__()
+        self.agent, self.bf16 = agent, bf16
+        self.belief = None
+
+    def unroll(
+        self, inputs: AgentInputs, packing: Packing, cases: BeliefCases | None, *start: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Stats] | None]:
+        """Return the agent's outputs [S, n, A], and the loss of the `cases` with its stats, None without a head."""
+        if self.belief is None:
+            return self.agent(inputs, packing, *start), None
+        assert cases is not None
+        outputs, hidden = cast("Remembers", self.agent).unroll(inputs, packing, *start)
+        return outputs, self.belief(hidden, cases)
+
+    @staticmethod
+    def with_belief(loss: Tensor, stats: Stats, told: tuple[Tensor, Stats] | None) -> tuple[Tensor, Stats]:
+        """Return a loss and its stats, with those of the head as a second sum, [2]."""
+        if told is None:
+            return loss, stats
+        return torch.stack([loss, told[0].to(loss.dtype)]), {**stats, **told[1]}
 
 
 @dataclass(frozen=True)
@@ -74,27 +114,11 @@ class Adam(_base):
     def __init__(self, parameters: Iterable[Tensor], lr: float, eps: float = 1e-8) -> None:
         super().__init__(parameters, lr=lr, eps=eps, fused=True)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Take a step with the gradients of the parameters."""
-        return inspect.unwrap(_base.step)(self, closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
-        inspect.unwrap(_base.zero_grad)(self, set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; the constructor calls this."""
-        inspect.unwrap(_base.add_param_group)(self, param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the moments and settings, as torch's optimizers do."""
-        state: dict[str, Any] = inspect.unwrap(_base.state_dict)(self)
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`."""
-        inspect.unwrap(_base.load_state_dict)(self, state_dict)
+    step = torch.no_grad()(inspect.unwrap(_base.step))
+    zero_grad = inspect.unwrap(_base.zero_grad)
+    add_param_group = inspect.unwrap(_base.add_param_group)
+    state_dict = inspect.unwrap(_base.state_dict)
+    load_state_dict = inspect.unwrap(_base.load_state_dict)
 
 
 def copy_if_finite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
@@ -249,16 +273,7 @@ class SyncedOptimizer:
 
 
 def _zeros_unless(finite: Tensor, stats: Stats) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return `stats` where `finite` holds, otherwise sums and counts of 0: the loss of a skipped update may be NaN.
-
-    Scalars of the default type, nearly all there are, share one operation.
-    """
-    alike = {name: pair for name, pair in stats.items() if all(v.dim() == 0 and v.dtype == torch.float32 for v in pair)}
-    flat: tuple[Tensor, ...] = ()
-    if alike:
-        flat = torch.where(finite, torch.stack([value for pair in alike.values() for value in pair]), 0.0).unbind()
-    out = dict(zip(alike, zip(flat[::2], flat[1::2], strict=True), strict=True))
-    for name, (total, count) in stats.items():
-        if name not in alike:
-            out[name] = torch.where(finite, total, 0), torch.where(finite, count, 0)
-    return out
+    """Return `stats` where `finite` holds, otherwise sums and counts of 0: the loss of a skipped update may be NaN."""
+    return {
+        name: (torch.where(finite, total, 0), torch.where(finite, count, 0)) for name, (total, count) in stats.items()
+    }

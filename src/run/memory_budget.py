@@ -19,7 +19,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.learners.protocol import learner_class, records_full_obs
 from omagd.modules.graph_reconstructers import training_fields
-from omagd.runners.recorder import row_fields
+from omagd.runners.rollout import row_fields
 from omagd.utils.errors import UserError
 
 

@@ -1,30 +1,284 @@
-"""A runner whose battles, agents and episodes stay on the device where the agents act."""
+"""A runner whose battles, observations, guesses, agents, choices and episodes stay in a device's memory.
+
+Every tick has the same shapes and launches the same work for all slots, so on a GPU it is one CUDA graph, and no value
+is read between two ticks. Slots whose episodes have ended stay as they are: their closing row is written again.
+Shapes: B slots, K episodes of each, E = K B episodes, L the step limit, n agents, A actions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from omagd import controllers, envs
+from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.graph_mac import NGraphMAC
 from omagd.controllers.types import Exploration, Policy
 from omagd.envs.factory import validate_env_args
-from omagd.envs.resident import CanBeResident
+from omagd.envs.resident import CanBeResident, Outcome, ResidentGame, Seen
 from omagd.envs.task_sets.sets import task_set
+from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers import REGISTRY as PREDICTORS
+from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
-from omagd.runners.resident_loop import END, LENGTH, RESULTS, RETURN, ResidentLoop
-from omagd.runners.rollout import Rollout
+from omagd.runners.rollout import Rollout, row_fields
 from omagd.runners.runner import Runner
 from omagd.runners.starts import Origins
 from omagd.utils.errors import UserError
-from omagd.utils.packing import BlockEpisode, EpisodeMeta
+from omagd.utils.packing import BlockEpisode, EpisodeMeta, captured
+from omagd.utils.seeding import uniform
+
+RETURN, LENGTH, END, RESULTS = range(4)
+"""Columns of `ResidentLoop.results`: return, length, the tick at which the episode ended, then the game's results."""
+
+GREEDY = -1.0  # an epsilon below every random number
+SHOWN = -1  # number of the draw of an episode that decides whether it shows all units; those of `choose` follow
+WARM_UP = 3  # ticks before a graph is captured: kernels are compiled and libraries set up by then
+LOOK_EVERY = 8  # ticks between two looks at whether slots still play
+
+
+def choose(q: Tensor, available: Tensor, epsilon: Tensor, seed: Tensor, step: Tensor) -> Tensor:
+    """Return [B, n] int64: with probability epsilon an available action, uniformly; otherwise the best one.
+
+    The random numbers of an action are a function of its episode's seed, its step and its agent alone.
+
+    q: [B, n, A]. available: [B, n, A] bool. epsilon: scalar. seed, step: [B] int64.
+    """
+    best = q.masked_fill(~available, -torch.inf).argmax(dim=-1)
+    n = best.shape[1]
+    number = 2 * (step.unsqueeze(1) * n + torch.arange(n, device=step.device))
+    key = seed.unsqueeze(1)
+    wanted = (uniform(number + 1, key) * available.sum(dim=-1)).floor()
+    # The available action number `wanted`. A product counts exactly, and on a GPU many times faster than `cumsum`.
+    many = available.shape[-1]
+    counts = available.float() @ torch.ones(many, many, device=q.device).triu()
+    anything = (counts > wanted.unsqueeze(-1)).int().argmax(dim=-1)
+    return torch.where(uniform(number, key) < epsilon, anything, best)
+
+
+class ResidentLoop:
+    """Plays K episodes in every slot; a slot whose episode has ended begins its next one at once.
+
+    Args:
+        game: what is played. mac: acts. info: sizes. episodes: K. full_obs: whether to record `full_obs`.
+        keep: whether to record rows.
+
+    Attributes:
+        rows: name -> [E, L + 1, ...], the episodes; episode e is number e // B of slot e % B.
+        results: [E, columns] float64, as above.
+    """
+
+    def __init__(
+        self, game: ResidentGame, mac: BasicMAC, info: EnvInfo, episodes: int, full_obs: bool, keep: bool
+    ) -> None:
+        self.game, self.episodes, slots = game, episodes, game.n_slots
+        self._actor, self._dtype, self._see_all = mac.actor, mac.dtype, full_obs or mac.wants_full_obs
+        self._reads_full, self._n_rows = mac.wants_full_obs, info.episode_limit + 1
+        reconstructor: TokenReconstructor | None = getattr(mac, "reconstructor", None)
+        self._guesses = None if reconstructor is None else ResidentReconstruction(reconstructor, slots)
+        device = game.device
+
+        def counts(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        fields = row_fields(info, full_obs)
+        if self._guesses is not None:
+            fields[self._guesses.field] = self._guesses.stored.dtype, tuple(self._guesses.stored.shape[1:])
+        self.rows = {
+            name: torch.zeros(episodes * slots, self._n_rows, *shape, dtype=kind, device=device)
+            for name, (kind, shape) in fields.items()
+            if keep
+        }
+        columns = RESULTS + len(game.results)
+        self.results = torch.zeros(episodes * slots, columns, dtype=torch.float64, device=device)
+        self._returned = torch.zeros(slots, dtype=torch.float64, device=device)
+        self._epsilon = torch.zeros((), dtype=torch.float64, device=device)
+        self._seeds, self._tick = counts(episodes, slots), counts()
+        self._seed, self._step, self._number, self._slot = (counts(slots) for _ in range(4))
+        self._slot += torch.arange(slots, device=device)
+        self._playing, self._closing, self._again = (
+            torch.zeros(slots, dtype=torch.bool, device=device) for _ in range(3)
+        )
+        self._last_action, self._chosen = (counts(slots, info.n_agents) for _ in range(2))
+        self._start = self._actor.init_hidden(slots).detach().clone()
+        self._hidden = self._start.clone()
+        self._shown: Seen
+        self._outcome: Outcome
+        self._watch = Watch(device)
+        parts = [self._play_tick] if game.capturable else [self._observe, self._act, self._step_all, self._note]
+        if not game.capturable and episodes > 1:
+            parts.append(self._restart)
+        of_game = () if game.capturable else (self._observe, self._step_all, self._restart)
+        self._parts = [part if part in of_game else Captured(part, device) for part in parts]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing has changed that was computed when it was made."""
+        return self._guesses is None or self._guesses.is_current
+
+    @torch.no_grad()
+    def play(self, seeds: np.ndarray, explore: Exploration | None, ticked: Callable[[bool], None]) -> None:
+        """Play all episodes. seeds: [K, B] int64. explore: None to act greedily. ticked: called before each tick."""
+        self._begin(torch.from_numpy(seeds), explore)
+        for tick in range(self.episodes * self._n_rows):
+            ticked(True)
+            self.tick()
+            if self._watch.over(tick, self._playing, self._closing):
+                break
+
+    def tick(self) -> None:
+        """Launch the work of one tick."""
+        for part in self._parts:
+            part()
+
+    def _begin(self, seeds: Tensor, explore: Exploration | None) -> None:
+        everyone = torch.ones_like(self._playing)
+        self._seeds.copy_(seeds, non_blocking=True)
+        self._epsilon.fill_(GREEDY if explore is None else explore.epsilon)
+        self._start.copy_(self._actor.init_hidden(len(everyone)))
+        for counter in (self._tick, self._step, self._number, self._returned, self._closing):
+            counter.zero_()
+        self.game.faults.zero_()
+        self._again.copy_(everyone)
+        self._forget()
+        self._restart()
+        self._playing.copy_(everyone)
+
+    def _play_tick(self) -> None:
+        self._observe()
+        self._act()
+        self._step_all()
+        self._note()
+        if self.episodes > 1:
+            self._restart()
+
+    def _observe(self) -> None:
+        self._shown = self.game.observe(self._see_all)
+
+    def _act(self) -> None:
+        shown = self._shown
+        features, guessed = shown.full if self._reads_full else shown.obs, None
+        if self._guesses is not None:
+            features, guessed = self._guesses.tick(shown.obs, self._step, self._playing | self._closing)
+        q, hidden = self._actor.step(AgentInputs(features.to(self._dtype), self._last_action, guessed), self._hidden)
+        actions = choose(q, shown.avail, self._epsilon, self._seed, self._step)
+        self._chosen.copy_(actions.masked_fill(~self._playing.unsqueeze(1), 0))
+        self._hidden.copy_(hidden)
+        self._last_action.copy_(self._chosen)
+        self._record({
+            "obs": shown.obs, "state": shown.state, "avail_actions": shown.avail, "full_obs": shown.full,
+            "actions": self._chosen,
+        })  # fmt: skip
+
+    def _step_all(self) -> None:
+        self._outcome = self.game.step(self._chosen, self._playing)
+
+    def _note(self) -> None:
+        """Write the results of the step, and choose the slots that begin another episode."""
+        outcome = self._outcome
+        self._record({"reward": outcome.reward, "terminated": outcome.over & ~outcome.truncated})
+        self._tick += 1
+        self._step += self._playing
+        self._returned += outcome.reward
+        self._note_ended(outcome)
+        self._again.copy_(self._closing & (self._number < self.episodes - 1))
+        self._number += self._again
+        self._playing.logical_and_(~outcome.over).logical_or_(self._again)
+        self._closing.copy_(outcome.over)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin the episode `_number` of the slots `_again`, but for the game's own part."""
+        which = self._again
+        self._seed.copy_(torch.where(which, self._seeds.gather(0, self._number.unsqueeze(0)).squeeze(0), self._seed))
+        self._step.masked_fill_(which, 0)
+        self._returned.masked_fill_(which, 0)
+        self._last_action.masked_fill_(which.unsqueeze(1), -1)
+        self._hidden.copy_(torch.where(which.view(-1, 1, 1), self._start, self._hidden))
+        if self._guesses is not None:
+            self._guesses.reset(which)
+
+    def _restart(self) -> None:
+        """Start the game's episodes in the slots `_again`, from `_seed`."""
+        self.game.reset(self._again, self._seed)
+
+    def _record(self, values: dict[str, Tensor]) -> None:
+        """Write fields of the row of each slot's step."""
+        if self._guesses is not None and "obs" in values:
+            values[self._guesses.field] = self._guesses.stored
+        place = (self._number * len(self._slot) + self._slot) * self._n_rows + self._step
+        for name, value in values.items():
+            if name in self.rows:
+                rows = self.rows[name]
+                rows.flatten(0, 1).index_copy_(0, place, value.to(rows.dtype))
+
+    def _note_ended(self, outcome: Outcome) -> None:
+        """Write the results of the episodes that have just ended."""
+        results = outcome.results()
+        columns = [self._returned, self._step, self._tick.expand_as(self._step)]
+        columns += [results[name] for name in self.game.results]
+        found = torch.stack([column.double() for column in columns], dim=1)
+        episode = self._number * len(self._slot) + self._slot
+        kept = self.results.index_select(0, episode)
+        self.results.index_copy_(0, episode, torch.where(outcome.over.unsqueeze(1), found, kept))
+
+
+class Captured:
+    """Runs a function that only launches work of fixed shapes: on a GPU as a CUDA graph, after a few calls."""
+
+    def __init__(self, function: Callable[[], None], device: torch.device) -> None:
+        self._function = function
+        self._calls_left = WARM_UP if device.type == "cuda" and torch.cuda.is_available() else -1
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        """Run it once."""
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._calls_left:
+            self._calls_left -= 1
+            self._function()
+        else:
+            self._graph = torch.cuda.CUDAGraph()
+            with captured(self._graph):
+                self._function()
+            self._graph.replay()
+
+
+class Watch:
+    """Notices that no slot plays any more, while a GPU works on: ticks after that change nothing.
+
+    The host waits every few ticks for what was known at the last look, so it is never far ahead of the GPU, and the GPU
+    never waits for the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cpu = device.type == "cpu"
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda" and torch.cuda.is_available():
+            self._event = torch.cuda.Event()
+            self._busy = torch.ones((), dtype=torch.bool).pin_memory()
+
+    def over(self, tick: int, playing: Tensor, closing: Tensor) -> bool:
+        """Return whether it is known that all slots are idle, which are neither `playing` nor `closing` [B] bool."""
+        if self._on_cpu:
+            return not bool((playing | closing).any())
+        if self._event is None or tick % LOOK_EVERY:
+            return False
+        if tick:
+            self._event.synchronize()  # of the last look: the GPU still has the ticks since then to do
+            if not bool(self._busy):
+                return True
+        self._busy.copy_((playing | closing).any(), non_blocking=True)
+        self._event.record()
+        return False
+
 
 SELECTORS = "greedy", "epsilon_greedy"
 OVERRIDDEN = "act", "select_actions", "_build_inputs", "_values", "_update_state"
@@ -44,18 +298,6 @@ def plays_here(kind: type) -> bool:
     What its base class says is not enough: its rules may differ.
     """
     return "resident" in vars(kind)
-
-
-def fitting(registry: Any, fits: Any) -> str:
-    """Return the names of what fits in a registry."""
-
-    def names() -> Iterator[str]:
-        for name in registry.names():
-            with suppress(UserError):  # of a broken plug-in, which this run does not need
-                if fits(registry.get(name)):
-                    yield name
-
-    return ", ".join(sorted(names()))
 
 
 class ResidentRunner(Runner):
@@ -90,11 +332,11 @@ class ResidentRunner(Runner):
             ),
         }
         if not plays_here(env):
-            problems[f"plays {fitting(envs.REGISTRY, plays_here)} only, not env={config.env}"] = True
+            problems[f"env={config.env} cannot be played on a device (omagd.envs.resident.CanBeResident)"] = True
         elif problem := env.why_not_resident(validate_env_args(config.env, dict(config.env_args)), on_gpu):
             problems[problem] = True
         if not acts_here(controllers.REGISTRY.get(config.mac)):
-            problems[f"acts by mac={fitting(controllers.REGISTRY, acts_here)}, not mac={config.mac}"] = True
+            problems[f"mac={config.mac} acts in a way of its own, not as mac=n_mac does"] = True
         for problem, found in problems.items():
             if found:
                 raise UserError(f"runner=resident: {problem}. Use runner=parallel")

@@ -11,8 +11,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
 from omagd.envs.protocol import BatchedEnv
-from omagd.runners.recorder import Recorder
-from omagd.runners.rollout import Rollout, RolloutLoop, do_nothing
+from omagd.runners.rollout import Recorder, Rollout, RolloutLoop, do_nothing
 from omagd.runners.starts import EpisodeSeeds
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
-from omagd.runners.recorder import Recorder
-from omagd.runners.rollout import Rollout, RolloutLoop
+from omagd.runners.rollout import Recorder, Rollout, RolloutLoop
 from omagd.runners.runner import Runner
 from omagd.runners.starts import ENDLESS
 from omagd.utils.packing import RecordedEpisode

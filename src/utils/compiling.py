@@ -249,8 +249,8 @@ class Compiler:
     """Compiles the functions of one package.
 
     Args:
-        source: folder with all source that results depend on; a change in it, in `SHARED`, or in Numba, starts a new
-            cache.
+        source: folder or file with all source that results depend on; a change in it, in `SHARED`, or in Numba, starts
+            a new cache.
         what: name for the message at the first start. seconds: that compiling takes, in its words.
         fused: whether a product and a sum may become one operation, which rounds once: faster, and other bits on
             processors that have it. late: functions are optimised only as parts of a kernel (shapes known there).
@@ -274,7 +274,7 @@ class Compiler:
         self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
         self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
         self._late, self._checked, self._quiet = late, checked, quiet
-        self._source = (*SHARED, *sorted(source.resolve().rglob("*.py")))
+        self._source = (*SHARED, *sorted(source.resolve().rglob("*.py") if source.is_dir() else [source.resolve()]))
         for file in self._source:
             digest = zlib.crc32(file.read_bytes(), digest)
         self.folder = user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))

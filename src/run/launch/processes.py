@@ -40,7 +40,6 @@ GRACE_SECONDS = 5.0
 
 MODULES = (
     "torch._dynamo",  # otherwise loaded by DistributedDataParallel and by the first optimizer
-    "omagd.learners.nq_graph_learner",
     "omagd.learners.nq_learner",
     "omagd.run.launch.launcher",
     "omagd.run.reporting.plots",

@@ -40,7 +40,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
         return
-    from omagd.components.compiled import selection
+    from omagd.components import selection
     from omagd.modules.kernels import compiled_kernels
 
     if compiled_kernels() is not None:

@@ -15,7 +15,6 @@ from omagd.config.loading import changed, config_names, find_yaml, read_preset
 from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.envs.task_sets.sets import is_file, task_set
-from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import explores, learner_class
 from omagd.modules import agents, mixers
 from omagd.utils.errors import UserError, together
@@ -170,7 +169,7 @@ def check_data(config: Config) -> Iterator[str]:
             )
     unread = (*REPLAY_KEYS, *(() if explores(learner) else EPSILON_KEYS))
     why = dict.fromkeys(unread, "learns on-policy: each batch_size episodes are used once")
-    if issubclass(learner, PolicyLearner):  # others may have targets
+    if getattr(learner, "of_policy", False):  # others may have targets
         why |= TARGET_KEYS
     for key, (value, default) in changed(config, why).items():
         fix = _set_by(config, "learner", {key: value}, key) or f" Leave it out ({key}={default})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omagd.components.groups import GroupData
+from omagd.components.data import GroupData
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import changed
 from omagd.config.schema import Config

@@ -22,8 +22,7 @@ from omagd.envs.protocol import ManyTasks
 from omagd.run.training.partition import TOLERANCE, apportioned, balanced, excess, in_turn
 from omagd.run.training.session import Session
 from omagd.run.training.task_records import Tally
-from omagd.runners.start_pool import StartPool
-from omagd.runners.starts import DealtStarts, EpisodeSeeds, TaskStarts, next_in_turn
+from omagd.runners.starts import DealtStarts, EpisodeSeeds, StartPool, TaskStarts, next_in_turn
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import together
 

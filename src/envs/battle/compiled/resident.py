@@ -182,19 +182,6 @@ class ResidentBattles:
         self._kernels("look", self._lookers, *self._look, full)
         return self._seen
 
-    def snapshot(self) -> dict[str, list[Tensor]]:
-        """Return copies of all battles and their episodes."""
-        return {name: [tensor.clone() for tensor in group] for name, group in self._changing().items()}
-
-    def restore(self, snapshot: dict[str, list[Tensor]]) -> None:
-        """Continue from a `snapshot` of as many battles of the same map."""
-        for name, group in self._changing().items():
-            for own, saved in zip(group, snapshot[name], strict=True):
-                own.copy_(saved)
-
-    def _changing(self) -> dict[str, Any]:
-        return {"state": self._state, "episodes": self._episodes}
-
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from omagd.components.data import DataSource, OnPolicyData, ReplayData
+from omagd.components.action_selectors import epsilon_at
+from omagd.components.data import DataSource, GroupData, OnPolicyData, ReplayData
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.groups import GroupData
-from omagd.components.schedules import epsilon_schedule
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.fixed_updates import uses_graph_updates
-from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
@@ -55,7 +53,6 @@ class RLStage(Stage):
             self.register("groups", self.groups)
         self._steps_per_batch = updates_per_iteration(config) // self.data.batches_per_iteration
         self.maps = training_tasks(session) if session.info.tasks else None
-        self.schedule = epsilon_schedule(config) if explores(learner) else None
         self.opponents = Opponents(session, self.mac, self.clock)
         self.played, self.learned = Metrics(), Metrics()
         self.metrics.update(played=self.played, learned=self.learned)
@@ -186,7 +183,7 @@ class RLStage(Stage):
         if self.groups is not None:
             self.played.add(self.groups.data.stats())
         self.session.say_first_episodes()
-        shown = {} if self.schedule is None else {"epsilon": (explore.epsilon, 1.0)}
+        shown = {"epsilon": (explore.epsilon, 1.0)} if explores(self.learner) else {}
         self.played.add(shown | self.opponents.stats())
 
     def _play(self, explore: Exploration) -> None:
@@ -200,7 +197,7 @@ class RLStage(Stage):
         self._store(rollout)
 
     def _exploration(self) -> Exploration:
-        epsilon = 0.0 if self.schedule is None else self.schedule.value(self.clock.t_env)
+        epsilon = epsilon_at(self.session.config, self.clock.t_env) if explores(self.learner) else 0.0
         return Exploration(epsilon, self.rng("explore"))
 
     def _store(self, rollout: Rollout) -> None:
@@ -230,14 +227,14 @@ class RLStage(Stage):
 
     def update(self) -> None:
         """Learn from the batches of this iteration."""
-        batches = self.data.batches()
+        batches, learner = self.data.batches(), cast(Any, self.learner)
+        counting = getattr(learner, "of_policy", False)
         for _ in range(self.data.batches_per_iteration):
             with self.session.profiler.phases("sample"):
                 batch = next(batches)
-            counting = self.learner if isinstance(self.learner, PolicyLearner) else None
-            before = 0 if counting is None else counting.updates
-            self.learned.add(self.health.note(self.learner.update(batch, episodes=self.clock.episodes)))
-            self.clock.updates += self._steps_per_batch if counting is None else counting.updates - before
+            before = learner.updates if counting else 0
+            self.learned.add(self.health.note(learner.update(batch, episodes=self.clock.episodes)))
+            self.clock.updates += learner.updates - before if counting else self._steps_per_batch
 
     def advance(self) -> None:
         """Add what all ranks have played to the clock."""

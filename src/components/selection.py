@@ -12,7 +12,7 @@ import numpy as np
 
 from omagd.utils.compiling import Compiler
 
-compiler = Compiler(Path(__file__).resolve().parent, "kernels that choose actions", "1 to 3 s", quiet=True)
+compiler = Compiler(Path(__file__), "kernels that choose actions", "1 to 3 s", quiet=True)
 LOWEST = np.float32(-np.inf)
 
 

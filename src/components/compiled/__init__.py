@@ -1,1 +1,0 @@
-"""Kernels of what a tick does besides battles and networks."""
