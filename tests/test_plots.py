@@ -86,7 +86,7 @@ def test_ppo_and_held_out_maps_are_drawn(tmp_path):
 
 def test_the_title_names_environment_configuration_seed_and_ranks(tmp_path):
     metrics, card = tmp_path / "metrics.jsonl", tmp_path / "card.json"
-    assert (_title(metrics), _title(metrics)) == ("Training", "skirmish 3m: training")
+    assert _title(metrics) == "Training"
     (tmp_path / "env_info.json").write_text(json.dumps({"name": "skirmish", "map_name": "3m"}))
     card.write_text(json.dumps({"recorded": {"name": "omagd_small", "seed": 7, "ranks": 2}}))
     assert _title(metrics) == "skirmish 3m · omagd_small · seed 7 · 2 ranks: training"
