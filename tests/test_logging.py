@@ -17,7 +17,7 @@ from omagd.run.memory_budget import resident_bytes
 from omagd.run.reporting import profiling
 from omagd.run.reporting.log_sinks import render_block
 from omagd.run.reporting.profiling import OTHER, Phases, Profiler, Tracer, over_ranks, shares, usage
-from omagd.utils import progress as progress_module
+from omagd.utils import logging as progress_module
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import BarSafeHandler, Progress, Record, RunFacts, close_bars, setup_logging
 from omagd.utils.metrics import Counters, Every, Metrics

@@ -18,7 +18,6 @@ from omagd.utils.errors import UserError
 from omagd.utils.plugins import defined_at, owner_of
 
 if TYPE_CHECKING:
-    from omagd.learners.belief_loss import BeliefCases, BeliefLoss
     from omagd.modules.agents.agent import AgentInputs, Remembers
     from omagd.utils.packing import Packing
 
@@ -57,10 +56,10 @@ class AgentLoss(LossModule):
         agent: trained; every parameter takes part in every forward. bf16: whether matrix products on a GPU use bf16.
 
     Attributes:
-        belief: the second loss; None without `belief_loss`.
+        belief: the second loss, a `BeliefLoss`, from hidden states and cases; None without `belief_loss`.
     """
 
-    belief: BeliefLoss | None
+    belief: nn.Module | None
 
     def __init__(self, agent: nn.Module, bf16: bool = False) -> None:
         super().__init__()
@@ -68,7 +67,7 @@ class AgentLoss(LossModule):
         self.belief = None
 
     def unroll(
-        self, inputs: AgentInputs, packing: Packing, cases: BeliefCases | None, *start: Tensor
+        self, inputs: AgentInputs, packing: Packing, cases: object | None, *start: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Stats] | None]:
         """Return the agent's outputs [S, n, A], and the loss of the `cases` with its stats, None without a head."""
         if self.belief is None:

@@ -25,8 +25,7 @@ from omagd.envs.resident import CanBeResident, Outcome, ResidentGame, Seen
 from omagd.envs.task_sets.sets import task_set
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers import REGISTRY as PREDICTORS
-from omagd.modules.graph_reconstructers.resident import ResidentReconstruction
-from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import ResidentReconstruction, TokenReconstructor
 from omagd.runners.rollout import Rollout, row_fields
 from omagd.runners.runner import Runner
 from omagd.runners.starts import Origins

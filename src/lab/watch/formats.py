@@ -14,7 +14,7 @@ from omagd.lab.watch.drawing import pictures, seen_by, sheet
 from omagd.lab.watch.panel import FIELD, FOG, HEAL, LINE, MUTED, PAGE, SHIELD, TEAMS, TEXT, WALL
 from omagd.run.recording.recording import Episode, Recording
 from omagd.utils.errors import UserError
-from omagd.utils.held_folder import make_folder
+from omagd.utils.storage import make_folder
 from omagd.utils.writing import STORAGE, atomic_file, replace_file
 
 PLAYER = Path(__file__).with_name("player.html")
