@@ -71,5 +71,5 @@ def test_arms_of_a_map_learn_as_long_and_their_last_test_has_many_battles():
         configs = [config_of(job) for job in jobs]
         assert all(config.test_nepisode >= 512 for config in configs)
         steps = {(job.env, job.map, config.t_max) for job, config in zip(jobs, configs, strict=True)}
-        at_equal_time = file.stem == "belief_head"  # there quicker arms go on for more steps
+        at_equal_time = file.stem.startswith("belief_")  # there quicker arms go on for more steps
         assert at_equal_time or len(steps) == len({(job.env, job.map) for job in jobs})
