@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from omagd.lab.studies.study import study
     from omagd.run.api import load_policy, make, play
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["__version__", "load_policy", "load_runs", "make", "play", "run", "study"]  # noqa: F822 (loaded on first use)
 _API = "omagd.run.api"
 _LAB = {"load_runs": "omagd.lab.analysis.groups", "study": "omagd.lab.studies.study"}
