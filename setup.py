@@ -16,5 +16,14 @@ packages = find_namespace_packages(".package", include=["omagd*"], exclude=["*__
 setup(
     package_dir={"": ".package"},
     packages=packages,
-    package_data={"omagd": ["py.typed", "config/*.yaml", "config/*/*.yaml", "lab/watch/*.html", "lab/analysis/*.html"]},
+    package_data={
+        "omagd": [
+            "py.typed",
+            "config/*.yaml",
+            "config/*/*.yaml",
+            "envs/*/README.md",
+            "lab/watch/*.html",
+            "lab/analysis/*.html",
+        ]
+    },
 )

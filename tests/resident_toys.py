@@ -81,9 +81,9 @@ def played(plays: Any, mac: Any, *, explore: Exploration | None, **options: Any)
     return rollout
 
 
-def explore(epsilon: float, truth: float = 0.0) -> Exploration:
-    """Return how to explore; truth: share of the episodes that show all units."""
-    return Exploration(epsilon, np.random.default_rng(0), truth)
+def explore(epsilon: float) -> Exploration:
+    """Return how to explore."""
+    return Exploration(epsilon, np.random.default_rng(0))
 
 
 def assert_same(one: Rollout, other: Rollout, rounded: tuple[str, ...] = ()) -> None:

@@ -136,7 +136,8 @@ def test_the_weighted_mean_over_cases_is_added_to_the_other_loss(kind):
     alone = make_learner(toy_config(grad_norm_clip=1e9), dtype=torch.float64)
     both = make_learner(toy_config(**{**kind, "belief_weight": 0.3}), dtype=torch.float64)
     batch = pack_episodes(episodes)
-    loss, cases = BeliefLoss(both.mac.head, toy_config(**kind)), both.belief.cases(batch)  # of weight 1
+    one = toy_config(**{**kind, "belief_weight": 1.0})
+    loss, cases = BeliefLoss(both.mac.head, one), both.belief.cases(batch)
     loss.observe([cases], Dist())
     hidden = both.mac.agent.hidden_states(both.mac.inputs(batch), batch.packing)
     weighted = 0.3 * loss(hidden, cases)[0] / cases.counted.sum()

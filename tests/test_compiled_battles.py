@@ -392,13 +392,18 @@ def test_one_process_at_a_time_compiles_and_the_caches_of_others_stay_theirs(mon
 
 @pytest.mark.processes
 def test_python_may_call_a_function_that_kernels_of_another_package_contain(tmp_path):
+    inner, outer = source_of(tmp_path / "inner", 4), tmp_path / "outer"
+    outer.mkdir()
+    kernel = "@compiler.kernel\ndef more(values):\n    return values[0] + bonus()\n"
+    head = SOURCE.split("@compiler")[0].replace("from bonus", "from adder import bonus\nfrom bonus")
+    (outer / "more.py").write_text(head + kernel)
     code = (
-        "import numpy as np\nfrom omagd.modules.graph_reconstructers import compiled, compiled_tracking\n"
-        "compiled_tracking.ready()\nprint(compiled.from_half(np.uint16(0x3C00)))"
+        f"import sys\nsys.path[:0] = {[str(inner), str(outer)]}\nimport numpy as np\nimport more\nimport adder\n"
+        "more.compiler.prepare(lambda: more.more(np.array([1])))\nprint(more.more(np.array([3])), adder.bonus())"
     )
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "1.0\n")
+    assert (done.returncode, done.stdout) == (0, "7 4\n"), done.stderr
 
 
 def number_one():

@@ -14,6 +14,7 @@ import sc2_stand_in
 import torch
 from pydantic import BaseModel, Field
 
+import omagd
 from omagd.config.loading import resolve
 from omagd.lab.analysis.comparison import table
 from omagd.lab.analysis.runs import Run
@@ -54,7 +55,8 @@ def test_a_card_says_what_a_result_depends_on():
     sizes = {"batch_size_run": 4, "batch_size": 16, "updates_per_iteration": 3, "t_max": 1000, "test_nepisode": 20}
     card = card_of(ranks=2, seed=7, **sizes)
     assert card["compared"] == {
-        "env": "skirmish", "map": "3m", "game": "omagd 0.1.0", "difficulty": "7", "t_max": 1000, "environments": 8,
+        "env": "skirmish", "map": "3m", "game": f"omagd {omagd.__version__}", "difficulty": "7", "t_max": 1000,
+        "environments": 8,
         "updates_per_round": 3, "effective_batch": 32, "precision": "float32", "greedy": True,
         "test_episodes": 24,  # whole rounds of all environments
         "observations": "each agent's own",
@@ -67,7 +69,7 @@ def test_a_card_says_what_a_result_depends_on():
     assert card_of(ranks=2, batch_size_run=4, batch_size=8)["id"] == card_of(batch_size_run=8, batch_size=16)["id"]
     changed = card_of(env_args__reward_sparse=True)
     first, _, last = start_lines(changed, "3 agents", "1 rank")
-    assert first.startswith("skirmish 3m (omagd 0.1.0), difficulty 7: 3 agents; ") and first.endswith(
+    assert first.startswith(f"skirmish 3m (omagd {omagd.__version__}), difficulty 7: 3 agents; ") and first.endswith(
         "reward_sparse=True"
     )
     assert changed["id"] in last

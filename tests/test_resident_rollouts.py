@@ -57,7 +57,7 @@ def test_greedy_rounds_are_those_of_the_environment(monkeypatch, name, limit, op
 @pytest.mark.parametrize("guesses", [{}, {"mac": "n_graph_mac", "agent": "n_rnn", "use_graph_reconstruction": True}])
 def test_an_episode_follows_from_its_seed_whatever_plays_beside_it(guesses):
     """With exploration, and some episodes that show all units: in other slots, another order and another round."""
-    how = {"explore": explore(0.4, 0.5), "full_obs": bool(guesses)}
+    how = {"explore": explore(0.4), "full_obs": bool(guesses)}
     plays, mac = game(**guesses)
     first = played(plays, mac, **how, episodes_per_slot=2)
     again, mac = game(slots=2 * SLOTS, **guesses)

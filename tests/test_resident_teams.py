@@ -16,7 +16,6 @@ from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.modules import agents
-from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
 from omagd.runners.resident_runner import plays_here
 from omagd.utils.errors import UserError
 
@@ -71,7 +70,7 @@ def test_a_tick_reads_no_value_and_has_fixed_shapes(options, monkeypatch):
     """On the CPU, and on a simulated GPU, which also counts copies to the host; half of the episodes show all units."""
     plays, mac = game(**options)
     all_units = bool(options.get("use_graph_reconstruction"))
-    rollout = played(plays, mac, explore=explore(0.3, 0.5), full_obs=all_units)
+    rollout = played(plays, mac, explore=explore(0.3), full_obs=all_units)
     with fixed_shapes():
         plays._made[1].tick()
     monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
@@ -79,48 +78,10 @@ def test_a_tick_reads_no_value_and_has_fixed_shapes(options, monkeypatch):
         on_gpu, mac = game(device=DEVICE, **options)
         on_gpu._resident(mac, 1, all_units, True)
         gpu.waits.clear()
-        found = on_gpu.run(mac, explore=explore(0.3, 0.5), full_obs=all_units)
+        found = on_gpu.run(mac, explore=explore(0.3), full_obs=all_units)
         waits = dict(gpu.waits)
     assert sum(waits.values()) == 1, waits
     assert len(found.log) == len(rollout.log)
-
-
-SHOWS = [GUESSED, {**GUESSED, "mac": "gnn_graph_mac", "agent": "gnn_rnn", "mark_guesses": True}]
-
-
-@pytest.mark.parametrize("options", SHOWS, ids=words)
-def test_rounds_that_show_all_units_are_those_of_the_environment(options):
-    both = [game("2s3z", runner, **options) for runner in ("parallel", "resident")]
-    for truth in (1.0, 0.0):  # with the same weights, also without
-        one, other = (
-            played(plays, mac, explore=explore(0.0, truth), episodes_per_slot=2, full_obs=True) for plays, mac in both
-        )
-        assert_same(one, other, rounded=() if truth else ("recon",))
-        layout = both[0][0].info.layout
-        shown = [unseen_features(e, layout) for e in other.episodes]
-        assert all(torch.equal(recon, full) == bool(truth) for recon, full in shown)
-
-
-def unseen_features(episode, layout):
-    """Return what stands for unseen units in `recon`, and what is true, rounded likewise."""
-    missing = unseen(obs_to_nodes(episode["obs"], layout))
-    return (obs_to_nodes(episode[name].half(), layout)[missing] for name in ("recon", "full_obs"))
-
-
-@pytest.mark.parametrize("options", SHOWS, ids=words)
-def test_an_episode_shows_all_units_or_none_by_its_seed_and_tests_show_none(options):
-    plays, mac = game("2s3z", **options)
-    kinds = {}
-    for truth in (0.0, 0.5, 0.9):
-        plays.stream.load_state_dict({"played": [0] * SLOTS, "generation": 0})
-        rounds = played(plays, mac, explore=explore(0.0, truth), episodes_per_slot=20, full_obs=True)
-        shown = [unseen_features(e, plays.info.layout) for e in rounds.episodes]
-        kinds[truth] = {e.meta.seed for e, (recon, full) in zip(rounds.episodes, shown, strict=True)
-                        if torch.equal(recon, full)}  # fmt: skip
-        assert abs(len(kinds[truth]) / (20 * SLOTS) - truth) < 0.12
-    assert kinds[0.0] < kinds[0.5] < kinds[0.9]
-    rounds = played(plays, mac, explore=None, episodes_per_slot=2, full_obs=True)
-    assert not any(torch.equal(*unseen_features(e, plays.info.layout)) for e in rounds.episodes)
 
 
 def test_every_controller_acts_on_a_device_or_is_refused():

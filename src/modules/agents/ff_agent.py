@@ -32,7 +32,7 @@ def _three_layers(trunk: Trunk, features: Tensor, last_action: Tensor) -> Tensor
         return None
     parts = (p for layer in layers if layer is not None for p in (layer.weight, layer.bias))
     flat = ThreeLayers.apply(features.flatten(0, -2), *parts)  # type: ignore[no-untyped-call]
-    return cast(Tensor, flat).view(*features.shape[:-1], -1)
+    return cast(Tensor, flat).view(*features.shape[:-1], flat.shape[-1])
 
 
 class Trunk(nn.Module):

@@ -178,7 +178,7 @@ def require_free_token(config: Config, state: str = "exists already") -> None:
 ADDED: dict[str, Any] = {
     **dict.fromkeys(COMPONENT_ARGS, {}), "use_team_obs": False, "fill_unseen": "none", "belief_inputs": False,
     "truth_all_until": 0.0, "truth_until": 0.0,
-    "belief_loss": "none", "belief_weight": 1.0, "belief_units": "unseen", "belief_every": 4,
+    "belief_loss": "none", "belief_weight": 0.3, "belief_units": "unseen", "belief_every": 4,
     "share_parameters": True, "group_size": 1, "n_starts": None,
     "rollout_skip_threshold": None, "enable_dynamic_sampling": False, "max_sampling_attempts": 3,
     "early_stop_percentage": 1.0, "task_weights": {}, "task_dealing": None, "enable_task_sharding": False,

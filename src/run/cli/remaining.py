@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -132,13 +133,18 @@ def _of_head(config: Config) -> tuple[str, ...]:
 
 
 def keys_named_by(parts: Collection[object]) -> set[str]:
-    """Return the keys that the files of some objects' classes name; all of parts where a file cannot be read."""
+    """Return the keys that some objects' classes and the functions beside them name; all of parts where unreadable."""
     classes = {cls for part in parts for cls in type(part).__mro__[:-1] if not cls.__module__.startswith("torch")}
     try:
-        texts = [Path(file).read_text(encoding="utf-8") for file in set(map(inspect.getfile, classes))]
+        texts = {file: Path(file).read_text(encoding="utf-8") for file in set(map(inspect.getfile, classes))}
     except (OSError, TypeError):
         return set(OF_PARTS)
-    return {key for text in texts for key in re.findall(r"\bconfig\.(\w+)", text)}
+    names, found = {cls.__name__ for cls in classes}, set()
+    for text in texts.values():
+        for node in ast.parse(text).body:
+            if not isinstance(node, ast.ClassDef) or node.name in names:
+                found.update(re.findall(r"\bconfig\.(\w+)", ast.get_source_segment(text, node) or ""))
+    return found
 
 
 def registry_of(package: str) -> Registry[Any]:

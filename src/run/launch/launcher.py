@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -323,7 +323,8 @@ class Notes:
             self._send(**content)
 
     def _send(self, **content: Any) -> None:
-        with self._lock:  # the watchdog is a thread
+        # The watchdog is a thread. Where the launcher is gone, a signal stops its ranks: they need not fail here.
+        with self._lock, suppress(OSError):
             self._connection.send({"time": time.time(), "rank": self.rank, **content})
 
 

@@ -117,10 +117,11 @@ PRETRAINED: dict[str, tuple[str, str, str, Callable[[Config, EnvInfo, torch.devi
 def load_pretrained(config: Config, info: EnvInfo, device: torch.device) -> PretrainedModules:
     """Return the pre-trained modules whose paths are given, frozen. Errors: UserError for what does not fit."""
     pretrained = PretrainedModules()
-    learns_codes = config.belief_loss == "tokens" and not config.evaluate  # a trained head knows what they stand for
     for name, key, file, make in PRETRAINED.values():
-        if not config.use_graph_reconstruction and not (name == "tokenizer" and learns_codes):
-            continue
+        if not config.use_graph_reconstruction and (
+            name != "tokenizer" or config.belief_loss != "tokens" or config.evaluate
+        ):
+            continue  # a trained head knows what its codes stand for
         if given := getattr(config, key):
             path = pretrained_file(key, given, file)
             content, module = load_file(path, key), make(config, info, device)
