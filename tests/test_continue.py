@@ -34,7 +34,7 @@ from omagd.run.checkpoint.weights import checksum, far_step, find_step_folder, l
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.battles import load_mac
+from omagd.run.training.evaluate import load_mac
 from omagd.run.training.loop import fit
 from omagd.run.training.stages import testing
 from omagd.utils.clock import Counters

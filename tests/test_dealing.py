@@ -20,9 +20,7 @@ from omagd.config.schema import Config
 from omagd.envs.factory import make_env
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.partition import apportioned, balanced, excess, in_turn, largest_differencing
-from omagd.run.training.task_records import Tally
-from omagd.run.training.tasks import TrainingTasks
+from omagd.run.training.tasks import Tally, TrainingTasks, apportioned, balanced, excess, in_turn, largest_differencing
 from omagd.runners.runner import ParallelRunner
 from omagd.runners.starts import DealtStarts
 from omagd.utils.dist_utils import Dist

@@ -24,7 +24,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.groups import check_groups
+from omagd.run.training.checks import check_groups
 from omagd.run.training.loop import fit
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError

@@ -19,7 +19,7 @@ from omagd.envs.factory import make_env
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.opponents import Opponents
+from omagd.run.training.collection import Opponents
 from omagd.runners.runner import Runner
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.clock import Counters

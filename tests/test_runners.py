@@ -27,8 +27,8 @@ from omagd.controllers.types import Exploration
 from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import LOST_IN_A_ROW
 from omagd.run import api
-from omagd.run.training.battles import greedy_episodes
 from omagd.run.training.build import PURPOSES, build_session
+from omagd.run.training.evaluate import greedy_episodes
 from omagd.run.training.session import Session
 from omagd.runners.recorder import Recorder
 from omagd.runners.starts import EpisodeSeeds

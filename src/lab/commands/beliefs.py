@@ -195,7 +195,7 @@ def _policy(config: Config, env: BatchedEnv, run: str) -> tuple[Any, str]:
 
     from omagd.controllers.scripted_mac import ScriptedPolicy
     from omagd.run.checkpoint.weights import find_step_folder
-    from omagd.run.training.battles import load_mac, policy_name
+    from omagd.run.training.evaluate import load_mac, policy_name
     from omagd.utils.seeding import stream_seed
 
     info = env.info
@@ -266,9 +266,8 @@ def _reconstructor(players: Players, run: str) -> Any:
     from omagd.config.loading import read_saved, validate
     from omagd.modules.graph_reconstructers import n_inferred
     from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
-    from omagd.run.training.battles import load_mac
     from omagd.run.training.build import build_mac, load_pretrained, of_checkpoint
-    from omagd.run.training.evaluate import FIXED, HERE
+    from omagd.run.training.evaluate import FIXED, HERE, load_mac
     from omagd.utils.run_folder import RunFolder
 
     source, folder = f"--reconstruction={run}", RunFolder(Path(run).expanduser())

@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
+from omagd.config.loading import parse_yaml
 from omagd.config.messages import shorten, typed_args, validation_messages
-from omagd.config.yaml_files import parse_yaml
 from omagd.lab.studies import EXECUTORS
 from omagd.lab.studies.executors import Job
 from omagd.utils.errors import Mistakes, UserError, nearest, readable

@@ -70,8 +70,7 @@ def preflight(
     with _caught(found):
         plan = make_plan(config)  # imports torch; the checks above do not
     from omagd.run.memory_budget import oom_hint
-    from omagd.run.training.checks import with_maps
-    from omagd.run.training.experiment import check_stages
+    from omagd.run.training.checks import check_stages, with_maps
 
     config = with_fitting(config, found)
     with _caught(found):
@@ -118,12 +117,9 @@ def _with_longest_end(config: Config, info: EnvInfo) -> Config:
 def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mistakes) -> None:
     """Check the configuration against the machine, the environment and its components."""
     from omagd.modules.graph_reconstructers import check_inferences
-    from omagd.run.training.checks import check_data, check_tasks
+    from omagd.run.training.checks import check_data, check_dealing, check_groups, check_opponents, check_tasks
     from omagd.run.training.device import check_machine
-    from omagd.run.training.groups import check_groups
-    from omagd.run.training.opponents import check_opponents
     from omagd.run.training.refresh import check_refresh
-    from omagd.run.training.tasks import check_dealing
 
     with _caught(found):
         if plan is not None:
@@ -383,7 +379,7 @@ def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple
     Returns the learner, and the keys that it and its parts read: in their constructors, or anywhere in their files.
     """
     from omagd.run.training.build import build_plain_mac, learner_of
-    from omagd.run.training.shapes import try_networks
+    from omagd.run.training.checks import try_networks
     from omagd.utils.dist_utils import Dist
 
     config = recording(config)

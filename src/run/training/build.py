@@ -17,12 +17,9 @@ from omagd.config.schema import Config
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
-from omagd.envs.task_sets.shapes import unit_features
 from omagd.learners.belief_loss import HEAD
 from omagd.learners.protocol import Learner
 from omagd.modules import graph_reconstructers as reconstructers
-from omagd.modules.agents.agent import Agent
-from omagd.modules.agents.entity_agents import EntityAgent
 from omagd.modules.graph_reconstructers.belief_head import new_head
 from omagd.modules.graph_reconstructers.last_sight import FILLS
 from omagd.modules.graph_reconstructers.pretrained import check, require_one_pretraining
@@ -34,7 +31,6 @@ from omagd.run.checkpoint.weights import (
     AGENT_FILE,
     PREDICTOR_FILE,
     TOKENIZER_FILE,
-    checksum,
     find_step_folder,
     load_file,
     load_into,
@@ -42,8 +38,8 @@ from omagd.run.checkpoint.weights import (
 )
 from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
-from omagd.run.training.ahead import compile_ahead
-from omagd.run.training.checks import complete_args
+from omagd.run.training.checks import complete_args, require_same_map
+from omagd.run.training.device import compile_ahead
 from omagd.run.training.session import BUILDING, Session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.tasks import episode_starts
@@ -163,12 +159,6 @@ def _given_to(run_folder: RunFolder, key: str) -> str:
     return given if given and isinstance(given, str) else str(run_folder.path)
 
 
-def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None:
-    """Compare a module's weights over all ranks. Errors: UserError on all of them when they differ."""
-    if len(set(dist.gather(checksum(module.state_dict())))) != 1:
-        raise UserError(f"{what}: the ranks hold different weights; let all of them read the same files")
-
-
 def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules | None) -> MAC:
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
     reconstructor: Reconstructor | None = None
@@ -204,26 +194,6 @@ def read_env_info(path: Path, source: str) -> EnvInfo:
         raise UserError(f"{source}: {path} cannot be read ({problem.strerror}): give the folder of a run") from None
     except (ValueError, RecursionError):
         raise UserError(f"{source}: {path} is damaged: put back a copy of it") from None
-
-
-def require_same_map(trained: EnvInfo, info: EnvInfo, source: str, agent: Agent) -> None:
-    """Reject weights of another map, or of another environment with other sizes.
-
-    A policy of another environment with the same map and sizes may play: `skirmish` and `sc2` differ in nothing else.
-    An agent that reads any number of units may play all maps whose units have the same features.
-    source: what named the policy. Errors: UserError.
-    """
-    same = (trained.n_agents, trained.n_actions, trained.obs_dim) == (info.n_agents, info.n_actions, info.obs_dim)
-    if trained.map_name == info.map_name and (same or trained.name == info.name):
-        return
-    there, here = f"{trained.name} {trained.map_name}".strip(), f"{info.name} {info.map_name}".strip()
-    if isinstance(agent, EntityAgent) and not agent.n_numbers and trained.name == info.name:
-        own, other = unit_features(trained), unit_features(info)
-        different = [f"{name} {own[name]} and {other[name]}" for name in own if own[name] != other[name]]
-        if not different:
-            return
-        raise UserError(f"{source} was trained on {there}; units of {here} have other features ({different[0]})")
-    raise UserError(f"{source} was trained on {there}, not on {here}: give one of {here}, or play {there}")
 
 
 def load_agent(mac: MAC, step_folder: Path, key: str) -> None:

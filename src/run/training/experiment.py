@@ -19,11 +19,17 @@ from omagd.run.checkpoint.resuming import rank_at_work
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.launchers import ranks_here
-from omagd.run.limits import files_needed, raise_limit
 from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.card import changed_versions, make_card, read_card, resumed, versions_of
-from omagd.run.training.build import build_session, load_pretrained, require_same_weights, restore_pretrained
-from omagd.run.training.device import deterministic_algorithms, keep_freed_memory, limit_memory, workers_of
+from omagd.run.training.build import build_session, load_pretrained, restore_pretrained
+from omagd.run.training.device import (
+    deterministic_algorithms,
+    files_needed,
+    keep_freed_memory,
+    limit_memory,
+    raise_limit,
+    workers_of,
+)
 from omagd.run.training.evaluate import evaluate, trained_card
 from omagd.run.training.loop import fit
 from omagd.run.training.records import (
@@ -41,6 +47,7 @@ from omagd.run.training.records import (
 )
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage
+from omagd.run.training.stages.health import require_same_weights
 from omagd.run.training.stages.prediction import Stage2
 from omagd.run.training.stages.pretraining import Stage1
 from omagd.run.training.stages.rl import RLStage
@@ -191,29 +198,6 @@ def _with_weights(config: Config, plan: ResumePlan) -> Config:
     if plan.weights is None or plan.weights.step is None:
         return config
     return config.model_copy(update={"checkpoint_path": str(plan.weights.step), "load_step": 0})
-
-
-def check_stages(config: Config) -> None:
-    """Reject stages without the trained modules that they need. Errors: UserError."""
-    if not config.use_graph_reconstruction or config.evaluate:
-        return
-    predictor = config.pretrained_mask_predictor_path
-    if "stage1" in pretraining(config) and not config.pretrained_tokenizer_path:
-        if config.stage in {"stage2", "stage3"}:
-            raise UserError(
-                f"reconstructer_stage={config.stage}: needs pretrained_tokenizer_path=… "
-                "(models/pretrain_stage1_best/ of a stage1 run), or reconstructer_stage=all"
-            )
-        if predictor:
-            raise UserError(
-                f"pretrained_mask_predictor_path={predictor}: needs the tokenizer that it was"
-                " trained with. Also give pretrained_tokenizer_path=… of the same pre-training"
-            )
-    if config.stage == "stage3" and not predictor:
-        raise UserError(
-            "reconstructer_stage=stage3: needs pretrained_mask_predictor_path=… "
-            "(models/pretrain_stage2_best/ of a stage2 run), or reconstructer_stage=all"
-        )
 
 
 def stage_names(config: Config, pretrained: PretrainedModules) -> list[str]:

@@ -32,10 +32,9 @@ from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.run.checkpoint.serialization import first_not_finite
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, keep_file, load_file, load_into, load_learner_state
 from omagd.run.training.beliefs import saved_baselines, says_of_units
-from omagd.run.training.build import require_same_weights
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules
-from omagd.run.training.stages.health import Health
+from omagd.run.training.stages.health import Health, require_same_weights
 from omagd.run.training.stages.pretraining import TOGETHER
 from omagd.utils.clock import Every
 from omagd.utils.errors import together

@@ -23,10 +23,11 @@ from omagd.modules.graph_reconstructers import training_fields
 from omagd.modules.graph_reconstructers.pretrained import describe
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import TOKENIZER_FILE, keep_file
-from omagd.run.training.build import new_tokenizer, pretrain_policy, require_same_weights
+from omagd.run.training.build import new_tokenizer, pretrain_policy
 from omagd.run.training.evaluate import trained_team
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
+from omagd.run.training.stages.health import require_same_weights
 from omagd.utils.clock import Every
 from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch

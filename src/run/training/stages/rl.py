@@ -20,15 +20,14 @@ from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, far_step, find_step_folder, load_learner, save_learner
-from omagd.run.training.battles import means
 from omagd.run.training.beliefs import evaluate_beliefs
-from omagd.run.training.build import build_learner, require_same_weights
-from omagd.run.training.groups import Groups
-from omagd.run.training.opponents import Opponents
+from omagd.run.training.build import build_learner
+from omagd.run.training.collection import Groups, Opponents
+from omagd.run.training.evaluate import Tests, means
 from omagd.run.training.refresh import Refresh
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
-from omagd.run.training.stages.testing import Tests
+from omagd.run.training.stages.health import require_same_weights
 from omagd.run.training.tasks import TrainingTasks, training_tasks
 from omagd.runners.rollout import Rollout
 from omagd.utils.clock import Every, Stopwatch

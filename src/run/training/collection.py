@@ -1,67 +1,82 @@
-"""Opponents that change during training: by a schedule over the global clock, or a pool of frozen earlier policies.
-
-Only training episodes use them. Tests always play the opponents of `env_args`, so their results stay comparable.
-"""
+"""What shapes the collection of training episodes beside the runner: groups with one start, and changing opponents."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from omagd import envs
+from omagd.components.groups import GroupData
 from omagd.components.opponent_schedules import REGISTRY
-from omagd.config.env_info import EnvInfo
-from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.envs.protocol import ChangingOpponents
-from omagd.modules import agents
+from omagd.run.training.checks import EVASION, change
 from omagd.run.training.session import Session
+from omagd.run.training.stages.health import MOST_SKIPPED
+from omagd.runners.starts import DealtStarts, TaskStarts
 from omagd.utils.clock import Counters, Every
-from omagd.utils.errors import UserError, together, unknown_name
-
-EVASION = "evasion"
+from omagd.utils.errors import UserError
 
 
-def change(config: Config) -> bool:
-    """Return whether a run's opponents change."""
-    return config.opponent_difficulty_strategy != "none" or config.enable_opponent_evasion
+class Groups:
+    """The groups of a run, and how many updates were skipped because no rank had one; the same on all ranks.
 
+    Args:
+        session: of the run. data: the groups of this rank.
+    """
 
-@together
-def check_opponents(config: Config, info: EnvInfo) -> Iterator[str]:
-    """Reject changing opponents that environment or agent do not support. Errors: UserError."""
-    env = envs.REGISTRY.get(config.env)
-    ladders = getattr(env, "ladders", {config.opponent_order: ()})
-    if config.opponent_order not in ladders:
-        yield unknown_name("opponent_order", config.opponent_order, ladders).message
-    if not change(config):
-        return
-    strategy = config.opponent_difficulty_strategy
-    given = "enable_opponent_evasion=True" if strategy == "none" else f"opponent_difficulty_strategy={strategy}"
-    if not hasattr(env, "set_opponents"):
-        yield f"{given}: env={config.env} has no opponents that can be changed. Use another --env-config"
-    if config.env_processes:
-        yield f"{given}: needs env_processes=False"
-    if config.enable_opponent_evasion:
-        _check_evasion(config, info)
-    if REGISTRY.get(strategy).selves:
-        kind = agents.REGISTRY.get(config.agent)
-        if not hasattr(kind, "frozen_needs"):
-            fix = "Use an agent without memory: agent=ddpg for DDPG, agent=ff for Q-learning"
-            yield f"{given}: agent={config.agent} cannot be frozen as an opponent. {fix}"
-        elif needs := kind.frozen_needs(config):
-            yield f"{given}: agent={config.agent} can be frozen as an opponent only with {', '.join(needs)}"
+    def __init__(self, session: Session, data: GroupData) -> None:
+        self.data = data
+        self._starts = session.runners["train"].stream
+        self._config, self._dist = session.config, session.dist
+        starts = self._starts
+        self._pool = starts.pool if isinstance(starts, TaskStarts) and session.config.rollout_skip_threshold else None
+        if self._pool is not None:
+            pool = self._pool
+            data.ended = lambda meta, outcomes: pool.note(meta.task, meta.seed, outcomes)
+        self._counts = [0, 0]  # skipped in all, in a row by now
 
+    def found(self, ranks: int, when: str) -> bool:
+        """Return whether any rank has a group. ranks: that have one. when: stage and time.
 
-def _check_evasion(config: Config, info: EnvInfo) -> None:
-    start, length = config.opponent_evasion_start_episode, info.episode_limit
-    if EVASION not in info.scripted_policies:
-        raise UserError(f"enable_opponent_evasion=True: env={config.env} has no opponent called {EVASION}")
-    if start * length >= config.t_max:
+        Errors: UserError after `MOST_SKIPPED` times without any: the policy always wins or never does.
+        """
+        total, row = self._counts
+        self._counts = [total, 0] if ranks else [total + 1, row + 1]
+        if self._counts[1] < MOST_SKIPPED:
+            return ranks > 0
+        config = self._config
         raise UserError(
-            f"opponent_evasion_start_episode={start}: is after the end of the run; t_max={config.t_max} is"
-            f" {config.t_max // length} episodes of {length} steps. Give a smaller one"
+            f"{when}: {MOST_SKIPPED} updates in a row had no group with won and lost battles"
+            f" (group_size={config.group_size}, max_sampling_attempts={config.max_sampling_attempts}). Start from a"
+            " policy that wins some of them and loses others (checkpoint_path=…), or compare returns"
+            " (learner_args.score=return, enable_dynamic_sampling=False)"
         )
+
+    def again(self) -> None:
+        """Prepare another round: where starts are dealt to ranks, of the tasks whose groups were dropped."""
+        if isinstance(self._starts, DealtStarts):
+            self._starts.deal(self.data.again)
+
+    def exchange(self) -> None:
+        """Tell all ranks which starts this one has mastered and skipped: a collective, if starts can be skipped."""
+        if self._pool is not None:
+            for news in self._dist.gather(self._pool.take_news()):
+                self._pool.learn(news)
+
+    def record(self) -> dict[str, float]:
+        """Return `updates_without_groups` in all for the log, if there were any, and the number of mastered starts."""
+        values = {"updates_without_groups": float(self._counts[0])} if self._counts[0] else {}
+        return values if self._pool is None else {**values, "starts_mastered": float(len(self._pool))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts and the mastered starts; at the end of an iteration."""
+        return {"counts": list(self._counts), "mastered": None if self._pool is None else self._pool.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self._counts = [int(count) for count in state["counts"]]
+        if self._pool is not None and state["mastered"] is not None:
+            self._pool.load_state_dict(state["mastered"])
 
 
 class Opponents:
