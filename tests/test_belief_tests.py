@@ -322,7 +322,7 @@ def test_tables_of_records_show_shares_of_the_living_and_the_last_test_of_each_r
 
 def test_the_beliefs_that_are_compared_have_their_names():
     env = make_env("skirmish", {"map_name": "3m"}, 8, processes=False)
-    config = resolve("omagd_small", "skirmish", {"env_args.map_name": "3m", "graph_pretrain_random_share": 0.3})
+    config = resolve("omagd_small", "skirmish", {"env_args.map_name": "3m"})
     policy, words = beliefs._policy(config, env, "")
     assert policy._random_share == 0.3 and words == "scripts, 30 % random actions"
     players = beliefs.Players(env, config, env.info, policy, words, 12, lambda played: None)

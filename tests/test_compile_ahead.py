@@ -11,7 +11,6 @@ import pytest
 from omagd.components.compiled import selection
 from omagd.modules.kernels import compiling as kernels
 from omagd.run.training import device
-from omagd.utils import compiling
 
 START = """
 import sys, time
@@ -72,15 +71,6 @@ def test_others_are_compiled_only_when_something_is(tmp_path):
     for expected in ("meanwhile\n7\n", "7\n"):
         command = [sys.executable, str(tmp_path / "sums.py")]
         assert subprocess.run(command, capture_output=True, text=True, env=env, timeout=60).stdout == expected
-
-
-def test_a_process_is_prepared_only_where_two_cores_are(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "linux")
-    for cores, calls in (({0}, []), ({0, 1}, [device._start])):
-        monkeypatch.setattr(compiling, "_calls", [])
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores, raising=False)
-        device.compile_ahead()
-        assert compiling._calls == calls
 
 
 def test_a_process_that_cannot_be_started_is_no_error_and_no_terminal_interrupts_it(monkeypatch):

@@ -24,7 +24,6 @@ from omagd.run.training.device import (
     check_machine,
     deterministic_algorithms,
     keep_freed_memory,
-    limit_memory,
     processor_features,
 )
 from omagd.utils.errors import UserError
@@ -111,13 +110,6 @@ def test_the_memory_limit_and_the_replay_of_each_rank_must_fit_on_its_card(card)
     check(GPU, "buffer_size=100000", buffer_cpu_only=False, buffer_size=100_000)
     check(GPU, "buffer_cpu_only=True", buffer_cpu_only=False, buffer_size=100_000)
     check(GPU, "a rank can have 0.2 GB", buffer_cpu_only=False, max_memory_per_gpu_gb=0.2)
-
-
-def test_the_memory_limit_is_a_fraction_of_the_card(card):
-    for where, gigabytes, fraction in (("cuda:0", 2.0, 0.25), ("cuda:0", None, None), ("cpu", 2.0, None)):
-        card.fraction = None
-        limit_memory(torch.device(where), gigabytes)
-        assert card.fraction == fraction
 
 
 def test_deterministic_algorithms_are_used_within_the_block(monkeypatch):

@@ -15,7 +15,7 @@ from documented import questions
 
 from omagd.run import memory_budget
 from omagd.run.cli import doctor
-from omagd.run.cli.doctor import CHECKS, Check, Settings, examine
+from omagd.run.cli.doctor import CHECKS
 from omagd.run.cli.main import main
 from omagd.run.training import device
 
@@ -202,25 +202,6 @@ def test_the_doctor_works_without_the_packages_that_read_configurations(capsys, 
 
     monkeypatch.setattr(sys.modules["omagd.run.cli.main"], "_resolve", broken)
     assert ask(capsys, "--env-config=sc2")[2].startswith("sc2 cannot be played")
-
-
-def test_a_check_that_breaks_is_its_own_finding():
-    def look(_settings):
-        raise RuntimeError("first line\nsecond line")
-
-    (found,) = examine(Settings(), [Check("odd", look, frozenset({"all"}), fix="do this")])
-    text, ready = doctor.render([found], "skirmish")
-    assert not ready and text.splitlines()[0] == "missing  odd            RuntimeError: first line → do this"
-
-
-def test_requirements_are_the_same_from_the_repository_and_from_the_installation(monkeypatch):
-    needed, extra = doctor.requirements(), doctor.requirements("smax")
-    assert "torch" in needed and extra == {"jaxmarl": "==0.2.0"}
-    lines = [f"{name}{spec}" for name, spec in needed.items()]
-    lines += ['jaxmarl==0.2.0; extra == "smax"', 'pytest>=8; extra == "dev"']
-    monkeypatch.setattr(doctor, "_project", dict)
-    monkeypatch.setattr(doctor.metadata, "requires", lambda _name: lines)
-    assert (doctor.requirements(), doctor.requirements("smax")) == (needed, extra)
 
 
 def test_documented_commands_are_answered(capsys, tmp_path):

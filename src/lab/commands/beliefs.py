@@ -195,6 +195,7 @@ def _policy(config: Config, env: BatchedEnv, run: str) -> tuple[Any, str]:
 
     from omagd.controllers.scripted_mac import ScriptedPolicy
     from omagd.run.checkpoint.weights import find_step_folder
+    from omagd.run.training.build import RANDOM_SHARE
     from omagd.run.training.evaluate import load_mac, policy_name
     from omagd.utils.seeding import stream_seed
 
@@ -204,7 +205,7 @@ def _policy(config: Config, env: BatchedEnv, run: str) -> tuple[Any, str]:
         return load_mac(config, info, torch.device("cpu"), folder, "checkpoint_path"), policy_name(config, folder)
     names = tuple(name for name in info.scripted_policies if name != "random") or ("random",)
     rng = np.random.default_rng(stream_seed(config.seed, "beliefs"))
-    share = config.graph_pretrain_random_share
+    share = RANDOM_SHARE
     return ScriptedPolicy(env, names, share, rng), f"scripts, {100 * share:.0f} % random actions"
 
 

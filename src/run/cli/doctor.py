@@ -92,7 +92,7 @@ def missing(text: str, fix: str) -> Finding:
     return Finding("missing", text, fix)
 
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 GAME = ("pysc2", "s2clientprotocol", "protobuf", "websocket-client", "absl-py")
 ON_REQUEST = ("wandb", "tensorboard")
 TESTED_PYTHON = (3, 11)

@@ -64,8 +64,6 @@ def preflight(
     """
     found = mistakes or Mistakes()
     config = with_known_names(config, found)
-    with _caught(found):
-        _check_replays(config)
     plan: Plan | None = None
     with _caught(found):
         plan = make_plan(config)  # imports torch; the checks above do not
@@ -196,12 +194,6 @@ def _check_name(config: Config, given: Collection[str]) -> None:
     if named is not None:
         fix = f"Give env_args.map_name={config.name}, or another name"
         raise UserError(f"name={config.name}: names the run; it plays {config.map_name}, not that map. {fix}")
-
-
-def _check_replays(config: Config) -> None:
-    """Reject `save_replay` for training runs."""
-    if config.save_replay and not config.evaluate:
-        raise UserError("save_replay=True: replays are written by evaluations only. Add evaluate=True")
 
 
 def _check_token(config: Config, plan: Plan) -> None:

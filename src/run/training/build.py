@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,17 +14,11 @@ from omagd import controllers, learners, runners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
 from omagd.learners.belief_loss import HEAD
 from omagd.learners.protocol import Learner
 from omagd.modules import graph_reconstructers as reconstructers
-from omagd.modules.graph_reconstructers.belief_head import new_head
-from omagd.modules.graph_reconstructers.last_sight import FILLS
-from omagd.modules.graph_reconstructers.pretrained import check, require_one_pretraining
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
-from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.plan import ResumePlan
 from omagd.run.checkpoint.weights import (
@@ -50,6 +44,14 @@ from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import seed_everything
 from omagd.utils.storage import read_entry, read_json
 
+# What stages 1 and 2 and the belief head need is imported where it is used: a plain run loads none of it.
+if TYPE_CHECKING:
+    from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+    from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+
+RANDOM_SHARE = 0.3
+"""Probability of a random action of the scripted players under `graph_pretrain_policy=mixed`."""
+
 PURPOSES = ("train", "test", "pretrain", "held_out", "pretrain_test", "beliefs")
 
 
@@ -71,12 +73,6 @@ def build_session(
     env.set_worker_timeout(30 * config.dist_timeout_minutes)
     dist.waits.slots = env.busy_slots
     info = env.info
-    if config.use_graph_reconstruction and info.layout is None:
-        env.close()
-        raise UserError(
-            f"use_graph_reconstruction=True needs an environment with an entity layout; env={config.env} has none:"
-            " use --config=qmix"
-        )
     made = {
         purpose: runners.REGISTRY.build(
             config.runner, env, config, info, episode_starts(config, info, purpose, dist.rank)
@@ -93,6 +89,8 @@ def build_session(
 
 def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:
     """Return an untrained tokenizer, the same on every rank."""
+    from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+
     assert info.layout is not None
     seed_everything(config.seed, "tokenizer")
     return Tokenizer(config.tokenizer_config, info.layout).to(device)
@@ -119,12 +117,16 @@ def load_pretrained(config: Config, info: EnvInfo, device: torch.device) -> Pret
         if not config.use_graph_reconstruction and not (name == "tokenizer" and learns_codes):
             continue
         if given := getattr(config, key):
+            from omagd.modules.graph_reconstructers.pretrained import check
+
             path = pretrained_file(key, given, file)
             content, module = load_file(path, key), make(config, info, device)
             check(content.get("meta"), config, info, predictor=name == "predictor", source=f"{key}={path}")
             load_into(module, content.get("weights", {}), path, key)
             setattr(pretrained, name, module.eval().requires_grad_(False))
     if pretrained.tokenizer is not None and pretrained.predictor is not None:
+        from omagd.modules.graph_reconstructers.pretrained import require_one_pretraining
+
         require_one_pretraining(pretrained.tokenizer, pretrained.predictor)
     return pretrained
 
@@ -163,6 +165,8 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
     reconstructor: Reconstructor | None = None
     if config.fill_unseen != "none" and info.layout is not None:
+        from omagd.modules.graph_reconstructers.last_sight import FILLS
+
         reconstructor = FILLS[config.fill_unseen](info, torch.device("cpu") if config.cpu_inference else device)
     if config.use_graph_reconstruction and pretrained is not None:
         assert pretrained.predictor is not None
@@ -175,6 +179,8 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
     config = complete_args(config, ("agent_args",))
     mac: MAC = controllers.REGISTRY.build(config.mac, config, info, device, reconstructor)
     if config.belief_loss != "none" and info.layout is not None:
+        from omagd.modules.graph_reconstructers.belief_head import new_head
+
         mac.head = new_head(config, info, next(mac.agent.parameters()))
         if config.belief_loss == "tokens" and pretrained is not None and pretrained.tokenizer is not None:
             mac.head.learn_codes(pretrained.tokenizer)
@@ -241,12 +247,14 @@ def pretrain_policy(session: Session, rng: np.random.Generator) -> Any:
 
     rng: where the chance of the first two comes from.
     """
+    from omagd.controllers.scripted_mac import ScriptedPolicy
+
     config = session.config
     if config.graph_pretrain_policy == "random":
         return ScriptedPolicy(session.env, ("random",), 0.0, rng)
     if config.graph_pretrain_policy == "mixed":
         names = tuple(name for name in session.info.scripted_policies if name != "random") or ("random",)
-        return ScriptedPolicy(session.env, names, config.graph_pretrain_random_share, rng)
+        return ScriptedPolicy(session.env, names, RANDOM_SHARE, rng)
     # The agent of a trained run, reading plain observations.
     mac = build_plain_mac(config, session.info, session.dist.device)
     key = "graph_pretrain_policy"

@@ -22,11 +22,9 @@ from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.envs.task_sets.sets import is_file, task_set
 from omagd.envs.task_sets.shapes import unit_features
-from omagd.learners.policy_learner import PolicyLearner
 from omagd.learners.protocol import explores, learner_class
 from omagd.modules import agents, mixers
 from omagd.modules.agents.agent import Agent, AgentInputs
-from omagd.modules.agents.entity_agents import EntityAgent
 from omagd.modules.graph_reconstructers import pretraining
 from omagd.utils.errors import UserError, together, unknown_name
 from omagd.utils.plugins import is_plugin, owner_of
@@ -181,6 +179,8 @@ def check_data(config: Config) -> Iterator[str]:
             )
     unread = (*REPLAY_KEYS, *(() if explores(learner) else EPSILON_KEYS))
     why = dict.fromkeys(unread, "learns on-policy: each batch_size episodes are used once")
+    from omagd.learners.policy_learner import PolicyLearner
+
     if issubclass(learner, PolicyLearner):  # others may have targets
         why |= TARGET_KEYS
     for key, (value, default) in changed(config, why).items():
@@ -427,6 +427,8 @@ def require_same_map(trained: EnvInfo, info: EnvInfo, source: str, agent: Agent)
     same = (trained.n_agents, trained.n_actions, trained.obs_dim) == (info.n_agents, info.n_actions, info.obs_dim)
     if trained.map_name == info.map_name and (same or trained.name == info.name):
         return
+    from omagd.modules.agents.entity_agents import EntityAgent
+
     there, here = f"{trained.name} {trained.map_name}".strip(), f"{info.name} {info.map_name}".strip()
     if isinstance(agent, EntityAgent) and not agent.n_numbers and trained.name == info.name:
         own, other = unit_features(trained), unit_features(info)

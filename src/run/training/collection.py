@@ -1,23 +1,36 @@
-"""What shapes the collection of training episodes beside the runner: groups with one start, and changing opponents."""
+"""What shapes the collection of training episodes beside the runner: groups with one start, maps, opponents."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from omagd.components.data import DataSource
 from omagd.components.groups import GroupData
 from omagd.components.opponent_schedules import REGISTRY
 from omagd.controllers.types import MAC
 from omagd.envs.protocol import ChangingOpponents
 from omagd.run.training.checks import EVASION, change
 from omagd.run.training.session import Session
+from omagd.run.training.stages.base import Shaper, Task
 from omagd.run.training.stages.health import MOST_SKIPPED
+from omagd.run.training.tasks import training_tasks
 from omagd.runners.starts import DealtStarts, TaskStarts
 from omagd.utils.clock import Counters, Every
 from omagd.utils.errors import UserError
 
 
-class Groups:
+def shapers(session: Session, policy: MAC, clock: Counters, data: DataSource) -> list[Shaper]:
+    """Return what shapes the collection of a run, each only where the configuration or the environment asks for it.
+
+    policy: whose agent plays. clock: of the stage. data: where the episodes go.
+    """
+    found: list[Shaper] = [Groups(session, data)] if isinstance(data, GroupData) else []
+    found += [training_tasks(session)] if session.info.tasks else []
+    return found + ([Opponents(session, policy, clock)] if change(session.config) else [])
+
+
+class Groups(Shaper):
     """The groups of a run, and how many updates were skipped because no rank had one; the same on all ranks.
 
     Args:
@@ -35,8 +48,20 @@ class Groups:
             data.ended = lambda meta, outcomes: pool.note(meta.task, meta.seed, outcomes)
         self._counts = [0, 0]  # skipped in all, in a row by now
 
-    def found(self, ranks: int, when: str) -> bool:
-        """Return whether any rank has a group. ranks: that have one. when: stage and time.
+    def register(self, register: Callable[..., None]) -> None:
+        """Save the counts and the mastered starts."""
+        register("groups", self)
+
+    def deal(self, data: DataSource) -> None:
+        """Begin an iteration."""
+        self.data.begin()
+
+    def stats(self) -> dict[str, tuple[float, float]]:
+        """Return the metrics of the groups of this iteration."""
+        return self.data.stats()
+
+    def ready(self, ranks: int, when: str) -> bool:
+        """Return whether any rank has a group; the others help to count. ranks: that have one. when: stage and time.
 
         Errors: UserError after `MOST_SKIPPED` times without any: the policy always wins or never does.
         """
@@ -57,11 +82,16 @@ class Groups:
         if isinstance(self._starts, DealtStarts):
             self._starts.deal(self.data.again)
 
-    def exchange(self) -> None:
+    def exchanges(self, iteration: int) -> bool:
+        """Return whether starts can be skipped."""
+        return self._pool is not None
+
+    def synchronise(self) -> bool:
         """Tell all ranks which starts this one has mastered and skipped: a collective, if starts can be skipped."""
         if self._pool is not None:
             for news in self._dist.gather(self._pool.take_news()):
                 self._pool.learn(news)
+        return False
 
     def record(self) -> dict[str, float]:
         """Return `updates_without_groups` in all for the log, if there were any, and the number of mastered starts."""
@@ -79,11 +109,11 @@ class Groups:
             self._pool.load_state_dict(state["mastered"])
 
 
-class Opponents:
+class Opponents(Shaper):
     """Sets the opponents of the episodes that begin, before each rollout.
 
     Args:
-        session: environment and runners; not used where opponents do not change.
+        session: environment and runners, of a run whose opponents change.
         policy: whose agent is frozen. clock: of the stage; it and the pool determine the opponents.
 
     Attributes:
@@ -94,21 +124,26 @@ class Opponents:
         self._session, self._policy, self._clock = session, policy, clock
         config = session.config
         self._schedule = REGISTRY.build(config.opponent_difficulty_strategy)
-        self._change = change(config)
         self.playing: list[str] = []
         self._pool: list[tuple[str, Any]] = []  # name and layers, oldest first
         self._made: dict[str, Any] = {}
         self._copy = Every(config.opponent_pool_interval)
         self._copy_now = False
-        if not self._change:
-            return
         assert isinstance(session.env, ChangingOpponents), "check_opponents rejects others"
         self._env = session.env
         self._usual = sorted(set(self._env.opponents))
         self._ladder = self._env.ladders[config.opponent_order]
         for purpose, runner in session.runners.items():
             runner.prepare = self._before_training if purpose == "train" else self._before_others
-        self.apply()
+        self.start()
+
+    def register(self, register: Callable[..., None]) -> None:
+        """Save the pool."""
+        register("opponents", self)
+
+    def tasks(self) -> list[Task]:
+        """Return the change of opponents."""
+        return [Task("opponents", self.due, self.run)]
 
     def _level(self) -> int | None:
         """Return the schedule's level, at most the last of the ladder; None where there is none."""
@@ -117,8 +152,6 @@ class Opponents:
 
     def due(self) -> bool:
         """Whether the opponents change now."""
-        if not self._change:
-            return False
         self._copy_now = self._schedule.selves and self._copy.due(self._clock.updates)
         return self._copy_now or self._wanted() != self.playing
 
@@ -128,13 +161,11 @@ class Opponents:
             agent: Any = self._policy.agent
             self._pool.append((f"self_{self._clock.updates}", agent.layers()))
             self._pool = self._pool[-self._session.config.opponent_pool_size :]
-        self.apply()
+        self.start()
         self._session.logger.info(f"opponents from now on: {', '.join(self.playing)}")
 
-    def apply(self) -> None:
+    def start(self) -> None:
         """Set the opponents that follow from clock and pool."""
-        if not self._change:
-            return
         kind: Any = type(self._policy.agent)
         self._made = {name: self._env.frozen_opponent(name, layers, kind.samples) for name, layers in self._pool}
         self.playing = self._wanted()
@@ -156,7 +187,7 @@ class Opponents:
         if state:
             self._pool = [(kept["name"], [tuple(pair) for pair in kept["layers"]]) for kept in state["pool"]]
             self._copy.load_state_dict(state["copied"])
-        self.apply()
+        self.start()
 
     def _wanted(self) -> list[str]:
         config, level = self._session.config, self._level()

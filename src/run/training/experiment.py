@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -48,8 +47,6 @@ from omagd.run.training.records import (
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage
 from omagd.run.training.stages.health import require_same_weights
-from omagd.run.training.stages.prediction import Stage2
-from omagd.run.training.stages.pretraining import Stage1
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.compiling import warn_no_more
 from omagd.utils.dist_utils import Dist, broken_exchange
@@ -61,11 +58,18 @@ from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, stop_requested, uninterrupted
 from omagd.utils.writing import STORAGE
 
-STAGES: dict[str, Callable[[Session, PretrainedModules], Stage]] = {
-    "stage1": Stage1,
-    "stage2": Stage2,
-    "stage3": RLStage,
-}
+
+def new_stage(name: str, session: Session, pretrained: PretrainedModules) -> Stage:
+    """Return a stage by its name. Stages 1 and 2 are imported here: a run without them loads none of their modules."""
+    if name == "stage1":
+        from omagd.run.training.stages.pretraining import Stage1
+
+        return Stage1(session, pretrained)
+    if name == "stage2":
+        from omagd.run.training.stages.prediction import Stage2
+
+        return Stage2(session, pretrained)
+    return RLStage(session, pretrained)
 
 
 def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt: int = 0) -> dict[str, Any]:
@@ -176,7 +180,7 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
     for name in names:
         session.logger.stage = name
         with oom_hint(session.config, name, "prepare", session.dist.device):
-            stage = STAGES[name](session, pretrained)
+            stage = new_stage(name, session, pretrained)
         result = fit(stage)
         result.facts["phases"] = session.profiler.end()
         result.values.update(session.failure_counts())

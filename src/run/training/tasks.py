@@ -23,6 +23,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.envs.protocol import ManyTasks
 from omagd.run.training.session import Session
+from omagd.run.training.stages.base import Shaper
 from omagd.runners.start_pool import StartPool
 from omagd.runners.starts import DealtStarts, EpisodeSeeds, TaskStarts, next_in_turn
 from omagd.utils.dist_utils import Dist
@@ -319,7 +320,7 @@ def training_tasks(session: Session) -> TrainingTasks:
     return TrainingTasks(session.config, session.info, session.dist, starts, env.n_slots, lambda: env.seconds)
 
 
-class TrainingTasks:
+class TrainingTasks(Shaper):
     """Deals the training maps to this rank, and keeps the statistics of all ranks.
 
     All ranks compute the same plan of an iteration from shared state; only this rank's part of it is played here.
@@ -352,7 +353,7 @@ class TrainingTasks:
         self.costs = np.zeros((2, len(self.names)))  # seconds and episodes, newer ones count more
         self.rebalanced = 0
         self._credit = np.zeros(len(self.names))
-        self._iteration = 0
+        self._iteration, self._said = 0, ""
         self._assign(self._dealt())
 
     # --- dealing
@@ -461,8 +462,8 @@ class TrainingTasks:
         parts = np.array(list(steps.values()), float)
         self.tally.spend(spent + others * parts / max(parts.sum(), 1.0))
 
-    def due(self, iteration: int) -> bool:
-        """Whether the statistics are exchanged after this iteration."""
+    def exchanges(self, iteration: int) -> bool:
+        """Return whether the statistics are exchanged after an iteration."""
         return iteration % self.config.sync_every_n_steps == 0
 
     def synchronise(self) -> bool:
@@ -487,6 +488,11 @@ class TrainingTasks:
         self.rebalanced += 1
         return not np.array_equal(before, self.shares)
 
+    def news(self) -> str:
+        """Return which ranks play which maps, if that has changed."""
+        before, self._said = self._said, self.deal_by_rank()
+        return f"maps by rank: {self._said}" if self._said != before else ""
+
     def deal_by_rank(self) -> str:
         """Return which maps each rank plays, empty where each rank plays all."""
         if self.config.dealing != "sharded":
@@ -502,8 +508,17 @@ class TrainingTasks:
             values["rebalanced"] = float(self.rebalanced)
         return values
 
+    def facts(self) -> dict[str, Any]:
+        """Return the entry `tasks` of the summary."""
+        return {"tasks": self.summary()}
+
+    def register(self, register: Callable[..., None]) -> None:
+        """Save what all ranks share, and this rank's statistics since the last exchange."""
+        register("maps", self)
+        register("maps of the rank", self.tally.own, "rank")
+
     def summary(self) -> dict[str, Any]:
-        """Return the entry `tasks` of the summary: by map, results and the ranks that play it."""
+        """Return by map its results and the ranks that play it."""
         found = {}
         for task, (name, facts) in enumerate(self.tally.facts().items()):
             ranks = np.flatnonzero(self.shares[:, task]).tolist() if self.weights[task] > 0 else []
