@@ -27,7 +27,8 @@ from omagd.modules.agents.agent import Agent, InputLinear
 from omagd.modules.agents.rnn_agent import RNNAgent
 from omagd.run.cli import REGISTRY as COMMANDS
 from omagd.run.cli.main import config_from, main
-from omagd.run.cli.preflight import _build_learner, preflight
+from omagd.run.cli.preflight import preflight
+from omagd.run.cli.trial import build_learner_once
 from omagd.utils.errors import UserError
 
 SIZES = "t_max=60 batch_size=2 batch_size_run=2 test_nepisode=2 checkpoint_interval=0 use_cuda=False"
@@ -376,7 +377,7 @@ def test_every_parameter_of_a_preset_takes_part(name):
     """As `_require_gradients` finds in the discarded passes before training."""
     env = "snakes" if "snakes" in name else "skirmish"
     config = resolve(name, env, {"world_size": 1, "use_cuda": False})
-    learner, _ = _build_learner(config, preflight(config).info, torch.device("cpu"))
+    learner, _ = build_learner_once(config, preflight(config).info, torch.device("cpu"))
     learner.warm_up()
 
 
