@@ -386,7 +386,7 @@ class RLStage(Stage):
         return bool(self._parts_due) or self.tests.played
 
 
-def _counting(learner: Learner) -> PolicyLearner | None:
+def _counting(learner: Learner) -> PolicyLearner[Any] | None:
     """Return the learner if it counts its updates itself, since their number follows from the batch."""
     if learner.data != "on_policy":
         return None
