@@ -24,7 +24,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.groups import check_groups
+from omagd.run.training.checks import check_groups
 from omagd.run.training.loop import fit
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -236,11 +236,11 @@ def of_ranks(rank: int, dist: Dist, folder: str) -> Any:
         fit(stage)
         # Each rank masters a start of its own: all of them know it after the exchange.
         stage.data.ended(EpisodeMeta(0, seed=rank), (1.0, 1.0))
-        stage.groups.exchange()
-        assert {seed for _, seed, _ in stage.groups.state_dict()["mastered"]} >= set(range(dist.world_size))
+        stage.shapers[0].synchronise()
+        assert {seed for _, seed, _ in stage.shapers[0].state_dict()["mastered"]} >= set(range(dist.world_size))
         stage.session.close()
         weights = [p.detach().clone() for p in stage.mac.agent.parameters()]
-        runs.append((weights, stage.clock.state_dict(), stage.groups.state_dict()))
+        runs.append((weights, stage.clock.state_dict(), stage.shapers[0].state_dict()))
     return out, runs
 
 
