@@ -298,19 +298,19 @@ def test_dropped_groups_are_replaced_however_maps_are_dealt(dealing, tmp_path, m
 
 def test_ten_updates_without_groups_end_the_run(tmp_path):
     config = config_of(tmp_path, **SAMPLING, n_starts=3, rollout_skip_threshold=2)
-    groups, other = (stage_of(config, tmp_path / name).groups for name in ("run", "other"))
+    groups, other = (stage_of(config, tmp_path / name).shapers[0] for name in ("run", "other"))
     groups.data.add(groups_of((1.0, 1.0), (1.0, 0.0)))
-    groups.exchange()
+    groups.synchronise()
     for _ in range(9):
-        assert not groups.found(0, "stage3")
-    assert groups.found(2, "stage3") and groups.state_dict()["counts"] == [9, 0]
+        assert not groups.ready(0, "stage3")
+    assert groups.ready(2, "stage3") and groups.state_dict()["counts"] == [9, 0]
     other.load_state_dict(groups.state_dict())
     assert groups.record() == other.record() == {"updates_without_groups": 9.0, "starts_mastered": 1.0}
     with pytest.raises(
         UserError, match=r"stage3, t_env 5: 10 updates in a row.*group_size=2.*checkpoint_path.*score=return"
     ):
         for _ in range(10):
-            groups.found(0, "stage3, t_env 5")
+            groups.ready(0, "stage3, t_env 5")
 
 
 FROM_PPO = [
