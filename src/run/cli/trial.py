@@ -184,14 +184,19 @@ def build_learner_once(config: Config, info: EnvInfo, device: torch.device) -> t
     learner = learner_of(mac, config, info, Dist())
     if any(map(is_plugin, NAMES)):
         try_networks(learner, mac.agent, info)
-    return learner, config.keys_read | keys_named_by((learner, mac, *learner.modules().values()))
+    networks = {cls for module in learner.modules().values() for cls in type(module).__mro__[:-1]}
+    return learner, config.keys_read | keys_named_by((learner, mac), networks)
 
 
-def keys_named_by(parts: Collection[object]) -> set[str]:
-    """Return the keys that the files of some objects' classes name; all of parts where a file cannot be read."""
+def keys_named_by(parts: Collection[object], networks: Collection[type]) -> set[str]:
+    """Return the keys that the files of some objects' classes name, and the source of networks, which share files.
+
+    All keys of parts where a source cannot be read.
+    """
     classes = {cls for part in parts for cls in type(part).__mro__[:-1] if not cls.__module__.startswith("torch")}
     try:
         texts = [Path(file).read_text(encoding="utf-8") for file in set(map(inspect.getfile, classes))]
+        texts += [inspect.getsource(cls) for cls in networks if not cls.__module__.startswith("torch")]
     except (OSError, TypeError):
         return set(OF_PARTS)
     return {key for text in texts for key in re.findall(r"\bconfig\.(\w+)", text)}
