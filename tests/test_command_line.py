@@ -391,6 +391,7 @@ def test_a_run_in_a_terminal_ends_without_a_traceback(empty_folder):
 @pytest.mark.processes
 def test_a_run_without_numba_says_so_once(empty_folder):
     """One line, and not one from every rank."""
-    words = "--config=qmix --env-config=matrix_game with run=ddp world_size=2 learner=nq_learner_ddp"
-    ended = run_command([sys.executable, str(MAIN), *words.split(), *BUDGETS], empty_folder, NUMBA_DISABLE_JIT="1")
+    words = "--config=qmix --env-config=matrix_game with run=ddp world_size=2 learner=nq_learner_ddp".split()
+    large = "batch_size=64", "batch_size_run=32", "buffer_size=64", "rnn_hidden_dim=512"  # enough to load kernels
+    ended = run_command([sys.executable, str(MAIN), *words, *BUDGETS, *large], empty_folder, NUMBA_DISABLE_JIT="1")
     assert ended.text.count("Numba is switched off by NUMBA_DISABLE_JIT") == 1

@@ -151,8 +151,11 @@ RUNS: dict[str, Run] = {
     ),
 }  # fmt: skip
 
-# Keys that no short run can set: always rejected, needs a GPU, need a component with keys of its own. Others test them.
-ELSEWHERE = {"use_per", "max_memory_per_gpu_gb", "learner_args", "agent_args", "mixer_args"}
+# Keys that no short run can set: always rejected, needs a GPU, need a component of its own or with keys of its own.
+# Others test them.
+ELSEWHERE = {
+    "use_per", "max_memory_per_gpu_gb", "mask_predictor_config.kind", "learner_args", "agent_args", "mixer_args",
+}  # fmt: skip
 
 
 def flat(values: dict[str, object]) -> dict[str, object]:
