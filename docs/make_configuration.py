@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from omagd.config.loading import HERE, base_values, find_yaml
+from omagd.config.loading import HERE, base_values, find_yaml, read_yaml
 from omagd.config.schema import EXTENDS, SECTIONS, Config
-from omagd.config.yaml_files import read_yaml
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
 from omagd.utils.foreign import KEYS, NAMES, Row

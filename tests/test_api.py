@@ -315,7 +315,7 @@ def test_a_loaded_policy_counts_its_steps_and_sees_what_it_was_trained_on(full):
 
 def test_a_policy_that_reconstructs_plays_its_own_map_only(monkeypatch):
     """Its agent might read other maps' units; its tokenizer and its predictor cannot."""
-    monkeypatch.setattr("omagd.run.training.build.require_same_map", lambda *_: None)
+    monkeypatch.setattr("omagd.run.api.require_same_map", lambda *_: None)
     own = omagd.make("skirmish", map_name="3m").info
     policy = LoadedPolicy(resolve("omagd_small", None, {}), own, Controller())
     assert policy.on(own) is policy

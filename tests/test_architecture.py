@@ -42,7 +42,7 @@ def test_the_map_names_every_module():
     words, missing = set(re.findall(r"\w+", PAGE.split("```")[1])), []
     for package in ("lab", "run", "learners", "runners", "controllers", "components"):
         for path in sorted((ROOT / "src" / package).rglob("*.py")):
-            inside = {"doctor", "compiled"} & {path.parent.name}  # a package that is named as a whole
+            inside = {"compiled"} & {path.parent.name}  # a package that is named as a whole
             if not inside and path.stem != "__init__" and path.stem.removesuffix("_ddp") not in words:
                 missing.append(path.relative_to(ROOT).as_posix())
     assert missing == []

@@ -32,9 +32,8 @@ from omagd.run.cli.main import main
 from omagd.run.memory_budget import replay_spec
 from omagd.run.recording.recorder import Recorder
 from omagd.run.recording.recording import Recording
-from omagd.run.training.battles import load_mac
 from omagd.run.training.build import PretrainedModules, build_mac
-from omagd.run.training.evaluate import evaluation_config
+from omagd.run.training.evaluate import evaluation_config, load_mac
 from omagd.runners import REGISTRY as RUNNERS
 from omagd.runners.runner import Runner
 from omagd.runners.starts import EpisodeSeeds

@@ -10,17 +10,16 @@ import pytest
 
 from omagd.components import selection
 from omagd.modules import kernels
-from omagd.run.training import ahead
-from omagd.utils import compiling
+from omagd.run.training import device
 
 START = """
 import sys, time
-from omagd.run.training import ahead
+from omagd.run.training import device
 from omagd.utils import compiling
-ahead.compile_ahead()
-print(len(ahead._started), flush=True)
+device.compile_ahead()
+print(len(device._started), flush=True)
 compiling._calls.pop()()  # as if kernels had to be compiled
-print(ahead._started[0].pid, flush=True)
+print(device._started[0].pid, flush=True)
 time.sleep(60)
 """
 SUMS = """
@@ -74,15 +73,6 @@ def test_others_are_compiled_only_when_something_is(tmp_path):
         assert subprocess.run(command, capture_output=True, text=True, env=env, timeout=60).stdout == expected
 
 
-def test_a_process_is_prepared_only_where_two_cores_are(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "linux")
-    for cores, calls in (({0}, []), ({0, 1}, [ahead._start])):
-        monkeypatch.setattr(compiling, "_calls", [])
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores, raising=False)
-        ahead.compile_ahead()
-        assert compiling._calls == calls
-
-
 def test_a_process_that_cannot_be_started_is_no_error_and_no_terminal_interrupts_it(monkeypatch):
     given = {}
 
@@ -91,16 +81,16 @@ def test_a_process_that_cannot_be_started_is_no_error_and_no_terminal_interrupts
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    ahead._start()
+    device._start()
     assert given["start_new_session"] and given["stdin"] == subprocess.DEVNULL
 
 
 @pytest.mark.parametrize("orphan", [False, True])
 def test_kernels_of_learning_and_of_acting_are_compiled_unless_the_run_has_ended(monkeypatch, orphan):
     compiled = []
-    monkeypatch.setattr(ahead.ctypes, "CDLL", lambda _: type("C", (), {"prctl": staticmethod(lambda *_: 0)}))
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda _: type("C", (), {"prctl": staticmethod(lambda *_: 0)}))
     monkeypatch.setattr(sys, "argv", ["ahead", str(os.getppid() + orphan)])
     monkeypatch.setattr(kernels, "compiled_kernels", lambda: compiled.append("learning") or kernels)
     monkeypatch.setattr(selection, "compiled", lambda: compiled.append("acting"))
-    ahead.main()
+    device.compile_or_end()
     assert compiled == ([] if orphan else ["learning", "acting"])

@@ -83,16 +83,11 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
     ("given", "parts"),
     [
         ("mixer_args.n_head=3", ["mixer_args.n_head", "mixer=qplex", "3", "'n_heads'?", "hidden_dim, n_heads"]),
-        ("mixer_args.n_heads=far", ["mixer_args.n_heads=far"]),
         ("mixer_args.n_heads=0", ["mixer_args.n_heads=0", "at least 1"]),
-        ("mixer_args.n_heads=True", ["mixer_args.n_heads=True", "a whole number"]),
         ("mixer_args.n_heads='3'", ["mixer_args.n_heads=3", "a whole number", "without quotes"]),
-        ("agent=named agent_args.scale=True", ["agent_args.scale=True", "must be a number"]),
         ("agent=named agent_args={'names':['\\ud800']}", ["agent_args: a value cannot be saved as JSON"]),
-        ("agent=named agent_args={'names':[{1}]}", ["agent_args: a value cannot be saved as JSON"]),
         ("--config=hpn_mappo agent_args.hyper_dim=100000000", ["agent_args.hyper_dim=100000000", "at most 65536"]),
         ("agent=named agent_args.scale=1e999", ["agent_args.scale=inf", "finite"]),
-        ("mixer_args=3", ["mixer_args=3"]),
         ("mixer_args={n_heads:8}", ["mixer_args={n_heads:8}", "mixer_args.n_heads=8"]),
         ("mixer=qmix", ["mixer_args.n_heads", "mixer=qmix", "qplex.yaml", "--config"]),
         ("learner_args.clip=0.1", ["learner_args.clip", "0.1", "learner=nq_learner"]),
@@ -106,8 +101,6 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
         ("--config=example_mappo buffer_size=7", ["buffer_size=7: has no meaning", "Leave it out"]),
         ("--config=snakes_ddpg", ["env_args.obs", "snakes_ddpg.yaml is for env=snakes_3v3: add --env-config=snakes"]),
         ("--config=qmix runner=ticks obs_last_action=False", ["runner=ticks", "agent=ff"]),
-        ("--config=qmix runner=ticks agent=ff", ["runner=ticks", "obs_last_action=False"]),
-        ("--config=example_mappo learner_args.clip=-1", ["learner_args.clip=-1", "more than 0"]),
     ],
 )
 def test_wrong_keys_of_components_are_rejected_in_one_line(words, capsys, tmp_path, given, parts):

@@ -34,9 +34,9 @@ from omagd.run.checkpoint.weights import checksum, find_step_folder, load_learne
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.battles import load_mac
+from omagd.run.training import evaluate
+from omagd.run.training.evaluate import load_mac
 from omagd.run.training.loop import fit
-from omagd.run.training.stages import testing
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
 from omagd.utils.metrics import Counters
@@ -364,7 +364,7 @@ def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
     assert stage.dues["test"].due(1), "the first iteration is tested"
     won = iter((0.5, 0.9, 0.2))
     tested = lambda *_, **__: {"test_battle_won_mean": next(won), "test_return_mean": 3.0}  # noqa: E731
-    monkeypatch.setattr(testing, "greedy_episodes", tested)
+    monkeypatch.setattr(evaluate, "greedy_episodes", tested)
     urgent = []
     for _ in range(3):
         stage.test()

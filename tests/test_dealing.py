@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ddp_harness import run_ranks
-from interruption import interrupted_run, stage_of
+from interruption import interrupted_run
 from q_toys import make_learner, random_episode, state_of, toy_config
 from run_equality import differences
 from runner_toys import FakeEnv, LossyEnv, Probe
@@ -20,9 +20,7 @@ from omagd.config.schema import Config
 from omagd.envs.factory import make_env
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.partition import apportioned, balanced, excess, in_turn, largest_differencing
-from omagd.run.training.task_records import Tally
-from omagd.run.training.tasks import TrainingTasks
+from omagd.run.training.tasks import Tally, TrainingTasks, apportioned, balanced, excess, in_turn, largest_differencing
 from omagd.runners.runner import ParallelRunner
 from omagd.runners.starts import DealtStarts
 from omagd.utils.dist_utils import Dist
@@ -167,26 +165,6 @@ class LosesOnce(LossyEnv):
         lost = self.once & (np.arange(self.n_slots) == 1)
         self.once = False
         return lost
-
-
-def test_the_log_says_which_ranks_play_which_maps_when_that_changes(tmp_path, monkeypatch):
-    tasks = ranks_of(2, names=("a", "b", "c"))[0]
-    tasks.shares = np.array([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]])
-    assert tasks.deal_by_rank() == "0: a, c; 1: b, c"
-    stage = stage_of(config_of(tmp_path, task_dealing="sharded"), tmp_path / "run")
-    lines: list[str] = []
-    monkeypatch.setattr(stage.session.logger, "info", lines.append)
-    stage._log_deal()
-    stage._log_deal()
-    assert lines == [f"maps by rank: 0: {', '.join(MAPS)}"]
-    stage.maps.shares[:, 0] = 0.0
-    stage._log_deal()
-    assert lines[1:] == [f"maps by rank: 0: {', '.join(MAPS[1:])}"]
-    stage.maps = None
-    stage._log_deal()
-    stage.session.close()
-    tasks.config = tasks.config.model_copy(update={"task_dealing": "queue"})
-    assert tasks.deal_by_rank() == ""
 
 
 def dealt_round(env, tasks, group_size=1):

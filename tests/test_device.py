@@ -17,7 +17,6 @@ from command_harness import MAIN
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
-from omagd.run import limits
 from omagd.run.memory_budget import replay_bytes
 from omagd.run.topology import Plan
 from omagd.run.training import device
@@ -25,7 +24,6 @@ from omagd.run.training.device import (
     check_machine,
     deterministic_algorithms,
     keep_freed_memory,
-    limit_memory,
     processor_features,
 )
 from omagd.utils.errors import UserError
@@ -114,13 +112,6 @@ def test_the_memory_limit_and_the_replay_of_each_rank_must_fit_on_its_card(card)
     check(GPU, "a rank can have 0.2 GB", buffer_cpu_only=False, max_memory_per_gpu_gb=0.2)
 
 
-def test_the_memory_limit_is_a_fraction_of_the_card(card):
-    for where, gigabytes, fraction in (("cuda:0", 2.0, 0.25), ("cuda:0", None, None), ("cpu", 2.0, None)):
-        card.fraction = None
-        limit_memory(torch.device(where), gigabytes)
-        assert card.fraction == fraction
-
-
 def test_deterministic_algorithms_are_used_within_the_block(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
@@ -168,19 +159,19 @@ def test_too_few_open_files_are_made_enough_or_named_before_the_run(tmp_path):
 
 
 def test_processes_are_counted_per_user_and_per_control_group(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda kind: (500, 500))
+    monkeypatch.setattr(device.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(device.resource, "getrlimit", lambda kind: (500, 500))
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     for number in range(3):
         (proc / str(number) / "task" / "1").mkdir(parents=True)
     (proc / "self").mkdir()
-    assert limits.processes_left(proc, groups) == (497, "ulimit -u: 500")
+    assert device.processes_left(proc, groups) == (497, "ulimit -u: 500")
     (proc / "self" / "cgroup").write_text("0::/slice/job/step\n")
     (groups / "slice" / "job" / "step").mkdir(parents=True)
     for folder, most in (("slice", "max"), ("slice/job", "100"), ("slice/job/step", "400")):
         (groups / folder / "pids.max").write_text(most)
         (groups / folder / "pids.current").write_text("90")
-    left, why = limits.processes_left(proc, groups)
+    left, why = device.processes_left(proc, groups)
     assert left == 10 and "100" in why
     plan, config = Plan(2, "gloo", False, False), resolve("qmix", "matrix_game", {})
     monkeypatch.setattr(device, "processes_left", lambda: (left, why))

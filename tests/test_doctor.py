@@ -15,9 +15,9 @@ from documented import questions
 
 from omagd.run import memory_budget
 from omagd.run.cli import doctor
-from omagd.run.cli.doctor import CHECKS, checks, examine
-from omagd.run.cli.doctor.findings import Check, Settings
+from omagd.run.cli.doctor import CHECKS
 from omagd.run.cli.main import main
+from omagd.run.training import device
 
 
 @pytest.fixture(autouse=True)
@@ -121,23 +121,23 @@ def numba_cuda_that_cannot_be_imported(patch, folder):
 
 def little_shared_memory(patch, _):
     real, little = os.statvfs, SimpleNamespace(f_bavail=16, f_frsize=4096)
-    patch.setattr(checks.os, "statvfs", lambda path: little if path == checks.SHARED else real(path))
+    patch.setattr(doctor.os, "statvfs", lambda path: little if path == device.SHARED else real(path))
 
 
 # What is broken: how, the line that reports it, its status and text, and the environments that it makes unplayable.
 BROKEN = {
     "no torch": (without_module("torch"), "torch", "missing", "pip install -e .", "all"),
-    "torch ends Python": (patched(checks, "_cores", lambda: sys.exit("x")), "torch", "missing", "SystemExit", "all"),
+    "torch ends Python": (patched(doctor, "_cores", lambda: sys.exit("x")), "torch", "missing", "SystemExit", "all"),
     "no pydantic": (with_version("pydantic"), "packages", "missing", "pydantic", "all"),
     "old NumPy": (with_version("numpy", "1.26.4"), "packages", "missing", "numpy 1.26.4 (needs >=2.0)", "all"),
-    "old Python": (patched(checks.sys, "version_info", (3, 10, 4, "final", 0)), "python", "missing", "3.10.4", "all"),
+    "old Python": (patched(doctor.sys, "version_info", (3, 10, 4, "final", 0)), "python", "missing", "3.10.4", "all"),
     "results": (lambda _, folder: (folder / "results").touch(), "disk", "missing", "local_results_path=", "all"),
     "other SciPy": (with_version("scipy", "1.99.0"), "packages", "warning", "scipy 1.99.0", ""),
     "no W&B": (with_version("wandb"), "W&B", "missing", "use_wandb=False", ""),
     "no TensorBoard": (with_version("tensorboard"), "TensorBoard", "missing", "use_tensorboard=False", ""),
     "no compiler": (lambda patch, _: patch.setenv("CXX", "no-such-compiler"), "compiler", "missing", "CXX=no-such", ""),
     "full disk": (
-        patched(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20)), "disk", "warning", "0.0 GB", "",
+        patched(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20)), "disk", "warning", "0.0 GB", "",
     ),
     "little shared memory": (little_shared_memory, "shared memory", "warning", "--shm-size", ""),
     "little memory": (
@@ -155,7 +155,7 @@ BROKEN = {
     "no protobuf": (with_version("protobuf"), "game messages", "missing", "protobuf", "sc2"),
     "no messages": (without_module("omagd.envs.sc2.client"), "game messages", "missing", "Error", "sc2"),
     "no pysc2": (with_version("pysc2"), "pysc2", "missing", "not installed: pysc2", "sc2"),
-    "no shared memory": (patched(checks, "SHARED", Path("/nowhere")), "shared memory", "missing", "/dev/shm", "sc2"),
+    "no shared memory": (patched(device, "SHARED", Path("/nowhere")), "shared memory", "missing", "/dev/shm", "sc2"),
     "game not executable": (
         lambda _, folder: next((folder / "SC2").glob("Versions/*/SC2_x64")).chmod(0o644), "game", "missing",
         "chmod +x", "sc2",
@@ -167,7 +167,7 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_problem_is_reported_and_decides_the_exit_code_where_it_matters(case, capsys, tmp_path, monkeypatch):
     breaks, name, mark, words, concerned = BROKEN[case]
-    if case == "other SciPy" and sys.version_info[:2] != checks.TESTED_PYTHON:
+    if case == "other SciPy" and sys.version_info[:2] != doctor.TESTED_PYTHON:
         pytest.skip("constraints.txt is for another Python")
     monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "SC2")))
     breaks(monkeypatch, tmp_path)
@@ -183,7 +183,7 @@ def test_a_taken_port_and_too_many_threads_are_warnings(capsys):
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
-        port, threads = holder.getsockname()[1], checks._cores() + 1
+        port, threads = holder.getsockname()[1], doctor._cores() + 1
         code, found, _ = ask(capsys, "with", f"ddp_port={port}", f"torch_threads={threads}")
     assert code == 0 and found["ddp port"][0] == "warning" and str(port) in found["ddp port"][1]
     assert found["torch"][0] == "warning" and "lower torch_threads" in found["torch"][1]
@@ -202,25 +202,6 @@ def test_the_doctor_works_without_the_packages_that_read_configurations(capsys, 
 
     monkeypatch.setattr(sys.modules["omagd.run.cli.main"], "_resolve", broken)
     assert ask(capsys, "--env-config=sc2")[2].startswith("sc2 cannot be played")
-
-
-def test_a_check_that_breaks_is_its_own_finding():
-    def look(_settings):
-        raise RuntimeError("first line\nsecond line")
-
-    (found,) = examine(Settings(), [Check("odd", look, frozenset({"all"}), fix="do this")])
-    text, ready = doctor.render([found], "skirmish")
-    assert not ready and text.splitlines()[0] == "missing  odd            RuntimeError: first line → do this"
-
-
-def test_requirements_are_the_same_from_the_repository_and_from_the_installation(monkeypatch):
-    needed, extra = checks.requirements(), checks.requirements("smax")
-    assert "torch" in needed and extra == {"jaxmarl": "==0.2.0"}
-    lines = [f"{name}{spec}" for name, spec in needed.items()]
-    lines += ['jaxmarl==0.2.0; extra == "smax"', 'pytest>=8; extra == "dev"']
-    monkeypatch.setattr(checks, "_project", dict)
-    monkeypatch.setattr(checks.metadata, "requires", lambda _name: lines)
-    assert (checks.requirements(), checks.requirements("smax")) == (needed, extra)
 
 
 def test_documented_commands_are_answered(capsys, tmp_path):

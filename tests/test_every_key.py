@@ -103,7 +103,7 @@ RUNS: dict[str, Run] = {
         opponent_pool_size=2, opponent_pool_interval=3,
     ),
     "all stages": Run(
-        "omagd_small", "skirmish", STAGES, t_max=60, save_pretrain_buffer=True, graph_pretrain_random_share=0.5,
+        "omagd_small", "skirmish", STAGES, t_max=60, save_pretrain_buffer=True,
         graph_lr=1e-3, use_graph_reconstruction=True, enable_gradient_checkpointing=True, env_args={"map_name": "3m"},
         makes=("pretrain_buffer/rank_0.episodes", "models/pretrain_stage1_best/tokenizer.th", "plots/*.png"),
     ),

@@ -24,7 +24,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.groups import check_groups
+from omagd.run.training.checks import check_groups
 from omagd.run.training.loop import fit
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -236,11 +236,11 @@ def of_ranks(rank: int, dist: Dist, folder: str) -> Any:
         fit(stage)
         # Each rank masters a start of its own: all of them know it after the exchange.
         stage.data.ended(EpisodeMeta(0, seed=rank), (1.0, 1.0))
-        stage.groups.exchange()
-        assert {seed for _, seed, _ in stage.groups.state_dict()["mastered"]} >= set(range(dist.world_size))
+        stage.shapers[0].synchronise()
+        assert {seed for _, seed, _ in stage.shapers[0].state_dict()["mastered"]} >= set(range(dist.world_size))
         stage.session.close()
         weights = [p.detach().clone() for p in stage.mac.agent.parameters()]
-        runs.append((weights, stage.clock.state_dict(), stage.groups.state_dict()))
+        runs.append((weights, stage.clock.state_dict(), stage.shapers[0].state_dict()))
     return out, runs
 
 
@@ -298,19 +298,19 @@ def test_dropped_groups_are_replaced_however_maps_are_dealt(dealing, tmp_path, m
 
 def test_ten_updates_without_groups_end_the_run(tmp_path):
     config = config_of(tmp_path, **SAMPLING, n_starts=3, rollout_skip_threshold=2)
-    groups, other = (stage_of(config, tmp_path / name).groups for name in ("run", "other"))
+    groups, other = (stage_of(config, tmp_path / name).shapers[0] for name in ("run", "other"))
     groups.data.add(groups_of((1.0, 1.0), (1.0, 0.0)))
-    groups.exchange()
+    groups.synchronise()
     for _ in range(9):
-        assert not groups.found(0, "stage3")
-    assert groups.found(2, "stage3") and groups.state_dict()["counts"] == [9, 0]
+        assert not groups.ready(0, "stage3")
+    assert groups.ready(2, "stage3") and groups.state_dict()["counts"] == [9, 0]
     other.load_state_dict(groups.state_dict())
     assert groups.record() == other.record() == {"updates_without_groups": 9.0, "starts_mastered": 1.0}
     with pytest.raises(
         UserError, match=r"stage3, t_env 5: 10 updates in a row.*group_size=2.*checkpoint_path.*score=return"
     ):
         for _ in range(10):
-            groups.found(0, "stage3, t_env 5")
+            groups.ready(0, "stage3, t_env 5")
 
 
 FROM_PPO = [

@@ -20,7 +20,7 @@ from command_harness import TORCHRUN_VARIABLES
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import known_keys, resolve, to_plain
 from omagd.config.schema import Config, MaskPredictorConfig, TokenizerConfig
-from omagd.run.cli import preflight, remaining
+from omagd.run.cli import preflight, trial
 from omagd.run.cli.main import main
 from omagd.run.reporting import sacred_record
 
@@ -227,7 +227,7 @@ def _of_tables() -> Iterator[tuple[str, Malformed]]:
         yield "unknown configurations", Malformed((f"{flags[i % 3]}={name}",))
     for words in WORDS:
         yield "wrong words", Malformed(tuple(words.split(" ")))
-    for i, key in enumerate(sorted(remaining.NAMED)):
+    for i, key in enumerate(sorted(preflight.NAMED)):
         yield "unknown names", Malformed((*GRAPHS, f"{key}={NAMES[i % len(NAMES)]}"))
     for env, text in ((env, text) for env, texts in ENV_ARGS.items() for text in texts):
         yield "wrong env_args", Malformed(("--config=qmix", f"--env-config={env}", "with", f"env_args.{text}"))
@@ -349,7 +349,7 @@ def test_networks_that_no_memory_holds_are_refused(here, capsys, monkeypatch):
     def too_large(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 51539607552 bytes.")
 
-    monkeypatch.setattr(preflight, "_build_learner", too_large)
+    monkeypatch.setattr(trial, "build_learner_once", too_large)
     assert main(["--config=qmix", "with", "rnn_hidden_dim=65536"]) == 2
     out, err = capsys.readouterr()
     assert complaint(2, out, err) == ""

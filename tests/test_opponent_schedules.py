@@ -19,7 +19,7 @@ from omagd.envs.factory import make_env
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.opponents import Opponents
+from omagd.run.training.collection import shapers
 from omagd.runners.runner import Runner
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError
@@ -60,7 +60,8 @@ class Training:
         self.usual = self.runners["train"].prepare
         seed_everything(1, "agent")
         self.agent = MACS.get(self.config.mac)(self.config, self.info, torch.device("cpu"), None).agent
-        self.opponents = Opponents(self, SimpleNamespace(agent=self.agent), self.clock)
+        found = shapers(self, SimpleNamespace(agent=self.agent), self.clock, None)
+        self.opponents = found[0] if found else None
 
     def playing(self, *moments):
         """Return the opponents of training at each (t_env, episodes, updates)."""
@@ -80,8 +81,7 @@ class Training:
 
 def test_training_climbs_the_ladder_and_tests_play_the_opponents_of_env_args():
     plain = Training()
-    assert plain.runners["train"].prepare == plain.usual
-    assert not plain.opponents.due() and plain.opponents.stats() == {}
+    assert plain.opponents is None and plain.runners["train"].prepare == plain.usual
     training = Training(opponent_difficulty_strategy="curriculum")
     playing = training.playing(*((t, 0, 0) for t in (0, 9_999, 10_000, 30_000, 60_000, 85_000, 100_000)))
     assert playing == [[name] for name in ("random", "random", "l1", "l3", "l4", "greedy", "greedy")]

@@ -25,8 +25,8 @@ from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import Exploration
 from omagd.envs.protocol import LOST_IN_A_ROW
-from omagd.run.training.battles import greedy_episodes
 from omagd.run.training.build import PURPOSES, build_session
+from omagd.run.training.evaluate import greedy_episodes
 from omagd.run.training.session import Session
 from omagd.runners.rollout import Recorder
 from omagd.runners.starts import EpisodeSeeds

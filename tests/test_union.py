@@ -73,7 +73,7 @@ def of_ranks(rank: int, dist: Dist, place: str) -> dict[tuple[str, str], Any]:
         config = config_of(preset, dealing)
         stage = stage_of(config, Path(place) / f"{preset} {dealing}", dist)
         batches, info = played(stage), stage.session.info
-        dropped = stage.groups.data._dropped if stage.groups is not None else 0
+        dropped = getattr(stage.data, "_dropped", 0)
         stage.session.close()
         learner = make_learner(config, dist, torch.float64, info=info)
         for batch in batches:

@@ -226,7 +226,7 @@ def test_what_is_asked_for_reaches_the_game_and_the_file(battles, tmp_path, caps
     config = SimpleNamespace(checkpoint_path="x", load_step=0, env="skirmish")
     for place, made in (
         ("training.evaluate.evaluation_config", lambda run, texts, command: asked.append(texts) or config),
-        ("training.battles.record_battles", lambda config, episodes, source: asked.append(episodes) or battles),
+        ("training.evaluate.record_battles", lambda config, episodes, source: asked.append(episodes) or battles),
         ("checkpoint.weights.find_step_folder", lambda *_, **__: step),
         ("checkpoint.weights.run_folder_of", lambda step: step.parent.parent),
     ):

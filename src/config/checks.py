@@ -171,6 +171,8 @@ def _predictor(config: Config) -> Iterator[str]:
 def _playing(config: Config) -> Iterator[str]:
     if config.evaluate and not config.checkpoint_path:
         yield "evaluate=True: needs checkpoint_path=<run folder>. Or run: python -m omagd evaluate <run folder>"
+    if config.save_replay and not config.evaluate:
+        yield "save_replay=True: replays are written by evaluations only. Add evaluate=True"
     given = config.pretrained_tokenizer_path or config.pretrained_mask_predictor_path
     if config.evaluation_only and not (config.use_graph_reconstruction and given):
         yield (

@@ -95,6 +95,7 @@ EXTENDS = "extends"
 TRACKER_LEFT = "the study that it served ended (docs/results/reconstruction.md); leave it out"
 REMOVED: dict[str, tuple[Any, str]] = {
     "act_in_halves": (False, "it brought no measurable gain; leave it out"),
+    "graph_pretrain_random_share": (0.3, "the scripted players act at random with probability 0.3; leave it out"),
     "belief_inputs": (False, "teams won less with it (docs/results/reconstruction.md); leave it out"),
     "fill_unseen": ("none", "a recurrent agent remembers what it saw last; leave it out"),
     "truth_all_until": (0.0, TRACKER_LEFT),
@@ -249,10 +250,9 @@ class Config(Frozen):
     graph_pretrain_eval_interval: Count  # epochs between evaluations on the validation episodes
     graph_pretrain_eval_episodes: Size  # validation episodes over all ranks, also rounded up to whole rounds
     graph_pretrain_test_episodes: Size  # test episodes of stage 2, played once it has ended; rounded up likewise
-    graph_pretrain_policy: Text  # policy that plays them: random | mixed (scripted players) | path of a checkpoint
+    graph_pretrain_policy: Text  # policy that plays them: random | mixed (scripts, 0.3 random) | path of a checkpoint
     graph_pretrain_policy_path: str  # a run whose team also plays them, as it was trained; empty: none
     graph_pretrain_policy_share: Unit  # share of episodes that this team plays
-    graph_pretrain_random_share: Unit  # probability of a random action under `mixed`
     graph_pretrain_patience: Whole  # evaluations without a better model that end stages 1 and 2; 0: never
     graph_lr: Rate  # learning rate of Adam in stages 1 and 2
     tokenizer_config: TokenizerConfig

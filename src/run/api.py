@@ -24,7 +24,8 @@ from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.launchers import join_tasks
 from omagd.run.run import run_seeds
 from omagd.run.training import build
-from omagd.run.training.battles import load_mac
+from omagd.run.training.checks import require_same_map
+from omagd.run.training.evaluate import load_mac
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError, unknown_name
@@ -168,7 +169,7 @@ class LoadedPolicy:
 
         Agents that read any number of units play other maps, too. Errors: UserError for a map that they cannot play.
         """
-        build.require_same_map(self.info, info, "policy", self._mac.agent)
+        require_same_map(self.info, info, "policy", self._mac.agent)
         sizes = [(facts.n_agents, facts.n_actions, facts.obs_dim) for facts in (self.info, info)]
         if sizes[0] == sizes[1]:
             return self

@@ -19,8 +19,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from omagd.config.env_info import map_label
+from omagd.config.loading import parse_yaml, read_yaml
 from omagd.config.messages import shorten, validation_messages
-from omagd.config.yaml_files import parse_yaml, read_yaml
 from omagd.envs.battle.maps import ARMY
 from omagd.utils.errors import UserError
 

@@ -11,9 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omagd.config.loading import HERE
+from omagd.config.loading import HERE, read_yaml
 from omagd.config.schema import REMOVED
-from omagd.config.yaml_files import read_yaml
 from omagd.lab.analysis.runs import Run, load
 from omagd.run.reporting.card import COVERED, METHOD, NO_EFFECT, ROUNDING, recorded_of
 from omagd.utils.errors import UserError, readable

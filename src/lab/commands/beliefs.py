@@ -111,8 +111,7 @@ def _team(run: str, words: list[str], episodes: int) -> Iterator[Team]:
     from omagd.envs.protocol import MultiAgentEnv
     from omagd.run.checkpoint.weights import find_step_folder
     from omagd.run.cli.main import updates
-    from omagd.run.training.battles import load_mac, policy_name
-    from omagd.run.training.evaluate import evaluation_config
+    from omagd.run.training.evaluate import evaluation_config, load_mac, policy_name
 
     source = f"--reconstruction={run}"
     words = words if not words or words[0] == "with" else ["with", *words]

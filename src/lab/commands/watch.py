@@ -88,8 +88,7 @@ def _number(flag: str, text: str, least: int) -> int:
 def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]:
     """Play episodes of a run; return them and the path, without ending, of the file to write."""
     from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
-    from omagd.run.training.battles import record_battles
-    from omagd.run.training.evaluate import evaluation_config
+    from omagd.run.training.evaluate import evaluation_config, record_battles
     from omagd.utils.run_folder import RunFolder
 
     texts: dict[str, str] = {}

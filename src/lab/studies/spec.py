@@ -19,10 +19,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omagd.config.checks import LONGEST_NAME
-from omagd.config.loading import SUFFIXES, apply_texts, base_values, validate
+from omagd.config.loading import SUFFIXES, apply_texts, base_values, parse_yaml, validate
 from omagd.config.messages import shorten, typed_args, validation_messages
 from omagd.config.schema import Config
-from omagd.config.yaml_files import parse_yaml
 from omagd.lab.studies import EXECUTORS
 from omagd.lab.studies.executors import Job
 from omagd.utils.errors import Mistakes, UserError, collected, nearest

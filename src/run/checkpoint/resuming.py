@@ -201,6 +201,8 @@ def identity_of(config: Config) -> str:
     """Return the identity of a run: a hash of its configuration without the keys that may change when resuming."""
     removed = {key: default for key, (default, _) in REMOVED.items()}  # earlier versions hashed them
     values: dict[str, Any] = {**removed, **config.model_dump(mode="json")}
+    if config.belief_loss == "none":  # nothing reads it, and its default has changed
+        values["belief_weight"] = ADDED["belief_weight"]
     for section, added in ADDED_INSIDE.items():
         values[section] = {key: value for key, value in values[section].items() if value != added.get(key, ...)}
     kept = {key: value for key, value in values.items() if key not in ELSEWHERE and value != ADDED.get(key, ...)}

@@ -11,8 +11,7 @@ from omagd import runners
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import Config
 from omagd.learners.protocol import learner_class
-from omagd.run.cli.preflight import PreflightResult
-from omagd.run.cli.remaining import NAMED, registry_of
+from omagd.run.cli.preflight import NAMED, PreflightResult, registry_of
 from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
 from omagd.run.reporting.card import beside_one_rank, make_card
 from omagd.run.training.build import n_slots

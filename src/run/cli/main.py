@@ -215,8 +215,7 @@ def _evaluate(options: argparse.Namespace, rest: list[str], mistakes: Mistakes) 
 
 def _doctor(options: argparse.Namespace, rest: list[str], mistakes: Mistakes) -> int:
     texts = updates(rest, mistakes)
-    from omagd.run.cli.doctor import examine, render
-    from omagd.run.cli.doctor.findings import Settings
+    from omagd.run.cli.doctor import Settings, examine, render
 
     try:
         config = _resolve(options, texts, mistakes)
@@ -321,8 +320,7 @@ def _update(word: str, found: Mistakes) -> tuple[str, Any]:
     key, equals, text = word.partition("=")
     if key and equals and "/" not in key:  # else a path, such as runs/lr=0.1/config.json
         return key, text
-    from omagd.config.loading import SUFFIXES
-    from omagd.config.yaml_files import read_yaml
+    from omagd.config.loading import SUFFIXES, read_yaml
 
     if word.endswith(SUFFIXES):
         return word, read_yaml(Path(word), found)

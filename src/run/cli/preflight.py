@@ -1,36 +1,24 @@
-"""Checks before a run writes anything: names, devices, environment and paths."""
+"""Checks before a run writes anything: names, devices, environment and paths; all mistakes in one start."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.messages import ArgsError
-from omagd.config.schema import Config, recording
-from omagd.run.cli.remaining import (
-    fewer,
-    keys_named_by,
-    registry_of,
-    stand_in,
-    unread,
-    with_args,
-    with_fitting,
-    with_known_names,
-)
+from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
 from omagd.run.topology import Plan, make_plan
-from omagd.utils.errors import Mistakes, UserError, collected
-from omagd.utils.plugins import NAMES, in_one_line, is_plugin
-from omagd.utils.run_folder import RUN_FILE, RunFolder
+from omagd.utils.errors import Mistakes, Unreadable, UserError
+from omagd.utils.foreign import find_name
+from omagd.utils.plugins import in_one_line
+from omagd.utils.registry import Registry
+from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import read_entry
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -64,14 +52,12 @@ def preflight(
     """
     found = mistakes or Mistakes()
     config = with_known_names(config, found)
-    with _caught(found):
-        _check_replays(config)
     plan: Plan | None = None
     with _caught(found):
         plan = make_plan(config)  # imports torch; the checks above do not
+    from omagd.run.cli.trial import check_given
     from omagd.run.memory_budget import oom_hint
-    from omagd.run.training.checks import with_maps
-    from omagd.run.training.experiment import check_stages
+    from omagd.run.training.checks import check_stages, with_maps
 
     config = with_fitting(config, found)
     with _caught(found):
@@ -92,7 +78,7 @@ def preflight(
     with _caught(found):
         if known is not None:
             with oom_hint(config, "preflight", "networks"):
-                stages, read = _check_paths(config, known, found)
+                stages, read = check_given(config, known, found)
     with _caught(found):
         if plan is not None:
             _check_token(config, plan)
@@ -118,11 +104,8 @@ def _with_longest_end(config: Config, info: EnvInfo) -> Config:
 def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mistakes) -> None:
     """Check the configuration against the machine, the environment and its components."""
     from omagd.modules.graph_reconstructers import check_inferences
-    from omagd.run.training.checks import check_data, check_tasks
+    from omagd.run.training.checks import check_data, check_dealing, check_groups, check_opponents, check_tasks
     from omagd.run.training.device import check_machine
-    from omagd.run.training.groups import check_groups
-    from omagd.run.training.opponents import check_opponents
-    from omagd.run.training.tasks import check_dealing
 
     with _caught(found):
         if plan is not None:
@@ -200,12 +183,6 @@ def _check_name(config: Config, given: Collection[str]) -> None:
         raise UserError(f"name={config.name}: names the run; it plays {config.map_name}, not that map. {fix}")
 
 
-def _check_replays(config: Config) -> None:
-    """Reject `save_replay` for training runs."""
-    if config.save_replay and not config.evaluate:
-        raise UserError("save_replay=True: replays are written by evaluations only. Add evaluate=True")
-
-
 def _check_token(config: Config, plan: Plan) -> None:
     """Reject a `unique_token` that exists, unless this start may resume that run."""
     from omagd.run.checkpoint.resuming import require_free_token
@@ -216,178 +193,130 @@ def _check_token(config: Config, plan: Plan) -> None:
         require_free_token(config)
 
 
-def _check_paths(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[str, ...], set[str] | None]:
-    """Reject paths without suitable files; return the names of the stages, and the keys that the learner's parts read.
-
-    The keys are None where no learner is built.
-    """
-    import torch
-
-    from omagd.run.checkpoint.set_aside import whole_state
-    from omagd.run.checkpoint.weights import find_step_folder
-    from omagd.run.training.build import build_plain_mac, load_agent, load_pretrained, of_checkpoint
-    from omagd.run.training.experiment import stage_names
-    from omagd.run.training.stages.base import PretrainedModules
-
-    cpu, pretrained = torch.device("cpu"), PretrainedModules()
-    whole: tuple[Path, dict[str, Any]] | None = None
-    folder: Path | None = None
-    with _caught(found):
-        whole = whole_state(config, lambda found: (found.path, found.common()))
-        if whole is not None:
-            _require_same_maps(config, info, whole[0].parents[1])
-        elif config.checkpoint_path:
-            folder = find_step_folder(config.checkpoint_path, config.load_step)
-            load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
-            if config.evaluate:
-                load_pretrained(of_checkpoint(config, folder), info, cpu)
-                registry_of("omagd.runners").get(config.runner).check(config)
-    if config.evaluate:
-        return ("evaluate",), None
-    with _caught(found):
-        pretrained = load_pretrained(config, info, cpu)
-    stages = tuple(stage_names(config, pretrained))
-    with _caught(found):
-        _require_baselines(config, info)
-    with _caught(found):
-        if (episodes := config.pretrain_buffer_path) and not Path(episodes).expanduser().is_dir():
-            fix = "Give the pretrain_buffer/ of another run"
-            raise UserError(f"pretrain_buffer_path={episodes}: no such folder. {fix}")
-    if {"stage1", "stage2"} & set(stages):
-        with _caught(found):
-            _check_policies(config, info)
-    return stages, _check_learner(config, info, whole, folder) if "stage3" in stages else None
+# Configuration keys that name a component, and the package whose REGISTRY holds it.
+NAMED = {
+    "run": "omagd.run",
+    "env": "omagd.envs",
+    "learner": "omagd.learners",
+    "runner": "omagd.runners",
+    "mac": "omagd.controllers",
+    "action_selector": "omagd.components.action_selectors",
+    "opponent_difficulty_strategy": "omagd.components.opponent_schedules",
+    "agent": "omagd.modules.agents",
+    "mixer": "omagd.modules.mixers",
+}
 
 
-def _check_policies(config: Config, info: EnvInfo) -> None:
-    """Reject paths of the teams that play the episodes of stages 1 and 2 without suitable files."""
-    import torch
-
-    from omagd.run.checkpoint.weights import find_step_folder
-    from omagd.run.training.build import build_plain_mac, load_agent
-    from omagd.run.training.evaluate import trained_team
-
-    cpu, key, policy = torch.device("cpu"), "graph_pretrain_policy", config.graph_pretrain_policy
-    with collected(None) as found:
-        with _caught(found):
-            if policy not in {"random", "mixed"}:
-                if not Path(policy).expanduser().exists():
-                    raise UserError(f"{key}={policy}: must be random, mixed, or the path of a checkpoint")
-                load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
-        with _caught(found):
-            if team := config.graph_pretrain_policy_path:
-                trained_team(team, "graph_pretrain_policy_path", info, cpu)
-
-
-def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | None) -> set[str]:
-    """Reject a learner that cannot be built, or whose weights do not fit; return the keys that its parts read.
-
-    whole: path and content of the checkpoint to continue. folder: with the weights to begin with.
-    """
-    import torch
-
-    from omagd.run.checkpoint.weights import load_learner
-
-    learner, read = _build_learner(config, info, torch.device("cpu"))
-    if whole is not None:
-        _require_weights_fit(learner, *whole)
-        _require_steps_left(config, whole[1]["shared"]["clock"] if whole[1].get("stage") == "stage3" else {})
-    elif folder is not None:
-        _require_steps_left(config, load_learner(learner, folder))
-    return read
+def with_known_names(config: Config, found: Mistakes) -> Config:
+    """Return `config` with what unknown names of components are here; without those that are not known here either."""
+    for key, package in NAMED.items():
+        registry = registry_of(package)
+        try:
+            registry.require(name := getattr(config, key))
+        except Unreadable:
+            continue
+        except UserError as error:
+            found.add(error.message + _named_by_run(config, key))
+            row = find_name(key, name)
+            other = row and (row.here or row.near)
+            config = config.model_copy(update={key: other}) if other in registry else without(config, (key,))
+    with found.caught():
+        kind = config.mask_predictor_config.kind
+        if kind not in (registry := registry_of("omagd.modules.graph_reconstructers")):
+            config = without(config, ("mask_predictor_config",))
+            registry.require(kind)
+    return config
 
 
-def _require_baselines(config: Config, info: EnvInfo) -> None:
-    """Reject a predictor's file whose baselines stage 3 could not use at its end. Errors: UserError."""
-    import torch
-
-    from omagd.learners.belief_baselines import Baselines
-    from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file
-
-    key, given = "pretrained_mask_predictor_path", config.pretrained_mask_predictor_path
-    if not given or not config.use_graph_reconstruction:
-        return
-    path = pretrained_file(key, given, PREDICTOR_FILE)
-    if (state := load_file(path, key).get("baselines")) is not None:
-        Baselines.restored(state, info, torch.device("cpu"), f"{key}={path}")
+def with_fitting(config: Config, found: Mistakes) -> Config:
+    """Return `config` without the names of components that do not fit their protocols. Imports the others."""
+    for key, package in NAMED.items():
+        with found.caught():
+            name = getattr(config, key)
+            try:
+                registry_of(package).get(name)
+            except UserError:
+                config = without(config, (key,))
+                raise
+    return config
 
 
-def _require_same_maps(config: Config, info: EnvInfo, run: Path) -> None:
-    """Reject the whole state of a `run` on other maps: replay, battles and statistics belong to its own."""
-    from omagd.run.training.build import read_env_info
-
-    facts = RunFolder(run).env_info_json
-    if not facts.is_file():
-        return
-    trained = read_env_info(facts, "checkpoint_path")
-    if (trained.map_name, trained.tasks, trained.n_training) != (info.map_name, info.tasks, info.n_training):
-        raise UserError(
-            f"checkpoint_path={config.checkpoint_path}: the whole state of a run on {trained.map_name} cannot continue"
-            f" on {info.map_name}. Give its models/ to start from its weights"
-        )
+def with_args(config: Config, found: Mistakes) -> Config:
+    """Return `config` with all keys of learner, agent and mixer, without those that they do not take."""
+    for section in COMPONENT_ARGS:
+        with found.caught():
+            config = _completed(config, section, found)
+    return config
 
 
-def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
-    """Reject a new run whose checkpoint has already reached the end of training. Errors: UserError.
+def _completed(config: Config, section: str, found: Mistakes) -> Config:
+    from omagd.run.training.checks import complete_args
 
-    An unfinished run that `auto_resume` continues is accepted: it may only have to write its last files.
-    """
-    from omagd.run.checkpoint.weights import find_step_folder
-
-    steps, episodes = clock.get("t_env", 0), clock.get("episodes", 0)
-    if config.max_episodes is not None and episodes >= config.max_episodes:
-        key, limit, reached = "max_episodes", config.max_episodes, f"{episodes:,} episodes"
-    else:
-        key, limit, reached = "t_max", config.t_max, f"{steps:,} steps"
-        if steps < limit:
-            return
-    if config.auto_resume and _is_unfinished(config):
-        return
-    fix = f"Give a larger {key}, which counts on from there"
-    with suppress(UserError):  # an interrupted run may have no weights yet
-        find_step_folder(config.checkpoint_path, config.load_step)
-        fix += f", or evaluate it: python -m omagd evaluate {config.checkpoint_path}"
-    raise UserError(f"{key}={limit}: already reached, checkpoint_path={config.checkpoint_path} is at {reached}. {fix}")
+    try:
+        return complete_args(config, (section,))
+    except ArgsError as error:
+        found.note(error)
+        left = fewer(config, section, error.wrong)
+        if getattr(left, section) != getattr(config, section):
+            return _completed(left, section, found)
+    except UserError as error:
+        found.note(error)
+    return without(config, (section,))
 
 
-def _is_unfinished(config: Config) -> bool:
-    """Return whether this command, or one of its seeds, has an unfinished run."""
-    from omagd.run.checkpoint.resuming import identity_of
-
-    seeds = config.seeds or (config.seed,)
-    wanted = {identity_of(config.model_copy(update={"seed": seed, "seeds": ()})) for seed in seeds}
-    found = map(read_entry, Path(config.local_results_path).expanduser().glob(f"*/{RUN_FILE}"))
-    return any(entry.get("identity") in wanted and not entry.get("finished") for entry in found)
+def fewer(config: Config, section: str, keys: Collection[str]) -> Config:
+    """Return `config` without some keys of a section."""
+    left = {key: value for key, value in getattr(config, section).items() if key not in keys}
+    return config.model_copy(update={section: left})
 
 
-def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> None:
-    """Reject a full checkpoint of stage 3 whose networks differ from those of this configuration."""
-    from omagd.run.checkpoint.weights import load_into
+def stand_in(config: Config) -> EnvInfo | None:
+    """Return facts of an environment or a map that is not there, to check the learner with: those of another one."""
+    from omagd.envs.factory import described_env
 
-    if common.get("stage") != "stage3":
-        return
-    for name, module in learner.modules().items():
-        load_into(module, common["shared"]["modules"].get(name, {}), path, "checkpoint_path")
+    with suppress(UserError):
+        try:
+            return described_env(config.env, {})
+        except Unreadable:
+            return described_env("skirmish", {})
+    return None
 
 
-def _build_learner(config: Config, info: EnvInfo, device: torch.device) -> tuple[Any, set[str]]:
-    """Build the learner of stage 3 once, so that its errors appear before stages 1 and 2 run.
+def unread(config: Config, given: Collection[str], read: set[str] | None) -> Iterator[str]:
+    """Yield a warning about the given keys that no part of this run reads. read: by its parts; None: not known."""
+    of_parts = sorted(key for key in given if key in OF_PARTS and read is not None and key not in read)
+    if of_parts:
+        parts = " ".join(f"{key}={getattr(config, key)}" for key in ("learner", "mac", "agent", "mixer"))
+        yield f"{', '.join(of_parts)}: nothing in this run reads {'it' if len(of_parts) == 1 else 'them'} ({parts})"
+    of_graphs = [key for key in given if key.startswith(OF_GRAPHS) and not key.startswith(_of_head(config))]
+    of_graphs = [] if config.use_graph_reconstruction else of_graphs
+    of_head = [key for key in given if key in OF_HEAD] if config.belief_loss == "none" else []
+    for keys, why in ((sorted(of_graphs), "use_graph_reconstruction=False"), (sorted(of_head), "belief_loss=none")):
+        if keys:
+            yield f"{', '.join(keys)}: nothing in this run reads {'it' if len(keys) == 1 else 'them'} ({why})"
 
-    Returns the learner, and the keys that it and its parts read: in their constructors, or anywhere in their files.
-    """
-    from omagd.run.training.build import build_plain_mac, learner_of
-    from omagd.run.training.shapes import try_networks
-    from omagd.utils.dist_utils import Dist
 
-    config = recording(config)
-    mac = build_plain_mac(config, info, device)
-    runner = registry_of("omagd.runners").get(config.runner)
-    runner.check(config)
-    single = runner.unit == "steps"
-    if single and (config.obs_last_action or mac.agent.init_hidden(1).numel()):
-        fix = "use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
-        raise UserError(f"runner={config.runner}: learners get single steps, nothing from before: {fix}")
-    learner = learner_of(mac, config, info, Dist())
-    if any(map(is_plugin, NAMES)):
-        try_networks(learner, mac.agent, info)
-    return learner, config.keys_read | keys_named_by((learner, mac, *learner.modules().values()))
+def _of_head(config: Config) -> tuple[str, ...]:
+    """Return the keys of `OF_GRAPHS` that a run with a belief head reads, or how they begin."""
+    return {
+        "none": (),
+        "features": ("graph_pretrain_eval_episodes",),
+        "tokens": ("graph_pretrain_eval_episodes", "pretrained_tokenizer_path", "tokenizer_config"),
+    }[config.belief_loss]
+
+
+def registry_of(package: str) -> Registry[Any]:
+    """Return the REGISTRY of a package by its import name."""
+    registry: Registry[Any] = importlib.import_module(package).REGISTRY
+    return registry
+
+
+def _named_by_run(config: Config, key: str) -> str:
+    """Return the end of an error about an unknown name, if the run at `checkpoint_path` has it from a plug-in."""
+    from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+
+    with suppress(UserError):
+        path = RunFolder(run_folder_of(find_step_folder(config.checkpoint_path, config.load_step))).config_json
+        if read_entry(path).get(key) == getattr(config, key):
+            return f". {path} names it: install the package that provides it"
+    return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,26 +14,17 @@ from omagd import controllers, learners, runners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
-from omagd.envs.task_sets.task_set_env import unit_features
 from omagd.learners.belief_loss import HEAD
 from omagd.learners.protocol import Learner
 from omagd.modules import graph_reconstructers as reconstructers
-from omagd.modules.agents.agent import Agent
-from omagd.modules.agents.entity_agents import EntityAgent
-from omagd.modules.graph_reconstructers.belief_head import new_head
-from omagd.modules.graph_reconstructers.pretrained import check, require_one_pretraining
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
-from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.recovery import ResumePlan
 from omagd.run.checkpoint.weights import (
     AGENT_FILE,
     PREDICTOR_FILE,
     TOKENIZER_FILE,
-    checksum,
     find_step_folder,
     load_file,
     load_into,
@@ -41,8 +32,8 @@ from omagd.run.checkpoint.weights import (
 )
 from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
-from omagd.run.training.ahead import compile_ahead
-from omagd.run.training.checks import complete_args
+from omagd.run.training.checks import complete_args, require_same_map
+from omagd.run.training.device import compile_ahead
 from omagd.run.training.session import BUILDING, Session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.tasks import episode_starts
@@ -52,6 +43,14 @@ from omagd.utils.logging import Logger
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import seed_everything
 from omagd.utils.storage import read_entry, read_json
+
+# What stages 1 and 2 and the belief head need is imported where it is used: a plain run loads none of it.
+if TYPE_CHECKING:
+    from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
+    from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+
+RANDOM_SHARE = 0.3
+"""Probability of a random action of the scripted players under `graph_pretrain_policy=mixed`."""
 
 PURPOSES = ("train", "test", "pretrain", "held_out", "pretrain_test", "beliefs")
 
@@ -74,12 +73,6 @@ def build_session(
     env.set_worker_timeout(30 * config.dist_timeout_minutes)
     dist.waits.slots = env.busy_slots
     info = env.info
-    if config.use_graph_reconstruction and info.layout is None:
-        env.close()
-        raise UserError(
-            f"use_graph_reconstruction=True needs an environment with an entity layout; env={config.env} has none:"
-            " use --config=qmix"
-        )
     made = {
         purpose: runners.REGISTRY.build(
             config.runner, env, config, info, episode_starts(config, info, purpose, dist.rank)
@@ -96,6 +89,8 @@ def build_session(
 
 def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokenizer:
     """Return an untrained tokenizer, the same on every rank."""
+    from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+
     assert info.layout is not None
     seed_everything(config.seed, "tokenizer")
     return Tokenizer(config.tokenizer_config, info.layout).to(device)
@@ -114,21 +109,27 @@ PRETRAINED: dict[str, tuple[str, str, str, Callable[[Config, EnvInfo, torch.devi
 """What stages train: its name, the key of its path, the name of its file, and the function that makes it."""
 
 
+def _learns_codes(config: Config) -> bool:
+    return config.belief_loss == "tokens" and not config.evaluate  # a trained head knows what they stand for
+
+
 def load_pretrained(config: Config, info: EnvInfo, device: torch.device) -> PretrainedModules:
     """Return the pre-trained modules whose paths are given, frozen. Errors: UserError for what does not fit."""
     pretrained = PretrainedModules()
     for name, key, file, make in PRETRAINED.values():
-        if not config.use_graph_reconstruction and (
-            name != "tokenizer" or config.belief_loss != "tokens" or config.evaluate
-        ):
-            continue  # a trained head knows what its codes stand for
+        if not config.use_graph_reconstruction and not (name == "tokenizer" and _learns_codes(config)):
+            continue
         if given := getattr(config, key):
+            from omagd.modules.graph_reconstructers.pretrained import check
+
             path = pretrained_file(key, given, file)
             content, module = load_file(path, key), make(config, info, device)
             check(content.get("meta"), config, info, predictor=name == "predictor", source=f"{key}={path}")
             load_into(module, content.get("weights", {}), path, key)
             setattr(pretrained, name, module.eval().requires_grad_(False))
     if pretrained.tokenizer is not None and pretrained.predictor is not None:
+        from omagd.modules.graph_reconstructers.pretrained import require_one_pretraining
+
         require_one_pretraining(pretrained.tokenizer, pretrained.predictor)
     return pretrained
 
@@ -161,12 +162,6 @@ def _given_to(run_folder: RunFolder, key: str) -> str:
     return given if given and isinstance(given, str) else str(run_folder.path)
 
 
-def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None:
-    """Compare a module's weights over all ranks. Errors: UserError on all of them when they differ."""
-    if len(set(dist.gather(checksum(module.state_dict())))) != 1:
-        raise UserError(f"{what}: the ranks hold different weights; let all of them read the same files")
-
-
 def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules | None) -> MAC:
     """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
     reconstructor: Reconstructor | None = None
@@ -181,6 +176,8 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
     config = complete_args(config, ("agent_args",))
     mac: MAC = controllers.REGISTRY.build(config.mac, config, info, device, reconstructor)
     if config.belief_loss != "none" and info.layout is not None:
+        from omagd.modules.graph_reconstructers.belief_head import new_head
+
         mac.head = new_head(config, info, next(mac.agent.parameters()))
         if config.belief_loss == "tokens" and pretrained is not None and pretrained.tokenizer is not None:
             mac.head.learn_codes(pretrained.tokenizer)
@@ -200,26 +197,6 @@ def read_env_info(path: Path, source: str) -> EnvInfo:
         raise UserError(f"{source}: {path} cannot be read ({problem.strerror}): give the folder of a run") from None
     except (ValueError, RecursionError):
         raise UserError(f"{source}: {path} is damaged: put back a copy of it") from None
-
-
-def require_same_map(trained: EnvInfo, info: EnvInfo, source: str, agent: Agent) -> None:
-    """Reject weights of another map, or of another environment with other sizes.
-
-    A policy of another environment with the same map and sizes may play: `skirmish` and `sc2` differ in nothing else.
-    An agent that reads any number of units may play all maps whose units have the same features.
-    source: what named the policy. Errors: UserError.
-    """
-    same = (trained.n_agents, trained.n_actions, trained.obs_dim) == (info.n_agents, info.n_actions, info.obs_dim)
-    if trained.map_name == info.map_name and (same or trained.name == info.name):
-        return
-    there, here = f"{trained.name} {trained.map_name}".strip(), f"{info.name} {info.map_name}".strip()
-    if isinstance(agent, EntityAgent) and not agent.n_numbers and trained.name == info.name:
-        own, other = unit_features(trained), unit_features(info)
-        different = [f"{name} {own[name]} and {other[name]}" for name in own if own[name] != other[name]]
-        if not different:
-            return
-        raise UserError(f"{source} was trained on {there}; units of {here} have other features ({different[0]})")
-    raise UserError(f"{source} was trained on {there}, not on {here}: give one of {here}, or play {there}")
 
 
 def load_agent(mac: MAC, step_folder: Path, key: str) -> None:
@@ -267,12 +244,14 @@ def pretrain_policy(session: Session, rng: np.random.Generator) -> Any:
 
     rng: where the chance of the first two comes from.
     """
+    from omagd.controllers.scripted_mac import ScriptedPolicy
+
     config = session.config
     if config.graph_pretrain_policy == "random":
         return ScriptedPolicy(session.env, ("random",), 0.0, rng)
     if config.graph_pretrain_policy == "mixed":
         names = tuple(name for name in session.info.scripted_policies if name != "random") or ("random",)
-        return ScriptedPolicy(session.env, names, config.graph_pretrain_random_share, rng)
+        return ScriptedPolicy(session.env, names, RANDOM_SHARE, rng)
     # The agent of a trained run, reading plain observations.
     mac = build_plain_mac(config, session.info, session.dist.device)
     key = "graph_pretrain_policy"

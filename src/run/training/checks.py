@@ -1,23 +1,33 @@
-"""Checks of a configuration against the components that it names: keys of components, kinds of data, sets of maps."""
+"""Checks of a configuration against the components, the environment and the stages that it names.
+
+Shapes: S rows, B slots, n agents, A actions, H hidden units.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import torch
 from pydantic import BaseModel
+from torch import Tensor, nn
 
-from omagd import learners, runners
-from omagd.components import action_selectors
+from omagd import envs, learners, runners
+from omagd.components import action_selectors, opponent_schedules
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import changed, config_names, find_yaml, read_preset
 from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.envs.task_sets.sets import is_file, task_set
+from omagd.envs.task_sets.task_set_env import unit_features
 from omagd.learners.protocol import explores, learner_class
 from omagd.modules import agents, mixers
-from omagd.utils.errors import UserError, together
+from omagd.modules.agents.agent import Agent, AgentInputs
+from omagd.modules.graph_reconstructers import pretraining
+from omagd.utils.errors import UserError, together, unknown_name
+from omagd.utils.plugins import is_plugin, owner_of
 from omagd.utils.run_folder import plain
 
 REPLAY_KEYS = ("buffer_size", "updates_per_iteration")
@@ -174,3 +184,254 @@ def check_data(config: Config) -> Iterator[str]:
     for key, (value, default) in changed(config, why).items():
         fix = _set_by(config, "learner", {key: value}, key) or f" Leave it out ({key}={default})"
         yield f"{key}={value}: has no meaning for {given}, which {why[key]}.{fix}"
+
+
+def try_networks(learner: Any, agent: Agent, info: EnvInfo) -> None:
+    """Run a learner's discarded passes and a step of its agent; check what networks of plug-ins return.
+
+    Errors: UserError for another shape, and for parameters without a gradient; those of the networks themselves.
+    """
+    modules = {part for module in learner.modules().values() for part in module.modules()}
+    hooks = [part.register_forward_hook(partial(_check, info)) for part in modules if is_plugin(type(part))]
+    try:
+        learner.warm_up()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if is_plugin(type(agent)):
+        _check_step(agent, info)
+
+
+def _check_step(agent: Agent, info: EnvInfo) -> None:
+    """Check what acting calls: `init_hidden` returns [B, n, H], and `step` [B, n, A] and [B, n, H]."""
+    owner, like = owner_of(type(agent)), next(agent.parameters())
+    with torch.no_grad():
+        hidden = agent.init_hidden(2)
+        _require(owner, "init_hidden(2)", hidden, (2, info.n_agents, -1))
+        returned: Any = agent.step(AgentInputs.blank(2, info, like), hidden)
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise UserError(f"{owner}: step returned {_said(returned)}, not values and hidden states")
+    _require(owner, "values of step", returned[0], (2, info.n_agents, info.n_actions))
+    _require(owner, "hidden states of step", returned[1], tuple(hidden.shape))
+
+
+def _check(info: EnvInfo, module: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
+    owner = owner_of(type(module))
+    kind = owner.partition("=")[0]
+    if kind == "agent" and given:
+        _require(owner, "forward", returned, (*given[0].features.shape[:2], info.n_actions))
+    elif kind in {"mixer", "critic"} and given:
+        rows = len(getattr(given[0], "state", given[-1]))
+        _require(owner, "forward", returned, (rows,), (rows, info.n_agents))
+
+
+def _require(owner: str, what: str, found: Any, *shapes: tuple[int, ...]) -> None:
+    """Require a tensor of one of some shapes; -1 stands for any size."""
+    for shape in shapes if isinstance(found, Tensor) else ():
+        if len(shape) == found.dim() and all(a in (-1, b) for a, b in zip(shape, found.shape, strict=True)):
+            return
+    raise UserError(f"{owner}: {what} returned {_said(found)}, not {' or '.join(map(_text, shapes))}")
+
+
+def _said(found: Any) -> str:
+    return _text(found.shape) if isinstance(found, Tensor) else type(found).__name__
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join('H' if size == -1 else str(size) for size in shape)}]"
+
+
+@together
+def check_groups(config: Config, info: EnvInfo) -> Iterator[str]:
+    """Reject keys of groups that contradict one another, the learner or the environment. Errors: UserError."""
+    if config.evaluate:
+        return
+    learner, given = learner_class(config.learner), f"group_size={config.group_size}"
+    if config.group_size == 1:
+        if getattr(learner, "needs_groups", False):
+            yield (
+                f"{given}: learner={config.learner} compares each episode with the others of its group. Use"
+                " group_size=8, say, which divides batch_size_run"
+            )
+        of_groups = {"enable_dynamic_sampling": False, "early_stop_percentage": 1.0, "rollout_skip_threshold": None}
+        for key, none in of_groups.items():
+            if (value := getattr(config, key)) != none:
+                yield f"{key}={value}: is about groups. Use group_size=8, say, or {key}={none}"
+        return
+    if learner.data != "on_policy":
+        yield (
+            f"{given}: learner={config.learner} learns from a replay, in which episodes are not compared. Use"
+            " group_size=1, or learner=rloo_learner"
+        )
+    if config.runner != "parallel":
+        yield f"{given}: needs runner=parallel, where groups begin together, not runner={config.runner}"
+    if config.batch_size_run % config.group_size:
+        yield f"{given}: must divide batch_size_run={config.batch_size_run}, the slots that groups fill"
+    if complete_args(config, ("learner_args",)).learner_args.get("score") == "outcome" and not info.has_win:
+        yield (
+            f"learner_args.score=outcome: env={config.env} has battles without a winner (no battle_won). Use"
+            " learner_args.score=return"
+        )
+    yield from _check_sampling(config, info)
+
+
+def _check_sampling(config: Config, info: EnvInfo) -> Iterator[str]:
+    if (threshold := config.rollout_skip_threshold) is not None:
+        if config.n_starts is None:
+            yield (
+                f"rollout_skip_threshold={threshold}: no start comes again, so none is skipped. Add n_starts=100, say"
+            )
+        if not info.has_win:
+            yield (
+                f"rollout_skip_threshold={threshold}: skips starts whose battles were won, but env={config.env} reports"
+                " no battle_won. Leave it out"
+            )
+    if config.enable_dynamic_sampling and not info.has_win:
+        yield (
+            f"enable_dynamic_sampling=True: drops groups by battle_won, which env={config.env} does not report. Use"
+            " enable_dynamic_sampling=False"
+        )
+    if config.enable_dynamic_sampling:
+        return
+    if changed(config, ["max_sampling_attempts"]):
+        yield (
+            f"max_sampling_attempts={config.max_sampling_attempts}: bounds the rounds that replace dropped groups. Add"
+            " enable_dynamic_sampling=True, or leave it out"
+        )
+    if config.early_stop_percentage < 1.0 and config.batch_size <= config.batch_size_run:
+        yield (
+            f"early_stop_percentage={config.early_stop_percentage}: ends collecting between two rounds, but one has"
+            f" batch_size_run={config.batch_size_run} episodes, all of batch_size={config.batch_size}. Use a larger"
+            " batch_size, or early_stop_percentage=1.0"
+        )
+
+
+EVASION = "evasion"
+
+
+def change(config: Config) -> bool:
+    """Return whether a run's opponents change."""
+    return config.opponent_difficulty_strategy != "none" or config.enable_opponent_evasion
+
+
+@together
+def check_opponents(config: Config, info: EnvInfo) -> Iterator[str]:
+    """Reject changing opponents that environment or agent do not support. Errors: UserError."""
+    env = envs.REGISTRY.get(config.env)
+    ladders = getattr(env, "ladders", {config.opponent_order: ()})
+    if config.opponent_order not in ladders:
+        yield unknown_name("opponent_order", config.opponent_order, ladders).message
+    if not change(config):
+        return
+    strategy = config.opponent_difficulty_strategy
+    given = "enable_opponent_evasion=True" if strategy == "none" else f"opponent_difficulty_strategy={strategy}"
+    if not hasattr(env, "set_opponents"):
+        yield f"{given}: env={config.env} has no opponents that can be changed. Use another --env-config"
+    if config.env_processes:
+        yield f"{given}: needs env_processes=False"
+    if config.enable_opponent_evasion:
+        _check_evasion(config, info)
+    if opponent_schedules.REGISTRY.get(strategy).selves:
+        kind = agents.REGISTRY.get(config.agent)
+        if not hasattr(kind, "frozen_needs"):
+            fix = "Use an agent without memory: agent=ddpg for DDPG, agent=ff for Q-learning"
+            yield f"{given}: agent={config.agent} cannot be frozen as an opponent. {fix}"
+        elif needs := kind.frozen_needs(config):
+            yield f"{given}: agent={config.agent} can be frozen as an opponent only with {', '.join(needs)}"
+
+
+def _check_evasion(config: Config, info: EnvInfo) -> None:
+    start, length = config.opponent_evasion_start_episode, info.episode_limit
+    if EVASION not in info.scripted_policies:
+        raise UserError(f"enable_opponent_evasion=True: env={config.env} has no opponent called {EVASION}")
+    if start * length >= config.t_max:
+        raise UserError(
+            f"opponent_evasion_start_episode={start}: is after the end of the run; t_max={config.t_max} is"
+            f" {config.t_max // length} episodes of {length} steps. Give a smaller one"
+        )
+
+
+OF_SETS = ("task_weights", "task_dealing", "enable_task_sharding", "sync_every_n_steps")
+
+
+OF_SHARDS = ("balance_tasks_across_gpus", "min_tasks_per_gpu")
+
+
+@together
+def check_dealing(config: Config, info: EnvInfo) -> Iterator[str]:
+    """Reject keys of task sets that mean nothing or contradict each other. Errors: UserError."""
+    given = {key: value for key, (value, _) in changed(config, (*OF_SETS, *OF_SHARDS)).items()}
+    if not info.tasks:
+        for key, value in given.items():
+            yield f"{key}={value}: has no meaning for one map. Give a set of maps, or leave it out"
+        return
+    trained = info.tasks[: info.n_training]
+    for name in config.task_weights:
+        if name not in trained:
+            yield (
+                f"task_weights.{name}={config.task_weights[name]}: is not trained on here. Maps: {', '.join(trained)}"
+            )
+    played = [name for name in trained if config.task_weights.get(name, 1.0) > 0]
+    if not played:
+        yield f"task_weights={config.task_weights}: no map has a positive weight. Give one at least"
+        return
+    if config.enable_task_sharding and config.dealing != "sharded":
+        yield f"enable_task_sharding=True: contradicts task_dealing={config.dealing}. Give one of the two"
+    for key in OF_SHARDS if config.dealing != "sharded" else ():
+        if key in given:
+            yield f"{key}={given[key]}: needs task_dealing=sharded, not {config.dealing}, or leave it out"
+    if config.min_tasks_per_gpu > len(played):
+        yield (
+            f"min_tasks_per_gpu={config.min_tasks_per_gpu}: there are {len(played)} map(s) to play:"
+            f" {', '.join(played)}. Give at most {len(played)}"
+        )
+    if config.dealing != "round_robin" and not runners.REGISTRY.get(config.runner).rounds:
+        yield (
+            f"runner={config.runner}: task_dealing={config.dealing} deals rounds of episodes. Use runner=parallel, or"
+            " task_dealing=round_robin"
+        )
+
+
+def check_stages(config: Config) -> None:
+    """Reject stages without the trained modules that they need. Errors: UserError."""
+    if not config.use_graph_reconstruction or config.evaluate:
+        return
+    predictor = config.pretrained_mask_predictor_path
+    if "stage1" in pretraining(config) and not config.pretrained_tokenizer_path:
+        if config.stage in {"stage2", "stage3"}:
+            raise UserError(
+                f"reconstructer_stage={config.stage}: needs pretrained_tokenizer_path=… "
+                "(models/pretrain_stage1_best/ of a stage1 run), or reconstructer_stage=all"
+            )
+        if predictor:
+            raise UserError(
+                f"pretrained_mask_predictor_path={predictor}: needs the tokenizer that it was"
+                " trained with. Also give pretrained_tokenizer_path=… of the same pre-training"
+            )
+    if config.stage == "stage3" and not predictor:
+        raise UserError(
+            "reconstructer_stage=stage3: needs pretrained_mask_predictor_path=… "
+            "(models/pretrain_stage2_best/ of a stage2 run), or reconstructer_stage=all"
+        )
+
+
+def require_same_map(trained: EnvInfo, info: EnvInfo, source: str, agent: Agent) -> None:
+    """Reject weights of another map, or of another environment with other sizes.
+
+    A policy of another environment with the same map and sizes may play: `skirmish` and `sc2` differ in nothing else.
+    An agent that reads any number of units may play all maps whose units have the same features.
+    source: what named the policy. Errors: UserError.
+    """
+    same = (trained.n_agents, trained.n_actions, trained.obs_dim) == (info.n_agents, info.n_actions, info.obs_dim)
+    if trained.map_name == info.map_name and (same or trained.name == info.name):
+        return
+    from omagd.modules.agents.entity_agents import EntityAgent
+
+    there, here = f"{trained.name} {trained.map_name}".strip(), f"{info.name} {info.map_name}".strip()
+    if isinstance(agent, EntityAgent) and not agent.n_numbers and trained.name == info.name:
+        own, other = unit_features(trained), unit_features(info)
+        different = [f"{name} {own[name]} and {other[name]}" for name in own if own[name] != other[name]]
+        if not different:
+            return
+        raise UserError(f"{source} was trained on {there}; units of {here} have other features ({different[0]})")
+    raise UserError(f"{source} was trained on {there}, not on {here}: give one of {here}, or play {there}")

@@ -1,14 +1,19 @@
-"""Device settings, and checks of the keys for precision, compiling and GPU memory."""
+"""This machine: its limits, settings of its devices, compiling ahead, and checks of the keys that depend on them."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 import os
+import resource
 import shutil
+import signal
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,21 +21,14 @@ from omagd import runners
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.run.launchers import ranks_here
-from omagd.run.limits import (
-    LEAST_SHARED,
-    SHARED,
-    files_needed,
-    largest_file,
-    most_files,
-    processes_left,
-    processes_needed,
-)
 from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
 from omagd.run.topology import Plan
+from omagd.utils import compiling
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
@@ -213,3 +211,121 @@ def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
             f"buffer_cpu_only=False: replay of buffer_size={config.buffer_size} episodes may take {need:.1f} GB of a"
             f" GPU, a rank can have {room:.1f} GB. Use buffer_cpu_only=True, or a buffer_size well below {fits}"
         )
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+FILES, FILES_OF_WORKER, FILES_OF_RANK = 64, 4, 4
+"""Open files of a process: its own, and those for each worker process and each other rank."""
+
+USUAL_FILES = 1024
+SHARED, LEAST_SHARED = Path("/dev/shm"), 0.25
+"""Shared memory of the system, and the gigabytes that NCCL or a game may need there."""
+
+THREADS, THREADS_OF_WORKER = 16, 2
+"""Threads of a rank without `torch_threads`, and of a worker process."""
+
+
+def files_needed(workers: int, ranks: int) -> int:
+    """Return how many open files a rank with some worker processes may need. ranks: of all hosts."""
+    return FILES + FILES_OF_WORKER * workers + FILES_OF_RANK * ranks
+
+
+def processes_needed(workers: int, ranks: int, torch_threads: int) -> int:
+    """Return how many processes and threads the ranks of a host need. workers: of each rank."""
+    return ranks * (THREADS + torch_threads + THREADS_OF_WORKER * workers)
+
+
+def raise_limit(files: int) -> None:
+    """Raise the soft limit of open files of this process to so many, at most to the hard one."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = map(_number, limits)
+    if soft < (wanted := min(max(files, USUAL_FILES), hard)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
+
+
+def most_files() -> int:
+    """Return how many files a process may open once its soft limit is raised."""
+    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def largest_file() -> int:
+    """Return the bytes that a file may have."""
+    return _number(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
+
+
+def processes_left(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple[int, str]:
+    """Return how many processes and threads can still be started here, and what limits them ("" if nothing does)."""
+    found = [(sys.maxsize, "")]
+    most = _number(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+    if os.geteuid() != 0 and most < sys.maxsize:  # root is not limited
+        found.append((most - _threads_of_user(proc), f"ulimit -u: {most}"))
+    for folder in _own_cgroups(proc, cgroups):
+        with suppress(OSError, ValueError):  # "max" is no number
+            most = int((folder / "pids.max").read_text())
+            found.append((most - int((folder / "pids.current").read_text()), f"pids.max of this control group: {most}"))
+    left, why = min(found)
+    return max(0, left), why
+
+
+def _own_cgroups(proc: Path, root: Path) -> list[Path]:
+    """Return the folders of the control groups of this process: its own, and those around it."""
+    folders = [root, root / "pids"]
+    with suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            base = root / "pids" if "pids" in kinds.split(",") else root
+            own = base / path.lstrip("/")
+            folders += [own, *(parent for parent in own.parents if base in parent.parents)]
+    return list(dict.fromkeys(folders))
+
+
+def _threads_of_user(proc: Path) -> int:
+    """Return how many threads the processes of this user have; 0 where the system does not tell."""
+    count = 0
+    for process in proc.glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if process.stat().st_uid == os.getuid():
+                count += len(os.listdir(process / "task"))
+    return count
+
+
+def _number(limit: int) -> int:
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+PR_SET_PDEATHSIG = 1
+AHEAD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
+    " from omagd.run.training.device import compile_or_end; compile_or_end()"
+)
+_started: list[subprocess.Popen[bytes]] = []  # not waited for: who needs its kernels first waits for their lock
+
+
+def compile_ahead() -> None:
+    """Compile the kernels of learning and acting in another process as soon as this one has to compile any others.
+
+    It dies with this process, on Linux; elsewhere, and where there is one core only, nothing is done.
+    """
+    if sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1:
+        compiling.when_compiling(_start)
+
+
+def _start() -> None:
+    # With the path of this process: else modules in the working directory come first, which may have any name.
+    path = json.dumps([place for place in sys.path if isinstance(place, str)])
+    command = [sys.executable, "-P", "-c", AHEAD, str(os.getpid()), path]
+    with suppress(OSError):  # no memory or processes left: the run compiles when it needs them
+        # A session of its own: Ctrl-C in the terminal ends the run, and that ends it.
+        _started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
+
+
+def compile_or_end() -> None:
+    """Compile, or end with the parent, whose process id is the first argument; the second one is `sys.path`."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        return
+    from omagd.components import selection
+    from omagd.modules.kernels import compiled_kernels
+
+    if compiled_kernels() is not None:
+        selection.compiled()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,11 +17,17 @@ from omagd.run.checkpoint.resuming import rank_at_work
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.state import StageResult
 from omagd.run.launchers import ranks_here
-from omagd.run.limits import files_needed, raise_limit
 from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.card import changed_versions, make_card, read_card, resumed, versions_of
-from omagd.run.training.build import build_session, load_pretrained, require_same_weights, restore_pretrained
-from omagd.run.training.device import deterministic_algorithms, keep_freed_memory, limit_memory, workers_of
+from omagd.run.training.build import build_session, load_pretrained, restore_pretrained
+from omagd.run.training.device import (
+    deterministic_algorithms,
+    files_needed,
+    keep_freed_memory,
+    limit_memory,
+    raise_limit,
+    workers_of,
+)
 from omagd.run.training.evaluate import evaluate, trained_card
 from omagd.run.training.loop import fit
 from omagd.run.training.records import (
@@ -40,7 +45,7 @@ from omagd.run.training.records import (
 )
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage
-from omagd.run.training.stages.pretraining import Stage1, Stage2
+from omagd.run.training.stages.health import require_same_weights
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.compiling import warn_no_more
 from omagd.utils.dist_utils import Dist, broken_exchange
@@ -51,11 +56,14 @@ from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, stop_requested, uninterrupted
 from omagd.utils.writing import STORAGE
 
-STAGES: dict[str, Callable[[Session, PretrainedModules], Stage]] = {
-    "stage1": Stage1,
-    "stage2": Stage2,
-    "stage3": RLStage,
-}
+
+def new_stage(name: str, session: Session, pretrained: PretrainedModules) -> Stage:
+    """Return a stage by its name. Stages 1 and 2 are imported here: a run without them loads none of their modules."""
+    if name == "stage3":
+        return RLStage(session, pretrained)
+    from omagd.run.training.stages.pretraining import Stage1, Stage2
+
+    return (Stage1 if name == "stage1" else Stage2)(session, pretrained)
 
 
 def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt: int = 0) -> dict[str, Any]:
@@ -165,7 +173,7 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
     names = [name for name in stage_names(session.config, pretrained) if name not in finished]
     for name in names:
         with oom_hint(session.config, name, "prepare", session.dist.device):
-            stage = STAGES[name](session, pretrained)
+            stage = new_stage(name, session, pretrained)
         result = fit(stage)
         result.facts["phases"] = session.profiler.end()
         result.values.update(session.failure_counts())
@@ -187,29 +195,6 @@ def _with_weights(config: Config, plan: ResumePlan) -> Config:
     if plan.weights is None or plan.weights.step is None:
         return config
     return config.model_copy(update={"checkpoint_path": str(plan.weights.step), "load_step": 0})
-
-
-def check_stages(config: Config) -> None:
-    """Reject stages without the trained modules that they need. Errors: UserError."""
-    if not config.use_graph_reconstruction or config.evaluate:
-        return
-    predictor = config.pretrained_mask_predictor_path
-    if "stage1" in pretraining(config) and not config.pretrained_tokenizer_path:
-        if config.stage in {"stage2", "stage3"}:
-            raise UserError(
-                f"reconstructer_stage={config.stage}: needs pretrained_tokenizer_path=… "
-                "(models/pretrain_stage1_best/ of a stage1 run), or reconstructer_stage=all"
-            )
-        if predictor:
-            raise UserError(
-                f"pretrained_mask_predictor_path={predictor}: needs the tokenizer that it was"
-                " trained with. Also give pretrained_tokenizer_path=… of the same pre-training"
-            )
-    if config.stage == "stage3" and not predictor:
-        raise UserError(
-            "reconstructer_stage=stage3: needs pretrained_mask_predictor_path=… "
-            "(models/pretrain_stage2_best/ of a stage2 run), or reconstructer_stage=all"
-        )
 
 
 def stage_names(config: Config, pretrained: PretrainedModules) -> list[str]:

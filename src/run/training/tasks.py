@@ -3,31 +3,290 @@
 `task_dealing=round_robin`: every rank plays all maps in turn. `sharded`: each rank plays its own maps and as many
 episodes as their weights say, so ranks play different numbers. `queue`: all ranks take the next start from one list,
 so that a fast rank plays more. Whoever plays an episode, it counts once in the sums of an update.
+
+Letters: W ranks, n tasks. Shares are [W, n], the part of each task's episodes that each rank plays; columns sum to 1.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from omagd import runners
 from omagd.components.data import DataSource
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import changed
 from omagd.config.schema import Config
 from omagd.envs.protocol import ManyTasks
-from omagd.run.training.partition import TOLERANCE, apportioned, balanced, excess, in_turn
 from omagd.run.training.session import Session
-from omagd.run.training.task_records import Tally
+from omagd.run.training.stages.base import Shaper
 from omagd.runners.starts import DealtStarts, EpisodeSeeds, StartPool, TaskStarts, next_in_turn
 from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import together
 
-OF_SETS = ("task_weights", "task_dealing", "enable_task_sharding", "sync_every_n_steps")
-OF_SHARDS = ("balance_tasks_across_gpus", "min_tasks_per_gpu")
+TOLERANCE = 0.05
+"""How far the busiest rank may be above the mean before tasks are dealt again or divided, as a share of the mean."""
+
+
+def in_turn(n_tasks: int, n_ranks: int, least: int = 1) -> np.ndarray:
+    """Return the shares when task i goes to rank i mod W, and each rank has at least `least` tasks.
+
+    Where there are too few, a rank plays further ones together with others.
+    """
+    owned = [[task for task in range(n_tasks) if task % n_ranks == rank] for rank in range(n_ranks)]
+    for rank, tasks in enumerate(owned):
+        spare = [task for task in np.roll(range(n_tasks), -rank).tolist() if task not in tasks]
+        tasks += spare[: max(0, least - len(tasks))]
+    return _equal_parts([set(tasks) for tasks in owned], n_tasks)
+
+
+def balanced(loads: np.ndarray, n_ranks: int, least: int = 1) -> np.ndarray:
+    """Return shares with which the busiest rank is at most `TOLERANCE` above the mean, dividing few tasks.
+
+    Tasks are packed by largest differencing. A task that is longer than the mean of the ranks is divided among several
+    first, and the longest one of the busiest rank after that, as long as it is too busy.
+
+    Args:
+        loads: [n] seconds of each task per episode of the run, all positive. n_ranks: W. least: tasks of each rank.
+    """
+    mean = loads.sum() / n_ranks
+    parts = np.minimum(np.ceil(loads / mean * (1 - 1e-9)).astype(int), n_ranks)
+    while parts.sum() < n_ranks * least:
+        parts[np.where(parts < n_ranks, loads / parts, -1.0).argmax()] += 1
+    while True:
+        shares = _packed(loads, parts, n_ranks, least)
+        busy = shares @ loads
+        if busy.max() <= (1 + TOLERANCE) * mean or (parts >= n_ranks).all():
+            return shares
+        candidates = (shares[busy.argmax()] > 0) & (parts < n_ranks)
+        if not candidates.any():
+            candidates = parts < n_ranks
+        parts[np.where(candidates, loads / parts, -1.0).argmax()] += 1
+
+
+def _packed(loads: np.ndarray, parts: np.ndarray, n_ranks: int, least: int) -> np.ndarray:
+    """Return shares when task i is divided into parts[i] equal parts, no two of them on one rank."""
+    items = [(loads[task] / parts[task], task) for task in range(len(loads)) for _ in range(parts[task])]
+    owned = [{items[i][1] for i in group} for group in largest_differencing([load for load, _ in items], n_ranks)]
+    for task, count in enumerate(parts):  # two parts of a task may have come together: one of them goes elsewhere
+        others = sorted(
+            (rank for rank in range(n_ranks) if task not in owned[rank]), key=lambda r: _load(owned[r], loads)
+        )
+        for rank in others[: count - sum(task in own for own in owned)]:
+            owned[rank].add(task)
+    for own in owned:
+        while len(own) < least:
+            giver = max((other for other in owned if len(other) > least and other - own), key=len)
+            task = min(giver - own, key=lambda task: loads[task] / parts[task])
+            giver.remove(task)
+            own.add(task)
+    return _equal_parts(owned, len(loads))
+
+
+def largest_differencing(loads: Sequence[float], n_groups: int) -> list[list[int]]:
+    """Return the indices of `loads` in groups with similar sums, by the method of Karmarkar and Karp.
+
+    Two partial solutions whose largest and smallest sums differ the most are joined, the largest group of one with the
+    smallest of the other, until one solution is left (Karmarkar and Karp 1982, The differencing method of set
+    partitioning; for several groups Michiels et al. 2003, Performance ratios for the differencing method).
+    """
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for i, load in enumerate(loads):
+        groups: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(n_groups - 1)]
+        heap.append((-float(load) if n_groups > 1 else 0.0, i, [*groups, (float(load), [i])]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, number, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        pairs = zip(one, reversed(other), strict=True)
+        joined = sorted(((a + b, [*own, *more]) for (a, own), (b, more) in pairs), key=lambda group: group[0])
+        heapq.heappush(heap, (joined[0][0] - joined[-1][0], number, joined))
+    return [sorted(group) for _, group in heap[0][2]]
+
+
+def excess(shares: np.ndarray, loads: np.ndarray) -> float:
+    """Return how far the busiest rank is above the mean of the ranks, as a share of the mean."""
+    busy = shares @ loads
+    return float(busy.max() / busy.mean() - 1)
+
+
+def apportioned(total: int, shares: Sequence[float]) -> list[int]:
+    """Return whole numbers with the sum `total` in proportion to `shares`, at least 1 each (largest remainders)."""
+    exact = np.asarray(shares, float) / math.fsum(shares) * total
+    numbers = np.maximum(np.floor(exact), 1).astype(int)
+    order = np.argsort(numbers - exact, kind="stable")
+    for place in range(max(total - int(numbers.sum()), 0)):
+        numbers[order[place % len(order)]] += 1
+    while numbers.sum() > total and (numbers > 1).any():
+        numbers[np.where(numbers > 1, numbers - exact, -np.inf).argmax()] -= 1
+    return [int(number) for number in numbers]
+
+
+def _load(own: set[int], loads: np.ndarray) -> float:
+    return float(sum(loads[task] for task in own))
+
+
+def _equal_parts(owned: Sequence[set[int]], n_tasks: int) -> np.ndarray:
+    shares = np.array([[float(task in own) for task in range(n_tasks)] for own in owned])
+    return shares / shares.sum(0)
+
+
+LAST = 100
+"""Newest outcomes of a map that are kept, and newest starts."""
+LAST_OF_START = 16
+"""Newest outcomes of a start that are kept."""
+
+
+@dataclass
+class Record:
+    """Results of one map or of one start.
+
+    Attributes:
+        visits: episodes. wins: won ones. judged: episodes whose outcome is known. last: newest outcomes, 1 won, 0 not.
+    """
+
+    visits: int = 0
+    wins: int = 0
+    judged: int = 0
+    last: list[int] = field(default_factory=list)
+
+    def note(self, won: float | None) -> None:
+        """Add an episode; None: its outcome is unknown."""
+        self.visits += 1
+        if won is not None:
+            self.judged += 1
+            self.wins += int(won > 0)
+            self.last.append(int(won > 0))
+
+    def add(self, other: Record, kept: int) -> None:
+        """Add the results of `other`, which are newer, and keep the `kept` newest outcomes."""
+        self.visits += other.visits
+        self.wins += other.wins
+        self.judged += other.judged
+        self.last = [*self.last, *other.last][-kept:]
+
+
+@dataclass
+class MapRecord(Record):
+    """Results of one map.
+
+    Attributes:
+        steps: environment steps. seconds: of playing. starts: seed -> results of the `LAST` newest starts.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    starts: dict[int, Record] = field(default_factory=dict)
+
+    def add(self, other: Record, kept: int = LAST) -> None:
+        """Add also the steps, seconds and starts of `other`."""
+        super().add(other, kept)
+        assert isinstance(other, MapRecord)
+        self.steps += other.steps
+        self.seconds += other.seconds
+        for seed, results in other.starts.items():
+            known = self.starts.pop(seed, Record())  # the newest one is the last
+            known.add(results, LAST_OF_START)
+            self.starts[seed] = known
+        for seed in list(self.starts)[: max(0, len(self.starts) - LAST)]:
+            del self.starts[seed]
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> MapRecord:
+        """Return what `dataclasses.asdict` made."""
+        starts = {int(seed): Record(**{**each, "last": list(each["last"])}) for seed, each in state["starts"].items()}
+        return cls(**{**state, "last": list(state["last"]), "starts": starts})
+
+
+class Increments:
+    """What this rank has played since the last exchange; part of each rank's own state."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.maps = {name: MapRecord() for name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values by map."""
+        return {name: asdict(record) for name, record in self.maps.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.maps = {name: MapRecord.from_state(state[name]) for name in self.names}
+
+    def merge(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Add what the ranks of an earlier start had not exchanged yet."""
+        for state in states:
+            for name in self.names:
+                self.maps[name].add(MapRecord.from_state(state[name]))
+
+
+class Tally:
+    """Results of each map over all ranks. names: of the maps.
+
+    Attributes:
+        all: up to the last exchange, equal on all ranks. own: this rank's since then.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.all = {name: MapRecord() for name in names}
+        self.own = Increments(names)
+
+    def note(self, name: str, seed: int, length: int, won: float | None) -> None:
+        """Add an episode of this rank."""
+        record = self.own.maps[name]
+        record.note(won)
+        record.steps += length
+        record.starts.setdefault(seed, Record()).note(won)
+
+    def spend(self, seconds: np.ndarray) -> None:
+        """Add the seconds [n] that this rank has spent on each map."""
+        for name, spent in zip(self.names, seconds.tolist(), strict=True):
+            self.own.maps[name].seconds += spent
+
+    def synchronise(self, dist: Dist) -> tuple[np.ndarray, np.ndarray]:
+        """Add the increments of all ranks in rank order; return their seconds and episodes by map, each [n]."""
+        parts = dist.gather(self.own.state_dict())
+        self.own.load_state_dict(Increments(self.names).state_dict())
+        added = Increments(self.names)
+        added.merge(parts)
+        for name, record in added.maps.items():
+            self.all[name].add(record)
+        found = added.maps.values()
+        return np.array([each.seconds for each in found]), np.array([float(each.visits) for each in found])
+
+    def facts(self) -> dict[str, dict[str, float]]:
+        """Return values by map up to the last exchange."""
+        return {name: _facts(record) for name, record in self.all.items()}
+
+    def starts(self, name: str) -> dict[str, int]:
+        """Return how many of a map's newest starts were visited more than once, and always or never won."""
+        again = [each for each in self.all[name].starts.values() if each.judged > 1]
+        always, never = sum(each.wins == each.judged for each in again), sum(not each.wins for each in again)
+        return {"starts_repeated": len(again), "starts_always_won": always, "starts_never_won": never} if again else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all ranks share."""
+        return {name: asdict(record) for name, record in self.all.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.all = {name: MapRecord.from_state(state[name]) for name in self.names}
+
+
+def _facts(record: MapRecord) -> dict[str, float]:
+    """Return the values of a map for logs and the summary."""
+    facts: dict[str, float] = {"visits": record.visits}
+    if record.judged:
+        facts["wins"] = record.wins
+        facts["recent_win_rate"] = float(np.mean(record.last))
+    if record.visits:
+        facts["seconds_per_episode"] = record.seconds / record.visits
+    return facts
+
+
 KEPT_COST = 0.5
 """Part of the measured seconds and episodes that is kept when new ones are added: lengths change with the policy."""
 
@@ -51,41 +310,6 @@ def episode_starts(config: Config, info: EnvInfo, purpose: str, rank: int) -> Ep
     return kind(config.seed, purpose, rank, weights=weights, group_size=group_size, pool=pool)
 
 
-@together
-def check_dealing(config: Config, info: EnvInfo) -> Iterator[str]:
-    """Reject keys of task sets that mean nothing or contradict each other. Errors: UserError."""
-    given = {key: value for key, (value, _) in changed(config, (*OF_SETS, *OF_SHARDS)).items()}
-    if not info.tasks:
-        for key, value in given.items():
-            yield f"{key}={value}: has no meaning for one map. Give a set of maps, or leave it out"
-        return
-    trained = info.tasks[: info.n_training]
-    for name in config.task_weights:
-        if name not in trained:
-            yield (
-                f"task_weights.{name}={config.task_weights[name]}: is not trained on here. Maps: {', '.join(trained)}"
-            )
-    played = [name for name in trained if config.task_weights.get(name, 1.0) > 0]
-    if not played:
-        yield f"task_weights={config.task_weights}: no map has a positive weight. Give one at least"
-        return
-    if config.enable_task_sharding and config.dealing != "sharded":
-        yield f"enable_task_sharding=True: contradicts task_dealing={config.dealing}. Give one of the two"
-    for key in OF_SHARDS if config.dealing != "sharded" else ():
-        if key in given:
-            yield f"{key}={given[key]}: needs task_dealing=sharded, not {config.dealing}, or leave it out"
-    if config.min_tasks_per_gpu > len(played):
-        yield (
-            f"min_tasks_per_gpu={config.min_tasks_per_gpu}: there are {len(played)} map(s) to play:"
-            f" {', '.join(played)}. Give at most {len(played)}"
-        )
-    if config.dealing != "round_robin" and not runners.REGISTRY.get(config.runner).rounds:
-        yield (
-            f"runner={config.runner}: task_dealing={config.dealing} deals rounds of episodes. Use runner=parallel, or"
-            " task_dealing=round_robin"
-        )
-
-
 def training_tasks(session: Session) -> TrainingTasks:
     """Return the training maps of a run's set. Errors: TypeError for an environment that does not measure its tasks."""
     env = session.env
@@ -95,7 +319,7 @@ def training_tasks(session: Session) -> TrainingTasks:
     return TrainingTasks(session.config, session.info, session.dist, starts, env.n_slots, lambda: env.seconds)
 
 
-class TrainingTasks:
+class TrainingTasks(Shaper):
     """Deals the training maps to this rank, and keeps the statistics of all ranks.
 
     All ranks compute the same plan of an iteration from shared state; only this rank's part of it is played here.
@@ -128,7 +352,7 @@ class TrainingTasks:
         self.costs = np.zeros((2, len(self.names)))  # seconds and episodes, newer ones count more
         self.rebalanced = 0
         self._credit = np.zeros(len(self.names))
-        self._iteration = 0
+        self._iteration, self._said = 0, ""
         self._assign(self._dealt())
 
     # --- dealing
@@ -237,8 +461,8 @@ class TrainingTasks:
         parts = np.array(list(steps.values()), float)
         self.tally.spend(spent + others * parts / max(parts.sum(), 1.0))
 
-    def due(self, iteration: int) -> bool:
-        """Whether the statistics are exchanged after this iteration."""
+    def exchanges(self, iteration: int) -> bool:
+        """Return whether the statistics are exchanged after an iteration."""
         return iteration % self.config.sync_every_n_steps == 0
 
     def synchronise(self) -> bool:
@@ -263,6 +487,11 @@ class TrainingTasks:
         self.rebalanced += 1
         return not np.array_equal(before, self.shares)
 
+    def news(self) -> str:
+        """Return which ranks play which maps, if that has changed."""
+        before, self._said = self._said, self.deal_by_rank()
+        return f"maps by rank: {self._said}" if self._said != before else ""
+
     def deal_by_rank(self) -> str:
         """Return which maps each rank plays, empty where each rank plays all."""
         if self.config.dealing != "sharded":
@@ -278,8 +507,17 @@ class TrainingTasks:
             values["rebalanced"] = float(self.rebalanced)
         return values
 
+    def facts(self) -> dict[str, Any]:
+        """Return the entry `tasks` of the summary."""
+        return {"tasks": self.summary()}
+
+    def register(self, register: Callable[..., None]) -> None:
+        """Save what all ranks share, and this rank's statistics since the last exchange."""
+        register("maps", self)
+        register("maps of the rank", self.tally.own, "rank")
+
     def summary(self) -> dict[str, Any]:
-        """Return the entry `tasks` of the summary: by map, results and the ranks that play it."""
+        """Return by map its results and the ranks that play it."""
         found = {}
         for task, (name, facts) in enumerate(self.tally.facts().items()):
             ranks = np.flatnonzero(self.shares[:, task]).tolist() if self.weights[task] > 0 else []

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
 
+from omagd.components.data import DataSource
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.types import Policy
 from omagd.learners.protocol import Trainable
-from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.checkpoint.state import Attribute, Group, Scope, StageResult, Stateful, first_not_finite
 from omagd.run.memory_budget import oom_hint
 from omagd.run.training.session import Session
 from omagd.run.training.stages.health import Health, check_replicas
 from omagd.utils.metrics import Counters, Every, Metrics
 from omagd.utils.seeding import Generators, seed_everything
+
+if TYPE_CHECKING:
+    from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,63 @@ class Task:
     name: str
     due: Callable[[], bool]
     run: Callable[[], None]
+
+
+class Shaper:
+    """Something that shapes which episodes stage 3 plays: groups, maps, opponents. See `collection.shapers`.
+
+    The stage calls the same methods in the same order on every rank; here each does nothing.
+    """
+
+    def register(self, register: Callable[..., None]) -> None:
+        """Save what a resumed run needs: calls `Stage.register`."""
+
+    def start(self) -> None:
+        """Begin at the stage's clock, where no checkpoint is loaded."""
+
+    def tasks(self) -> list[Task]:
+        """Return what is done between iterations."""
+        return []
+
+    def deal(self, data: DataSource) -> None:
+        """Begin an iteration."""
+
+    def again(self) -> None:
+        """Prepare another round, if `data` wants more in an iteration."""
+
+    def begin(self) -> None:
+        """Begin a rollout."""
+
+    def played(self, log: Iterable[Mapping[str, Any]]) -> None:
+        """Note the episodes of a rollout, as in `Rollout.log`."""
+
+    def stats(self) -> dict[str, tuple[float, float]]:
+        """Return the metrics of an iteration as sums and counts."""
+        return {}
+
+    def ready(self, ranks: int, when: str) -> bool | None:
+        """Return whether the batches of so many ranks suffice for an update; None: all of them are needed."""
+        return None
+
+    def exchanges(self, iteration: int) -> bool:
+        """Return whether ranks exchange something after an iteration."""
+        return False
+
+    def synchronise(self) -> bool:
+        """Exchange what ranks have to tell each other; return whether their batches need other episodes now."""
+        return False
+
+    def news(self) -> str:
+        """Return what the log says when it changes, empty for nothing new."""
+        return ""
+
+    def record(self) -> dict[str, float]:
+        """Return values for the log."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """Return entries of the summary."""
+        return {}
 
 
 @dataclass

@@ -15,7 +15,9 @@ from omagd.config.messages import shorten
 from omagd.config.schema import Config
 from omagd.learners.protocol import Trainable
 from omagd.learners.synced_optimizer import SKIPPED, Stats
-from omagd.run.checkpoint.weights import checksum
+from omagd.run.checkpoint.weights import (
+    checksum,
+)
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 
@@ -154,3 +156,9 @@ def check_replicas(dist: Dist, learner: Trainable, when: str) -> None:
 
 def _list(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None:
+    """Compare a module's weights over all ranks. Errors: UserError on all of them when they differ."""
+    if len(set(dist.gather(checksum(module.state_dict())))) != 1:
+        raise UserError(f"{what}: the ranks hold different weights; let all of them read the same files")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -17,15 +18,12 @@ from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
-from omagd.run.training.battles import means
-from omagd.run.training.beliefs import evaluate_beliefs
-from omagd.run.training.build import build_learner, require_same_weights
-from omagd.run.training.groups import Groups
-from omagd.run.training.opponents import Opponents
+from omagd.run.training.build import build_learner
+from omagd.run.training.collection import shapers
+from omagd.run.training.evaluate import Tests, means
 from omagd.run.training.session import Session
-from omagd.run.training.stages.base import PretrainedModules, Stage, Task
-from omagd.run.training.stages.testing import Tests
-from omagd.run.training.tasks import TrainingTasks, training_tasks
+from omagd.run.training.stages.base import PretrainedModules, Shaper, Stage, Task
+from omagd.run.training.stages.health import require_same_weights
 from omagd.runners.rollout import Rollout
 from omagd.utils.dist_utils import Pending
 from omagd.utils.logging import Progress, duration
@@ -48,18 +46,14 @@ class RLStage(Stage):
         self.health.loss_name = learner.loss_name
         session.profiler.watch_acting(self.mac)
         self.data = self._data_source()
-        self.groups = Groups(session, self.data) if isinstance(self.data, GroupData) else None
-        if self.groups is not None:
-            self.register("groups", self.groups)
+        self.shapers = shapers(session, self.mac, self.clock, self.data)
         self._steps_per_batch = updates_per_iteration(config) // self.data.batches_per_iteration
-        self.maps = training_tasks(session) if session.info.tasks else None
-        self.opponents = Opponents(session, self.mac, self.clock)
         self.played, self.learned = Metrics(), Metrics()
         self.metrics.update(played=self.played, learned=self.learned)
         self.tests = Tests(session, self.mac)
         self._collected = [0, 0]  # steps and episodes of this rank since the last count
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
-        self._ready, self._deal = False, ""
+        self._ready = False
         self._bar: Progress | None = None
         self._stopwatch = Stopwatch()
         self._since = (time.monotonic(), 0)
@@ -72,7 +66,7 @@ class RLStage(Stage):
         self.dues.update({"test": test, "save": save, **{f"log {name}": due for name, due in self._log_due.items()}})
         self._parts_due: set[str] = set()
         self.tasks = [
-            Task("opponents", self.opponents.due, self.opponents.run),
+            *chain.from_iterable(shaper.tasks() for shaper in self.shapers),
             Task("test", lambda: test.due(self.clock.t_env) or self.done(), self.test),
             Task("log", self._something_to_log, self.write_log),
             Task("save", lambda: save.due(self.clock.t_env) or self.done(), self.save),
@@ -80,11 +74,9 @@ class RLStage(Stage):
         self.register("last_test", Attribute(self.tests, "last"))
         self.register("best", Attribute(self.tests, "best"))
         self.register("ready", Attribute(self, "_ready"))
-        self.register("opponents", self.opponents)  # after the clock, from which its level follows
         self.register("seconds", self._stopwatch)
-        if self.maps is not None:
-            self.register("maps", self.maps)
-            self.register("maps of the rank", self.maps.tally.own, "rank")
+        for shaper in self.shapers:  # after the clock, from which the level of opponents follows
+            shaper.register(self.register)
 
     def _data_source(self) -> DataSource:
         """Return where batches come from, as the learner's kind of data says."""
@@ -119,14 +111,15 @@ class RLStage(Stage):
             self.session.logger.info(f"continuing from {folder} at {where}")
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
-            self.opponents.apply()
+            for shaper in self.shapers:
+                shaper.start()
 
     def restored(self) -> None:
         """Start to measure speed and to show the progress."""
         super().restored()
         session, now = self.session, self.clock.t_env
         self._since = (time.monotonic(), now)
-        self._log_deal()
+        self._log_news()
         self._bar = Progress(self._end(), "step", self.title, enabled=session.dist.is_main, initial=now)
 
     def buffers(self) -> dict[str, EpisodeBuffer]:
@@ -170,30 +163,27 @@ class RLStage(Stage):
         """Play one iteration of the runner, or as many as an on-policy batch needs, and store the episodes."""
         explore = self._exploration()
         self.tests.begin()
-        if self.groups is not None:
-            self.groups.data.begin()
-        if self.maps is not None:
-            self.maps.deal(self.data)
+        for shaper in self.shapers:
+            shaper.deal(self.data)
         self._play(explore)
         while self.data.wants_more:
-            if self.groups is not None:
-                self.groups.again()
+            for shaper in self.shapers:
+                shaper.again()
             self._play(explore)
         self._start_count()
-        if self.groups is not None:
-            self.played.add(self.groups.data.stats())
         self.session.say_first_episodes()
-        shown = {"epsilon": (explore.epsilon, 1.0)} if explores(self.learner) else {}
-        self.played.add(shown | self.opponents.stats())
+        self.played.add({"epsilon": (explore.epsilon, 1.0)} if explores(self.learner) else {})
+        for shaper in self.shapers:
+            self.played.add(shaper.stats())
 
     def _play(self, explore: Exploration) -> None:
         """Play one iteration of the runner and store it."""
-        if self.maps is not None:
-            self.maps.begin()
+        for shaper in self.shapers:
+            shaper.begin()
         truth = self.mac.wants_full_obs or records_full_obs(self.session.config)
         rollout = self.session.runners["train"].collect(self.mac, explore=explore, full_obs=truth)
-        if self.maps is not None:
-            self.maps.played(rollout.log)
+        for shaper in self.shapers:
+            shaper.played(rollout.log)
         self._store(rollout)
 
     def _exploration(self) -> Exploration:
@@ -216,13 +206,14 @@ class RLStage(Stage):
         self._counts = self.session.dist.sum_later(torch.tensor(counts, dtype=torch.int64))
 
     def ready(self) -> bool:
-        """Whether every rank has a batch; with groups, whether any rank has one, which the others help to count."""
-        if self.groups is not None:
-            assert self._counts is not None
-            return self.groups.found(int(self._counts.wait()[2]), self.when)
+        """Whether every rank has a batch, or as many as what shapes the collection asks for."""
         if not self._ready:  # once true, it stays true, and no rank waits for the sum
             assert self._counts is not None
-            self._ready = int(self._counts.wait()[2]) == self.session.dist.world_size
+            ranks = int(self._counts.wait()[2])
+            for shaper in self.shapers:
+                if (enough := shaper.ready(ranks, self.when)) is not None:
+                    return enough
+            self._ready = ranks == self.session.dist.world_size
         return self._ready
 
     def update(self) -> None:
@@ -240,24 +231,20 @@ class RLStage(Stage):
         """Add what all ranks have played to the clock."""
         self._count()
         self.clock.epoch += 1
-        if self.groups is not None:
-            self.groups.exchange()
-        if self.maps is not None and self.maps.due(self.clock.epoch):
-            self._synchronise(self.maps)
+        self._synchronise([shaper for shaper in self.shapers if shaper.exchanges(self.clock.epoch)])
 
-    def _synchronise(self, maps: TrainingTasks) -> None:
-        """Exchange the statistics of maps; where they are dealt again, batches may need more episodes than before."""
-        with self.phase("tasks"):
-            if maps.synchronise():
-                self._ready = False
-        self._log_deal()
+    def _synchronise(self, shapers: list[Shaper]) -> None:
+        """Exchange what ranks have to tell each other; batches may need more episodes than before."""
+        for shaper in shapers:
+            with self.phase("tasks"):
+                if shaper.synchronise():
+                    self._ready = False
+        self._log_news()
 
-    def _log_deal(self) -> None:
-        """Log which ranks play which maps, if that has changed."""
-        deal = self._deal if self.maps is None else self.maps.deal_by_rank()
-        if deal != self._deal:
-            self._deal = deal
-            self.session.logger.info(f"maps by rank: {deal}")
+    def _log_news(self) -> None:
+        for shaper in self.shapers:
+            if line := shaper.news():
+                self.session.logger.info(line)
 
     def _count(self) -> None:
         assert self._counts is not None
@@ -297,10 +284,8 @@ class RLStage(Stage):
             values["cpu_seconds"] = cpu
         values["episode"] = float(self.clock.episodes)
         values["updates"] = float(self.clock.updates)
-        if self.maps is not None:
-            values.update(self.maps.record())
-        if self.groups is not None:
-            values.update(self.groups.record())
+        for shaper in self.shapers:
+            values.update(shaper.record())
         if self.tests.played:
             values.update(self.tests.last[1])
         self.log(values)
@@ -327,7 +312,11 @@ class RLStage(Stage):
         if self._bar is not None:
             self._bar.close()
         values = self.standing()
-        beliefs, pictures, table = evaluate_beliefs(self.session, self.pretrained, self.mac)
+        beliefs, pictures, table = dict[str, float](), dict[str, str](), dict[str, Any]()
+        if self.mac.head is not None or self.session.config.use_graph_reconstruction:
+            from omagd.run.training.beliefs import evaluate_beliefs
+
+            beliefs, pictures, table = evaluate_beliefs(self.session, self.pretrained, self.mac)
         if beliefs:
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
             values.update({f"policy_{name}": value for name, value in beliefs.items()})
@@ -335,18 +324,17 @@ class RLStage(Stage):
         if not saved.is_dir():  # resumed after the last iteration of a run that could not write it
             self.save()
         models = {"agent": str(saved)} if saved.is_dir() else {}
-        if self.maps is not None:
-            self._synchronise(self.maps)
+        self._synchronise(self.shapers)
         facts = {**self._facts(), **({"beliefs": table} if table else {})}
         return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures}, facts)
 
     def so_far(self) -> StageResult:
-        """Return also the statistics of maps, up to the last exchange."""
+        """Return also the facts of what shapes the collection."""
         reached = super().so_far()
         return replace(reached, facts={**reached.facts, **self._facts()})
 
     def _facts(self) -> dict[str, Any]:
-        return {} if self.maps is None else {"tasks": self.maps.summary()}
+        return {name: fact for shaper in self.shapers for name, fact in shaper.facts().items()}
 
     def _something_to_log(self) -> bool:
         self._parts_due = {name for name, due in self._log_due.items() if due.due(self.clock.t_env)}

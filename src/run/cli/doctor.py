@@ -1,4 +1,4 @@
-"""The checks of `omagd doctor`: Python and packages, the machine, StarCraft II."""
+"""`omagd doctor`: check this machine and print one line per check: status, finding and fix."""
 
 from __future__ import annotations
 
@@ -12,25 +12,87 @@ import socket
 import sys
 import tempfile
 import tomllib
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from omagd.envs.sc2.install import INSTALL as INSTALL_GAME
 from omagd.envs.sc2.install import build_of, builds, game_folder
-from omagd.run.cli.doctor.findings import INSTALL, Finding, Settings, missing, ok, warning
-from omagd.run.limits import (
-    LEAST_SHARED,
-    SHARED,
-    files_needed,
-    largest_file,
-    most_files,
-    processes_left,
-    processes_needed,
-)
 from omagd.utils.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[4]
+if TYPE_CHECKING:
+    from omagd.config.schema import Config
+
+
+INSTALL = "pip install -e . -c constraints.txt"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keys of the configuration that the checks read, and the game's version in `env_args`."""
+
+    env: str = "skirmish"
+    map_name: str = ""
+    ddp_port: int = 12355
+    local_results_path: str = "results"
+    torch_threads: int = 1
+    world_size: int | None = None
+    batch_size_run: int = 8
+    env_processes: bool = False
+    game_version: str | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        """Return the settings of a configuration."""
+        version = config.env_args.get("game_version", None)
+        keys = [field.name for field in fields(cls) if field.name != "game_version"]
+        given = {key: getattr(config, key) for key in keys}
+        return cls(**given, game_version=None if version is None else str(version))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of a check: what was found, and a fix if one is needed."""
+
+    mark: Literal["ok", "warning", "missing"]
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor.
+
+    Attributes:
+        needed: environments that cannot be played without it; "all" means every one. fix: shown if the check itself
+            fails.
+    """
+
+    name: str
+    look: Callable[[Settings], Finding]
+    needed: frozenset[str] = frozenset()
+    fix: str = INSTALL
+
+
+def ok(text: str) -> Finding:
+    """Return a finding without a problem."""
+    return Finding("ok", text)
+
+
+def warning(text: str, fix: str) -> Finding:
+    """Return a finding that limits runs."""
+    return Finding("warning", text, fix)
+
+
+def missing(text: str, fix: str) -> Finding:
+    """Return a finding of something missing."""
+    return Finding("missing", text, fix)
+
+
+ROOT = Path(__file__).resolve().parents[3]
 GAME = ("pysc2", "s2clientprotocol", "protobuf", "websocket-client", "absl-py")
 ON_REQUEST = ("wandb", "tensorboard")
 TESTED_PYTHON = (3, 11)
@@ -198,6 +260,8 @@ def memory(_settings: Settings) -> Finding:
 
 def limits(settings: Settings) -> Finding:
     """Check the numbers of open files and processes, and the size of a file, against the needs of a run."""
+    from omagd.run.training.device import files_needed, largest_file, most_files, processes_left, processes_needed
+
     workers, ranks = settings.batch_size_run if settings.env_processes else 0, settings.world_size or 1
     files, most = files_needed(workers, ranks), most_files()
     processes, (left, why) = processes_needed(workers, ranks, settings.torch_threads), processes_left()
@@ -212,6 +276,8 @@ def limits(settings: Settings) -> Finding:
 
 def shared_memory(_settings: Settings) -> Finding:
     """Check the shared memory of environments in processes."""
+    from omagd.run.training.device import LEAST_SHARED, SHARED
+
     with tempfile.TemporaryFile(dir=SHARED) as file:
         file.write(b"omagd")
     room = os.statvfs(SHARED)
@@ -347,3 +413,66 @@ def _maps(names: list[str], chosen: str) -> Finding:
     more = f" and {len(lacking) - 6} more" if len(lacking) > 6 else ""
     text = f"{text}, not there: {', '.join(lacking[:6])}{more}"
     return missing(text, GET_MAPS) if chosen in lacking or len(lacking) == len(names) else warning(text, GET_MAPS)
+
+
+ALL = frozenset({"all"})
+GAMES = frozenset({"sc2", "sc2_v2"})
+SHOWN = ("skirmish", "smax", "sc2", "sc2_v2")
+"""Environments that the last line reports."""
+
+CHECKS = (
+    Check("python", python, ALL),
+    Check("packages", packages, ALL),
+    Check("torch", torch, ALL),
+    Check("gpu", gpu, fix="see the line on torch"),
+    Check("gpu battles", gpu_battles, fix=INSTALL_GPU),
+    Check("compiler", compiler, fix="leave compile=False"),
+    Check("memory", memory, fix="see the line on torch"),
+    Check("limits", limits, fix="see the line on torch"),
+    Check("shared memory", shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),
+    Check("disk", disk, ALL, fix=MORE_ROOM),
+    Check("ddp port", ddp_port, fix="give another ddp_port, such as ddp_port=12400"),
+    Check("smax", smax, frozenset({"smax"}), fix=INSTALL_SMAX),
+    Check("game messages", messages, GAMES),
+    Check("pysc2", pysc2, GAMES),
+    Check("game", game, GAMES, fix="./install_sc2.sh"),
+    Check("SMAC maps", smac_maps, frozenset({"sc2"}), fix=GET_MAPS),
+    Check("SMACv2 map", smacv2_maps, frozenset({"sc2_v2"}), fix=GET_MAPS),
+    Check("W&B", wandb, fix="leave use_wandb=False"),
+    Check("TensorBoard", tensorboard, fix="leave use_tensorboard=False"),
+)
+
+
+def examine(settings: Settings, checks: Iterable[Check] = CHECKS) -> list[tuple[Check, Finding]]:
+    """Run the checks and return their findings; the finding of a check that fails is its error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [(check, _look(check, settings)) for check in checks]
+
+
+def render(found: Sequence[tuple[Check, Finding]], env: str) -> tuple[str, bool]:
+    """Return a line per check and one about the environments, and whether `env` can be played."""
+    lines = []
+    for check, finding in found:
+        fix = f" → {finding.fix}" if finding.fix else ""
+        lines.append(f"{finding.mark:<9}{check.name:<15}{' '.join(finding.text.split())}{fix}")
+    environments = []
+    for name in dict.fromkeys((env, *SHOWN)):
+        lacking = _missing(found, name)
+        environments.append(f"{name} {'cannot be played (' + ', '.join(lacking) + ')' if lacking else 'can be played'}")
+    return "\n".join([*lines, "; ".join(environments)]) + "\n", not _missing(found, env)
+
+
+def _missing(found: Sequence[tuple[Check, Finding]], env: str) -> list[str]:
+    """Return the names of missing things that an environment needs."""
+    return [check.name for check, finding in found if finding.mark == "missing" and check.needed & {"all", env}]
+
+
+def _look(check: Check, settings: Settings) -> Finding:
+    try:
+        return check.look(settings)
+    except UserError as error:  # its message includes a fix
+        return Finding("missing", error.message)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the doctor reports whatever is broken)
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        return Finding("missing", f"{type(error).__name__}: {reason}", check.fix)

@@ -1,0 +1,203 @@
+"""What a run is given is tried before it writes anything: weights, episodes of other runs, and its learner, once."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omagd import runners
+from omagd.config.checks import pretrained_file
+from omagd.config.env_info import EnvInfo
+from omagd.config.schema import OF_PARTS, Config, recording
+from omagd.run.checkpoint.resuming import identity_of
+from omagd.run.checkpoint.set_aside import whole_state
+from omagd.run.checkpoint.weights import (
+    PREDICTOR_FILE,
+    find_step_folder,
+    load_file,
+    load_into,
+    load_learner,
+)
+from omagd.run.training.build import (
+    build_plain_mac,
+    learner_of,
+    load_agent,
+    load_pretrained,
+    of_checkpoint,
+    read_env_info,
+)
+from omagd.run.training.checks import try_networks
+from omagd.run.training.evaluate import trained_team
+from omagd.run.training.experiment import stage_names
+from omagd.run.training.stages.base import PretrainedModules
+from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import Mistakes, UserError, collected
+from omagd.utils.plugins import NAMES, in_one_line, is_plugin
+from omagd.utils.run_folder import RUN_FILE, RunFolder
+from omagd.utils.storage import read_entry
+
+
+def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[str, ...], set[str] | None]:
+    """Reject paths without suitable files; return the names of the stages, and the keys that the learner's parts read.
+
+    The keys are None where no learner is built.
+    """
+    cpu, pretrained = torch.device("cpu"), PretrainedModules()
+    whole: tuple[Path, dict[str, Any]] | None = None
+    folder: Path | None = None
+    with found.caught(), in_one_line():
+        whole = whole_state(config, lambda found: (found.path, found.common()))
+        if whole is not None:
+            _require_same_maps(config, info, whole[0].parents[1])
+        elif config.checkpoint_path:
+            folder = find_step_folder(config.checkpoint_path, config.load_step)
+            load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
+            if config.evaluate:
+                load_pretrained(of_checkpoint(config, folder), info, cpu)
+                runners.REGISTRY.get(config.runner).check(config)
+    if config.evaluate:
+        return ("evaluate",), None
+    with found.caught(), in_one_line():
+        pretrained = load_pretrained(config, info, cpu)
+    stages = tuple(stage_names(config, pretrained))
+    with found.caught(), in_one_line():
+        _require_baselines(config, info)
+    with found.caught(), in_one_line():
+        if (episodes := config.pretrain_buffer_path) and not Path(episodes).expanduser().is_dir():
+            fix = "Give the pretrain_buffer/ of another run"
+            raise UserError(f"pretrain_buffer_path={episodes}: no such folder. {fix}")
+    if {"stage1", "stage2"} & set(stages):
+        with found.caught(), in_one_line():
+            _check_policies(config, info)
+    return stages, _check_learner(config, info, whole, folder) if "stage3" in stages else None
+
+
+def _check_policies(config: Config, info: EnvInfo) -> None:
+    """Reject paths of the teams that play the episodes of stages 1 and 2 without suitable files."""
+    cpu, key, policy = torch.device("cpu"), "graph_pretrain_policy", config.graph_pretrain_policy
+    with collected(None) as found:
+        with found.caught(), in_one_line():
+            if policy not in {"random", "mixed"}:
+                if not Path(policy).expanduser().exists():
+                    raise UserError(f"{key}={policy}: must be random, mixed, or the path of a checkpoint")
+                load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
+        with found.caught(), in_one_line():
+            if team := config.graph_pretrain_policy_path:
+                trained_team(team, "graph_pretrain_policy_path", info, cpu)
+
+
+def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | None) -> set[str]:
+    """Reject a learner that cannot be built, or whose weights do not fit; return the keys that its parts read.
+
+    whole: path and content of the checkpoint to continue. folder: with the weights to begin with.
+    """
+    learner, read = build_learner_once(config, info, torch.device("cpu"))
+    if whole is not None:
+        _require_weights_fit(learner, *whole)
+        _require_steps_left(config, whole[1]["shared"]["clock"] if whole[1].get("stage") == "stage3" else {})
+    elif folder is not None:
+        _require_steps_left(config, load_learner(learner, folder))
+    return read
+
+
+def _require_baselines(config: Config, info: EnvInfo) -> None:
+    """Reject a predictor's file whose baselines stage 3 could not use at its end. Errors: UserError."""
+    from omagd.learners.belief_baselines import Baselines
+
+    key, given = "pretrained_mask_predictor_path", config.pretrained_mask_predictor_path
+    if not given or not config.use_graph_reconstruction:
+        return
+    path = pretrained_file(key, given, PREDICTOR_FILE)
+    if (state := load_file(path, key).get("baselines")) is not None:
+        Baselines.restored(state, info, torch.device("cpu"), f"{key}={path}")
+
+
+def _require_same_maps(config: Config, info: EnvInfo, run: Path) -> None:
+    """Reject the whole state of a `run` on other maps: replay, battles and statistics belong to its own."""
+    facts = RunFolder(run).env_info_json
+    if not facts.is_file():
+        return
+    trained = read_env_info(facts, "checkpoint_path")
+    if (trained.map_name, trained.tasks, trained.n_training) != (info.map_name, info.tasks, info.n_training):
+        raise UserError(
+            f"checkpoint_path={config.checkpoint_path}: the whole state of a run on {trained.map_name} cannot continue"
+            f" on {info.map_name}. Give its models/ to start from its weights"
+        )
+
+
+def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
+    """Reject a new run whose checkpoint has already reached the end of training. Errors: UserError.
+
+    An unfinished run that `auto_resume` continues is accepted: it may only have to write its last files.
+    """
+    steps, episodes = clock.get("t_env", 0), clock.get("episodes", 0)
+    if config.max_episodes is not None and episodes >= config.max_episodes:
+        key, limit, reached = "max_episodes", config.max_episodes, f"{episodes:,} episodes"
+    else:
+        key, limit, reached = "t_max", config.t_max, f"{steps:,} steps"
+        if steps < limit:
+            return
+    if config.auto_resume and _is_unfinished(config):
+        return
+    fix = f"Give a larger {key}, which counts on from there"
+    with suppress(UserError):  # an interrupted run may have no weights yet
+        find_step_folder(config.checkpoint_path, config.load_step)
+        fix += f", or evaluate it: python -m omagd evaluate {config.checkpoint_path}"
+    raise UserError(f"{key}={limit}: already reached, checkpoint_path={config.checkpoint_path} is at {reached}. {fix}")
+
+
+def _is_unfinished(config: Config) -> bool:
+    """Return whether this command, or one of its seeds, has an unfinished run."""
+    seeds = config.seeds or (config.seed,)
+    wanted = {identity_of(config.model_copy(update={"seed": seed, "seeds": ()})) for seed in seeds}
+    found = map(read_entry, Path(config.local_results_path).expanduser().glob(f"*/{RUN_FILE}"))
+    return any(entry.get("identity") in wanted and not entry.get("finished") for entry in found)
+
+
+def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> None:
+    """Reject a full checkpoint of stage 3 whose networks differ from those of this configuration."""
+    if common.get("stage") != "stage3":
+        return
+    for name, module in learner.modules().items():
+        load_into(module, common["shared"]["modules"].get(name, {}), path, "checkpoint_path")
+
+
+def build_learner_once(config: Config, info: EnvInfo, device: torch.device) -> tuple[Any, set[str]]:
+    """Build the learner of stage 3 once, so that its errors appear before stages 1 and 2 run.
+
+    Returns the learner, and the keys that it and its parts read: in their constructors, or anywhere in their files.
+    """
+    config = recording(config)
+    mac = build_plain_mac(config, info, device)
+    runner = runners.REGISTRY.get(config.runner)
+    runner.check(config)
+    single = runner.unit == "steps"
+    if single and (config.obs_last_action or mac.agent.init_hidden(1).numel()):
+        fix = "use runner=parallel, or obs_last_action=False and an agent without memory (agent=ff)"
+        raise UserError(f"runner={config.runner}: learners get single steps, nothing from before: {fix}")
+    learner = learner_of(mac, config, info, Dist())
+    if any(map(is_plugin, NAMES)):
+        try_networks(learner, mac.agent, info)
+    return learner, config.keys_read | keys_named_by((learner, mac, *learner.modules().values()))
+
+
+def keys_named_by(parts: Collection[object]) -> set[str]:
+    """Return the keys that some objects' classes and the functions beside them name; all of parts where unreadable."""
+    classes = {cls for part in parts for cls in type(part).__mro__[:-1] if not cls.__module__.startswith("torch")}
+    try:
+        texts = {file: Path(file).read_text(encoding="utf-8") for file in set(map(inspect.getfile, classes))}
+    except (OSError, TypeError):
+        return set(OF_PARTS)
+    names, found = {cls.__name__ for cls in classes}, set()
+    for text in texts.values():
+        for node in ast.parse(text).body:
+            if not isinstance(node, ast.ClassDef) or node.name in names:
+                found.update(re.findall(r"\bconfig\.(\w+)", ast.get_source_segment(text, node) or ""))
+    return found

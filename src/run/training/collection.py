@@ -1,0 +1,203 @@
+"""What shapes the collection of training episodes beside the runner: groups with one start, maps, opponents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omagd.components.data import DataSource, GroupData
+from omagd.components.opponent_schedules import REGISTRY
+from omagd.controllers.types import MAC
+from omagd.envs.protocol import ChangingOpponents
+from omagd.run.training.checks import EVASION, change
+from omagd.run.training.session import Session
+from omagd.run.training.stages.base import Shaper, Task
+from omagd.run.training.stages.health import MOST_SKIPPED
+from omagd.run.training.tasks import training_tasks
+from omagd.runners.starts import DealtStarts, TaskStarts
+from omagd.utils.errors import UserError
+from omagd.utils.metrics import Counters, Every
+
+
+def shapers(session: Session, policy: MAC, clock: Counters, data: DataSource) -> list[Shaper]:
+    """Return what shapes the collection of a run, each only where the configuration or the environment asks for it.
+
+    policy: whose agent plays. clock: of the stage. data: where the episodes go.
+    """
+    found: list[Shaper] = [Groups(session, data)] if isinstance(data, GroupData) else []
+    found += [training_tasks(session)] if session.info.tasks else []
+    return found + ([Opponents(session, policy, clock)] if change(session.config) else [])
+
+
+class Groups(Shaper):
+    """The groups of a run, and how many updates were skipped because no rank had one; the same on all ranks.
+
+    Args:
+        session: of the run. data: the groups of this rank.
+    """
+
+    def __init__(self, session: Session, data: GroupData) -> None:
+        self.data = data
+        self._starts = session.runners["train"].stream
+        self._config, self._dist = session.config, session.dist
+        starts = self._starts
+        self._pool = starts.pool if isinstance(starts, TaskStarts) and session.config.rollout_skip_threshold else None
+        if self._pool is not None:
+            pool = self._pool
+            data.ended = lambda meta, outcomes: pool.note(meta.task, meta.seed, outcomes)
+        self._counts = [0, 0]  # skipped in all, in a row by now
+
+    def register(self, register: Callable[..., None]) -> None:
+        """Save the counts and the mastered starts."""
+        register("groups", self)
+
+    def deal(self, data: DataSource) -> None:
+        """Begin an iteration."""
+        self.data.begin()
+
+    def stats(self) -> dict[str, tuple[float, float]]:
+        """Return the metrics of the groups of this iteration."""
+        return self.data.stats()
+
+    def ready(self, ranks: int, when: str) -> bool:
+        """Return whether any rank has a group; the others help to count. ranks: that have one. when: stage and time.
+
+        Errors: UserError after `MOST_SKIPPED` times without any: the policy always wins or never does.
+        """
+        total, row = self._counts
+        self._counts = [total, 0] if ranks else [total + 1, row + 1]
+        if self._counts[1] < MOST_SKIPPED:
+            return ranks > 0
+        config = self._config
+        raise UserError(
+            f"{when}: {MOST_SKIPPED} updates in a row had no group with won and lost battles"
+            f" (group_size={config.group_size}, max_sampling_attempts={config.max_sampling_attempts}). Start from a"
+            " policy that wins some of them and loses others (checkpoint_path=…), or compare returns"
+            " (learner_args.score=return, enable_dynamic_sampling=False)"
+        )
+
+    def again(self) -> None:
+        """Prepare another round: where starts are dealt to ranks, of the tasks whose groups were dropped."""
+        if isinstance(self._starts, DealtStarts):
+            self._starts.deal(self.data.again)
+
+    def exchanges(self, iteration: int) -> bool:
+        """Return whether starts can be skipped."""
+        return self._pool is not None
+
+    def synchronise(self) -> bool:
+        """Tell all ranks which starts this one has mastered and skipped: a collective, if starts can be skipped."""
+        if self._pool is not None:
+            for news in self._dist.gather(self._pool.take_news()):
+                self._pool.learn(news)
+        return False
+
+    def record(self) -> dict[str, float]:
+        """Return `updates_without_groups` in all for the log, if there were any, and the number of mastered starts."""
+        values = {"updates_without_groups": float(self._counts[0])} if self._counts[0] else {}
+        return values if self._pool is None else {**values, "starts_mastered": float(len(self._pool))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts and the mastered starts; at the end of an iteration."""
+        return {"counts": list(self._counts), "mastered": None if self._pool is None else self._pool.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self._counts = [int(count) for count in state["counts"]]
+        if self._pool is not None and state["mastered"] is not None:
+            self._pool.load_state_dict(state["mastered"])
+
+
+class Opponents(Shaper):
+    """Sets the opponents of the episodes that begin, before each rollout.
+
+    Args:
+        session: environment and runners, of a run whose opponents change.
+        policy: whose agent is frozen. clock: of the stage; it and the pool determine the opponents.
+
+    Attributes:
+        playing: names of the opponents in training now, all equally often.
+    """
+
+    def __init__(self, session: Session, policy: MAC, clock: Counters) -> None:
+        self._session, self._policy, self._clock = session, policy, clock
+        config = session.config
+        self._schedule = REGISTRY.build(config.opponent_difficulty_strategy)
+        self.playing: list[str] = []
+        self._pool: list[tuple[str, Any]] = []  # name and layers, oldest first
+        self._made: dict[str, Any] = {}
+        self._copy = Every(config.opponent_pool_interval)
+        self._copy_now = False
+        assert isinstance(session.env, ChangingOpponents), "check_opponents rejects others"
+        self._env = session.env
+        self._usual = sorted(set(self._env.opponents))
+        self._ladder = self._env.ladders[config.opponent_order]
+        for purpose, runner in session.runners.items():
+            runner.prepare = self._before_training if purpose == "train" else self._before_others
+        self.start()
+
+    def register(self, register: Callable[..., None]) -> None:
+        """Save the pool."""
+        register("opponents", self)
+
+    def tasks(self) -> list[Task]:
+        """Return the change of opponents."""
+        return [Task("opponents", self.due, self.run)]
+
+    def _level(self) -> int | None:
+        """Return the schedule's level, at most the last of the ladder; None where there is none."""
+        level = self._schedule.level(self._clock.t_env / self._session.config.t_max)
+        return None if level is None else min(level, len(self._ladder) - 1)
+
+    def due(self) -> bool:
+        """Whether the opponents change now."""
+        self._copy_now = self._schedule.selves and self._copy.due(self._clock.updates)
+        return self._copy_now or self._wanted() != self.playing
+
+    def run(self) -> None:
+        """Add a frozen policy to the pool if that is due, and set the current opponents."""
+        if self._copy_now:
+            agent: Any = self._policy.agent
+            self._pool.append((f"self_{self._clock.updates}", agent.layers()))
+            self._pool = self._pool[-self._session.config.opponent_pool_size :]
+        self.start()
+        self._session.logger.info(f"opponents from now on: {', '.join(self.playing)}")
+
+    def start(self) -> None:
+        """Set the opponents that follow from clock and pool."""
+        kind: Any = type(self._policy.agent)
+        self._made = {name: self._env.frozen_opponent(name, layers, kind.samples) for name, layers in self._pool}
+        self.playing = self._wanted()
+
+    def stats(self) -> dict[str, tuple[float, float]]:
+        """Return the metrics: `opponent_level`, or the size of the pool."""
+        if self._schedule.selves:
+            return {"opponent_selves": (float(len(self._pool)), 1.0)}
+        level = self._level()
+        return {} if level is None else {"opponent_level": (float(level), 1.0)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pool; the clock determines everything else."""
+        pool = [{"name": name, "layers": layers} for name, layers in self._pool]
+        return {"pool": pool, "copied": self._copy.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict`, after the clock; an empty one belongs to a run without a pool."""
+        if state:
+            self._pool = [(kept["name"], [tuple(pair) for pair in kept["layers"]]) for kept in state["pool"]]
+            self._copy.load_state_dict(state["copied"])
+        self.start()
+
+    def _wanted(self) -> list[str]:
+        config, level = self._session.config, self._level()
+        names = self._usual if level is None else [self._ladder[level]]
+        if self._schedule.selves:
+            names = [name for name, _ in self._pool] or [self._ladder[0]]
+        late = self._clock.episodes >= config.opponent_evasion_start_episode
+        return names + [EVASION] * (config.enable_opponent_evasion and late and EVASION not in names)
+
+    def _before_training(self) -> None:
+        self._env.set_opponents([self._made.get(name, name) for name in self.playing])
+
+    def _before_others(self) -> None:
+        self._env.set_opponents(self._usual)
