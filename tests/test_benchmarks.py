@@ -45,7 +45,6 @@ SMALL: dict[str, str] = {
     "resident.py": "--device cpu --map 3m --slots 4 --rounds 1 --updates 1 --batch 4",
     "snakes_table.py": "--games 1 --out OUT",
     "startup.py": "--runs 1 --ranks 1 --env matrix_game --config qmix",
-    "three_way.py": "--seeds 1 --t-max 30 --results OUT --map 3m",
     "two_ranks.py": "--maps 3m --batch 4 --turns 1 --calls 1",
     "whole_loop.py": "--map 3m --t-max 60",
 }

@@ -74,7 +74,7 @@ class QLoss(AgentLoss):
             target_mean per step and agent.
         """
         with autocast_bf16(taken.state.device, self.bf16):
-            q, told = self.unroll(inputs, taken.packing, cases)
+            q, belief = self.unroll(inputs, taken.packing, cases)
             with torch.no_grad(), no_autocast(taken.state.device):
                 target = targets(q.detach().to(taken.state.dtype))
             values = MixerInputs(q, taken.actions, taken.avail_actions, taken.state)
@@ -93,7 +93,7 @@ class QLoss(AgentLoss):
                 "q_taken_mean": ((joint * valid_mask).sum(), per_agent),
                 "target_mean": ((target * valid_mask).sum(), per_agent),
             }
-        return self.with_belief(loss, stats, told)
+        return self.with_belief(loss, stats, belief)
 
     def error_loss(self, error: Tensor) -> Tensor:
         """Return the loss of each TD error, [S] or [S, n]; 0 for an error of 0, which closing rows have."""

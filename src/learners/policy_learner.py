@@ -212,12 +212,12 @@ class PolicyLoss(AgentLoss, Generic[Args]):
         """Return the summed loss, and stats per sample; with `belief` its sum is a second one, [2]."""
         begun = () if rows.start is None else (rows.start,)
         with autocast_bf16(rows.state.device, self.bf16):
-            logits, told = self.unroll(rows.inputs, rows.packing, rows.cases, *begun)
+            logits, belief = self.unroll(rows.inputs, rows.packing, rows.cases, *begun)
         loss, terms = self.terms(rows, logits)
         total, count = (loss * rows.weight).sum(), rows.weight.sum()
         stats = {name: ((term.detach() * rows.weight).sum(), count) for name, term in terms.items()}
         stats = {"loss_ppo": (total.detach(), count), **stats}
-        return self.with_belief(total, stats, told)
+        return self.with_belief(total, stats, belief)
 
     def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each sample [R, n], and what is logged of it. logits: [R, n, A], of the agent."""

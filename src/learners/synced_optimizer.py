@@ -77,11 +77,11 @@ class AgentLoss(LossModule):
         return outputs, self.belief(hidden, cases)
 
     @staticmethod
-    def with_belief(loss: Tensor, stats: Stats, told: tuple[Tensor, Stats] | None) -> tuple[Tensor, Stats]:
+    def with_belief(loss: Tensor, stats: Stats, belief: tuple[Tensor, Stats] | None) -> tuple[Tensor, Stats]:
         """Return a loss and its stats, with those of the head as a second sum, [2]."""
-        if told is None:
+        if belief is None:
             return loss, stats
-        return torch.stack([loss, told[0].to(loss.dtype)]), {**stats, **told[1]}
+        return torch.stack([loss, belief[0].to(loss.dtype)]), {**stats, **belief[1]}
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Team:
     """A trained team in its environment, and what it believes.
 
     Attributes:
-        episodes: battles that are measured, at least. counter: told how many have been played.
+        episodes: battles that are measured, at least. counter: called with the number of episodes played.
     """
 
     env: BatchedEnv

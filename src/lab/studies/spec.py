@@ -22,6 +22,7 @@ from omagd.config.checks import LONGEST_NAME
 from omagd.config.loading import SUFFIXES, apply_texts, base_values, parse_yaml, validate
 from omagd.config.messages import shorten, typed_args, validation_messages
 from omagd.config.schema import Config
+from omagd.lab.analysis.runs import flat
 from omagd.lab.studies import EXECUTORS
 from omagd.lab.studies.executors import Job
 from omagd.utils.errors import Mistakes, UserError, collected, nearest
@@ -297,15 +298,6 @@ def _file(name: str, base: Path) -> str:
     """Return an absolute path for a YAML file beside the study file, else the name as it is."""
     beside = base / os.path.expanduser(name)
     return str(beside) if name.endswith(SUFFIXES) and os.path.isfile(beside) else name
-
-
-def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value); nested mappings are taken apart."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 @lru_cache(maxsize=256)
