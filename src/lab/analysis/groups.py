@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omagd.config.loading import HERE, read_yaml
 from omagd.config.schema import REMOVED
-from omagd.lab.analysis.runs import Run, load
+from omagd.lab.analysis.runs import Run, flattened, load
 from omagd.run.reporting.card import COVERED, METHOD, NO_EFFECT, ROUNDING, recorded_of
 from omagd.utils.errors import UserError, readable
 
@@ -60,15 +60,6 @@ def settings(run: Run) -> dict[str, Any]:
 @cache
 def _defaults() -> dict[str, Any]:
     return read_yaml(HERE / "default.yaml")
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by dotted key."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-        found |= inner
-    return found
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from omagd.config.loading import base_values, config_names
-from omagd.lab.analysis.groups import LABELLED, flattened, frozen
-from omagd.lab.analysis.runs import Run, natural, read_records
+from omagd.lab.analysis.groups import LABELLED, frozen
+from omagd.lab.analysis.runs import Run, flattened, natural, read_records
 from omagd.run.reporting.card import NO_EFFECT, recorded_of, resumed
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import UserError, readable

@@ -398,7 +398,7 @@ def read_sacred(folder: Path) -> tuple[dict[str, Any], tuple[dict[str, Any], ...
 
 def tell_apart(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return for each configuration the keys in which those of its name and map differ, with its values, as a label."""
-    flat = [dict(flat({key: value for key, value in each.items() if key not in NO_SETTING})) for each in configs]
+    flat = [flattened({key: value for key, value in each.items() if key not in NO_SETTING}) for each in configs]
     labels = []
     for config, own in zip(configs, flat, strict=True):
         about = (config.get("name"), own.get("env_args.map_name"))
@@ -409,13 +409,12 @@ def tell_apart(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return labels
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value); nested mappings are taken apart."""
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def _records(content: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:

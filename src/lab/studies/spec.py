@@ -22,7 +22,7 @@ from omagd.config.checks import LONGEST_NAME
 from omagd.config.loading import SUFFIXES, apply_texts, base_values, parse_yaml, validate
 from omagd.config.messages import shorten, typed_args, validation_messages
 from omagd.config.schema import Config
-from omagd.lab.analysis.runs import flat
+from omagd.lab.analysis.runs import flattened
 from omagd.lab.studies import EXECUTORS
 from omagd.lab.studies.executors import Job
 from omagd.utils.errors import Mistakes, UserError, collected, nearest
@@ -221,7 +221,7 @@ def _arms(file: StudyFile, source: str, found: Mistakes) -> dict[str, Entry]:
 def _grid(file: StudyFile, source: str, found: Mistakes) -> dict[str, list[Any]]:
     """Return the values of the grid by dotted key, without wrong ones."""
     grid = {}
-    for key, values in flat(file.grid):
+    for key, values in flattened(file.grid).items():
         if isinstance(values, list) and values and len(set(map(str, values))) == len(values):
             grid[key] = values
         else:
@@ -239,7 +239,7 @@ def _on_grid(
     shown = {key: end if list(ends.values()).count(end) == 1 else key for key, end in ends.items()}
     points = {}
     for name, entry in arms.items():
-        if both := grid.keys() & dict(flat(entry.with_)).keys():
+        if both := grid.keys() & flattened(entry.with_).keys():
             found.add(f"{source}: {name}: {min(both)} is given here and in grid:. Leave one out")
         for values in product(*grid.values()):
             point = dict(zip(grid, values, strict=True))
@@ -250,7 +250,7 @@ def _on_grid(
 
 
 def _title(run: Mapping[str, Any]) -> str:
-    return ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in flat(run))
+    return ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in flattened(run).items())
 
 
 def _environments(file: StudyFile, source: str, found: Mistakes) -> dict[str, Environment]:
@@ -283,10 +283,10 @@ def words_of(file: Entry, arm: Entry, environment: Environment, base: Path) -> t
     """
     config = arm.config or file.config
     env_config = environment.env_config or arm.env_config or file.env_config
-    values = dict(flat(file.with_))
+    values = flattened(file.with_)
     if environment.map is not None:
         values["env_args.map_name"] = environment.map
-    values |= dict(flat(environment.with_)) | dict(flat(arm.with_))
+    values |= flattened(environment.with_) | flattened(arm.with_)
     if wrong := [f"{key}={shorten(value)}: {OWN[key]}" for key, value in values.items() if key in OWN]:
         raise UserError(*wrong)
     options = {"config": config, "env-config": env_config}
