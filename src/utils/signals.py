@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -138,6 +139,12 @@ _received = _Received()
 def stop_requested() -> bool:
     """Return whether a signal has arrived within `stoppable`."""
     return _received.number is not None
+
+
+def orphaned() -> bool:
+    """Return whether the process that started this one has ended."""
+    parent = multiprocessing.parent_process()
+    return os.getppid() != STARTED_BY if parent is None else not parent.is_alive()
 
 
 def ending() -> bool:

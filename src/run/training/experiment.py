@@ -53,7 +53,7 @@ from omagd.utils.errors import RunFailed, UserError
 from omagd.utils.logging import Logger, append_to_log, close_bars
 from omagd.utils.plugins import crash_of, explain
 from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.signals import CLOSING_SECONDS, stop_requested, uninterrupted
+from omagd.utils.signals import CLOSING_SECONDS, orphaned, stop_requested, uninterrupted
 from omagd.utils.writing import STORAGE
 
 
@@ -115,8 +115,9 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
         require_weights(folder)
         exit_state = "completed"
     except BaseException as error:
-        # When another rank stops first, this rank may see only a broken connection.
-        exit_state = "interrupted" if isinstance(error, KeyboardInterrupt) or stop_requested() else "failed"
+        # Ranks whose launcher is gone end one by one: a later one may see only the broken connection.
+        stopped = isinstance(error, KeyboardInterrupt) or stop_requested() or (broken_exchange(error) and orphaned())
+        exit_state = "interrupted" if stopped else "failed"
         _explain(error, config, dist, folder)
         dist.waits.on_error(error)
         raise
