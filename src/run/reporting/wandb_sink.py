@@ -28,8 +28,10 @@ from omagd.utils.metrics import of_maps
 from omagd.utils.run_folder import RunFolder, keep_json, unlinked
 from omagd.utils.storage import listed, opened, read_entry
 
-INIT_SECONDS, AGAIN_SECONDS = 30.0, 3600.0
-"""How long to wait for the service, and how long after a failure no run of this process waits for it again."""
+LOCAL_SECONDS, INIT_SECONDS, AGAIN_SECONDS = 120.0, 30.0, 3600.0
+"""How long to wait for W&B's own process (a busy machine starts it late) and for the server; after a server's failure
+no run of this process waits for it again that long.
+"""
 
 BLOCK = 1 << 15
 EXIT_CODES = {"completed": 0, "interrupted": 130}
@@ -150,7 +152,9 @@ class WandbSink(Sink):
             dir=str(facts.folder),
             mode=mode,
             reinit="finish_previous",
-            settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS),
+            settings=wandb.Settings(
+                console="off", silent=True, init_timeout=INIT_SECONDS, x_service_wait=LOCAL_SECONDS
+            ),
         )
 
     def _finish(self, exit_code: int) -> None:
