@@ -19,7 +19,7 @@ from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.agent import AgentInputs, InputLinear
 from omagd.modules.agents.gnn_rnn_agent import FullGraphConv
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
-from omagd.modules.kernels.linear import PADDING, ThreeLayers
+from omagd.modules.kernels.linear import PADDING
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.modules.ops import attend, cross_entropy, dropout, fast_linear, gelu_dropout
 from omagd.utils.packing import last_actions, pack_episodes
@@ -239,22 +239,11 @@ def weighted_cross_entropy() -> tuple[Tensor, Tensor, list[Tensor]]:
     return got, (F.cross_entropy(logits, target, reduction="none") * weight).sum(), [logits]
 
 
-def layers(frozen: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    x, parameters = leaf(9, 5), [leaf(7, 5), leaf(7), leaf(8, 7), leaf(8), leaf(2, 8), leaf(2)]
-    for parameter in parameters:
-        parameter.requires_grad_(not frozen)
-    w1, b1, w2, b2, w3, b3 = parameters
-    plain = F.linear(F.relu(F.linear(F.relu(F.linear(x, w1, b1)), w2, b2)), w3, b3)
-    return ThreeLayers.apply(x, *parameters), plain, [x] if frozen else [x, *parameters]
-
-
 KERNELS = {
     "gelu and dropout": masked_gelu,
     "attention": lambda: attention(9),
     "attention of some tokens": lambda: attention(5),
     "cross-entropy": weighted_cross_entropy,
-    "three layers": lambda: layers(False),
-    "three frozen layers": lambda: layers(True),
 }
 
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omagd.components.td_lambda import rewards_of_agents
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
@@ -32,7 +31,7 @@ from omagd.modules.agents.ff_agent import DDPGAgent
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing, row_draws
+from omagd.utils.packing import PackedBatch, Packing, rewards_of_agents, row_draws
 from omagd.utils.seeding import stream_seed
 
 Critic = Callable[[AgentInputs, Tensor], Tensor]
@@ -57,6 +56,7 @@ class CriticLoss(LossModule):
         """
         with autocast_bf16(target.device, self.bf16):
             q = self.critic(inputs, actions).to(target.dtype)
+        # DDPG, eq. 4, summed over agents, each of which has a value of its own.
         error = q - target
         loss = error.square().sum()
         with torch.no_grad():
@@ -87,11 +87,13 @@ class ActorLoss(LossModule):
         with autocast_bf16(inputs.features.device, self.bf16):
             logits = self.actor(inputs)
             policy = logits.softmax(-1)
+            # Jang et al. 2017: the value of one action, as the environment takes it, with the softmax's gradient.
             actions = policy if noise is None else straight_through(logits + noise)
             value = critic(inputs, actions).to(inputs.features.dtype).sum()
         with torch.no_grad():
             count = torch.full((), float(logits[..., 0].numel()), device=value.device)
             entropy = torch.special.entr(policy).sum()
+        # DDPG, eq. 6: the critic's gradient at pi(o) passes through the action into the actor.
         return -value, {"loss_actor": (-value.detach(), count), "entropy": (entropy, count)}
 
 
@@ -208,9 +210,11 @@ class DDPGLearner(SavesParts):
     @torch.no_grad()
     def _targets(self, steps: Steps) -> Tensor:
         """Return y [S, n]."""
+        # Actor and critic of the targets: y must not move with every step of the trained ones.
         logits = self.target_agent(steps.after)
         actions = one_hot(logits).to(logits.dtype) if self.config.gumbel_softmax else logits.softmax(-1)
         value = self.target_critic(steps.after, actions).to(steps.reward.dtype)
+        # DDPG, eq. 5. A terminal step has no value after it; one that a time limit cut off has.
         return steps.reward + self.config.gamma * (1.0 - steps.ended).unsqueeze(-1) * value
 
     def _noise(self, batch: PackedBatch, row: Tensor | slice, before: int) -> Tensor:
@@ -231,6 +235,7 @@ class DDPGLearner(SavesParts):
             if finite:
                 torch._foreach_lerp_(self._followers, self._followed, self.config.tau)
             return
+        # On a GPU the host does not know whether the step was finite: a share of 0 changes nothing.
         share = finite * self.config.tau
         torch._foreach_lerp_(self._followers, self._followed, [share] * len(self._followed))
 
@@ -258,5 +263,6 @@ def _step_rows(packing: Packing) -> tuple[Tensor | slice, Tensor | slice]:
 
 def _frozen_twin(module: nn.Module) -> nn.Module:
     """Return a copy of the module that shares its weights and computes no gradients for them."""
+    # Gradients pass through this critic to the actions, and none is computed for its weights.
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
     return copy.deepcopy(module, shared)

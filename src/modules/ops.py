@@ -69,6 +69,7 @@ def faster_by(form: Callable[..., R | None]) -> Callable[[Callable[..., R]], Cal
     def decorate(plain: Callable[..., R]) -> Callable[..., R]:
         @wraps(plain)
         def computed(self: nn.Module, *given: Any) -> R:
+            # Kernels compute in float32; in bf16 the plain form multiplies as its layers say.
             made = None if _bf16_on_cpu else form(self, *given)
             return plain(self, *given) if made is None else made
 
@@ -130,6 +131,7 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, bf16: boo
     bf16, here or by `autocast_bf16` (float32 tensors on a CPU): see `BF16Linear`. Products of fewer than `PADDING` rows
     stay in float32, where they are faster.
     """
+    # A rule of sizes alone: the same batch gives the same bits at every call.
     rows = math.prod(x.shape[:-1])
     plain = x.dtype != torch.float32 or x.device.type != "cpu" or weight.dtype != x.dtype or rows == 0
     in_bf16 = not plain and (bf16 or _bf16_on_cpu) and rows >= PADDING
@@ -168,6 +170,7 @@ def lookup_relu(x: Tensor, weight: Tensor, table: Tensor, index: Tensor) -> Tens
     if kernels is not None:
         out = LookupReLU.apply(kernels, flat, weight, table, places)  # type: ignore[no-untyped-call]
     else:
+        # The table's rows first, the product added to them: one array instead of three.
         out = table.index_select(0, places).addmm_(flat, weight.t()).relu_()
     return cast(Tensor, out).view(*x.shape[:-1], -1)
 
@@ -184,6 +187,7 @@ def gru(
     """
     kernels, x = kernels_for(w_hh, len(x) * w_hh.shape[1]), x.to(w_hh.dtype)
     if kernels is not None:
+        # All steps as one operation: autograd keeps one node for them, and backward runs over them by itself.
         made = Unroll.apply(kernels, rows, x, before, w_ih, w_hh, b_ih, b_hh)  # type: ignore[no-untyped-call]
         return cast(Tensor, made)
     start = x.new_zeros(1, rows[0], w_hh.shape[1]) if before is None else before.to(x.dtype)[None]
@@ -191,6 +195,7 @@ def gru(
         # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps
         # what backward needs), bidirectional.
         more = start, [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, torch.is_grad_enabled(), False
+        # Arguments with packed rows need their sizes on the host; a CUDA graph has none.
         if rows[0] == rows[-1]:  # episodes of equal length: the plain form, which reads no sizes from the host
             return torch._VF.gru(x.unflatten(0, (len(rows), rows[0])), *more, False)[0].flatten(0, 1)
         return torch._VF.gru(x, torch.tensor(rows), *more)[0]
@@ -240,6 +245,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p)
     if (kernels := kernels_for(x, x.numel())) is not None:
         return transformer.Dropout.apply(kernels, x, p)  # type: ignore[no-untyped-call]
+    # Inverted dropout (Srivastava et al. 2014): scaled in training, so that eval mode changes nothing.
     return x * transformer.dropout_mask(x, p)
 
 
@@ -263,6 +269,7 @@ def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
         mixed = transformer.Attention.apply(q.contiguous().flatten(0, 1), k, v, p)  # type: ignore[no-untyped-call]
         mixed = mixed.unflatten(0, (n_frames, n_heads))
     else:
+        # Divided by sqrt(d / h), or softmax would saturate and pass no gradient (Vaswani et al. 2017, section 3.2.1).
         mixed = F.scaled_dot_product_attention(q, kv[0], kv[1], dropout_p=p)
     return mixed.transpose(1, 2).flatten(2)
 

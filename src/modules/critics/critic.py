@@ -86,6 +86,7 @@ class AgentStateCritic(FlatCritic):
         super().__init__()
         self.marks = Marks(config, info)
         self.of_inputs = InputLinear(info.obs_dim + self.marks.n, width, config, info)
+        # W [s | x_i] = W_s s + W_x x_i: the product with the state is made once for the team.
         self.of_state = FastLinear(info.state_dim, width, bias=False)
         self.add_rest(width)
 
@@ -110,6 +111,7 @@ class SetCritic(nn.Module):
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S] from the state [S, state_dim]; the agents' inputs are not used."""
+        # A function of the whole alone, which no order of units changes (Zaheer et al. 2017).
         value: Tensor = self.head(self.hidden(self.units(state)[0]).relu())
         return value.squeeze(-1)
 
@@ -144,4 +146,5 @@ def agent_state_critic(config: Config, info: EnvInfo, width: int) -> nn.Module:
 
 
 def _of_agents(kind: Kind, config: Config, info: EnvInfo, width: int) -> nn.Module:
+    # Agents that share nothing would still teach one another through a critic that they share.
     return kind(config, info, width) if config.share_parameters else SeparateCritics(kind, config, info, width)

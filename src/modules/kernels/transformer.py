@@ -38,6 +38,7 @@ def dropout_mask(like: Tensor, p: float) -> Tensor:
     words, (lowest, scale) = _words(like.numel()), _threshold(p)
     mask = torch.empty(like.shape, dtype=like.dtype)
     for part, its in zip(mask.view(-1).split(_BLOCK), words.split(_BLOCK), strict=True):
+        # 0 up to the threshold and 1 above it, without a comparison, which would make an array of bool.
         part.copy_(its).sub_(lowest).clamp_(0.0, 1.0).mul_(scale)
     return mask
 
@@ -121,6 +122,7 @@ class Attention(torch.autograd.Function):
         """Return [G, n, e]. p: dropout of the weights."""
         (groups, n, e), length = q.shape, k.shape[1]
         scores = torch.bmm(q, k.transpose(1, 2)).mul_(e**-0.5)
+        # Sixteen heads side by side in a register, instead of one row of a dozen scores.
         weights = _transposed(scores.view(groups, -1)).view(n, length, groups).softmax(1)
         mask = dropout_mask(weights, p) if p else None
         dropped = _transposed((weights if mask is None else weights * mask).view(-1, groups)).view(groups, n, length)
@@ -136,8 +138,10 @@ class Attention(torch.autograd.Function):
         for_weights = _transposed(torch.bmm(grad, v.transpose(1, 2)).view(groups, -1)).view(n, length, groups)
         if mask is not None:
             for_weights.mul_(mask)
+        # d_s = w (d_w - sum of w d_w): a softmax sums to 1, so its gradient has no part along w.
         for_scores = torch.ops.aten._softmax_backward_data(for_weights, weights, 1, weights.dtype).mul_(e**-0.5)
         for_scores = _transposed(for_scores.view(-1, groups)).view(groups, n, length)
+        # dL/dv = w'^T g, with the weights as they were used.
         for_v = torch.bmm(dropped.transpose(1, 2), grad)
         return torch.bmm(for_scores, k), torch.bmm(for_scores.transpose(1, 2), q), for_v, None
 
@@ -162,4 +166,5 @@ class CrossEntropy(torch.autograd.Function):
         """Return the gradient of the logits."""
         log_p, target, weight = ctx.saved_tensors
         scale = (weight * grad)[:, None]
+        # weight (p - onehot): pulls the true token up and all others down by what they were given.
         return log_p.exp().mul_(scale).scatter_add_(1, target[:, None], -scale).to(ctx.dtype), None, None, None
