@@ -71,6 +71,7 @@ def last_seen_step(seen: Tensor, packing: Packing) -> Tensor:
     The running maximum of the steps at which it was seen, shifted by one step. seen: [S, n, N] bool.
     """
     at = torch.where(seen, packing.step.to(seen.device, non_blocking=True)[:, None, None], -1)
+    # The largest step so far at which it was seen is the last one; shifted, as a row must not see itself.
     padded = packing.pad(at, -1).cummax(dim=1).values
     before = torch.cat([torch.full_like(padded[:, :1], -1), padded[:, :-1]], dim=1)
     return packing.pack(before)
@@ -97,6 +98,7 @@ class PackedHistory:
         at = step[:, None] - back
         past = self._packing.row(at, episode[:, None])
         ids = self._ids[past, agents[:, None]]
+        # Before the episode there was nothing, which is not the same as not seeing: PAD, not MASK.
         ids = torch.where((at < 0)[..., None], self._specials.pad, ids)
         last_rows, never = self.last_rows(rows, agents)
         nodes = torch.arange(ids.shape[-1], device=self._device)
@@ -147,6 +149,7 @@ class SlotHistory:
     def commit(self, step: Tensor) -> None:
         """Record the pushed tokens as last seen at `step` [B]."""
         now = self.past[-1]
+        # Only codes are sights; MASK leaves what was remembered.
         seen = now < self._specials.n_codes
         self.last_ids = torch.where(seen, now, self.last_ids)
         self.last_step = torch.where(seen, step[:, None, None], self.last_step)
@@ -177,6 +180,7 @@ def sinusoidal(n: int, d: int) -> Tensor:
     Columns 2i and 2i + 1 of row t are the sine and the cosine of t / 10000^(2i / d).
     """
     rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10000.0) / max(d, 1)))
+    # Wave lengths from 2 pi to 10000 x 2 pi: near steps differ in the first columns, far ones in the last.
     angle = torch.arange(n)[:, None] * rate
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :d]
 
@@ -200,6 +204,7 @@ class Block(nn.Module):
             `wanted` is None. bf16: whether a CPU multiplies the linear maps in bf16.
         """
         p = self.p if self.training else 0.0
+        # Pre-norm (Xiong et al. 2020): the sum of all blocks reaches the head unscaled, which trains without warm-up.
         normed = self.norm_in(x)
         query, out = apply_linear(normed[:, -n_out:], self.query, bf16), x[:, -n_out:]
         mixed = attend(query, apply_linear(normed, self.key_value, bf16), self.n_heads, p)
@@ -277,27 +282,33 @@ class MaskPredictor(nn.Module):
         With `code_features`, embeddings and head use them standardised over the codebook and clipped to [-5, 5].
         """
         self.table.copy_(table)
+        # Standardised, so that a feature in cells does not drown one between 0 and 1.
         spread = table.std(0, correction=0).clamp(min=1e-3)
         self.code_features.zero_()
         self.code_features[: len(table)] = ((table - table.mean(0)) / spread).clamp(-5, 5)
 
-    def forward(self, frames: Frames, masked: Tensor, bf16: bool = False) -> Tensor:
+    def forward(self, frames: Frames, masked: Tensor, bf16: bool = False, wanted: Tensor | None = None) -> Tensor:
         """Return logits [M, K + 1] of the `masked` [F, N] tokens of the last frame, frame by frame.
 
-        bf16: whether a CPU multiplies the linear maps in bf16.
+        bf16: whether a CPU multiplies the linear maps in bf16. wanted: [M] int64, places among F · N of the tokens to
+            predict in place of the masked ones, for work of fixed shapes.
         """
         tokens = self.token_table()
+        # BERT's input: the sum of embeddings of token, type, place and time.
         x = F.embedding(frames.ids, tokens)
         static = self.kind(self.types) + self.position.weight + self._embed(self.step, frames.step)[:, None]
         x = self._stack(x, static)
         if self.config.last_seen:
             memory = apply_linear(F.embedding(frames.last_ids, tokens), self.recall, bf16)
+            # What is seen needs no memory of itself; of what is not, the last token and its age say where it may be.
             memory = torch.where(masked[..., None], memory + self._embed(self.age, frames.age), 0.0)
             x = torch.cat([x[:, : -self.n_nodes], x[:, -self.n_nodes :] + memory], dim=1)
         x = dropout(self.norm(x), self.config.dropout if self.training else 0.0)
         for block in self.blocks[:-1]:
             x = self._pass(block, x, None, x.shape[1], bf16)
-        wanted = torch.nonzero(masked.flatten()).flatten()
+        # MaskGIT's parallel decoding in a single step: all masked tokens at once, none reads another's guess.
+        if wanted is None:
+            wanted = torch.nonzero(masked.flatten()).flatten()
         x = self._pass(self.blocks[-1], x, wanted, self.n_nodes, bf16)
         return fast_linear(self.norm_head(x), self.head_weight(), self.head.bias, bf16)
 
@@ -337,6 +348,7 @@ class MaskPredictor(nn.Module):
         weight: Tensor = self.head.weight
         if self.config.code_features:
             coded = self.code_features[: len(weight)].clone()
+            # -|f - c|² = 2 f c - c² - f², where f² is the same for all codes c: linear in [c, c²].
             coded[-1] = 0.0
             weight = weight + self.feature_out(torch.cat([coded, coded.square()], dim=-1))
         return weight
@@ -361,8 +373,10 @@ class MaskPredictor(nn.Module):
         `decode: argmax`: the features of the likeliest code.
         """
         p = logits.softmax(-1)
+        # Dead where that is likelier than alive, whichever single code is the likeliest.
         absent = p[:, -1] > 0.5
         ids = torch.where(absent, self.specials.absent, p[:, :-1].argmax(-1))
         if self.config.decode == "argmax":
             return Guess(self.table_with_absent()[ids], ids, absent)
+        # The mean minimises the expected squared error, but may be a place between two where the unit is not.
         return Guess(torch.where(absent[:, None], 0.0, p[:, :-1] @ self.table), ids, absent)

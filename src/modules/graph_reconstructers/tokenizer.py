@@ -108,6 +108,7 @@ class Tokenizer(nn.Module):
         flat = encoded.detach().reshape(-1, encoded.shape[-1])
         # argmin |z - e|^2 = argmax z.e - |e|^2 / 2, since |z|^2 is the same for all codes. That is one product with
         # the codebook. For cosine all codes have length one and the bias does not matter.
+        # VQ-VAE, eq. 1 and 2: the nearest code.
         bias = -0.5 * self.codebook.square().sum(-1)
         with torch.autocast(flat.device.type, enabled=False):
             parts = flat.split(self._chunk)
@@ -149,6 +150,7 @@ class Tokenizer(nn.Module):
         """Return what encodings [M, E] with ids [M] contribute to each code."""
         counts, total = torch.bincount(ids, minlength=self.n_codes), torch.zeros_like(self.codebook)
         if total.is_cuda:  # there `index_add_` adds in any order, and two runs would differ
+            # Sorted sums: the same bits at every run.
             total.index_put_((ids,), encoded.detach(), accumulate=True)
         else:
             total.index_add_(0, ids, encoded.detach())
@@ -165,9 +167,11 @@ class Tokenizer(nn.Module):
         Under `distance: cosine` e_c is normalised.
         """
         decay = self.config.ema_decay
+        # VQ-VAE, appendix A.1, eq. 6 to 8: codes are running means of the encodings that chose them.
         sizes = (self.cluster_size * decay).add_(sums.counts.to(self.cluster_size.dtype), alpha=1 - decay)
         means = (self.embed_avg * decay).add_(sums.totals, alpha=1 - decay)
         total = sizes.sum()
+        # Laplace smoothing: an unused code does not divide by 0, and the total stays.
         size = (sizes + SMOOTHING) / (total + self.n_codes * SMOOTHING) * total
         moved = (sizes, means, self._unit(means / size[:, None]))
         for old, new in zip((self.cluster_size, self.embed_avg, self.codebook), moved, strict=True):
@@ -178,6 +182,7 @@ class Tokenizer(nn.Module):
 
         The published code compares with a share of the batch size, which calls all of 1,024 codes dead at every update.
         """
+        # Nearest codes win more and more encodings; those that win none would stay where they are (codebook collapse).
         limit = self.config.dead_code_threshold * self.cluster_size.sum() / self.n_codes
         return torch.nonzero(self.cluster_size < limit).flatten()
 
@@ -187,6 +192,7 @@ class Tokenizer(nn.Module):
 
         finite: scalar bool; where it is False, nothing changes. An encoding that is not finite moves no code.
         """
+        # The device decides, so that the host need not wait for it.
         good = encoded.isfinite().all(-1) if finite is None else encoded.isfinite().all(-1) & finite
         placed = torch.where(good[:, None], self._unit(encoded), self.codebook[codes])
         sizes = torch.as_tensor(size, dtype=self.cluster_size.dtype, device=codes.device)
@@ -201,6 +207,7 @@ class Tokenizer(nn.Module):
 
     def _unit(self, vectors: Tensor) -> Tensor:
         """Return `vectors` [..., E], normalised under `distance: cosine`."""
+        # On the unit sphere |z - e|² = 2 - 2 z.e: the nearest code is that of the largest cosine.
         return F.normalize(vectors, dim=-1) if self.config.distance == "cosine" else vectors
 
 
