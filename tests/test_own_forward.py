@@ -44,8 +44,8 @@ def scaled(kind: type[Any], method: str = "forward", by: float = -2.0) -> type[A
 class LastCode(Tokenizer):
     """Gives every node the last code but one, by its forward alone."""
 
-    def forward(self, nodes: torch.Tensor, bf16: bool = False) -> Quantized:
-        return super().forward(nodes, bf16)._replace(ids=torch.full(nodes.shape[:-1], self.n_codes - 2))
+    def forward(self, nodes: torch.Tensor) -> Quantized:
+        return super().forward(nodes)._replace(ids=torch.full(nodes.shape[:-1], self.n_codes - 2))
 
 
 def same_guesses(acted: torch.Tensor, missing: torch.Tensor, believed: torch.Tensor) -> None:

@@ -105,9 +105,8 @@ class PredictorLoss(LossModule):
             blank = self.predictor.blank_frame()
             nothing = self.predictor(blank, torch.ones_like(blank.last_ids, dtype=torch.bool)).sum() * 0.0
             return nothing, {}
-        bf16 = self.bf16 and self.training
-        with autocast_bf16(sample.masked.device, bf16):
-            logits = self.predictor(sample.frames, sample.masked, bf16)
+        with autocast_bf16(sample.masked.device, self.bf16 and self.training):
+            logits = self.predictor(sample.frames, sample.masked)
         # Targets are matched without a gradient, and the loss reads the same probabilities.
         log_p = logits.detach().to(self.predictor.table.dtype).log_softmax(-1)
         target = sample.target

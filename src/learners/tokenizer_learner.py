@@ -77,9 +77,8 @@ class TokenizerLoss(LossModule):
         Besides scalars the stats hold `code_sums`: (sums of encodings [K, E], counts [K]) for the codebook.
         """
         tokenizer = self.tokenizer
-        bf16 = self.bf16 and self.training
-        with autocast_bf16(nodes.features.device, bf16):
-            out = tokenizer(nodes.features, bf16)
+        with autocast_bf16(nodes.features.device, self.bf16 and self.training):
+            out = tokenizer(nodes.features)
         # 1 for features that come from the observation; padding and the fixed head of SELF are not reconstructed.
         real = tokenizer.real[nodes.position].to(out.encoded.dtype)
         error = ((out.decoded - nodes.features.to(real.dtype)).square() * real).sum(-1)

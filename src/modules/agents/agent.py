@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -21,11 +20,10 @@ from omagd.modules.graph_reconstructers import n_inferred
 from omagd.modules.ops import (
     FastLinear,
     PackedGRU,
-    autocast_bf16,
     fast_linear,
     is_only,
     lookup_relu,
-    multiplies_in_bf16,
+    recomputed,
     require_step,
 )  # fmt: skip
 from omagd.utils.errors import UserError
@@ -198,21 +196,15 @@ class RecurrentAgent(Agent):
         # Without gradients nothing is kept for backward, and blocks would only cost time.
         if not self.checkpointing or not torch.is_grad_enabled():
             return self._unroll(inputs, packing, start)
-        values, states, first, bf16 = [], [], 0, multiplies_in_bf16()
-
-        def compute(*block: Any) -> tuple[Tensor, Tensor]:
-            with autocast_bf16(inputs.features.device, bf16):  # torch restores it in backward on a GPU alone
-                return self._unroll(*block)
-
+        values, states, first = [], [], 0
         for begin in range(0, packing.n_steps, STEPS_AT_ONCE):
             part = Packing(tuple(min(k - begin, STEPS_AT_ONCE) for k in packing.lengths if k > begin))
             rows = slice(first, first + sum(part.lengths))
             block = (inputs.rows(rows), part, None if start is None else start[: part.n_episodes])
-            made, hidden = checkpoint(compute, *block, use_reentrant=False)
+            made, hidden = recomputed(self._unroll, *block)
             values.append(made)
             states.append(hidden)
-            # Episodes that go on begin the next block with their last hidden state; rows of a step are sorted by
-            # length.
+            # Episodes that go on are the first rows of each step: they begin the next block where this one ends.
             start, first = hidden[-part.batch_sizes[-1] :], rows.stop
         return torch.cat(values), torch.cat(states)
 

@@ -18,7 +18,6 @@ M masked tokens, d = d_model.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,11 +25,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
-from omagd.modules.ops import apply_linear, attend, dropout, fast_linear, gelu_dropout, no_autocast
+from omagd.modules.graph_reconstructers.tokenizer import first_largest
+from omagd.modules.ops import apply_linear, attend, fast_linear, no_autocast, recomputed
 from omagd.utils.packing import Packing
 
 N_SPECIAL = 3
@@ -113,7 +112,7 @@ class PackedHistory:
 
 
 class SlotHistory:
-    """Histories of B battle slots while they are played.
+    """Histories of B battle slots while they are played; tensors stay where they are, since CUDA graphs hold addresses.
 
     Attributes:
         past: [(k - 1)·s + 1, B, n, N] int64, newest last. last_ids, last_step: [B, n, N] int64.
@@ -131,13 +130,17 @@ class SlotHistory:
 
     def reset(self, which: Tensor) -> None:
         """Forget the slots `which` [B] bool."""
-        self.past[:, which] = self._specials.pad
-        self.last_ids[which] = self._specials.pad
-        self.last_step[which] = -1
+        slots = which.view(-1, 1, 1)
+        for kept, blank in ((self.past, self._specials.pad), (self.last_ids, self._specials.pad), (self.last_step, -1)):
+            kept.masked_fill_(slots, blank)
 
-    def push(self, ids: Tensor) -> None:
-        """Add the tokens of this step, [B, n, N] with MASK where unseen; call `frames`, then `commit` after it."""
-        self.past = torch.cat([self.past[1:], ids[None]])
+    def push(self, ids: Tensor, active: Tensor) -> None:
+        """Add the tokens of this step, [B, n, N] with MASK where unseen, in the slots `active` [B] bool.
+
+        Call `frames`, then `commit` after it.
+        """
+        moved = torch.cat([self.past[1:], ids.unsqueeze(0)])
+        self.past.copy_(torch.where(active.view(-1, 1, 1), moved, self.past))
 
     def frames(self, rows: Tensor, step: Tensor) -> Frames:
         """Return the inputs of the agents `rows` [F] of B·n at `step` [B]."""
@@ -146,23 +149,13 @@ class SlotHistory:
         last_ids, last = (kept.flatten(0, 1).index_select(0, rows) for kept in (self.last_ids, self.last_step))
         return Frames(ids, now, last_ids, (now[:, None] - last).masked_fill_(last < 0, 0))
 
-    def commit(self, step: Tensor) -> None:
-        """Record the pushed tokens as last seen at `step` [B]."""
+    def commit(self, step: Tensor, active: Tensor) -> None:
+        """Record the pushed tokens as last seen at `step` [B] in the slots `active` [B] bool."""
         now = self.past[-1]
         # Only codes are sights; MASK leaves what was remembered.
-        seen = now < self._specials.n_codes
-        self.last_ids = torch.where(seen, now, self.last_ids)
-        self.last_step = torch.where(seen, step[:, None, None], self.last_step)
-
-    def take(self, slots: Tensor) -> SlotHistory:
-        """Return the histories of the slot numbers `slots` [P] as a copy, to be changed and `put` back."""
-        part = copy.copy(self)
-        part.past, part.last_ids, part.last_step = self.past[:, slots], self.last_ids[slots], self.last_step[slots]
-        return part
-
-    def put(self, slots: Tensor, part: SlotHistory) -> None:
-        """Replace the histories of the slot numbers `slots` [P] by those of `part`."""
-        self.past[:, slots], self.last_ids[slots], self.last_step[slots] = part.past, part.last_ids, part.last_step
+        seen = (now < self._specials.n_codes) & active.view(-1, 1, 1)
+        self.last_ids.copy_(torch.where(seen, now, self.last_ids))
+        self.last_step.copy_(torch.where(seen, step.view(-1, 1, 1), self.last_step))
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return everything as tensors."""
@@ -170,8 +163,8 @@ class SlotHistory:
 
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """Continue from a `snapshot` of the same sizes."""
-        for name in ("past", "last_ids", "last_step"):
-            setattr(self, name, snapshot[name].to(self.past.device).clone())
+        for name, value in snapshot.items():
+            getattr(self, name).copy_(value)
 
 
 def sinusoidal(n: int, d: int) -> Tensor:
@@ -196,23 +189,23 @@ class Block(nn.Module):
         self.query, self.key_value, self.merge = nn.Linear(d, d), nn.Linear(d, 2 * d), nn.Linear(d, d)
         self.widen, self.narrow = nn.Linear(d, config.feedforward_dim), nn.Linear(config.feedforward_dim, d)
 
-    def forward(self, x: Tensor, wanted: Tensor | None, n_out: int, bf16: bool = False) -> Tensor:
+    def forward(self, x: Tensor, wanted: Tensor | None, n_out: int) -> Tensor:
         """Return the block's output for x [F, L, d]: [F, L, d], or [M, d] for the tokens `wanted`.
 
         The last block needs outputs for the masked tokens only; they still attend to all L tokens.
         wanted: [M] int64, places among the F · n_out last tokens. n_out: number of query tokens; L where
-            `wanted` is None. bf16: whether a CPU multiplies the linear maps in bf16.
+            `wanted` is None.
         """
         p = self.p if self.training else 0.0
         # Pre-norm (Xiong et al. 2020): the sum of all blocks reaches the head unscaled, which trains without warm-up.
         normed = self.norm_in(x)
-        query, out = apply_linear(normed[:, -n_out:], self.query, bf16), x[:, -n_out:]
-        mixed = attend(query, apply_linear(normed, self.key_value, bf16), self.n_heads, p)
+        query, out = apply_linear(normed[:, -n_out:], self.query), x[:, -n_out:]
+        mixed = attend(query, apply_linear(normed, self.key_value), self.n_heads, p)
         if wanted is not None:
             out, mixed = (rows.flatten(0, 1).index_select(0, wanted) for rows in (out, mixed))
-        out = out + dropout(apply_linear(mixed, self.merge, bf16), p)
-        hidden = gelu_dropout(apply_linear(self.norm_out(out), self.widen, bf16), p)
-        return out + dropout(apply_linear(hidden, self.narrow, bf16), p)
+        out = out + F.dropout(apply_linear(mixed, self.merge), p)
+        hidden = F.dropout(F.gelu(apply_linear(self.norm_out(out), self.widen)), p)
+        return out + F.dropout(apply_linear(hidden, self.narrow), p)
 
 
 class Guess(NamedTuple):
@@ -287,11 +280,11 @@ class MaskPredictor(nn.Module):
         self.code_features.zero_()
         self.code_features[: len(table)] = ((table - table.mean(0)) / spread).clamp(-5, 5)
 
-    def forward(self, frames: Frames, masked: Tensor, bf16: bool = False, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, frames: Frames, masked: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Return logits [M, K + 1] of the `masked` [F, N] tokens of the last frame, frame by frame.
 
-        bf16: whether a CPU multiplies the linear maps in bf16. wanted: [M] int64, places among F · N of the tokens to
-            predict in place of the masked ones, for work of fixed shapes.
+        wanted: [M] int64, places among F · N of the tokens to predict in place of the masked ones, for work of fixed
+            shapes.
         """
         tokens = self.token_table()
         # BERT's input: the sum of embeddings of token, type, place and time.
@@ -299,23 +292,23 @@ class MaskPredictor(nn.Module):
         static = self.kind(self.types) + self.position.weight + self._embed(self.step, frames.step)[:, None]
         x = self._stack(x, static)
         if self.config.last_seen:
-            memory = apply_linear(F.embedding(frames.last_ids, tokens), self.recall, bf16)
+            memory = apply_linear(F.embedding(frames.last_ids, tokens), self.recall)
             # What is seen needs no memory of itself; of what is not, the last token and its age say where it may be.
             memory = torch.where(masked[..., None], memory + self._embed(self.age, frames.age), 0.0)
             x = torch.cat([x[:, : -self.n_nodes], x[:, -self.n_nodes :] + memory], dim=1)
-        x = dropout(self.norm(x), self.config.dropout if self.training else 0.0)
+        x = F.dropout(self.norm(x), self.config.dropout, self.training)
         for block in self.blocks[:-1]:
-            x = self._pass(block, x, None, x.shape[1], bf16)
+            x = self._pass(block, x, None, x.shape[1])
         # MaskGIT's parallel decoding in a single step: all masked tokens at once, none reads another's guess.
         if wanted is None:
             wanted = torch.nonzero(masked.flatten()).flatten()
-        x = self._pass(self.blocks[-1], x, wanted, self.n_nodes, bf16)
-        return fast_linear(self.norm_head(x), self.head_weight(), self.head.bias, bf16)
+        x = self._pass(self.blocks[-1], x, wanted, self.n_nodes)
+        return fast_linear(self.norm_head(x), self.head_weight(), self.head.bias)
 
-    def _pass(self, block: nn.Module, x: Tensor, wanted: Tensor | None, n_out: int, bf16: bool) -> Tensor:
+    def _pass(self, block: nn.Module, x: Tensor, wanted: Tensor | None, n_out: int) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(block, x, wanted, n_out, bf16, use_reentrant=False)
-        return block(x, wanted, n_out, bf16)
+            return recomputed(block, x, wanted, n_out)
+        return block(x, wanted, n_out)
 
     def _stack(self, x: Tensor, static: Tensor) -> Tensor:
         """Return x [F, k, N, d] as one sequence: [F, N, d] by a GRU over each node's frames, else [F, k·N, d]."""
@@ -375,7 +368,7 @@ class MaskPredictor(nn.Module):
         p = logits.softmax(-1)
         # Dead where that is likelier than alive, whichever single code is the likeliest.
         absent = p[:, -1] > 0.5
-        ids = torch.where(absent, self.specials.absent, p[:, :-1].argmax(-1))
+        ids = torch.where(absent, self.specials.absent, first_largest(p[:, :-1]))
         if self.config.decode == "argmax":
             return Guess(self.table_with_absent()[ids], ids, absent)
         # The mean minimises the expected squared error, but may be a place between two where the unit is not.

@@ -56,19 +56,6 @@ class Reconstruction:
     obs: Tensor
     guessed: Tensor
 
-    def among(self, obs: Tensor, slots: Tensor) -> Reconstruction:
-        """Return the result for all of `obs` [B, n, obs_dim], of which this is that of the slot numbers `slots` [P].
-
-        Nothing is guessed in the others: their stored numbers are 0, and ids -1.
-        """
-
-        def spread(part: Tensor) -> Tensor:
-            blank = -1 if part.dtype == torch.int16 else 0
-            return part.new_full((len(obs), *part.shape[1:]), blank).index_copy_(0, slots, part)
-
-        fields = {name: spread(value) for name, value in self.fields.items()}
-        return Reconstruction(fields, obs.index_copy(0, slots, self.obs), spread(self.guessed))
-
 
 class Reconstructor(ABC):
     """Fills in features where agents see nothing.

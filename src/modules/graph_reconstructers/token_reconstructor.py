@@ -96,13 +96,20 @@ class TokenReconstructor(Reconstructor):
         self._history.reset(torch.as_tensor(which, device=self.device))
 
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
-        if played.all():
-            return self._tick(obs, now, self._history)
-        slots = played.nonzero().flatten()
-        part = self._history.take(slots)
-        made = self._tick(obs[slots], now[slots], part).among(obs, slots)
-        self._history.put(slots, part)
-        return made
+        seen, missing = (marks & played.view(-1, 1, 1) for marks in self.columns.sight(obs))
+        self._history.push(self._tokens(obs, seen), played)
+        stored = self.blank(tuple(missing.shape))
+        # Agents that see everything, or nothing because they are dead, cost no prediction.
+        rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
+        if len(rows):
+            masked = missing.flatten(0, 1).index_select(0, rows)
+            stored = self._stored(missing, self.guess(self._history.frames(rows, now), masked))
+            obs = self.filled(obs, stored, missing, self.columns)
+        else:
+            obs = obs.clone()
+        # After the prediction: a sight of this step is no memory yet.
+        self._history.commit(now, played)
+        return Reconstruction({self.field: stored}, obs, missing)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the histories of all slots."""
@@ -112,23 +119,6 @@ class TokenReconstructor(Reconstructor):
     def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
         """Continue from a `snapshot` of as many slots."""
         self._history.restore(snapshot)
-
-    def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory) -> Reconstruction:
-        """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step."""
-        seen, missing = self.columns.sight(obs)
-        history.push(self._tokens(obs, seen))
-        stored = self.blank(tuple(missing.shape))
-        # Agents that see everything, or nothing because they are dead, cost no prediction.
-        rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
-        if len(rows):
-            masked = missing.flatten(0, 1).index_select(0, rows)
-            stored = self._stored(missing, self.guess(history.frames(rows, now), masked))
-            obs = self.filled(obs, stored, missing, self.columns)
-        else:
-            obs = obs.clone()
-        # After the prediction: a sight of this step is no memory yet.
-        history.commit(now)
-        return Reconstruction({self.field: stored}, obs, missing)
 
     def blank(self, shape: tuple[int, ...]) -> Tensor:
         """Return the stored field where nothing is guessed; `shape`: (B, n, N)."""
@@ -159,11 +149,11 @@ class TokenReconstructor(Reconstructor):
         at_once = max(1, self.floats_at_once // widest)
         guesses = []
         for part in (slice(i, i + at_once) for i in range(0, len(frames), at_once)):
-            given, wanted = masked[part], None
+            given = [masked[part]]
             if others:
-                wanted = torch.arange(given.numel(), device=self.device).view(given.shape)[:, 1:].flatten()
+                given.append(torch.arange(given[0].numel(), device=self.device).view(-1, n_nodes)[:, 1:].flatten())
             with autocast_bf16(self.device, self._bf16):
-                logits = self.predictor(frames[part], given, self._bf16, wanted)
+                logits = self.predictor(frames[part], *given)
             guesses.append(self.predictor.guess(logits.to(self.predictor.table.dtype)))
         return guesses[0] if len(guesses) == 1 else Guess(*(torch.cat(each) for each in zip(*guesses, strict=True)))
 
@@ -186,29 +176,6 @@ class TokenReconstructor(Reconstructor):
         return columns.obs(table[torch.where(missing, stored.long(), self.predictor.specials.absent)])
 
 
-class StaticHistory(SlotHistory):
-    """`SlotHistory` whose memory stays where it is; only slots that are active move on."""
-
-    def reset(self, which: Tensor) -> None:
-        """Forget the slots `which` [B] bool."""
-        slots = which.view(-1, 1, 1)
-        for kept, blank in ((self.past, self._specials.pad), (self.last_ids, self._specials.pad), (self.last_step, -1)):
-            kept.masked_fill_(slots, blank)
-
-    def advance(self, ids: Tensor, active: Tensor) -> None:
-        """Add the tokens [B, n, N] of this step in the slots `active` [B] bool, as `push` does in all."""
-        # Written in place: a CUDA graph holds the addresses.
-        moved = torch.cat([self.past[1:], ids.unsqueeze(0)])
-        self.past.copy_(torch.where(active.view(-1, 1, 1), moved, self.past))
-
-    def note(self, step: Tensor, active: Tensor) -> None:
-        """Record the tokens as last seen at `step` [B] in the slots `active` [B] bool, as `commit` does in all."""
-        now = self.past[-1]
-        seen = (now < self._specials.n_codes) & active.view(-1, 1, 1)
-        self.last_ids.copy_(torch.where(seen, now, self.last_ids))
-        self.last_step.copy_(torch.where(seen, step.view(-1, 1, 1), self.last_step))
-
-
 class ResidentReconstruction:
     """Reconstructs what the agents of B slots do not see.
 
@@ -228,7 +195,7 @@ class ResidentReconstruction:
             raise UserError(f"runner=resident: cannot act with the predictor {kind}'s own forward. Use runner=parallel")
         self._of, self.field = reconstructor, reconstructor.field
         shape = n_slots, reconstructor.n_agents, reconstructor.layout.n_nodes
-        self._history = StaticHistory(shape, predictor.config, predictor.specials, reconstructor.device)
+        self._history = SlotHistory(shape, predictor.config, predictor.specials, reconstructor.device)
         self.stored = reconstructor.blank(shape).clone()
         self._everyone = torch.arange(shape[0] * shape[1], device=reconstructor.device)
 
@@ -247,9 +214,9 @@ class ResidentReconstruction:
         tokenizer = self._of.tokenizer
         nodes = columns.nodes(obs).flatten(0, -2).split(max(1, self._of.floats_at_once // tokenizer.config.hidden_dim))
         codes = torch.cat([tokenizer.ids(part) for part in nodes])
-        self._history.advance(torch.where(seen, codes.view(seen.shape), self._of.predictor.specials.mask), active)
+        self._history.push(torch.where(seen, codes.view(seen.shape), self._of.predictor.specials.mask), active)
         self.stored.copy_(self._guessed(missing, step))
-        self._history.note(step, active)
+        self._history.commit(step, active)
         return self._of.filled(obs, self.stored, missing, columns), missing
 
     def _guessed(self, missing: Tensor, step: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import TokenizerConfig
 from omagd.modules.graph_reconstructers.graphs import feature_mask
-from omagd.modules.ops import apply_linear, dropout
+from omagd.modules.ops import apply_linear
 
 DISTANCES = 2**18  # distances between nodes and codes that a CPU computes at once
 SMOOTHING = 1e-5  # Laplace smoothing of the EMA counts: no division by zero for an unused code
@@ -54,15 +54,12 @@ class MLP(nn.Sequential):
             layers += [nn.Linear(d_in, hidden), nn.ReLU(), nn.LayerNorm(hidden), nn.Dropout(p)]
             d_in = hidden
         super().__init__(*layers, nn.Linear(d_in, d_out))
-        self.p = p
 
-    def forward(self, x: Tensor, bf16: bool = False) -> Tensor:
-        """Return [..., d_out] from x [..., d_in]. bf16: whether a CPU multiplies in bf16."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., d_out] from x [..., d_in]."""
         for layer in self:
             if isinstance(layer, nn.Linear):
-                x = apply_linear(x, layer, bf16)
-            elif isinstance(layer, nn.Dropout):
-                x = dropout(x, self.p if self.training else 0.0)
+                x = apply_linear(x, layer)
             elif isinstance(layer, nn.ReLU):
                 x = F.relu_(x)  # in the memory of the linear map, whose gradient needs its input alone
             else:
@@ -97,9 +94,9 @@ class Tokenizer(nn.Module):
         self.register_buffer("ready", torch.zeros((), dtype=torch.bool))  # codebook initialised from data
         self.register_buffer("real", feature_mask(layout), persistent=False)
 
-    def encode(self, nodes: Tensor, bf16: bool = False) -> Tensor:
+    def encode(self, nodes: Tensor) -> Tensor:
         """Return encodings [..., E] of nodes [..., D]; of length one under `distance: cosine`."""
-        encoded = self.encoder(nodes.to(self.codebook.dtype), bf16).to(self.codebook.dtype)
+        encoded = self.encoder(nodes.to(self.codebook.dtype)).to(self.codebook.dtype)
         return self._unit(encoded)
 
     @torch.no_grad()
@@ -124,13 +121,13 @@ class Tokenizer(nn.Module):
             return self(nodes).ids
         return self.quantize(self.encode(nodes))
 
-    def forward(self, nodes: Tensor, bf16: bool = False) -> Quantized:
-        """Pass nodes [M, D] through the codebook. bf16: whether a CPU multiplies the MLPs in bf16."""
-        encoded = self.encode(nodes, bf16)
+    def forward(self, nodes: Tensor) -> Quantized:
+        """Pass nodes [M, D] through the codebook."""
+        encoded = self.encode(nodes)
         ids = self.quantize(encoded)
         code = self.codebook[ids]
         # Straight-through estimator (section 3.2): the value is e_i, the gradient that of z.
-        return Quantized(encoded, code, ids, self.decoder(encoded + (code - encoded).detach(), bf16))
+        return Quantized(encoded, code, ids, self.decoder(encoded + (code - encoded).detach()))
 
     def decode(self, ids: Tensor) -> Tensor:
         """Return the features [..., D] of ids [...]."""

@@ -170,13 +170,6 @@ def lookup_relu_backward(given: Any, out: Any, index: Any, grad: Any, for_table:
             of_table[j] += row[j]
 
 
-@kernel
-def drop(x: Any, words: Any, lowest: int, scale: Any, out: Any) -> None:
-    """Set out to x times the dropout mask of random `words` (int16): 0 for those up to `lowest`, `scale` for others."""
-    for i in range(len(x)):
-        out[i] = x[i] * (scale if words[i] > lowest else ZERO)
-
-
 @function
 def sign(x: Any) -> Any:
     """Return -1, 0 or 1, the derivative of |x|."""
@@ -309,4 +302,3 @@ def _call_all() -> None:
     mix_inputs_backward(some, some, some, some, line)
     lookup_relu(some, some, places, some)
     lookup_relu_backward(some, some, places, some, some)
-    drop(line, np.zeros(16, np.int16), 0, ONE, line)
