@@ -252,22 +252,6 @@ def test_a_unit_that_validation_never_misses_has_the_penalty_that_suits_the_othe
     assert penalty[4] == pytest.approx(PENALTIES[int(errors.argmin())]) and errors.argmin() > 0
 
 
-@pytest.mark.parametrize("limit", [12, 40, 150])
-def test_the_effect_of_time_is_linear_between_knots_that_are_dense_at_the_start(limit: int) -> None:
-    full = torch.rand(limit + 2, INFO.n_agents, N, D) + 0.1
-    obs = full.clone()
-    obs[:, :, 4] = 0
-    episode = {key: nodes_to_obs(value, LAYOUT) for key, value in (("obs", obs), ("full_obs", full))}
-    cases, knots = cases_of(pack_episodes([episode]), LAYOUT), belief_baselines._knots(limit)
-    made = belief_baselines._inputs(cases, LAYOUT, limit)[0][:, -len(knots) :].numpy()
-    assert made.shape[0] == len(cases) == INFO.n_agents * (limit + 1)
-    for of_step, step in zip(made, cases.step.tolist(), strict=True):
-        wanted = [np.interp(step, knots, np.arange(len(knots)) == k) for k in range(len(knots))]
-        np.testing.assert_allclose(of_step, wanted, atol=1e-12)
-    assert knots[: min(16, limit) + 1] == list(range(min(16, limit) + 1)) and knots[-1] == limit
-    assert all(0 < right - left <= max(2, left / 4) for left, right in zip(knots, knots[1:], strict=False))
-
-
 class Guesser:
     """Believes at random; takes a unit for dead above another probability than one half."""
 

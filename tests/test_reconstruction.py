@@ -225,19 +225,6 @@ def test_a_controller_acts_for_some_slots_as_for_all(decode: str, field: str) ->
     assert turns.reconstructor.frames == together.reconstructor.frames > 0
 
 
-@pytest.mark.parametrize("changes", [
-    {"decode": "mean"}, {"decode": "argmax"}, {"use_gru": True},
-], ids=str)  # fmt: skip
-def test_kinds_store_the_fields_that_they_declare(changes: dict[str, object]) -> None:
-    config = toy_config(**changes)
-    kind = REGISTRY.get(config.mask_predictor_config.kind)
-    reconstructor = kind(*toy_modules(config), config, INFO)
-    reconstructor.begin(1)
-    stored = reconstructor.step(toy_episodes(1, seed=20)[0]["obs"][:1], np.zeros(1)).fields
-    found = [(name, (value.dtype, tuple(value.shape[1:]))) for name, value in stored.items()]
-    assert found == list(kind.fields(config, INFO).items()) and found[0][0] == reconstructor.field
-
-
 class Counting(Reconstructor):
     """Stores how many units each agent misses; this number is their features."""
 

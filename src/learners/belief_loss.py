@@ -143,8 +143,7 @@ class BeliefLoss(nn.Module):
             sums += torch.stack([lives.sum((0, 1)).expand_as(sums[0]), x.sum((0, 1)), (x * x).sum((0, 1))])
         sums = dist.sum(sums)
         count, finite = sums[:1], sums.isfinite().all()
-        # Averages of 1, x and x² with Adam's decay: features have other scales on every map, and change as agents
-        # learn.
+        # Running moments: features have other scales on every map, and change as agents learn.
         follow = (1 - DECAY) * ((count > 0) & finite).double()  # a unit without cases stays as it was
         self.moments.lerp_(sums.where(finite, 0.0) / count.clamp(min=1), follow)
         weight, first, second = self.moments
@@ -159,8 +158,7 @@ class BeliefLoss(nn.Module):
         told = [part.to(self._kind) for part in self.head(read)]
         counted = cases.counted.to(self._kind)
         if self.head.tokens:
-            # As BERT's masked tokens (Devlin et al. 2019): a distribution over codes can say that a unit is here or
-            # there.
+            # As in BERT (Devlin et al. 2019): a distribution over codes can say that a unit is here or there.
             each = F.cross_entropy(told[0].flatten(0, -2), cases.truth.flatten(), reduction="none")
             parts = {"loss_belief": (each * counted.flatten()).sum()}
         else:

@@ -31,7 +31,7 @@ from omagd.modules.agents.ff_agent import DDPGAgent
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing, rewards_of_agents, row_draws
+from omagd.utils.packing import PackedBatch, rewards_of_agents, row_draws
 from omagd.utils.seeding import stream_seed
 
 Critic = Callable[[AgentInputs, Tensor], Tensor]
@@ -195,8 +195,9 @@ class DDPGLearner(SavesParts):
 
     def _steps(self, batch: PackedBatch, before: int = 0) -> Steps:
         """Return the valid steps of (a part of) a batch. before: episodes of lower ranks in this update."""
-        rows = _step_rows(batch.packing)
-        now, later = (p if isinstance(p, slice) else p.to(self.device, non_blocking=True) for p in rows)
+        # Rows in which an action was taken, and the row after each: closing rows have none.
+        row = torch.nonzero(~batch.packing.closing).flatten()
+        now, later = (rows.to(self.device, non_blocking=True) for rows in (row, batch.packing.next_row[row]))
         inputs, dtype = self.mac.inputs(batch), self.mac.dtype
         return Steps(
             before=inputs.rows(now),
@@ -204,7 +205,7 @@ class DDPGLearner(SavesParts):
             taken=batch[TAKEN][now].to(dtype),
             reward=rewards_of_agents(batch)[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
-            noise=self._noise(batch, rows[0], before) if self.config.gumbel_softmax else None,
+            noise=self._noise(batch, row, before) if self.config.gumbel_softmax else None,
         )
 
     @torch.no_grad()
@@ -214,10 +215,10 @@ class DDPGLearner(SavesParts):
         logits = self.target_agent(steps.after)
         actions = one_hot(logits).to(logits.dtype) if self.config.gumbel_softmax else logits.softmax(-1)
         value = self.target_critic(steps.after, actions).to(steps.reward.dtype)
-        # DDPG, eq. 5. A terminal step has no value after it; one that a time limit cut off has.
+        # DDPG, eq. 5. A terminal step has no value after it; one that was only cut off has.
         return steps.reward + self.config.gamma * (1.0 - steps.ended).unsqueeze(-1) * value
 
-    def _noise(self, batch: PackedBatch, row: Tensor | slice, before: int) -> Tensor:
+    def _noise(self, batch: PackedBatch, row: Tensor, before: int) -> Tensor:
         """Return Gumbel noise -log(-log(u)) of the steps in the rows `row`, [S, n, A].
 
         u depends on seed, update and the step's place in the batch of all ranks. before: episodes of lower ranks in
@@ -247,18 +248,6 @@ class DDPGLearner(SavesParts):
         """Return optimizers and target networks, by their keys in `state_dict`."""
         targets = {"target_agent": self.target_agent, "target_critic": self.target_critic}
         return {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer, **targets}
-
-
-def _step_rows(packing: Packing) -> tuple[Tensor | slice, Tensor | slice]:
-    """Return the rows in which an action was taken, and for each the row after it (CPU).
-
-    Slices, which copy nothing, if all episodes have the same length.
-    """
-    sizes = packing.batch_sizes
-    if sizes[0] == sizes[-1]:
-        return slice(0, sum(sizes[1:])), slice(sizes[0], sum(sizes))
-    row = torch.nonzero(~packing.closing).flatten()
-    return row, packing.next_row[row]
 
 
 def _frozen_twin(module: nn.Module) -> nn.Module:

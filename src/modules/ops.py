@@ -149,13 +149,6 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return out.view(*x.shape[:-1], -1)
 
 
-def apply_linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """Return `layer` applied to x, by `fast_linear` where it is no subclass."""
-    if type(layer) is not nn.Linear:
-        return layer(x)
-    return fast_linear(x, layer.weight, layer.bias)
-
-
 class FastLinear(nn.Linear):
     """`nn.Linear` (same parameters, names and initial values) computed by `fast_linear`."""
 

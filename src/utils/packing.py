@@ -355,7 +355,7 @@ def td_lambda_targets(
     """
     closing = packing.closing.to(values.device, non_blocking=True).view(-1, *[1] * (values.dim() - 1))
     later = values[packing.next_row.to(values.device, non_blocking=True)]  # v(t+1)
-    # After a terminal step there is nothing to bootstrap from; a time limit is not a terminal step.
+    # After a terminal step there is no value; an episode that was only cut off has one at its end.
     keep = gamma * (1.0 - terminated)
     targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * later)
     weight = (td_lambda * keep).masked_fill(closing, 0)  # of G(t+1) in G(t)

@@ -173,8 +173,7 @@ class RecurrentAgent(Agent):
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values [B, n, A] of one step and the new hidden state [B, n, H]."""
         encoded, *others = self.encode(inputs)
-        # The memory of DRQN (Hausknecht & Stone 2015): what an agent has seen stands in for the state that it does not
-        # see.
+        # DRQN (Hausknecht & Stone 2015): what was seen stands in for the state that no agent sees.
         hidden = self.rnn.step(encoded, hidden)
         return self.values(hidden, *others), hidden
 

@@ -39,11 +39,7 @@ class FlatCritic(nn.Module):
 
 
 class StateCritic(FlatCritic):
-    """V(s): one value of the state for the whole team (MAPPO, Yu et al. 2022, arXiv:2103.01955).
-
-    Args:
-        config, info: the run and its environment. width: of both hidden layers.
-    """
+    """V(s): one value of the state for the whole team (MAPPO, Yu et al. 2022, arXiv:2103.01955)."""
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
@@ -59,9 +55,6 @@ class ObservationCritic(FlatCritic):
     """V(o_i): a value for each agent from its own inputs (independent PPO, de Witt et al. 2020, arXiv:2011.09533).
 
     It has no memory.
-
-    Args:
-        config, info: the run and its environment. width: of both hidden layers.
     """
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
@@ -76,11 +69,7 @@ class ObservationCritic(FlatCritic):
 
 
 class AgentStateCritic(FlatCritic):
-    """V(s, o_i): a value for each agent from the state and its own inputs (MAPPO, agent-specific global state).
-
-    Args:
-        config, info: the run and its environment. width: of both hidden layers.
-    """
+    """V(s, o_i): a value for each agent from the state and its own inputs (MAPPO, agent-specific global state)."""
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
@@ -97,11 +86,7 @@ class AgentStateCritic(FlatCritic):
 
 
 class SetCritic(nn.Module):
-    """V(s) of the units in the state: their order does not matter, and its size does not depend on the map.
-
-    Args:
-        config, info: the run and its environment. width: of the embeddings and of the hidden layer.
-    """
+    """V(s) of the units in the state: their order does not matter, and its size does not depend on the map."""
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()

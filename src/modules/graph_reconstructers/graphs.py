@@ -105,12 +105,6 @@ class GraphTables:
         member[0] = 1.0  # any feature at all shows that the observer lives, and then it sees itself
         self._member = member
 
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Return, as int64, the feature of each place of the nodes plus 2, [N·D] (0 and 1: these constants), and the
-        place of each feature, [obs_dim].
-        """
-        return self._source, self._place
-
     def nodes(self, obs: Tensor) -> Tensor:
         """Return `obs_to_nodes`: [..., N, D] of observations [..., obs_dim]."""
         constants = self._constants.to(obs.dtype).expand(*obs.shape[:-1], 2)

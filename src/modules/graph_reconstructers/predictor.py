@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
-from omagd.modules.ops import apply_linear, attend, fast_linear, no_autocast, recomputed
+from omagd.modules.ops import FastLinear, attend, fast_linear, no_autocast, recomputed
 from omagd.utils.packing import Packing
 
 N_SPECIAL = 3
@@ -186,8 +186,8 @@ class Block(nn.Module):
         d = config.d_model
         self.n_heads, self.p = config.n_heads, config.dropout
         self.norm_in, self.norm_out = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.query, self.key_value, self.merge = nn.Linear(d, d), nn.Linear(d, 2 * d), nn.Linear(d, d)
-        self.widen, self.narrow = nn.Linear(d, config.feedforward_dim), nn.Linear(config.feedforward_dim, d)
+        self.query, self.key_value, self.merge = FastLinear(d, d), FastLinear(d, 2 * d), FastLinear(d, d)
+        self.widen, self.narrow = FastLinear(d, config.feedforward_dim), FastLinear(config.feedforward_dim, d)
 
     def forward(self, x: Tensor, wanted: Tensor | None, n_out: int) -> Tensor:
         """Return the block's output for x [F, L, d]: [F, L, d], or [M, d] for the tokens `wanted`.
@@ -199,13 +199,13 @@ class Block(nn.Module):
         p = self.p if self.training else 0.0
         # Pre-norm (Xiong et al. 2020): the sum of all blocks reaches the head unscaled, which trains without warm-up.
         normed = self.norm_in(x)
-        query, out = apply_linear(normed[:, -n_out:], self.query), x[:, -n_out:]
-        mixed = attend(query, apply_linear(normed, self.key_value), self.n_heads, p)
+        query, out = self.query(normed[:, -n_out:]), x[:, -n_out:]
+        mixed = attend(query, self.key_value(normed), self.n_heads, p)
         if wanted is not None:
             out, mixed = (rows.flatten(0, 1).index_select(0, wanted) for rows in (out, mixed))
-        out = out + F.dropout(apply_linear(mixed, self.merge), p)
-        hidden = F.dropout(F.gelu(apply_linear(self.norm_out(out), self.widen)), p)
-        return out + F.dropout(apply_linear(hidden, self.narrow), p)
+        out = out + F.dropout(self.merge(mixed), p)
+        hidden = F.dropout(F.gelu(self.widen(self.norm_out(out))), p)
+        return out + F.dropout(self.narrow(hidden), p)
 
 
 class Guess(NamedTuple):
@@ -246,7 +246,7 @@ class MaskPredictor(nn.Module):
         else:
             self.frame = nn.Embedding(config.stacked_steps, d)
         if config.last_seen:
-            self.recall = nn.Linear(d, d)
+            self.recall = FastLinear(d, d)
             self.age = nn.Embedding.from_pretrained(sinusoidal(episode_limit + 1, d), freeze=False)
         self.norm = nn.LayerNorm(d)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
@@ -292,7 +292,7 @@ class MaskPredictor(nn.Module):
         static = self.kind(self.types) + self.position.weight + self._embed(self.step, frames.step)[:, None]
         x = self._stack(x, static)
         if self.config.last_seen:
-            memory = apply_linear(F.embedding(frames.last_ids, tokens), self.recall)
+            memory = self.recall(F.embedding(frames.last_ids, tokens))
             # What is seen needs no memory of itself; of what is not, the last token and its age say where it may be.
             memory = torch.where(masked[..., None], memory + self._embed(self.age, frames.age), 0.0)
             x = torch.cat([x[:, : -self.n_nodes], x[:, -self.n_nodes :] + memory], dim=1)

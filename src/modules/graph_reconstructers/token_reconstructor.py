@@ -61,8 +61,7 @@ class TokenReconstructor(Reconstructor):
     def __init__(self, tokenizer: Tokenizer, predictor: MaskPredictor, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
         super().__init__(info.layout, predictor.table.device)
-        self.tokenizer = tokenizer.eval().requires_grad_(False)
-        self.predictor = predictor.eval().requires_grad_(False)
+        self.tokenizer, self.predictor = tokenizer.requires_grad_(False), predictor.requires_grad_(False)
         self.mean = config.mask_predictor_config.decode == "mean"
         self.field = "recon" if self.mean else "tokens"
         self.n_agents = info.n_agents
@@ -86,7 +85,9 @@ class TokenReconstructor(Reconstructor):
         return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes))}
 
     def begin(self, n_slots: int) -> None:
-        """Start with empty histories in `n_slots` slots."""
+        """Start with empty histories in `n_slots` slots, and without dropout, whoever has trained meanwhile."""
+        self.tokenizer.eval()
+        self.predictor.eval()
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
         self._history = SlotHistory(shape, self.predictor.config, self.predictor.specials, self.device)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import TokenizerConfig
 from omagd.modules.graph_reconstructers.graphs import feature_mask
-from omagd.modules.ops import apply_linear
+from omagd.modules.ops import FastLinear
 
 DISTANCES = 2**18  # distances between nodes and codes that a CPU computes at once
 SMOOTHING = 1e-5  # Laplace smoothing of the EMA counts: no division by zero for an unused code
@@ -51,20 +51,10 @@ class MLP(nn.Sequential):
     def __init__(self, d_in: int, d_out: int, hidden: int, n_layers: int, p: float) -> None:
         layers: list[nn.Module] = []
         for _ in range(n_layers):
-            layers += [nn.Linear(d_in, hidden), nn.ReLU(), nn.LayerNorm(hidden), nn.Dropout(p)]
+            # ReLU in the memory of the linear map, whose gradient needs its input alone.
+            layers += [FastLinear(d_in, hidden), nn.ReLU(inplace=True), nn.LayerNorm(hidden), nn.Dropout(p)]
             d_in = hidden
-        super().__init__(*layers, nn.Linear(d_in, d_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [..., d_out] from x [..., d_in]."""
-        for layer in self:
-            if isinstance(layer, nn.Linear):
-                x = apply_linear(x, layer)
-            elif isinstance(layer, nn.ReLU):
-                x = F.relu_(x)  # in the memory of the linear map, whose gradient needs its input alone
-            else:
-                x = layer(x)
-        return x
+        super().__init__(*layers, FastLinear(d_in, d_out))
 
 
 class Tokenizer(nn.Module):

@@ -108,8 +108,7 @@ class Unroll(torch.autograd.Function):
                     ctx.kernels.gru_backward(place, *inputs, *both, h if t else h0, *others)
                     if t or ctx.starts:
                         begin, n_more = block.start - first, k
-                        # dL/dh through the gates: [d_r | d_z | d_m] W_h. Not needed before the first step unless it has
-                        # a start.
+                        # dL/dh through the gates: [d_r | d_z | d_m] W_h; before the first step only for a given start.
                         torch.mm(grads[begin : begin + k, size:], w_hh, out=more[:k])
                 made = grads[: end - first]
                 torch.mm(made[:, : 3 * size], back_x, out=for_x[first:end])

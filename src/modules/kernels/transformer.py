@@ -52,6 +52,7 @@ class Attention(torch.autograd.Function):
         # d_s = w (d_w - sum of w d_w): a softmax sums to 1, so its gradient has no part along w.
         for_scores = torch.ops.aten._softmax_backward_data(for_weights, weights, 1, weights.dtype).mul_(e**-0.5)
         for_scores = _transposed(for_scores.view(-1, groups)).view(groups, n, length)
+        # dL/dv = w^T g.
         for_v = torch.bmm(by_head.transpose(1, 2), grad)
         return torch.bmm(for_scores, k), torch.bmm(for_scores.transpose(1, 2), q), for_v
 

@@ -177,6 +177,7 @@ class SetQMixer(nn.Module):
         """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
         whole, allies, there = self.units(state)
         for_w1, b1, for_w2 = self.whole(whole).chunk(3, dim=-1)
+        # QMIX, eq. 5, for any number of agents: absolute weights, one row for each agent's unit.
         w1 = (self.weight1_unit(allies) + for_w1.unsqueeze(1)).abs()
         # A sum over agents whose weights are functions of their units: any number of them, in any order.
         hidden = F.elu((w1 * (agent_qs.unsqueeze(-1) * there)).sum(dim=1) + b1)
