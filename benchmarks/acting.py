@@ -97,12 +97,12 @@ class EveryAgent(TokenReconstructor):
         hidden, living = unseen(nodes), (obs != 0).any(-1, keepdim=True)
         ids = torch.where(hidden, self.predictor.specials.mask, self.tokenizer.ids(nodes))
         history: SlotHistory = self._history
-        history.push(ids)
+        history.push(ids, torch.ones(len(obs), dtype=torch.bool))
         rows = torch.arange(obs.shape[0] * obs.shape[1])
         logits = self.predictor(history.frames(rows, now), hidden.flatten(0, 1))
         guesses = torch.zeros_like(nodes)
         guesses[hidden] = self.predictor.guess(logits).features.half().float()
-        history.commit(now)
+        history.commit(now, torch.ones(len(obs), dtype=torch.bool))
         missing = hidden & living
         guesses[~missing] = 0.0
         stored = nodes_to_obs(guesses, self.layout)

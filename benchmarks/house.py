@@ -19,8 +19,9 @@ SRC = ROOT / "src"
 APART = ("lab", "envs/battle", "envs/snakes")
 RUN = "--config=qmix --env-config=skirmish with env_args.map_name=3m batch_size_run=16 use_cuda=False use_wandb=False"
 
-# Runs the command line in this process and notes the files of the package whose functions are called: in an update, or
-# by the package `run/checkpoint` and by what it calls until the state of a checkpoint is restored.
+# Runs the command line in this process and notes the files of the package whose functions are called: by an update (not
+# the first one, which loads the kernels), or by the package `run/checkpoint` and by what it calls until the state of a
+# checkpoint is restored.
 PROFILED = """
 import os, signal, sys, threading
 from omagd.learners.nq_learner import NQLearner
@@ -40,7 +41,7 @@ def switch(owner, name, inside, after):
     plain = getattr(owner, name)
     def call(*values, **more):
         global on
-        on = inside
+        on = inside and (what != "update" or values[0].updates > 0)
         try:
             return plain(*values, **more)
         finally:
@@ -51,8 +52,9 @@ if "stop" in what:
 switch(NQLearner, "update", what == "update", False)
 switch(Checkpointer, "restore", what == "resume", False)
 if what in ("update", "resume"):
-    threading.setprofile(note)
     sys.setprofile(note)
+if what == "resume":
+    threading.setprofile(note)
 try:
     main(words)
 finally:

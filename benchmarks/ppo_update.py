@@ -27,7 +27,7 @@ from qmix_update import MAPS, Episodes, measure, padded
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
-from omagd.controllers.basic_mac import NMAC
+from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.ppo_learner import PPOLearner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
@@ -42,7 +42,7 @@ def ours(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) ->
         "learner_args.epochs": options.epochs, "learner_args.minibatches": 1, "learner_args.critic_hidden": WIDTH,
     }  # fmt: skip
     config, device = resolve("mappo", "skirmish", given), torch.device(options.device)
-    learner = PPOLearner(NMAC(config, info, device), config, info, Dist(device=device))
+    learner = PPOLearner(BasicMAC(config, info, device), config, info, Dist(device=device))
     learner.warm_up()
     for episode in (episode for batch in batches for episode in batch):
         episode["log_prob"] = -episode["avail_actions"].sum(-1).float().log()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
-from omagd.controllers.basic_mac import NMAC
+from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.nq_learner import NQLearner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
@@ -52,7 +52,7 @@ def step_ours(peer: Peer, episodes: Episodes, info: EnvInfo) -> tuple[dict[str, 
     """Return the clipped gradients of one update of ours from the peer's weights, and what is logged."""
     values = {"env_args.map_name": info.map_name, "grad_norm_clip": float(peer.args.grad_norm_clip)}
     config = resolve("qmix", "skirmish", values)
-    mac = NMAC(config, info, torch.device("cpu"))
+    mac = BasicMAC(config, info, torch.device("cpu"))
     mac.agent.double()
     learner = NQLearner(mac, config, info, Dist())
     mac.agent.load_state_dict(peer.mac.agent.state_dict())

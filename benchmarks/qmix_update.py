@@ -40,7 +40,7 @@ from torch import Tensor
 from omagd.components.episode_buffer import ResidentBuffer
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
-from omagd.controllers.basic_mac import NMAC
+from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.fixed_updates import WARM_UP
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.training.device import keep_freed_memory
@@ -111,7 +111,7 @@ def ours(batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu", **u
     """Return a function that does one update of packed batch number i."""
     config = resolve("qmix", "skirmish", {"env_args.map_name": info.map_name, **updates})
     where = torch.device(device)
-    mac = NMAC(config, info, where)
+    mac = BasicMAC(config, info, where)
     learner = NQLearner(mac, config, info, Dist(device=where))
     learner.warm_up()
     packed = [pack_episodes(episodes).to(where) for episodes in batches]
@@ -124,7 +124,7 @@ def ours_graph(
     """Return a function that does the same from a replay in the device's memory, by updates of fixed shapes."""
     config = resolve("qmix", "skirmish", {"env_args.map_name": info.map_name, **updates})
     where, size = torch.device(device), len(batches[0])
-    learner = NQLearner(NMAC(config, info, where), config, info, Dist(device=where))
+    learner = NQLearner(BasicMAC(config, info, where), config, info, Dist(device=where))
     learner.warm_up()
     replay = ResidentBuffer(size * len(batches), where, info.episode_limit + 1)
     replay.add(episode for batch in batches for episode in batch)

@@ -8,8 +8,6 @@ import time
 
 import pytest
 
-from omagd.components import selection
-from omagd.modules import kernels
 from omagd.run.training import device
 
 START = """
@@ -83,14 +81,3 @@ def test_a_process_that_cannot_be_started_is_no_error_and_no_terminal_interrupts
     monkeypatch.setattr(subprocess, "Popen", popen)
     device._start()
     assert given["start_new_session"] and given["stdin"] == subprocess.DEVNULL
-
-
-@pytest.mark.parametrize("orphan", [False, True])
-def test_kernels_of_learning_and_of_acting_are_compiled_unless_the_run_has_ended(monkeypatch, orphan):
-    compiled = []
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda _: type("C", (), {"prctl": staticmethod(lambda *_: 0)}))
-    monkeypatch.setattr(sys, "argv", ["ahead", str(os.getppid() + orphan)])
-    monkeypatch.setattr(kernels, "compiled_kernels", lambda: compiled.append("learning") or kernels)
-    monkeypatch.setattr(selection, "compiled", lambda: compiled.append("acting"))
-    device.compile_or_end()
-    assert compiled == ([] if orphan else ["learning", "acting"])

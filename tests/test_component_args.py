@@ -137,28 +137,6 @@ def test_qplex_is_maximal_only_at_the_agents_greedy_actions():
         assert torch.equal(allowed[joint.argmax()], best) and (joint == joint.max()).sum() == 1
 
 
-def climbing_error(mixer: str) -> float:
-    """Return the mean squared error of the joint values of a game that no monotonic mixer can represent."""
-    payoff = torch.tensor([[11.0, -30.0, 0.0], [-30.0, 7.0, 6.0], [0.0, 0.0, 5.0]])  # Claus and Boutilier 1998
-    torch.manual_seed(1)
-    info = type(INFO)("climbing", "", 2, 3, 2, 1, 1)
-    mixing = MIXERS.get(mixer)(toy_config(mixer=mixer, mixing_embed_dim=8), info)
-    q = torch.zeros(2, 3, requires_grad=True)
-    actions = torch.tensor(list(itertools.product(range(3), repeat=2)))
-    optimizer = torch.optim.Adam([q, *mixing.parameters()], lr=0.02)
-    for _ in range(1500):
-        joint = mix(mixing, MixerInputs(q.expand(9, -1, -1), actions, torch.ones(9, 2, 3), torch.ones(9, 1)))
-        error = (joint - payoff[actions[:, 0], actions[:, 1]]).square().mean()
-        optimizer.zero_grad()
-        error.backward()
-        optimizer.step()
-    return error.item()
-
-
-def test_qplex_represents_a_game_that_qmix_cannot():
-    assert climbing_error("qplex") < 1.0 < 10.0 < climbing_error("qmix")
-
-
 def test_qplex_trains_and_resumes_bit_for_bit(words, tmp_path):
     more = "t_max=120 test_interval=1000 log_interval=24 learner_log_interval=24 checkpoint_interval=0".split()
     command = [*words, "--env-config=crossroads", *more, "auto_resume=True"]

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from omagd.components.data import ReplayData
 from omagd.components.episode_buffer import ROUNDING, FixedDraw
-from omagd.components.td_lambda import td_lambda_targets
 from omagd.learners.fixed_updates import WARM_UP, uses_graph_updates
 from omagd.learners.nq_learner import NQGraphLearner, NQLearner
 from omagd.run.topology import Plan
 from omagd.run.training.device import check_machine
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import FixedPacking, Packing
+from omagd.utils.packing import FixedPacking
 
 torch.set_num_threads(1)
 
@@ -51,27 +50,6 @@ def test_a_batch_of_fixed_shape_repeats_closing_rows():
         rewards = [part["reward"].view(drawn.rows, -1) for part in (*halves, fixed)]
         assert torch.equal(rewards[0], rewards[2][:, ::2])
         assert torch.equal(rewards[1], rewards[2][:, 1::2])
-
-
-@pytest.mark.parametrize("per_agent", [False, True])
-@pytest.mark.parametrize("td_lambda", [0.0, 0.6, 1.0])
-def test_targets_of_fixed_shapes_are_those_of_packed_rows(td_lambda, per_agent):
-    rng = torch.Generator().manual_seed(0)
-    lengths, steps = (9, 9, 5, 2, 1), 16
-    packing = Packing(lengths)
-    fixed = FixedPacking((steps,) * len(lengths), rows=torch.tensor(lengths))
-    shape = (len(lengths), steps, *((3,) if per_agent else ()))
-    values = torch.randn(shape, generator=rng, dtype=torch.float64)
-    reward = torch.randn(shape, generator=rng, dtype=torch.float64)
-    ended = (torch.rand(len(lengths), steps, *shape[2:3], generator=rng) < 0.2).double()
-
-    def targets(packs: Callable[[Tensor], Tensor], of: Packing) -> Tensor:
-        return td_lambda_targets(packs(reward), packs(ended), packs(values), of, 0.9, td_lambda)
-
-    wanted = packing.pad(targets(lambda x: packing.pack(x[:, : lengths[0]]), packing))
-    found = targets(lambda x: x.transpose(0, 1).flatten(0, 1), fixed).unflatten(0, (steps, -1)).transpose(0, 1)
-    torch.testing.assert_close(found[:, : lengths[0]], wanted, atol=1e-12, rtol=0)
-    assert (found[:, lengths[0] :] == 0).all()
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])

@@ -18,7 +18,7 @@ from omagd.modules.agents.gnn_rnn_agent import GNNRNNAgent
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs
 from omagd.modules.kernels import compiled_kernels, graph_encoder
 from omagd.modules.mixers.mixer import QMixer
-from omagd.modules.ops import PackedGRU, dropout, lookup_relu
+from omagd.modules.ops import PackedGRU, lookup_relu
 from omagd.utils.packing import Packing, pack_episodes
 
 torch.set_num_threads(1)
@@ -206,20 +206,3 @@ def test_without_numba_torch_computes_after_one_warning(monkeypatch, capsys, req
         out = gru(x, Packing((3, 2)))
         torch.testing.assert_close(out, cell_by_cell(gru, x, Packing((3, 2)), None))
     assert capsys.readouterr().err.count("pip install 'numba") == 1
-
-
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("p", [0.1, 0.5])
-def test_compiled_dropout_has_the_bits_of_torchs_operations(monkeypatch, p):
-    x = torch.randn(37, 65, requires_grad=True)
-    x.data[0, 0] = math.inf
-    upstream, results = torch.randn(37, 65), []
-    for small in (0, math.inf):
-        monkeypatch.setattr(kernels, "SMALL", small)
-        torch.manual_seed(5)
-        out = dropout(x, p)
-        results.append([out, *torch.autograd.grad(out, x, upstream), torch.rand(1)])
-    assert results[0][0].grad_fn.name() != results[1][0].grad_fn.name()
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one.isnan(), other.isnan())
-        assert torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -14,7 +14,7 @@ from omagd import controllers
 from omagd.components.episode_codec import Codec, spec_of
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
-from omagd.controllers.basic_mac import NMAC
+from omagd.controllers.basic_mac import BasicMAC
 from omagd.envs.protocol import Observation
 from omagd.run import memory_budget as memory
 from omagd.run.memory_budget import asked_bytes, memory_warnings, oom_hint, pretraining_bytes, replay_bytes, replay_spec
@@ -56,7 +56,7 @@ def test_the_estimate_is_what_a_recorded_episode_takes(name, updates, extras):
 
 
 def test_what_a_controller_of_ones_own_keeps_is_counted(monkeypatch):
-    class Moody(NMAC):
+    class Moody(BasicMAC):
         @classmethod
         def extra_fields(cls, config, info):
             return {"mood": (torch.float32, (info.n_agents, 7))}

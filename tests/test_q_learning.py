@@ -28,9 +28,7 @@ from torch.nn import functional as F
 
 import omagd
 from omagd.components import selection
-from omagd.components import td_lambda as targets_of
 from omagd.components.action_selectors import EpsilonGreedy, Greedy, epsilon_at
-from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.types import Tick
@@ -43,9 +41,10 @@ from omagd.run.cli.main import config_from
 from omagd.run.reporting import plots
 from omagd.run.training.build import build_learner
 from omagd.run.training.stages.base import PretrainedModules
+from omagd.utils import packing as of_packing
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import Packing, pack_episodes
+from omagd.utils.packing import FixedPacking, Packing, pack_episodes, td_lambda_targets
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -68,7 +67,7 @@ def lambda_returns(reward, terminated, values, gamma, td_lambda):
 @pytest.mark.parametrize("td_lambda", [0.0, 0.6, 1.0])
 def test_targets_equal_weighted_n_step_returns(td_lambda, on_gpu, monkeypatch):
     if on_gpu:
-        monkeypatch.setattr(targets_of, "_step_by_step", targets_of.by_doubling)
+        monkeypatch.setattr(of_packing, "_step_by_step", of_packing.by_doubling)
     rng = np.random.default_rng(0)
     steps, truncated = [7, 7, 4, 1, 0], [False, True, True, False, True]
     packing = Packing(tuple(k + 1 for k in steps))
@@ -77,12 +76,16 @@ def test_targets_equal_weighted_n_step_returns(td_lambda, on_gpu, monkeypatch):
     for i, k in enumerate(steps):
         if k and not truncated[i]:
             terminated[i, k - 1] = 1
-    rows = (packing.pack(torch.from_numpy(x)) for x in (reward, terminated, values))
-    got = packing.pad(td_lambda_targets(*rows, packing, 0.9, td_lambda))
-    for i, k in enumerate(steps):
-        wanted = lambda_returns(reward[i, :k], terminated[i, :k], values[i], 0.9, td_lambda)
-        np.testing.assert_allclose(got[i, :k], wanted, atol=1e-12)
-        assert (got[i, k:] == 0).all()
+    given = [torch.from_numpy(x) for x in (reward, terminated, values)]
+    fixed = FixedPacking((8,) * 5, rows=torch.tensor(steps) + 1)
+    packed = packing.pad(td_lambda_targets(*map(packing.pack, given), packing, 0.9, td_lambda))
+    repeated = td_lambda_targets(*(x.t().flatten() for x in given), fixed, 0.9, td_lambda).view(8, 5).t()
+    each = td_lambda_targets(*(x.t().reshape(-1, 1).expand(-1, 2) for x in given), fixed, 0.9, td_lambda)
+    for got in (packed, repeated, each[:, 1].view(8, 5).t()):
+        for i, k in enumerate(steps):
+            wanted = lambda_returns(reward[i, :k], terminated[i, :k], values[i], 0.9, td_lambda)
+            np.testing.assert_allclose(got[i, :k], wanted, atol=1e-12)
+            assert (got[i, k:] == 0).all()
 
 
 def test_exploration_takes_available_actions_evenly_and_its_stream_ignores_who_is_alive():

@@ -19,8 +19,7 @@ from omagd.controllers.types import Tick
 from omagd.envs.frames import Frame, Scene
 from omagd.envs.protocol import Observation
 from omagd.learners.predictor_learner import PredictorLearner
-from omagd.modules.graph_reconstructers import REGISTRY, compiled, frozen
-from omagd.modules.graph_reconstructers.frozen import FrozenLinear, FrozenPredictor, FrozenTokenizer
+from omagd.modules.graph_reconstructers import REGISTRY, token_reconstructor
 from omagd.modules.graph_reconstructers.graphs import (
     GraphTables,
     alive,
@@ -29,7 +28,6 @@ from omagd.modules.graph_reconstructers.graphs import (
     obs_to_nodes,
     unseen,
 )
-from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor
 from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
@@ -135,8 +133,11 @@ def test_learning_reads_the_bits_that_acting_saw(decode: str, use_gru: bool) -> 
     assert torch.equal(guessed, batch["marks"]) and guessed.any()
 
 
+@pytest.mark.parametrize("at_once", [1 << 21, 1])
 @pytest.mark.parametrize("decode", DECODES)
-def test_acting_predicts_what_training_predicts(decode: str) -> None:
+def test_acting_predicts_what_training_predicts(monkeypatch, decode: str, at_once: int) -> None:
+    """Also where frames pass in several groups."""
+    monkeypatch.setattr(token_reconstructor, "FLOATS_AT_ONCE", (at_once, at_once))
     parts = tokenizer, predictor, config, _ = trained(decode=decode)
     episodes = toy_episodes(6, seed=21)
     played = play(TokenReconstructor(*parts), episodes)
@@ -176,68 +177,6 @@ def test_a_snapshot_continues_in_the_middle_of_an_episode_without_dropout_or_gra
     assert not any(p.requires_grad for module in parts[:2] for p in module.parameters())
 
 
-class ByTorch(TokenReconstructor):
-    """The reference, without kernels."""
-
-    has_kernels = False
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"stacked_steps": 3, "last_seen": False},
-        {"stacked_steps": 1, "tokenizer_config__distance": "cosine"},
-    ],
-)
-def test_kernels_compute_the_bits_of_the_torch_path(changes: dict[str, object]) -> None:
-    parts, slots, rng = trained(**changes), 9, np.random.default_rng(0)
-    both = [TokenReconstructor(*parts), ByTorch(*parts)]
-    assert both[0].has_kernels
-    episodes = [episode["obs"] for episode in toy_episodes(60, seed=3, longest=25) if len(episode["obs"]) > 3]
-    current, step, begun = np.arange(slots), np.zeros(slots, np.int64), slots
-    for one in both:
-        one.begin(slots)
-        one._frozen[1].group = 7  # frames pass in several groups
-    for _ in range(60):
-        active = rng.random(slots) < 0.8
-        if not active.any():
-            continue
-        obs = torch.stack([episodes[i % len(episodes)][t] for i, t in zip(current, step, strict=True)])
-        ours, wanted = (one.step(obs.numpy().copy(), step, active) for one in both)
-        assert torch.equal(ours.obs.view(torch.int32), wanted.obs.view(torch.int32))
-        assert ours.fields.keys() == wanted.fields.keys()
-        assert all(torch.equal(ours.fields[k].view(torch.int16), v.view(torch.int16)) for k, v in wanted.fields.items())
-        assert torch.equal(ours.guessed, wanted.guessed)
-        kept = [one.snapshot() for one in both]
-        assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[1])
-        step += active
-        over = active & (step >= [len(episodes[i % len(episodes)]) for i in current])
-        for slot in np.flatnonzero(over):
-            current[slot], step[slot], begun = begun, 0, begun + 1
-        for one in both:
-            one.reset(over)
-    assert both[0].frames == both[1].frames > 300
-    assert begun > 20
-
-
-def test_halves_are_rounded_as_numpy_rounds_them() -> None:
-    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    finite = halves[np.isfinite(halves)]
-    exact = finite.astype(np.float32)
-    got = np.array([compiled.from_half(bits) for bits in finite.view(np.uint16)], np.float32)
-    assert np.array_equal(got.view(np.uint32), exact.view(np.uint32))
-    middle = (np.sort(exact)[1:] + np.sort(exact)[:-1]) / 2  # exact, and between two halves
-    beside = [np.nextafter(middle, np.float32(side)) for side in (-np.inf, np.inf)]
-    far = np.float32([65519.996, 65520, 1e30, -1e30, np.inf, 1e-30, -1e-45])
-    numbers = np.concatenate([exact[::7], middle[::7], *(side[::7] for side in beside), far])
-    with np.errstate(over="ignore"):
-        wanted = numbers.astype(np.float16)
-    got = np.array([compiled.to_half(number) for number in numbers], np.uint16)
-    assert np.array_equal(got, wanted.view(np.uint16))
-    assert np.isnan(np.array(compiled.to_half(np.float32(np.nan)), np.uint16).view(np.float16))
-
-
 def test_modules_of_another_tokenizer_environment_or_size_are_rejected() -> None:
     config = toy_config()
     with pytest.raises(UserError, match="another tokenizer"):
@@ -259,98 +198,6 @@ def test_modules_of_another_tokenizer_environment_or_size_are_rejected() -> None
     for found, with_config, info, key, words in cases:
         with pytest.raises(UserError, match=f"^{key}=some/file.th .*{words}"):
             check(found, with_config, info, predictor=key == predictor, source=f"{key}=some/file.th")
-
-
-def moved(**changes) -> MaskPredictor:
-    """Return a predictor whose weights have all changed since initialisation."""
-    predictor = toy_modules(toy_config(**changes))[1].eval().requires_grad_(False)
-    torch.manual_seed(0)
-    for weight in predictor.parameters():
-        weight.add_(0.3 * torch.randn_like(weight))
-    return predictor
-
-
-def random_frames(predictor: MaskPredictor) -> tuple[Frames, torch.Tensor, torch.Tensor]:
-    """Return frames, which of their nodes are masked, and the places of these; steps and ages exceed the tables."""
-    torch.manual_seed(1)
-    n, codes, nodes = 37, predictor.specials.n_codes, predictor.n_nodes
-    ids = torch.randint(codes + 3, (n, predictor.config.stacked_steps, nodes))
-    masked = torch.rand(n, nodes) < 0.4
-    masked[:, 1] = True
-    memory = torch.randint(codes + 2, (n, nodes)), torch.randint(30, (n, nodes))
-    return Frames(ids, torch.randint(30, (n,)), *memory), masked, masked.flatten().nonzero().flatten()
-
-
-@pytest.mark.parametrize("use_gru", [False, True])
-@pytest.mark.parametrize("last_seen", [False, True])
-@pytest.mark.parametrize("decode", DECODES)
-def test_the_frozen_predictor_is_the_trained_one(monkeypatch, use_gru: bool, last_seen: bool, decode: str) -> None:
-    predictor = moved(use_gru=use_gru, last_seen=last_seen, decode=decode, code_features=last_seen)
-    frames, masked, where = random_frames(predictor)
-    wanted = predictor(frames, masked)
-    assert torch.allclose(FrozenPredictor(predictor).logits(frames, where), wanted, atol=2e-5, rtol=1e-5)
-    plain = predictor.guess(wanted)
-    for floats in (frozen.FLOATS_AT_ONCE, 0):
-        monkeypatch.setattr(frozen, "FLOATS_AT_ONCE", floats)
-        guess = FrozenPredictor(predictor)(frames, where)
-        assert torch.equal(guess.absent, plain.absent) and torch.allclose(guess.features, plain.features, atol=1e-5)
-        assert decode == "mean" or torch.equal(guess.ids, plain.ids)
-
-
-def test_large_attention_scores_do_not_overflow_and_bf16_guesses_are_near() -> None:
-    predictor = moved(d_model=32, n_heads=4, feedforward_dim=64)
-    frames, masked, where = random_frames(predictor)
-    exact, rounded = (FrozenPredictor(predictor, bf16=bf16).logits(frames, where) for bf16 in (False, True))
-    assert 0 < (exact - rounded).abs().max() < 0.05 * exact.std()
-    for block in predictor.blocks:
-        block.query.weight.mul_(60.0)
-        block.key_value.weight.mul_(60.0)
-    got = FrozenPredictor(predictor).logits(frames, where)
-    assert got.isfinite().all() and torch.allclose(got, predictor(frames, masked), atol=1e-2, rtol=1e-2)
-
-
-@pytest.mark.parametrize("safe", [False, True])
-def test_attention_by_numpy_is_attention(safe: bool) -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, 7, 2, 5, 4).unbind()
-    joined = torch.cat([query, key, value, torch.ones(7, 2, 5, 1)], dim=-1)
-    wanted = ((query @ key.transpose(2, 3)).softmax(-1) @ value).transpose(1, 2).reshape(35, 8)
-    laid_out = joined.transpose(1, 2).contiguous().transpose(1, 2)
-    for mix in (frozen._mix, frozen._mix_by_numpy):
-        assert torch.allclose(mix(laid_out, safe), wanted, atol=1e-5)
-
-
-@pytest.mark.parametrize("distance", ["l2", "cosine"])
-def test_the_frozen_tokenizer_is_the_trained_one(distance: str) -> None:
-    tokenizer = toy_modules(toy_config(tokenizer_config__distance=distance, tokenizer_config__dropout=0.5))[0].eval()
-    with torch.no_grad():
-        for weight in tokenizer.parameters():
-            weight.add_(0.3 * torch.randn_like(weight))
-        tokenizer.place(torch.arange(12), tokenizer.encode(torch.randn(12, LAYOUT.node_dim)), 1.0)
-    nodes = torch.randn(500, LAYOUT.node_dim)
-    ids = FrozenTokenizer(tokenizer)(nodes)
-    assert torch.equal(ids, tokenizer.ids(nodes)) and len(ids.unique()) > 6
-
-
-@pytest.mark.parametrize("gelu", [False, True])
-def test_a_packed_product_is_the_plain_one(gelu: bool) -> None:
-    torch.manual_seed(0)
-    weight, bias, x = torch.randn(130, 128), torch.randn(130), torch.randn(9, 128)
-    wanted = torch.nn.functional.linear(x, weight, bias)
-    wanted = torch.nn.functional.gelu(wanted) if gelu else wanted
-    assert torch.allclose(FrozenLinear(weight, bias)(x, gelu), wanted, atol=1e-4)
-    assert torch.allclose(FrozenLinear(weight, bias, bf16=True)(x, gelu).float(), wanted, atol=0.4, rtol=0.02)
-
-
-def test_changed_weights_are_read_when_rollouts_begin() -> None:
-    tokenizer, predictor, *rest = trained()
-    reconstructor, episode = TokenReconstructor(tokenizer, predictor, *rest), toy_episodes(2, seed=4)[:1]
-    before = play(reconstructor, episode)[0][0]
-    with torch.no_grad():
-        predictor.head.bias.copy_(torch.linspace(-3, 3, len(predictor.head.bias)).flip(0))
-    after = play(reconstructor, episode)[0][0]
-    assert not torch.equal(before, after)
-    assert torch.equal(after, play(TokenReconstructor(tokenizer, predictor, *rest), episode)[0][0])
 
 
 @pytest.mark.parametrize(("decode", "field"), [("mean", "recon"), ("argmax", "tokens")])
@@ -376,19 +223,6 @@ def test_a_controller_acts_for_some_slots_as_for_all(decode: str, field: str) ->
         assert torch.allclose(turns.snapshot()["hidden"], together.snapshot()["hidden"], atol=1e-6)
         assert turns.snapshot()["history"]["past"].equal(together.snapshot()["history"]["past"])
     assert turns.reconstructor.frames == together.reconstructor.frames > 0
-
-
-@pytest.mark.parametrize("changes", [
-    {"decode": "mean"}, {"decode": "argmax"}, {"use_gru": True},
-], ids=str)  # fmt: skip
-def test_kinds_store_the_fields_that_they_declare(changes: dict[str, object]) -> None:
-    config = toy_config(**changes)
-    kind = REGISTRY.get(config.mask_predictor_config.kind)
-    reconstructor = kind(*toy_modules(config), config, INFO)
-    reconstructor.begin(1)
-    stored = reconstructor.step(toy_episodes(1, seed=20)[0]["obs"][:1], np.zeros(1)).fields
-    found = [(name, (value.dtype, tuple(value.shape[1:]))) for name, value in stored.items()]
-    assert found == list(kind.fields(config, INFO).items()) and found[0][0] == reconstructor.field
 
 
 class Counting(Reconstructor):

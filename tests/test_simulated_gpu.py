@@ -16,7 +16,6 @@ from preset_toys import CPU, Made, cases, config_of
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu
 from torch.utils._pytree import tree_leaves
 
-from omagd.components import td_lambda
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
@@ -25,6 +24,7 @@ from omagd.run.checkpoint.state import pack
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
 from omagd.run.training.build import new_predictor, new_tokenizer
 from omagd.run.training.stages.health import Health
+from omagd.utils import packing
 from omagd.utils.dist_utils import Dist
 from omagd.utils.metrics import Counters, Metrics
 from omagd.utils.packing import pack_episodes
@@ -137,7 +137,7 @@ def test_in_bf16_the_recurrence_and_the_targets_stay_in_float32(mixer: str, monk
         # Autocast leaves the input of the recurrence in bf16.
         spy(PackedGRU, "forward", slice(0), lambda args: (args[0], args[1].bfloat16(), *args[2:]))
         spy(torch._VF, "gru", slice(None))
-        spy(td_lambda, "td_lambda_targets", slice(0, 3))
+        spy(packing, "td_lambda_targets", slice(0, 3))
         made.learner.update(batch, episodes=0)
     network = [("forward", True, set()), ("gru", False, {torch.float32})]
     assert seen == [*network, *network, ("td_lambda_targets", False, {torch.float32})]

@@ -15,9 +15,9 @@ REGISTRY: Registry[type[MAC]] = Registry(
     lazy={
         "basic_mac": "omagd.controllers.basic_mac:BasicMAC",
         "ddpg_mac": "omagd.controllers.ddpg_mac:DDPGMAC",
-        "n_mac": "omagd.controllers.basic_mac:NMAC",
+        "n_mac": "omagd.controllers.basic_mac:BasicMAC",  # the name in PyMARL2's configurations
         "n_graph_mac": "omagd.controllers.graph_mac:NGraphMAC",
-        "gnn_graph_mac": "omagd.controllers.graph_mac:GNNGraphMAC",
+        "gnn_graph_mac": "omagd.controllers.graph_mac:NGraphMAC",  # `gnn_rnn` builds its graphs itself
     },
     protocol="omagd.controllers.types:MAC",
 )

@@ -202,7 +202,3 @@ def _twin(agent: Agent) -> Agent:
     """Return a second module with the same weight tensors: one trains in training mode, the other acts in eval mode."""
     shared = {id(tensor): tensor for tensor in (*agent.parameters(), *agent.buffers())}
     return copy.deepcopy(agent, shared)
-
-
-class NMAC(BasicMAC):
-    """`BasicMAC` under the name that PyMARL2's configurations use (`mac=n_mac`)."""

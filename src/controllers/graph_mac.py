@@ -97,7 +97,3 @@ class NGraphMAC(BasicMAC):
         if self.reconstructor is None:
             return super()._inputs_from_batch(batch)
         return self.reconstructor.restore(batch.data)
-
-
-class GNNGraphMAC(NGraphMAC):
-    """The same for agents that build graphs from the flat observation (`gnn_rnn`); the conversion is exact."""

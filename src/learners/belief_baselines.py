@@ -80,6 +80,7 @@ def cases_of(batch: PackedBatch, layout: EntityLayout) -> Cases:
     hidden = unseen(nodes)
     missing = hidden & counts
     step = packing.step.to(obs.device)
+    # A sight at this very step would give the answer away.
     last = last_seen_step(~hidden & counts, packing)
     rows = packing.row(last, packing.episode[:, None, None])
     agents, places = (torch.arange(size, device=obs.device) for size in nodes.shape[1:3])
@@ -152,6 +153,7 @@ class Baselines:
         for node in cases.node.unique().tolist():
             where = cases.node == node
             out[where] = inputs[frame[where]] @ self.ridge[node]
+        # A linear map extrapolates without bound; living units do not leave the range of training.
         low, high = self.bounds[:, cases.node].to(out)
         return torch.maximum(torch.minimum(out, high), low)
 
@@ -196,6 +198,7 @@ def fit_baselines(training: Batches, validation: Batches, info: EnvInfo, dist: D
     p = _n_inputs(info)
     each = layout.n_nodes * p * p
     every = max(1, -(-dist.sum_int(frames) * each // int(FIT_OPERATIONS)))
+    # One number for all ranks, so that they leave out the frames that one process would leave out.
     weights, penalty = _fit_ridge(training, validation, info, varies, every, dist)
     return Baselines(varies, bounds, slot_mean, map_constant, weights, penalty, layout, info.episode_limit)
 
@@ -216,6 +219,7 @@ class Sums:
     def add(self, batch: PackedBatch, cases: Cases) -> None:
         """Add the episodes of a batch."""
         full = obs_to_nodes(batch["full_obs"], self.layout)
+        # What dead observers are shown, or what a closing row holds, no agent could have known.
         counted = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None] & ~unseen(full)
         for extreme, limit, better in ((self.low, torch.inf, torch.amin), (self.high, -torch.inf, torch.amax)):
             found = better(torch.where(counted[..., None], full, limit), dim=(0, 1)).cpu()
@@ -238,6 +242,7 @@ class Sums:
         by_step = total.sum(0), count.sum(0)
         by_node = by_step[0].sum(1), by_step[1].sum(1)
         mean = by_node[0] / by_node[1].clamp(min=1)
+        # From the coarsest mean to the finest that has enough samples.
         constant = torch.where(by_step[1] >= LEAST, by_step[0] / by_step[1].clamp(min=1), mean[:, None])
         constant = torch.where(count >= LEAST, total / count.clamp(min=1), constant)
         return varies, bounds, mean.float(), constant.float()
@@ -330,6 +335,7 @@ class _Normal:
 
     def error(self, weights: Tensor, at: int) -> Tensor:
         """Return the squared errors [D], summed over samples, of weights [P, D] for node `at`."""
+        # |y - Xw|² = y'y - 2 w'X'y + w'X'Xw: no samples are kept, only their sums.
         fitted = (weights * (self.gram[at] @ weights)).sum(0)
         return self.square[at] - 2 * (weights * self.cross[at]).sum(0) + fitted
 
@@ -358,6 +364,7 @@ def _fit_ridge(
                 found[i, node] = weights
                 errors[i, node] = (judged.error(weights, at) * share[node]).sum()
             counts[node] = judged.gram[at, 0, 0]
+    # Hoerl & Kennard 1970 leave the penalty open: the one that predicts held-out episodes best.
     best = torch.where(counts > 0, errors.argmin(0), errors.sum(1).argmin())
     nodes_at = torch.arange(n_nodes, device=best.device)
     return found[best, nodes_at], torch.tensor(PENALTIES, dtype=torch.float64, device=best.device)[best]
@@ -375,6 +382,7 @@ def _solutions(gram: Tensor, cross: Tensor) -> Iterable[Tensor]:
         yield from (torch.zeros_like(cross) for _ in PENALTIES)
         return
     mean, target = gram[0] / count, cross[0] / count
+    # One decomposition serves all penalties: (Q diag(v) Q' + a I)^-1 = Q diag(1 / (v + a)) Q'.
     centred = gram / count - mean[:, None] * mean
     scale = centred.diagonal().clamp(min=0).sqrt()
     inverse = torch.where(scale > LEAST_SPREAD, 1 / scale.clamp(min=LEAST_SPREAD), 0.0)

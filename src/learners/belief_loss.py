@@ -113,6 +113,7 @@ class BeliefLoss(nn.Module):
         parts = batch["obs"], batch["full_obs"], batch.valid_mask
         obs, full, valid = (part if rows is None else part[rows] for part in parts)
         seen, missing = self._columns.sight(obs)  # neither for a dead observer
+        # A case is a unit that a living agent does not see: what it sees it need not remember.
         counted = seen[..., :1].expand_as(seen) if self.all_units else missing
         counted, living = counted[..., 1:] & valid[:, None, None], self._columns.sight(full)[0][..., 1:]
         if self.head.padded:  # a map of a set may lack units, which nobody sees at its start
@@ -142,6 +143,7 @@ class BeliefLoss(nn.Module):
             sums += torch.stack([lives.sum((0, 1)).expand_as(sums[0]), x.sum((0, 1)), (x * x).sum((0, 1))])
         sums = dist.sum(sums)
         count, finite = sums[:1], sums.isfinite().all()
+        # Running moments: features have other scales on every map, and change as agents learn.
         follow = (1 - DECAY) * ((count > 0) & finite).double()  # a unit without cases stays as it was
         self.moments.lerp_(sums.where(finite, 0.0) / count.clamp(min=1), follow)
         weight, first, second = self.moments
@@ -156,11 +158,14 @@ class BeliefLoss(nn.Module):
         told = [part.to(self._kind) for part in self.head(read)]
         counted = cases.counted.to(self._kind)
         if self.head.tokens:
+            # As in BERT (Devlin et al. 2019): a distribution over codes can say that a unit is here or there.
             each = F.cross_entropy(told[0].flatten(0, -2), cases.truth.flatten(), reduction="none")
             parts = {"loss_belief": (each * counted.flatten()).sum()}
         else:
             lives = cases.living.to(self._kind)
+            # -log p of whether the unit lives; a dead one has no features to say.
             alive = F.binary_cross_entropy_with_logits(told[0], lives, weight=counted, reduction="sum")
+            # Squared error of standardised features: -log of a normal density with deviation s, up to a constant.
             z, weight = self._standardised(cases.truth, counted * lives)
             error = ((told[1] - z).square() * weight).sum()
             parts = {"loss_belief": alive + error, "belief_alive": alive, "belief_features": error}
@@ -175,6 +180,7 @@ class BeliefLoss(nn.Module):
         """
         varies = self.head.deviation > 0
         scale = torch.where(varies, 1 / self.head.deviation.clamp(min=VARIES), 0.0)
+        # Each unit counts once, however many of its features vary.
         share = varies.to(self._kind) / varies.sum(-1, keepdim=True).clamp(min=1)
         return (truth.to(self._kind) - self.head.mean) * scale, counted.unsqueeze(-1) * share
 
@@ -200,16 +206,6 @@ def belief_loss(config: Config, mac: MAC) -> BeliefLoss | None:
                 f" {above.__name__}. Override encode or values, which both call, or unroll too"
             )
     return BeliefLoss(mac.head, config)
-
-
-def heads_of(belief: BeliefLoss | None) -> dict[str, nn.Module]:
-    """Return the head by the name of its weight file, if there is one."""
-    return {} if belief is None else {HEAD: belief.head}
-
-
-def moments_of(belief: BeliefLoss | None) -> dict[str, Tensor]:
-    """Return the head's moments by their key in a learner's state, if there is one."""
-    return {} if belief is None else {"belief": belief.moments}
 
 
 class HeadBeliefs:

@@ -102,6 +102,7 @@ class BeliefSums:
         living = cases.living
         marks = self._marks(cases)
         guesses = [belief.features.to(cases.truth), *baselines.predictions(cases).values()]
+        # Features that never change would make every predictor look good.
         counts = baselines.varies[cases.node[living]].double()
         share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
         truth = cases.truth[living].double()
@@ -112,6 +113,7 @@ class BeliefSums:
         found = torch.stack([torch.ones_like(belief.p_dead), belief.taken_for_dead.to(belief.p_dead)], dim=1)
         self.sums["dead"] += marks[~living].T @ found[~living].double()
         p = belief.p_dead.double()
+        # Reliability (Naeini et al. 2015): of units with p(dead) = 0.8, are 80 % dead?
         in_bin = (p * BINS).long().clamp(0, BINS - 1)
         self.sums["bins"].index_add_(0, in_bin, torch.stack([torch.ones_like(p), p, (~living).double()], dim=1))
         self.sums["spread"] += float(belief.spread is not None)
@@ -132,6 +134,7 @@ class BeliefSums:
 
     def _errors(self, off: Tensor, share: Tensor) -> Tensor:
         """Return squared error, position error in cells, its square, squared error of health of errors [M, D]."""
+        # In cells, so that maps with other sights can be compared.
         place2 = off[:, list(self.layout.position)].square().sum(-1) * self.layout.sight**2
         health = off[:, self.layout.health].square() if self.layout.health >= 0 else torch.zeros_like(place2)
         return torch.stack([(off.square() * share).sum(-1), place2.sqrt(), place2, health], dim=1)
@@ -151,6 +154,7 @@ class BeliefSums:
             off, spread = belief.features[living].double() - truth, belief.spread[living].double()
             spread = spread.clamp(min=LEAST_SPREAD)
             inside = ((off.abs() <= spread) * share_kept).sum(-1)
+            # -log of a normal density: also punishes a spread that is too large or too small.
             density = 0.5 * (off / spread).square() + spread.log() + 0.5 * math.log(2 * math.pi)
             likelihood = (density * share_kept).sum(-1)
         columns = [ones, share.sum(-1), health, health.square(), taken, share_kept.sum(-1), inside, likelihood]
@@ -196,6 +200,7 @@ class BeliefSums:
                 entry |= {"coverage": living[INSIDE] / spreads, "nll": living[LIKELIHOOD] / spreads}
         entry["position_rms"] = {name: math.sqrt(value) for name, value in each(PLACE2, count).items()}
         entry["position_mean"] = each(PLACE, count)
+        # R² = 1 - error / variance: 0 is what the mean would reach.
         variance = living[HEALTH2] / count - (living[HEALTHS] / count) ** 2
         if self.layout.health >= 0 and variance > 1e-9:
             entry["health_r2"] = {name: 1 - value / variance for name, value in each(HEALTH, count).items()}

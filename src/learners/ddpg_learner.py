@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omagd.components.td_lambda import rewards_of_agents
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
@@ -32,7 +31,7 @@ from omagd.modules.agents.ff_agent import DDPGAgent
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing, row_draws
+from omagd.utils.packing import PackedBatch, rewards_of_agents, row_draws
 from omagd.utils.seeding import stream_seed
 
 Critic = Callable[[AgentInputs, Tensor], Tensor]
@@ -57,6 +56,7 @@ class CriticLoss(LossModule):
         """
         with autocast_bf16(target.device, self.bf16):
             q = self.critic(inputs, actions).to(target.dtype)
+        # DDPG, eq. 4, summed over agents, each of which has a value of its own.
         error = q - target
         loss = error.square().sum()
         with torch.no_grad():
@@ -87,11 +87,13 @@ class ActorLoss(LossModule):
         with autocast_bf16(inputs.features.device, self.bf16):
             logits = self.actor(inputs)
             policy = logits.softmax(-1)
+            # Jang et al. 2017: the value of one action, as the environment takes it, with the softmax's gradient.
             actions = policy if noise is None else straight_through(logits + noise)
             value = critic(inputs, actions).to(inputs.features.dtype).sum()
         with torch.no_grad():
             count = torch.full((), float(logits[..., 0].numel()), device=value.device)
             entropy = torch.special.entr(policy).sum()
+        # DDPG, eq. 6: the critic's gradient at pi(o) passes through the action into the actor.
         return -value, {"loss_actor": (-value.detach(), count), "entropy": (entropy, count)}
 
 
@@ -193,8 +195,9 @@ class DDPGLearner(SavesParts):
 
     def _steps(self, batch: PackedBatch, before: int = 0) -> Steps:
         """Return the valid steps of (a part of) a batch. before: episodes of lower ranks in this update."""
-        rows = _step_rows(batch.packing)
-        now, later = (p if isinstance(p, slice) else p.to(self.device, non_blocking=True) for p in rows)
+        # Rows in which an action was taken, and the row after each: closing rows have none.
+        row = torch.nonzero(~batch.packing.closing).flatten()
+        now, later = (rows.to(self.device, non_blocking=True) for rows in (row, batch.packing.next_row[row]))
         inputs, dtype = self.mac.inputs(batch), self.mac.dtype
         return Steps(
             before=inputs.rows(now),
@@ -202,18 +205,20 @@ class DDPGLearner(SavesParts):
             taken=batch[TAKEN][now].to(dtype),
             reward=rewards_of_agents(batch)[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
-            noise=self._noise(batch, rows[0], before) if self.config.gumbel_softmax else None,
+            noise=self._noise(batch, row, before) if self.config.gumbel_softmax else None,
         )
 
     @torch.no_grad()
     def _targets(self, steps: Steps) -> Tensor:
         """Return y [S, n]."""
+        # Actor and critic of the targets: y must not move with every step of the trained ones.
         logits = self.target_agent(steps.after)
         actions = one_hot(logits).to(logits.dtype) if self.config.gumbel_softmax else logits.softmax(-1)
         value = self.target_critic(steps.after, actions).to(steps.reward.dtype)
+        # DDPG, eq. 5. A terminal step has no value after it; one that was only cut off has.
         return steps.reward + self.config.gamma * (1.0 - steps.ended).unsqueeze(-1) * value
 
-    def _noise(self, batch: PackedBatch, row: Tensor | slice, before: int) -> Tensor:
+    def _noise(self, batch: PackedBatch, row: Tensor, before: int) -> Tensor:
         """Return Gumbel noise -log(-log(u)) of the steps in the rows `row`, [S, n, A].
 
         u depends on seed, update and the step's place in the batch of all ranks. before: episodes of lower ranks in
@@ -231,6 +236,7 @@ class DDPGLearner(SavesParts):
             if finite:
                 torch._foreach_lerp_(self._followers, self._followed, self.config.tau)
             return
+        # On a GPU the host does not know whether the step was finite: a share of 0 changes nothing.
         share = finite * self.config.tau
         torch._foreach_lerp_(self._followers, self._followed, [share] * len(self._followed))
 
@@ -244,19 +250,8 @@ class DDPGLearner(SavesParts):
         return {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer, **targets}
 
 
-def _step_rows(packing: Packing) -> tuple[Tensor | slice, Tensor | slice]:
-    """Return the rows in which an action was taken, and for each the row after it (CPU).
-
-    Slices, which copy nothing, if all episodes have the same length.
-    """
-    sizes = packing.batch_sizes
-    if sizes[0] == sizes[-1]:
-        return slice(0, sum(sizes[1:])), slice(sizes[0], sum(sizes))
-    row = torch.nonzero(~packing.closing).flatten()
-    return row, packing.next_row[row]
-
-
 def _frozen_twin(module: nn.Module) -> nn.Module:
     """Return a copy of the module that shares its weights and computes no gradients for them."""
+    # Gradients pass through this critic to the actions, and none is computed for its weights.
     shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
     return copy.deepcopy(module, shared)

@@ -64,7 +64,7 @@ class FixedUpdates:
     """Runs `learn` on drawn episodes: on a GPU as CUDA graphs after a few updates, on a CPU as it is.
 
     All graphs share one pool of memory, about as much as one update of the longest episodes takes. They hold the
-    addresses of weights and of the optimizer's state: call `forget` when those are replaced.
+    addresses of the replay and of the optimizer's state, and are made again when these have moved.
 
     Args:
         learn: launches an update and returns its stats, from a draw and its numbers on the device; it waits for
@@ -75,12 +75,13 @@ class FixedUpdates:
         self._learn, self._step, self._device = learn, step, device
         self._captures = device.type == "cuda" and torch.cuda.is_available()
         self._inputs: dict[int, Tensor] = {}
-        self.forget()
+        self._forget()
 
-    def forget(self) -> None:
-        """Drop all graphs; they are made again."""
+    def _forget(self) -> None:
+        """Drop all graphs."""
         self._shapes: dict[Hashable, Shape] = {}
         self._layout: Hashable = None
+        self._state: object = None
         self._side = torch.cuda.Stream(self._device) if self._captures else None
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
 
@@ -89,9 +90,11 @@ class FixedUpdates:
         drawn = self._load(draw)
         if not self._captures:
             return self._learn(draw, drawn)
-        if self._layout != draw.buffer.layout():  # the memory that the graphs read has moved
-            self.forget()
-            self._layout = draw.buffer.layout()
+        state = self._step.optimizer.state  # which a resumed run replaces
+        if self._layout != draw.buffer.layout() or self._state is not state:
+            self._forget()
+            self._layout, self._state = draw.buffer.layout(), state
+        # A schedule of the learning rate makes a graph for each value.
         rates = tuple(group["lr"] for group in self._step.optimizer.param_groups)  # which a graph holds as numbers
         shape = self._shapes.setdefault((draw.shape(), rates), Shape())
         if shape.graph is not None:
@@ -135,6 +138,8 @@ class FixedUpdates:
             return self._give_up(str(problem).strip().partition("\n")[0], draw, drawn)
         weights = [*self._step.parameters, *self._step.loss_module.buffers()]
         averages = [v for held in self._step.optimizer.state.values() for v in held.values() if isinstance(v, Tensor)]
+        # A graph repeats what the host decided while it was captured, which may be wrong for other episodes. So its
+        # first update is undone and taken again without it, and both must agree.
         before = [value.detach().clone() for value in (*averages, *weights)]
         graph.replay()
         replayed = [value.clone() for value in averages]

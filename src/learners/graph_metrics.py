@@ -53,6 +53,7 @@ def node_stats(truth: Tensor, decoded: Tensor, position: Tensor, tokenizer: Toke
 
 def perplexity_stats(count: Tensor) -> Stats:
     """Return the perplexity exp(-sum of p log p) of code counts [K], and the number of codes in use."""
+    # exp of the entropy: how many codes would be as uneven if all were used alike (VQ-VAE's usual health check).
     share = count.double() / count.sum().clamp(min=1)
     entropy = -(share * share.clamp(min=1e-300).log()).sum()
     one = torch.ones((), dtype=torch.float64, device=count.device)
@@ -82,6 +83,7 @@ def token_stats(log_p: Tensor, guess: Guess, tokens: Tokens, matched: Tensor) ->
     log_p: [M, K + 1]. matched: [M], index of the target that each prediction is compared with after matching.
     """
     own = log_p.gather(1, tokens.target[:, None])
+    # Place of the true token among all, 1 for the likeliest; the mean of its inverse is `mrr`.
     rank = 1 + (log_p > own).sum(1)
     alive = tokens.target != log_p.shape[1] - 1
     stats: dict[str, tuple[Tensor, Tensor]] = {f"top{k}": mean_of((rank <= k).to(log_p.dtype)) for k in TOP}
@@ -114,5 +116,6 @@ def summarise(values: Mapping[str, float]) -> dict[str, float]:
     """Return the means with `balanced_accuracy`: the mean of the recalls of ABSENT and alive."""
     out = dict(values)
     if "recall_absent" in out and "recall_alive" in out:
+        # Most units live: a predictor that never says dead would have a high plain accuracy.
         out["balanced_accuracy"] = (out["recall_absent"] + out["recall_alive"]) / 2
     return out

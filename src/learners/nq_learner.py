@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from omagd.components.episode_buffer import FixedDraw
-from omagd.components.td_lambda import batch_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import BeliefCases, belief_loss, counts, heads_of, moments_of
+from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts
 from omagd.learners.fixed_updates import FixedUpdates
 from omagd.learners.protocol import Data, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, copy_if_finite, lr_scale
@@ -26,7 +25,7 @@ from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
 from omagd.modules.ops import autocast_bf16, maybe_compile, no_autocast
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing
+from omagd.utils.packing import PackedBatch, Packing, batch_targets
 
 MakeTargets = Callable[[Tensor], Tensor]
 
@@ -75,14 +74,17 @@ class QLoss(AgentLoss):
         """
         with autocast_bf16(taken.state.device, self.bf16):
             q, belief = self.unroll(inputs, taken.packing, cases)
+            # y is a constant of the loss: its gradient would pull targets towards predictions (DQN, Mnih et al. 2015).
             with torch.no_grad(), no_autocast(taken.state.device):
                 target = targets(q.detach().to(taken.state.dtype))
+            # Q_tot of the actions that were taken; each agent's value comes from its own observations alone.
             values = MixerInputs(q, taken.actions, taken.avail_actions, taken.state)
             joint = mix(self.mixer, values).to(taken.state.dtype)
         # Closing rows hold the last observation of an episode; no action was taken there.
         valid_mask = taken.valid_mask.to(joint.dtype).view(-1, *[1] * (joint.dim() - 1))
         error = (joint - target) * valid_mask
         n_values = joint.shape[1:].numel()  # per row: one joint value, or one of each agent, which are averaged
+        # QMIX, eq. 6, still a sum: `SyncedOptimizer` divides by the steps of all ranks, whose numbers differ.
         loss = self.error_loss(error).sum() / n_values
         with torch.no_grad():
             count = valid_mask.sum()
@@ -97,6 +99,7 @@ class QLoss(AgentLoss):
 
     def error_loss(self, error: Tensor) -> Tensor:
         """Return the loss of each TD error, [S] or [S, n]; 0 for an error of 0, which closing rows have."""
+        # The masks are in the errors already, so this may be any function that is 0 at 0, such as Huber's.
         return 0.5 * error.square()
 
 
@@ -208,8 +211,11 @@ class NQLearner(SavesParts):
         bf16 = self.config.precision == "bf16"
         with autocast_bf16(self.device, bf16):  # only the networks' matrix products; everything else in full precision
             target_q = self.target_agent(inputs, batch.packing).to(q.dtype)
+        # Each agent's own argmax is part of that of Q_tot, since mixers are monotonic (QMIX, eq. 4 and 5).
+        # Double DQN, eq. 4: what one network overestimates, the other one need not.
         best = greedy_actions(q if self.config.double_q else target_q, batch["avail_actions"])
         with autocast_bf16(self.device, bf16):
+            # v(s) = Q_tot'(s, a*), the team's value; with `mixer=none` each agent's own.
             values = mix(self.target_mixer, MixerInputs(target_q, best, batch["avail_actions"], state)).to(q.dtype)
         return self.td_targets(values, batch)
 
@@ -219,12 +225,14 @@ class NQLearner(SavesParts):
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
-        return {"agent": self.mac.agent, "mixer": self.mixer, **heads_of(self.belief)}
+        head = {} if self.belief is None else {HEAD: self.belief.head}
+        return {"agent": self.mac.agent, "mixer": self.mixer, **head}
 
     def saved(self) -> dict[str, Any]:
         """Return optimizer, target networks and the belief head's moments, by their keys in `state_dict`."""
         targets = {"target_agent": self.target_agent, "target_mixer": self.target_mixer}
-        return {"optimizer": self.optimizer, **targets, **moments_of(self.belief)}
+        moments = {} if self.belief is None else {"belief": self.belief.moments}
+        return {"optimizer": self.optimizer, **targets, **moments}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: the parts of `saved`, and counters."""
@@ -232,12 +240,12 @@ class NQLearner(SavesParts):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; the caller loads the weights of `modules()`."""
-        self._fixed.forget()  # the optimizer's state moves
         super().load_state_dict(state)
         episodes, updates = state["copied_at"]
         self._copied_at = (episodes, updates)
 
     def _copy_targets_if_due(self, episodes: int) -> None:
+        # Targets stand still between copies (DQN): otherwise each step would move what the next one aims at.
         by_updates = self.config.target_update_updates
         if by_updates is None:
             due = episodes - self._copied_at[0] >= self.config.target_update_interval

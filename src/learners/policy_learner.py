@@ -25,7 +25,7 @@ from omagd.components.action_selectors import LOG_PROB
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import BeliefCases, belief_loss, counts, heads_of, moments_of
+from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts
 from omagd.learners.protocol import Data, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules import agents
@@ -138,6 +138,7 @@ class Minibatches:
 
         There are `count` minibatches of about as many chunks, and no empty ones: fewer where there are fewer chunks.
         """
+        # All ranks permute the chunks of all ranks with equal generators, and take what is theirs.
         order = rng.permutation(len(self._chunks))
         for chosen in np.array_split(order, count)[: len(order)]:  # the first ones are the larger ones
             drawn = (self._chunks[i] for i in chosen)
@@ -214,6 +215,7 @@ class PolicyLoss(AgentLoss, Generic[Args]):
         with autocast_bf16(rows.state.device, self.bf16):
             logits, belief = self.unroll(rows.inputs, rows.packing, rows.cases, *begun)
         loss, terms = self.terms(rows, logits)
+        # Still a sum: ranks and parts have different numbers of samples.
         total, count = (loss * rows.weight).sum(), rows.weight.sum()
         stats = {name: ((term.detach() * rows.weight).sum(), count) for name, term in terms.items()}
         stats = {"loss_ppo": (total.detach(), count), **stats}
@@ -226,9 +228,13 @@ class PolicyLoss(AgentLoss, Generic[Args]):
         chosen = log_probs.gather(-1, rows.actions.unsqueeze(-1)).squeeze(-1)
         # Masked before exp, so that rows without a sample cannot overflow.
         change = (chosen - rows.log_prob) * rows.weight
+        # r = pi / pi_old of the same action: the importance weight of an episode that an earlier policy has played.
         ratio = change.exp()
+        # Beyond 1 ± c a better action has no more gradient, so that one batch moves the policy only so far.
         clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
+        # PPO, eq. 7. The minimum keeps the gradient of changes that have made things worse.
         policy = -torch.min(ratio * rows.advantage, clipped * rows.advantage)
+        # The bonus of PPO, eq. 9: a policy that is certain too early would stop exploring.
         entropy = -(log_probs.exp() * log_probs).sum(dim=-1)  # p log p is 0 for unavailable actions
         return policy - args.entropy * entropy, {
             "loss_policy": policy,
@@ -314,6 +320,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
         merged: Stats = {}
         same: list[list[PolicyRows]] = []  # of a single minibatch, which has the same rows in every epoch
         for _ in range(self.args.epochs):
+            # Keyed by the number of updates, so that a resumed run draws the same minibatches.
             draws = generator(self.config.seed, "minibatches", self.updates)
             drawn = () if same else minibatches.draw(self.args.minibatches, draws)
             for parts in same or (self._parts(rows, hidden, chunks) for chunks in drawn):
@@ -329,6 +336,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
     def _anneal(self, steps: int) -> None:
         """Set the learning rate of a batch of so many environment steps over all ranks (`anneal_lr`)."""
         if self.args.anneal_lr:
+            # By steps learned from, not by updates: these depend on the number of minibatches.
             left = max(0.0, 1.0 - self.steps / self.config.t_max)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * left
@@ -340,6 +348,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
         inputs, available = self.mac.inputs(batch), batch["avail_actions"].bool()
         state, kind = batch["state"].to(self.mac.dtype), self.mac.dtype
         # Closing rows have no action. An agent with one action, such as a dead one, has no choice to learn from.
+        # MAPPO's death masking: the only action of a dead agent says nothing of the policy.
         choices = available.sum(dim=-1) > 1 if self.args.death_masking else torch.ones_like(available[..., 0])
         weight = (choices & batch.valid_mask.unsqueeze(-1)).to(kind)
         found = self.advantages(batch, inputs, state, weight)
@@ -370,6 +379,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
         """Return advantages [S, n], with mean 0 and deviation 1 over the samples of all ranks if the run wants that."""
         if not self.args.normalise_advantages:
             return advantage * weight
+        # Over the samples of all ranks: with a mean of its own each rank would follow another gradient.
         count, total, squares = self.sums(advantage, weight).unbind()
         mean = total / count.clamp(min=1)
         deviation = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
@@ -388,11 +398,11 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
-        return {"agent": self.mac.agent, **heads_of(self.belief)}
+        return {"agent": self.mac.agent, **({} if self.belief is None else {HEAD: self.belief.head})}
 
     def saved(self) -> dict[str, Any]:
         """Return the optimizer and the belief head's moments, by their keys in `state_dict`."""
-        return {"optimizer": self.optimizer, **moments_of(self.belief)}
+        return {"optimizer": self.optimizer, **({} if self.belief is None else {"belief": self.belief.moments})}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: the optimizer and the numbers of steps."""
@@ -419,6 +429,7 @@ def _of_chunks(rows: PolicyRows, hidden: Tensor | None, chunks: Chunks, every: i
     start = None
     if hidden is not None:
         before = chunks.before.to(hidden.device, non_blocking=True)
+        # Backward stops here: a chunk is a window of truncated backpropagation through time.
         found = hidden[before.clamp(min=0)]
         start = torch.where((before < 0).view(-1, 1, 1), torch.zeros_like(found), found)
     return rows.rows(chunks.rows, chunks.packing, start, every)

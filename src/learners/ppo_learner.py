@@ -12,7 +12,6 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from omagd.components.td_lambda import batch_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
@@ -21,7 +20,7 @@ from omagd.modules import critics
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
-from omagd.utils.packing import PackedBatch
+from omagd.utils.packing import PackedBatch, batch_targets
 
 NORM_DECAY = 0.99  # of the value normaliser, per batch; MAPPO's code has 0.99999 per minibatch
 LEAST_VARIANCE = 1e-4  # MAPPO's code has 0.01
@@ -73,6 +72,7 @@ class PPOLoss(PolicyLoss[PPOArgs]):
 
     def _value_error(self, value: Tensor, rows: PolicyRows) -> Tensor:
         assert rows.value is not None and rows.target is not None
+        # MAPPO, appendix: the value moves from the one before the update by at most v in one batch.
         error = (value - rows.target).square()
         limit = self.args.value_clip
         if limit is not None:
@@ -96,6 +96,7 @@ class ValueNorm:
     def add(self, sums: Tensor) -> None:
         """Count a batch by its sums over all ranks, (count, sum of x, sum of x^2) in float64."""
         if self.enabled:
+            # Exponential averages of 1, x and x²; the first one corrects the start at 0, as in Adam (Kingma & Ba 2015).
             averages = sums / sums[0].clamp(min=1)
             self.moments = NORM_DECAY * self.moments + (1 - NORM_DECAY) * averages
 
@@ -134,9 +135,12 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         with autocast_bf16(state.device, self.config.precision == "bf16"):
             predicted = self.critic(inputs, state).to(weight.dtype)
         mean, deviation = self.value_norm.scale
+        # Back to units of returns, in which rewards are added.
         value = (predicted * deviation + mean).to(predicted.dtype)
+        # GAE (Schulman et al. 2016, eq. 16): the sum of (gamma lambda)^k delta is the lambda-return minus the value.
         returns = batch_targets(value, batch, self.config.gamma, self.args.gae_lambda)
         advantage = self.normalised(_per_agent(returns - value, weight), weight)
+        # Targets in the units of the moments after this batch, which the next predictions will be read in.
         returns = _per_agent(returns, weight)
         self.value_norm.add(self.sums(returns, weight))
         mean, deviation = self.value_norm.scale

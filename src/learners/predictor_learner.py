@@ -105,13 +105,14 @@ class PredictorLoss(LossModule):
             blank = self.predictor.blank_frame()
             nothing = self.predictor(blank, torch.ones_like(blank.last_ids, dtype=torch.bool)).sum() * 0.0
             return nothing, {}
-        bf16 = self.bf16 and self.training
-        with autocast_bf16(sample.masked.device, bf16):
-            logits = self.predictor(sample.frames, sample.masked, bf16)
+        with autocast_bf16(sample.masked.device, self.bf16 and self.training):
+            logits = self.predictor(sample.frames, sample.masked)
+        # Targets are matched without a gradient, and the loss reads the same probabilities.
         log_p = logits.detach().to(self.predictor.table.dtype).log_softmax(-1)
         target = sample.target
         if self.predictor.config.matching == "type":
             target = target[match_types(log_p, target, sample.masked, self.layout)]
+        # BERT's masked language model: -log p of the true token, at masked places alone.
         loss = cross_entropy(logits, log_p, target, sample.weight)
         with torch.no_grad():
             dead = sample.target == self.predictor.specials.absent
@@ -182,6 +183,7 @@ class PredictorLearner(GraphLearner):
         logits = predictor(sample.frames, sample.masked)
         p, guess, table = logits.softmax(-1), predictor.guess(logits), predictor.table
         mean = p[:, :-1] @ table
+        # Var x = E x² - (E x)², over the codes and ABSENT.
         spread = (p[:, :-1] @ table.square() - mean.square()).clamp(min=0).sqrt()
         return guess.features.float(), p[:, -1], guess.absent, spread
 
@@ -190,6 +192,7 @@ class PredictorLearner(GraphLearner):
         """Return all graphs of a batch. Of dead observers and closing rows no node is seen and none is missing."""
         full, hidden = obs_to_nodes(batch["full_obs"], self.layout), unseen(obs_to_nodes(batch["obs"], self.layout))
         counts = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None]
+        # Dead units are zeros in the full view: their target is ABSENT, not a code of zeros.
         present = ~unseen(full) & counts
         ids = torch.full(present.shape, self.predictor.specials.absent, device=full.device)
         ids[present] = self.tokenizer.ids(full[present])
@@ -204,6 +207,7 @@ class PredictorLearner(GraphLearner):
         frames = self._history(batch, graphs).frames(rows, agents)
         frames.ids[:, -1] = torch.where(hidden[rows, agents], self.predictor.specials.hidden, frames.ids[:, -1])
         masked = masked[rows, agents]
+        # At the first steps nothing has been seen yet, and guesses are means of the map.
         early = (frames.step < self.config.mask_predictor_config.early_steps)[:, None].expand_as(masked)[masked]
         weight = torch.where(early, self.config.mask_predictor_config.early_step_weight, 1.0)
         return Sample(frames, masked, graphs.ids[rows, agents][masked], weight, rows, agents)
@@ -282,6 +286,7 @@ def match_types(log_p: Tensor, targets: Tensor, masked: Tensor, layout: EntityLa
         for m in counts[counts > 1].unique().tolist():
             group = rows[counts == m]
             tokens = group[group >= 0].view(-1, m)
+            # -log p of each target under each prediction; their sum is the loss of an assignment (DETR, eq. 1).
             cost = -log_p[tokens[:, :, None], targets[tokens][:, None, :]]
             matched[tokens] = tokens.gather(1, cheapest(cost))
     return matched

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.learners.protocol import SavesParts
 from omagd.learners.synced_optimizer import Adam, LossModule, SyncedOptimizer, lr_scale
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, pack_episodes
@@ -22,7 +23,7 @@ def even_parts(count: int, size: int) -> list[slice]:
     return [slice(count * i // n_parts, count * (i + 1) // n_parts) for i in range(n_parts)]
 
 
-class GraphLearner(ABC):
+class GraphLearner(SavesParts):
     """Trains one module on graphs, on one rank or several.
 
     Args:
@@ -37,7 +38,6 @@ class GraphLearner(ABC):
     ) -> None:
         assert info.layout is not None
         self.config, self.info, self.layout, self.dist = config, info, info.layout, dist
-        self.updates = 0
         self._modules, self._loss = {name: module}, loss
         lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = Adam(module.parameters(), lr=lr)
@@ -68,11 +68,6 @@ class GraphLearner(ABC):
         """Return the trained module by name."""
         return self._modules
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that is not in `modules()`."""
-        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.updates = state["updates"]
+    def saved(self) -> dict[str, Any]:
+        """Return the optimizer."""
+        return {"optimizer": self.optimizer}

@@ -14,11 +14,10 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
-from omagd.components.td_lambda import td_lambda_targets
 from omagd.learners.policy_learner import Advantages, PolicyArgs, PolicyLearner
 from omagd.modules.agents.agent import AgentInputs
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch
+from omagd.utils.packing import PackedBatch, td_lambda_targets
 
 
 class RLOOArgs(PolicyArgs):
@@ -61,8 +60,10 @@ class RLOOLearner(PolicyLearner[RLOOArgs]):
         episode, count = batch.packing.episode, batch.packing.n_episodes
         if self.args.returns_to_go:
             place = group[episode] * batch.packing.n_steps + batch.packing.step
+            # At each step, episodes of a group are compared by what was still to come.
             advantage = minus_others(self._to_go(batch, weight), place, others[episode])
         else:  # the first rows of a packing are the first steps of all episodes
+            # One score for the whole episode: every action of a battle that was won is as good as that.
             score = self._to_go(batch, weight)[:count] if self.args.score == "return" else self._outcomes(batch, weight)
             advantage = minus_others(score, group, others)[episode.to(score.device, non_blocking=True)]
         return Advantages(self.normalised(advantage.unsqueeze(-1).expand_as(weight), weight))
@@ -70,6 +71,7 @@ class RLOOLearner(PolicyLearner[RLOOArgs]):
     def _to_go(self, batch: PackedBatch, like: Tensor) -> Tensor:
         """Return the discounted rewards from each step to the end of its episode, [S]; nothing follows a cut."""
         reward, ended = (batch[name].to(like.dtype) for name in ("reward", "terminated"))
+        # Monte Carlo returns: TD(1) with values of 0.
         return td_lambda_targets(reward, ended, torch.zeros_like(reward), batch.packing, self.config.gamma, 1.0)
 
     def _outcomes(self, batch: PackedBatch, like: Tensor) -> Tensor:
@@ -101,6 +103,7 @@ def minus_others(score: Tensor, place: Tensor, others: Tensor) -> Tensor:
         that are missing in a place count as 0.
     """
     here = place.to(score.device, non_blocking=True)
+    # RLOO (Kool et al. 2019): the mean of the others, as (sum of the group - own) / (K - 1).
     total = score.new_zeros(int(place.max()) + 1).index_add(0, here, score)[here]
     count = others.to(score, non_blocking=True)
     return torch.where(count > 0, score - (total - score) / count.clamp(min=1), 0.0)

@@ -81,6 +81,7 @@ class AgentLoss(LossModule):
         """Return a loss and its stats, with those of the head as a second sum, [2]."""
         if belief is None:
             return loss, stats
+        # Two sums with two counts: each loss is averaged over its own samples.
         return torch.stack([loss, belief[0].to(loss.dtype)]), {**stats, **belief[1]}
 
 
@@ -125,6 +126,7 @@ def copy_if_finite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
 
     The device decides; the host does not wait. At least one tensor has a floating-point type.
     """
+    # One number for all tensors: a norm is finite only if every entry is.
     finite = torch.stack(torch._foreach_norm([t for t in new if t.is_floating_point()])).isfinite().all()
     for before, after in zip(old, new, strict=True):
         before.copy_(torch.where(finite, after, before))
@@ -178,6 +180,7 @@ class SyncedOptimizer:
             kept = {name: value.clone() for name, value in self.loss_module.named_buffers()}
             for _ in range(WARM_UP_PASSES):
                 loss, _ = self._wrapped(*batch)
+                # Gradients of 0: the pass shows which parameters take part, and fixes DDP's order of sums.
                 (loss * 0.0).sum().backward()
                 self._require_gradients()
             for name, value in self.loss_module.named_buffers():
@@ -194,6 +197,7 @@ class SyncedOptimizer:
             up, and only the last part exchanges gradients.
         where: scalar bool on the device; where it is False, this step is skipped as well.
         """
+        # The sum over ranks runs while the first part computes its loss.
         total = self.dist.sum_later(count)
         scale, some = None, torch.zeros(())
         stats: Stats = {}
@@ -202,12 +206,14 @@ class SyncedOptimizer:
                 loss_sum, of_part = self._wrapped(*part)
                 if scale is None:
                     some = total.wait()
+                    # W / (sum of c_r): DDP divides by W what it adds up. Without samples the gradient is 0, not 0 / 0.
                     scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0)
                     scale = scale.to(loss_sum.device, non_blocking=True)
                 scaled = loss_sum * scale
                 self.dist.backward(scaled.sum() if scaled.dim() else scaled, self._wrapped)
             stats = merge(stats, of_part)
         self._require_gradients()
+        # The norm of the gradient over all ranks, so that all clip by the same factor (Pascanu et al. 2013).
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm).detach()
         finite = grad_norm < torch.inf if where is None else (grad_norm < torch.inf) & where
         plain = grad_norm.device.type == "cpu" and bool(finite)  # nothing has to be decided on a device

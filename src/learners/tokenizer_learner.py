@@ -77,9 +77,8 @@ class TokenizerLoss(LossModule):
         Besides scalars the stats hold `code_sums`: (sums of encodings [K, E], counts [K]) for the codebook.
         """
         tokenizer = self.tokenizer
-        bf16 = self.bf16 and self.training
-        with autocast_bf16(nodes.features.device, bf16):
-            out = tokenizer(nodes.features, bf16)
+        with autocast_bf16(nodes.features.device, self.bf16 and self.training):
+            out = tokenizer(nodes.features)
         # 1 for features that come from the observation; padding and the fixed head of SELF are not reconstructed.
         real = tokenizer.real[nodes.position].to(out.encoded.dtype)
         error = ((out.decoded - nodes.features.to(real.dtype)).square() * real).sum(-1)
@@ -87,6 +86,7 @@ class TokenizerLoss(LossModule):
         # Mean within each graph, then the sum over graphs: a node counts by its share of its own graph.
         mse = (error / self._per_graph(nodes, real.sum(-1))).sum()
         stay = (commitment / self._per_graph(nodes, torch.ones_like(error))).sum()
+        # VQ-VAE, eq. 3, without its second term, which the moving averages of the codebook replace.
         loss = mse + tokenizer.config.commitment * stay
         n_graphs = torch.as_tensor(float(nodes.n_graphs), device=loss.device)
         sums = tokenizer.sums(out.encoded, out.ids)
@@ -127,6 +127,7 @@ class TokenizerLearner(GraphLearner):
         self.updates += 1
         stats = dict(result.stats)
         total, count = stats.pop(CODE_SUMS)
+        # Sums of all ranks: every rank moves the codebook alike.
         sums = CodeSums(self.dist.sum(count), self.dist.sum(total))
         if result.stepped:
             self.tokenizer.move(sums, result.finite)
@@ -196,6 +197,7 @@ class TokenizerLearner(GraphLearner):
         total, offset = sum(sizes), sum(sizes[: self.dist.rank])
         if not total:
             return None
+        # Drawn by seed and update from the nodes of all ranks, so that the number of ranks does not matter.
         picks = generator(self.config.seed, purpose, self.updates).choice(total, wanted, replace=total < wanted)
         local = torch.from_numpy(picks).to(nodes.features.device, non_blocking=True) - offset
         mine = (local >= 0) & (local < len(nodes.features))

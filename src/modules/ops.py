@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from omagd.config.schema import Config
 from omagd.modules.kernels import kernels_for, transformer
@@ -69,6 +70,7 @@ def faster_by(form: Callable[..., R | None]) -> Callable[[Callable[..., R]], Cal
     def decorate(plain: Callable[..., R]) -> Callable[..., R]:
         @wraps(plain)
         def computed(self: nn.Module, *given: Any) -> R:
+            # Kernels compute in float32; in bf16 the plain form multiplies as its layers say.
             made = None if _bf16_on_cpu else form(self, *given)
             return plain(self, *given) if made is None else made
 
@@ -117,34 +119,34 @@ def no_autocast(device: torch.device) -> Iterator[None]:
             yield
 
 
-def multiplies_in_bf16() -> bool:
-    """Return whether this is in a block of `autocast_bf16` for a CPU."""
-    return _bf16_on_cpu
+def recomputed(compute: Callable[..., R], *given: Any) -> R:
+    """Return compute(*given); backward computes its activations again instead of keeping them, in bf16 if this does."""
+    bf16 = _bf16_on_cpu  # torch restores its own autocast in backward, not this
+
+    def again(*given: Any) -> R:
+        with autocast_bf16(torch.device("cpu"), bf16):
+            return compute(*given)
+
+    return cast(R, checkpoint(again, *given, use_reentrant=False))
 
 
-def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, bf16: bool = False) -> Tensor:
+def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x weight^T + bias, [..., out] from x [..., in], weight [out, in] and bias [out], in the type of x.
 
     float32 on a CPU: large products go through oneDNN where `prefers_onednn`. The result differs from `F.linear` only
     by the order of sums (about 1e-6 relative). Gradients can be taken once, not twice.
-    bf16, here or by `autocast_bf16` (float32 tensors on a CPU): see `BF16Linear`. Products of fewer than `PADDING` rows
+    In a block of `autocast_bf16`: see `BF16Linear`. Products of fewer than `PADDING` rows
     stay in float32, where they are faster.
     """
+    # A rule of sizes alone: the same batch gives the same bits at every call.
     rows = math.prod(x.shape[:-1])
     plain = x.dtype != torch.float32 or x.device.type != "cpu" or weight.dtype != x.dtype or rows == 0
-    in_bf16 = not plain and (bf16 or _bf16_on_cpu) and rows >= PADDING
+    in_bf16 = not plain and _bf16_on_cpu and rows >= PADDING
     if not in_bf16 and (plain or 2 * rows * weight.numel() < SMALL or not prefers_onednn()):
         return F.linear(x, weight, bias)
     form = BF16Linear if in_bf16 else OneDNNLinear
     out: Tensor = form.apply(x.reshape(rows, -1), weight, bias)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], -1)
-
-
-def apply_linear(x: Tensor, layer: nn.Linear, bf16: bool = False) -> Tensor:
-    """Return `layer` applied to x, by `fast_linear` where it is no subclass; whether in bf16 is each call's choice."""
-    if type(layer) is not nn.Linear:
-        return layer(x)
-    return fast_linear(x, layer.weight, layer.bias, bf16)
 
 
 class FastLinear(nn.Linear):
@@ -168,6 +170,7 @@ def lookup_relu(x: Tensor, weight: Tensor, table: Tensor, index: Tensor) -> Tens
     if kernels is not None:
         out = LookupReLU.apply(kernels, flat, weight, table, places)  # type: ignore[no-untyped-call]
     else:
+        # The table's rows first, the product added to them: one array instead of three.
         out = table.index_select(0, places).addmm_(flat, weight.t()).relu_()
     return cast(Tensor, out).view(*x.shape[:-1], -1)
 
@@ -184,6 +187,7 @@ def gru(
     """
     kernels, x = kernels_for(w_hh, len(x) * w_hh.shape[1]), x.to(w_hh.dtype)
     if kernels is not None:
+        # All steps as one operation: autograd keeps one node for them, and backward runs over them by itself.
         made = Unroll.apply(kernels, rows, x, before, w_ih, w_hh, b_ih, b_hh)  # type: ignore[no-untyped-call]
         return cast(Tensor, made)
     start = x.new_zeros(1, rows[0], w_hh.shape[1]) if before is None else before.to(x.dtype)[None]
@@ -191,6 +195,7 @@ def gru(
         # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps
         # what backward needs), bidirectional.
         more = start, [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, torch.is_grad_enabled(), False
+        # Arguments with packed rows need their sizes on the host; a CUDA graph has none.
         if rows[0] == rows[-1]:  # episodes of equal length: the plain form, which reads no sizes from the host
             return torch._VF.gru(x.unflatten(0, (len(rows), rows[0])), *more, False)[0].flatten(0, 1)
         return torch._VF.gru(x, torch.tensor(rows), *more)[0]
@@ -232,24 +237,6 @@ class PackedGRU(nn.Module):
         return flat.view(hidden.shape)
 
 
-def dropout(x: Tensor, p: float) -> Tensor:
-    """Return x with a share `p` of its units set to zero and the others scaled by 1 / (1 - p); x itself for p = 0."""
-    if p == 0.0:
-        return x
-    if x.device.type != "cpu":
-        return F.dropout(x, p)
-    if (kernels := kernels_for(x, x.numel())) is not None:
-        return transformer.Dropout.apply(kernels, x, p)  # type: ignore[no-untyped-call]
-    return x * transformer.dropout_mask(x, p)
-
-
-def gelu_dropout(x: Tensor, p: float) -> Tensor:
-    """Return dropout(gelu(x))."""
-    if x.device.type != "cpu" or p == 0.0:
-        return dropout(F.gelu(x), p)
-    return transformer.GeluDropout.apply(x, p)  # type: ignore[no-untyped-call]
-
-
 def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
     """Return softmax(q k^T / sqrt(d / h)) v for each head (Vaswani et al. 2017, arXiv:1706.03762), [F, n, d].
 
@@ -258,11 +245,12 @@ def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
     n_frames, _, d = query.shape
     kv = key_value.view(n_frames, key_value.shape[1], 2, n_heads, d // n_heads).permute(2, 0, 3, 1, 4)
     q = query.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-    if query.device.type == "cpu" and n_frames:
+    if query.device.type == "cpu" and n_frames and not p:
         k, v = kv.contiguous().flatten(1, 2)
-        mixed = transformer.Attention.apply(q.contiguous().flatten(0, 1), k, v, p)  # type: ignore[no-untyped-call]
+        mixed = transformer.Attention.apply(q.contiguous().flatten(0, 1), k, v)  # type: ignore[no-untyped-call]
         mixed = mixed.unflatten(0, (n_frames, n_heads))
     else:
+        # Divided by sqrt(d / h), or softmax would saturate and pass no gradient (Vaswani et al. 2017, section 3.2.1).
         mixed = F.scaled_dot_product_attention(q, kv[0], kv[1], dropout_p=p)
     return mixed.transpose(1, 2).flatten(2)
 

@@ -56,6 +56,7 @@ class UnitEncoder(nn.Module):
         allies, enemies, others = self._split(state)
         of_allies, of_enemies = self.embed_ally(allies.features).relu(), self.embed_enemy(enemies.features).relu()
         numbers = [team.there.sum(dim=1) for team in (allies, enemies)]
+        # Means and numbers, not sums: a sum of thirty units would be far from that of three.
         means = [
             (embedded * team.there).sum(dim=1) / number.clamp(min=1)
             for embedded, team, number in ((of_allies, allies, numbers[0]), (of_enemies, enemies, numbers[1]))
@@ -69,6 +70,7 @@ class UnitEncoder(nn.Module):
         parts = [n * layout.ally_dim, m * layout.enemy_dim, n * layout.last_actions, self.n_others]
         own, theirs, last, others = state.split(parts, dim=-1)
         allies, enemies = own.view(rows, n, layout.ally_dim), theirs.view(rows, m, layout.enemy_dim)
+        # Before last actions are added: a dead unit has none of its own features, but may have acted.
         there = [present(team).to(state.dtype) for team in (allies, enemies)]
         if layout.last_actions:
             shape = rows, n, layout.last_actions

@@ -116,11 +116,6 @@ class ResidentLoop:
         of_game = () if game.capturable else (self._observe, self._step_all, self._restart)
         self._parts = [part if part in of_game else Captured(part, device) for part in parts]
 
-    @property
-    def is_current(self) -> bool:
-        """Whether nothing has changed that was computed when it was made."""
-        return self._guesses is None or self._guesses.is_current
-
     @torch.no_grad()
     def play(self, seeds: np.ndarray, explore: Exploration | None, ticked: Callable[[bool], None]) -> None:
         """Play all episodes. seeds: [K, B] int64. explore: None to act greedily. ticked: called before each tick."""
@@ -366,7 +361,7 @@ class ResidentRunner(Runner):
     def _resident(self, mac: BasicMAC, episodes: int, full_obs: bool, keep: bool) -> ResidentLoop:
         """Return the loop for such rounds; it keeps its memory from round to round."""
         key = (mac, episodes, full_obs, keep)
-        if self._made is None or self._made[0] != key or not self._made[1].is_current:
+        if self._made is None or self._made[0] != key:
             self._made = None  # its memory first
             game = cast(CanBeResident, self.env).resident(mac.acting_device)
             self._made = key, ResidentLoop(game, mac, self.info, episodes, full_obs, keep)

@@ -36,7 +36,7 @@ NO_C: dict[str, Any] = {"no_cfunc_wrapper": True}  # C calls nothing
 NO_PYTHON: dict[str, Any] = {"no_cpython_wrapper": True, **NO_C}
 OLDEST = 0, 68  # version of Numba
 SWITCHED_OFF = "is switched off by NUMBA_DISABLE_JIT"
-SLOWER = "updates and reconstruction take half as long again"
+SLOWER = "updates take half as long again"
 SHARED = Path(__file__).resolve(), Path(seeding.__file__).resolve()  # source of all kernels
 KEPT_DAYS = 60  # folders of earlier versions that nobody has used for so long are removed
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ from preset_toys import CPU, Made, cases, config_of
 from q_toys import equal, make_learner, state_of, toy_config
 
 from omagd.config.loading import resolve
-from omagd.controllers.basic_mac import NMAC
+from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.fixed_updates import WARM_UP
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
@@ -121,7 +121,7 @@ def gradients(device, episodes, **updates):
     info = qmix_update.MAPS["5m_vs_6m"]
     config = resolve("qmix", "skirmish", {"env_args.map_name": "5m_vs_6m", "grad_norm_clip": 1e12, **updates})
     torch.manual_seed(0)
-    learner = NQLearner(NMAC(config, info, device), config, info, Dist(device=device))
+    learner = NQLearner(BasicMAC(config, info, device), config, info, Dist(device=device))
     seen = []
     learner.optimizer.register_step_pre_hook(
         lambda optimizer, *_: seen.extend(p.grad.detach().cpu().double() for p in learner._step.parameters)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from omagd.components.action_selectors import draw
 from omagd.components.episode_codec import Spec
-from omagd.components.td_lambda import td_lambda_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
@@ -27,7 +26,7 @@ from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, SyncedOp
 from omagd.modules.agents.agent import AgentInputs
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing
+from omagd.utils.packing import PackedBatch, Packing, td_lambda_targets
 from omagd.utils.seeding import generator
 
 LOG_PROB = "log_prob"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config, MaskPredictorConfig
@@ -26,7 +27,7 @@ from omagd.modules.graph_reconstructers import INFERRED
 from omagd.modules.graph_reconstructers.predictor import sinusoidal
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.ops import FastLinear, attend, dropout
+from omagd.modules.ops import FastLinear, attend
 
 if TYPE_CHECKING:
     from omagd.components.episode_codec import Spec
@@ -58,9 +59,9 @@ class Layer(nn.Module):
         parts = zip((x, memory), self.queries, self.keys_values, self.merges, self.norms, strict=False)
         for source, query, key_value, merge, norm in parts:
             mixed = attend(query(out), key_value(source), self.n_heads, p)
-            out = norm(out + dropout(merge(mixed), p))
-        hidden = dropout(self.widen(out).relu(), p)
-        result: Tensor = self.norms[-1](out + dropout(self.narrow(hidden), p))
+            out = norm(out + F.dropout(merge(mixed), p))
+        hidden = F.dropout(self.widen(out).relu(), p)
+        result: Tensor = self.norms[-1](out + F.dropout(self.narrow(hidden), p))
         return result
 
 

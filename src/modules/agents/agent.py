@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -21,11 +20,10 @@ from omagd.modules.graph_reconstructers import n_inferred
 from omagd.modules.ops import (
     FastLinear,
     PackedGRU,
-    autocast_bf16,
     fast_linear,
     is_only,
     lookup_relu,
-    multiplies_in_bf16,
+    recomputed,
     require_step,
 )  # fmt: skip
 from omagd.utils.errors import UserError
@@ -94,6 +92,7 @@ class Marks:
         features = inputs.features
         if not self.width or inputs.guessed is None:
             return features.new_zeros(*features.shape[:-1], self._n_nodes, self.width)
+        # An agent that knows what is a guess can trust it less than what it sees.
         return inputs.guessed.unsqueeze(-1).to(features.dtype)
 
     def flat(self, inputs: AgentInputs) -> Tensor:
@@ -174,6 +173,7 @@ class RecurrentAgent(Agent):
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values [B, n, A] of one step and the new hidden state [B, n, H]."""
         encoded, *others = self.encode(inputs)
+        # DRQN (Hausknecht & Stone 2015): what was seen stands in for the state that no agent sees.
         hidden = self.rnn.step(encoded, hidden)
         return self.values(hidden, *others), hidden
 
@@ -192,26 +192,24 @@ class RecurrentAgent(Agent):
 
     def unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the values of `forward` and the hidden state after each row, [S, n, H]."""
+        # Without gradients nothing is kept for backward, and blocks would only cost time.
         if not self.checkpointing or not torch.is_grad_enabled():
             return self._unroll(inputs, packing, start)
-        values, states, first, bf16 = [], [], 0, multiplies_in_bf16()
-
-        def compute(*block: Any) -> tuple[Tensor, Tensor]:
-            with autocast_bf16(inputs.features.device, bf16):  # torch restores it in backward on a GPU alone
-                return self._unroll(*block)
-
+        values, states, first = [], [], 0
         for begin in range(0, packing.n_steps, STEPS_AT_ONCE):
             part = Packing(tuple(min(k - begin, STEPS_AT_ONCE) for k in packing.lengths if k > begin))
             rows = slice(first, first + sum(part.lengths))
             block = (inputs.rows(rows), part, None if start is None else start[: part.n_episodes])
-            made, hidden = checkpoint(compute, *block, use_reentrant=False)
+            made, hidden = recomputed(self._unroll, *block)
             values.append(made)
             states.append(hidden)
+            # Episodes that go on are the first rows of each step: they begin the next block where this one ends.
             start, first = hidden[-part.batch_sizes[-1] :], rows.stop
         return torch.cat(values), torch.cat(states)
 
     def _unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None) -> tuple[Tensor, Tensor]:
         encoded, *others = self.encode(inputs)
+        # Encoder and head see all rows at once; only the recurrence goes step by step.
         hidden = self.rnn(encoded, packing, start)
         return self.values(hidden, *others), hidden
 
@@ -268,6 +266,7 @@ class InputLinear(nn.Linear):
         if torch.is_inference_mode_enabled():
             of_features, table, first = self._acting_tables()
             return of_features, table, last_action + first if n_actions else first.expand_as(last_action)
+        # The first step of an episode has no last action: a row of its own, without a column of the weight.
         index = torch.where(last_action < 0, n_actions, last_action) if n_actions else torch.zeros_like(last_action)
         if self.widths[2]:
             index = index + torch.arange(self.n_agents, device=index.device) * (n_actions + 1)
@@ -280,6 +279,7 @@ class InputLinear(nn.Linear):
         The tables are kept from tick to tick until the weights are written, moved or replaced. Writes that torch does
         not count (`weight.data`, torch's fused optimizers) must be counted by hand: see `SyncedOptimizer`.
         """
+        # Version and address change with every write that torch counts, and when the weights move.
         state = (self.weight._version, self.bias._version, self.weight.data_ptr())
         if self._kept is None or self._kept[0] != state:
             rows = self.widths[1] + 1
@@ -292,6 +292,7 @@ class InputLinear(nn.Linear):
     def _tables(self) -> tuple[Tensor, Tensor]:
         """Return the weights of the features, and a row for each pair of agent and last action (the last one: none)."""
         of_features, of_actions, of_agents = self.weight.split(self.widths, dim=1)
+        # W [x | onehot(a) | onehot(i)] + b = W_x x + (W_a[:, a] + W_i[:, i] + b): the bracket is a row of a table.
         table = F.pad(of_actions.t(), (0, 0, 0, 1)).unsqueeze(0) + self.bias
         if self.widths[2]:
             table = table + of_agents.t().unsqueeze(1)
@@ -311,6 +312,7 @@ class RNNAgent(RecurrentAgent):
         self.marks = Marks(config, info)
         if self.marks.width and info.layout is None:
             raise UserError(f"mark_guesses=True needs an environment with an entity layout; env={config.env} has none")
+        # Weights are shared; the agent's number lets agents that see the same act apart.
         self.fc1 = InputLinear(info.obs_dim + self.marks.n, config.rnn_hidden_dim, config, info)
         self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim)
         self.fc2 = FastLinear(config.rnn_hidden_dim, info.n_actions)
@@ -331,6 +333,7 @@ class NRNNAgent(RNNAgent):
         super().__init__(config, info)
         self.norm = nn.LayerNorm(config.rnn_hidden_dim) if config.use_layer_norm else nn.Identity()
         if config.use_orthogonal:
+            # Orthogonal maps keep the length of what they read (Saxe et al. 2014); PyMARL2 starts so.
             nn.init.orthogonal_(self.fc1.weight)
             nn.init.orthogonal_(self.fc2.weight, gain=HEAD_GAIN)
             nn.init.zeros_(self.fc1.bias)

@@ -88,6 +88,7 @@ class EntityAgent(RecurrentAgent):
             of_enemies.append(marks[2])
         if self.last_action:
             kind = self.normal.weight.dtype
+            # Which enemy was attacked is a mark of that enemy, so that the size does not depend on their number.
             last = inputs.last_action.clamp(max=self.n_normal)  # all attacks are one action
             actions = torch.arange(self.n_normal + 1, device=last.device)
             of_self.append((last.unsqueeze(-1) == actions).to(kind))
@@ -138,6 +139,7 @@ class EntityAgent(RecurrentAgent):
         of_targets = self._of_actions(self.of_targets(enemies, self.attack(hidden), self.base))
         if healing:
             allies, healers = healing
+            # Healers aim at agents by number, so values go from places in the view to numbers.
             healed = self.of_targets(allies, self.heal(hidden), self.heal_base)
             numbers = self.numbers_of_allies(hidden.device).expand(healed.shape)
             of_agents = healed.new_zeros(*healed.shape[:-1], healed.shape[-1] + 1).scatter(-1, numbers, healed)
@@ -146,6 +148,7 @@ class EntityAgent(RecurrentAgent):
 
     def _of_actions(self, values: Tensor) -> Tensor:
         """Return values [S, n, A - normal actions] from those of targets: there may be more or fewer of these."""
+        # Maps of a set share one number of actions; what a map lacks is never available.
         missing = self.n_actions - self.n_normal - values.shape[-1]
         return F.pad(values, (0, missing)) if missing > 0 else values[..., : self.n_actions - self.n_normal]
 
@@ -179,8 +182,10 @@ class HyperEmbedding(nn.Module):
 
     def forward(self, units: Tensor) -> Tensor:
         """Return [..., out] from units [..., k, D]."""
+        # The 1 behind a unit's features carries the bias; units of zeros have none, and add nothing.
         there = present(units).to(units.dtype)
         gates = torch.cat([self.hyper(units).relu(), there], dim=-1)
+        # Sum over units of a(x) [x | 1]^T: symmetric, so the order of units does not matter (HPN, section 4).
         products = gates.transpose(-1, -2) @ torch.cat([units, there], dim=-1)
         embedded: Tensor = self.weight(products.flatten(-2))
         return embedded
@@ -219,6 +224,7 @@ class HPNAgent(EntityAgent):
 
     def encode_units(self, seen: Seen) -> tuple[Tensor, ...]:
         """Return the GRU's input [S, n, H], and g of each enemy [S, n, m, J] (and of each ally [S, n, k, J])."""
+        # HPN, section 4: sums over units are the same in any order, so values of normal actions are, too.
         embedded = self.own(seen.own) + self.of_allies(seen.allies) + self.of_enemies(seen.enemies)
         patients = (self.patient(seen.allies).relu(),) if self.some_heal else ()
         return embedded.relu(), self.target(seen.enemies).relu(), *patients
@@ -230,6 +236,7 @@ class HPNAgent(EntityAgent):
         w(x_i) = W^T g(x_i) + w_0, and g(x_i)^T (W h) + w_0 h costs less than w(x_i)^T h: W h is made once.
         """
         weights, constant = read.split([targets.shape[-1], 1], dim=-1)
+        # One value from each enemy's own embedding: when two enemies change places, so do their values.
         values: Tensor = (targets @ weights.unsqueeze(-1)).squeeze(-1) + constant + base(targets).squeeze(-1)
         return values
 
@@ -285,6 +292,7 @@ class AttentionAgent(EntityAgent):
     def _attend(self, own: Tensor, units: Tensor, there: Tensor) -> Tensor:
         """Return [R, H] for agents' own embeddings [R, H], units [R, N, H] and masks [R, N] of units that exist."""
         rows, heads, width = len(own), self.n_heads, own.shape[-1] // self.n_heads
+        # Only the agent itself asks: one query over its units, O(N), where REFIL's full attention is O(N²).
         query = self.query(own).view(rows, 1, heads, width).transpose(1, 2)
         both = self.key_value(units).view(rows, units.shape[1], 2 * heads, width)
         keys, values = both.transpose(1, 2).chunk(2, dim=1)
@@ -294,6 +302,7 @@ class AttentionAgent(EntityAgent):
     @staticmethod
     def of_targets(targets: Tensor, read: Tensor, base: nn.Module) -> Tensor:
         """Return the scaled product of each target's key and what the agent asks, plus a value of the target."""
+        # The score of attention without its softmax: how much the memory wants this target.
         product = (targets @ read.unsqueeze(-1)).squeeze(-1)
         values: Tensor = product * targets.shape[-1] ** -0.5 + base(targets.relu()).squeeze(-1)
         return values

@@ -7,7 +7,7 @@ lets agents communicate through a bidirectional LSTM over the agents in their or
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,23 +16,8 @@ from torch import Tensor, nn
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.agents.agent import Agent, AgentInputs, InputLinear, Marks
-from omagd.modules.kernels.linear import ThreeLayers
-from omagd.modules.ops import SMALL, FastLinear, faster_by, is_only
+from omagd.modules.ops import FastLinear, is_only
 from omagd.utils.packing import Packing
-
-
-def _three_layers(trunk: Trunk, features: Tensor, last_action: Tensor) -> Tensor | None:
-    """Return `Trunk.forward` as one operation; None where there are one-hots, or oneDNN multiplies."""
-    layers = trunk.fc1, trunk.fc2, trunk.fc3
-    if trunk.fc2 is None or trunk.fc1.looks_up or features.is_cuda:
-        return None
-    if 2 * features.shape[:-1].numel() * trunk.fc2.weight.numel() >= SMALL:
-        return None
-    if not is_only(trunk, Trunk, InputLinear, FastLinear):
-        return None
-    parts = (p for layer in layers if layer is not None for p in (layer.weight, layer.bias))
-    flat = ThreeLayers.apply(features.flatten(0, -2), *parts)  # type: ignore[no-untyped-call]
-    return cast(Tensor, flat).view(*features.shape[:-1], flat.shape[-1])
 
 
 class Trunk(nn.Module):
@@ -47,11 +32,11 @@ class Trunk(nn.Module):
         super().__init__()
         hidden = config.rnn_hidden_dim
         self.fc1 = InputLinear(n_features, hidden, config, info)
+        # BiCNet: each agent hears those before and after it, so the team decides together.
         self.talk = nn.LSTM(hidden, hidden, batch_first=True, bidirectional=True) if communicates else None
         self.fc2 = None if communicates else FastLinear(hidden, hidden)
         self.fc3 = FastLinear(2 * hidden if communicates else hidden, n_out)
 
-    @faster_by(_three_layers)
     def forward(self, features: Tensor, last_action: Tensor) -> Tensor:
         """Return [S, n, n_out] from features [S, n, n_features] and last_action [S, n]."""
         hidden = self.fc1.relu(features, last_action)
@@ -90,6 +75,7 @@ class FFAgent(Agent):
 
     def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
         """Return the empty hidden states, [S, n, 0]."""
+        # Memory of width 0: runners and learners need no case of their own for these agents.
         return inputs.features[..., :0]
 
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,6 +86,7 @@ class FFAgent(Agent):
     def frozen_needs(cls, config: Config) -> tuple[str, ...]:
         """Return what would have to change for `layers` to be the whole policy; empty if they are."""
         shown = ("use_full_obs", "use_team_obs", "use_graph_reconstruction", "mark_guesses")
+        # A frozen copy is layers over the plain observation; what an agent reads beside it would be lost.
         more = ("obs_last_action", "obs_agent_id", *shown)
         silent = ("an agent that does not talk (agent=ddpg)",) if cls.talks else ()
         plain = all(getattr(cls, name) is getattr(FFAgent, name) for name in ("forward", "step"))
@@ -128,6 +115,7 @@ class DDPGCritic(nn.Module):
 
     def forward(self, inputs: AgentInputs, actions: Tensor) -> Tensor:
         """Return [S, n] from the agents' inputs and action vectors [S, n, A] (probabilities or one-hots)."""
+        # DDPG's critic reads actions as vectors, so that their gradient exists.
         features = torch.cat([inputs.features, actions], dim=-1)
         return self.trunk(features, inputs.last_action).squeeze(-1)
 

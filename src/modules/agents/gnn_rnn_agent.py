@@ -41,6 +41,7 @@ class FullGraphConv(nn.Module):
 
     def forward(self, nodes: Tensor) -> Tensor:
         """Return [..., N, dim] from nodes [..., N, dim]."""
+        # One product for both maps; each node then hears the sum of all messages but its own.
         own, sent = fast_linear(nodes, *self.shared(nodes.shape[-2])).chunk(2, dim=-1)
         received = (sent.sum(dim=-2, keepdim=True) - sent).relu_()
         return F.relu(own) + received
@@ -55,6 +56,7 @@ def _encode_by_kernels(agent: GNNRNNAgent, inputs: AgentInputs) -> tuple[Tensor,
         return None
     of_features, table, index = agent.embed_self.lookup(inputs.last_action)
     shape, sizes = inputs.last_action.shape, (of_features.shape[1], len(table))
+    # Trained and target network read the same graphs: the one that comes second finds them made.
     graphs = inputs.kept.get(sizes)
     if graphs is None:
         obs, marks = inputs.features.flatten(0, 1), agent.marks.of(inputs).flatten(2).flatten(0, 1)
@@ -98,6 +100,7 @@ class GNNRNNAgent(RecurrentAgent):
     @faster_by(_encode_by_kernels)
     def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
         """Return the mean over nodes [S, n, dim], and the enemies' part of the readout [S, n, n_enemies, H]."""
+        # In pieces that fit the cache: convolutions read and write each node several times.
         rows = max(1, GRAPHS_AT_ONCE // self.n_agents)
         parts = (inputs.features, inputs.last_action, self.marks.of(inputs))
         chunks = zip(*(x.split(rows) for x in parts), strict=True)
@@ -108,6 +111,7 @@ class GNNRNNAgent(RecurrentAgent):
         """Return the values [S, n, A]: under `entity` v(relu(W_e node_i + W_h h)) for "attack i"."""
         if not self.entity:
             return self.fc2(hidden)
+        # "Attack i" is valued by enemy i's own node, so enemies in other places have other values.
         joined = F.relu(others[0] + self.attack_memory(hidden).unsqueeze(-2))
         return torch.cat([self.fc2(hidden), self.attack_value(joined).squeeze(-1)], dim=-1)
 
@@ -118,6 +122,7 @@ class GNNRNNAgent(RecurrentAgent):
 
     def _nodes(self, features: Tensor, last_action: Tensor, marks: Tensor) -> Tensor:
         """Return the nodes after all convolutions, [S, n, N, dim]."""
+        # Kinds of units have other features, so each has an embedding of its own before they mix.
         raw = obs_to_nodes(features, self.layout)
         if self.marks.width:
             raw = torch.cat([raw, marks], dim=-1)

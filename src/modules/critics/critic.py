@@ -39,11 +39,7 @@ class FlatCritic(nn.Module):
 
 
 class StateCritic(FlatCritic):
-    """V(s): one value of the state for the whole team (MAPPO, Yu et al. 2022, arXiv:2103.01955).
-
-    Args:
-        config, info: the run and its environment. width: of both hidden layers.
-    """
+    """V(s): one value of the state for the whole team (MAPPO, Yu et al. 2022, arXiv:2103.01955)."""
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
@@ -59,9 +55,6 @@ class ObservationCritic(FlatCritic):
     """V(o_i): a value for each agent from its own inputs (independent PPO, de Witt et al. 2020, arXiv:2011.09533).
 
     It has no memory.
-
-    Args:
-        config, info: the run and its environment. width: of both hidden layers.
     """
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
@@ -76,16 +69,13 @@ class ObservationCritic(FlatCritic):
 
 
 class AgentStateCritic(FlatCritic):
-    """V(s, o_i): a value for each agent from the state and its own inputs (MAPPO, agent-specific global state).
-
-    Args:
-        config, info: the run and its environment. width: of both hidden layers.
-    """
+    """V(s, o_i): a value for each agent from the state and its own inputs (MAPPO, agent-specific global state)."""
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
         self.marks = Marks(config, info)
         self.of_inputs = InputLinear(info.obs_dim + self.marks.n, width, config, info)
+        # W [s | x_i] = W_s s + W_x x_i: the product with the state is made once for the team.
         self.of_state = FastLinear(info.state_dim, width, bias=False)
         self.add_rest(width)
 
@@ -96,11 +86,7 @@ class AgentStateCritic(FlatCritic):
 
 
 class SetCritic(nn.Module):
-    """V(s) of the units in the state: their order does not matter, and its size does not depend on the map.
-
-    Args:
-        config, info: the run and its environment. width: of the embeddings and of the hidden layer.
-    """
+    """V(s) of the units in the state: their order does not matter, and its size does not depend on the map."""
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
@@ -110,6 +96,7 @@ class SetCritic(nn.Module):
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S] from the state [S, state_dim]; the agents' inputs are not used."""
+        # A function of the whole alone, which no order of units changes (Zaheer et al. 2017).
         value: Tensor = self.head(self.hidden(self.units(state)[0]).relu())
         return value.squeeze(-1)
 
@@ -144,4 +131,5 @@ def agent_state_critic(config: Config, info: EnvInfo, width: int) -> nn.Module:
 
 
 def _of_agents(kind: Kind, config: Config, info: EnvInfo, width: int) -> nn.Module:
+    # Agents that share nothing would still teach one another through a critic that they share.
     return kind(config, info, width) if config.share_parameters else SeparateCritics(kind, config, info, width)

@@ -88,6 +88,7 @@ class BeliefHead(nn.Module):
 
         hidden: [..., H].
         """
+        # A layer between memory and task, so that the memory need not be in the units' own coordinates.
         known = F.relu(self.hidden(hidden))
         if self.tokens:
             return (self.codes(self.units(known).unflatten(-1, (self.n_units, -1))),)
@@ -101,11 +102,13 @@ class BeliefHead(nn.Module):
         spread = None
         if self.tokens:
             p = told[0].softmax(-1)
+            # Given that it lives, its codes: their mean is the guess, their deviation says how sure it is.
             p_dead, lives = p[:, -1], p[:, :-1] / p[:, :-1].sum(-1, keepdim=True).clamp(min=1e-12)
             features = lives @ self.table
             spread = (lives @ self.table.square() - features.square()).clamp(min=0).sqrt()
         else:
             p_dead = torch.sigmoid(-told[0])
+            # Back from standardised features to those of the environment.
             features = self.mean[node - 1] + self.deviation[node - 1] * told[1]
             features = F.pad(features, (0, self.layout.node_dim - self.dim))
         dead = p_dead > DEAD
@@ -151,6 +154,7 @@ def new_head(config: Config, info: EnvInfo, like: Tensor) -> BeliefHead:
 
     Other random numbers go on as if none had been drawn, so that agent and mixer start as they do without a head.
     """
+    # A run with a head starts from the weights of a run without one, so that the two can be compared.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(config.seed, "belief head"))
         return BeliefHead(config, info).to(like.device, like.dtype)

@@ -59,6 +59,7 @@ def nodes_to_obs(nodes: Array, layout: EntityLayout) -> Array:
 
 def unseen(nodes: Array) -> Array:
     """Return which nodes [..., N, D] are all zero, [..., N] bool; the agent itself never counts as unseen."""
+    # Environments write zeros for what is out of sight, and for the dead: one cannot tell them apart.
     hidden = (nodes == 0).all(-1)
     hidden[..., 0] = False
     return hidden
@@ -71,6 +72,7 @@ def alive(obs: Array) -> Array:
 
 def feature_mask(layout: EntityLayout) -> Tensor:
     """Return which features of each node come from the observation (no padding, no fixed head), [N, D] bool."""
+    # Padding and fixed heads are no news; errors over them would look small.
     mask = torch.zeros((layout.n_nodes, layout.node_dim), dtype=torch.bool)
     first_enemy = 1 + layout.n_allies
     mask[0, SELF_HEAD : SELF_HEAD + layout.move_dim + layout.own_dim] = True
@@ -103,12 +105,6 @@ class GraphTables:
         member[0] = 1.0  # any feature at all shows that the observer lives, and then it sees itself
         self._member = member
 
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Return, as int64, the feature of each place of the nodes plus 2, [N·D] (0 and 1: these constants), and the
-        place of each feature, [obs_dim].
-        """
-        return self._source, self._place
-
     def nodes(self, obs: Tensor) -> Tensor:
         """Return `obs_to_nodes`: [..., N, D] of observations [..., obs_dim]."""
         constants = self._constants.to(obs.dtype).expand(*obs.shape[:-1], 2)
@@ -125,6 +121,7 @@ class GraphTables:
 
     def sight(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Return which nodes are seen and which are missing, [..., N] bool each; dead observers have neither."""
+        # Sums of absolute values by node in one product: above 0 where any feature is.
         seen = F.linear(obs.abs().to(self._member.dtype), self._member)[..., : self._n_nodes] > 0
         return seen, seen[..., :1] & ~seen
 
@@ -151,6 +148,7 @@ class TeamView:
     def __call__(self, obs: Tensor, full: Tensor) -> Tensor:
         """Return the completed observations [S, n, obs_dim] of `obs` and `full_obs`, in the same type."""
         seen = self._tables.sight(obs)[0]
+        # A unit that any living agent sees is known to all; places in graphs become numbers of units.
         known = seen.flatten(1)[:, self._node].any(-1)
         shared = known[:, self._unit] & seen[..., :1]
         of_features = self._tables.of_nodes

@@ -18,7 +18,6 @@ M masked tokens, d = d_model.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,11 +25,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
-from omagd.modules.ops import apply_linear, attend, dropout, fast_linear, gelu_dropout, no_autocast
+from omagd.modules.graph_reconstructers.tokenizer import first_largest
+from omagd.modules.ops import FastLinear, attend, fast_linear, no_autocast, recomputed
 from omagd.utils.packing import Packing
 
 N_SPECIAL = 3
@@ -71,6 +70,7 @@ def last_seen_step(seen: Tensor, packing: Packing) -> Tensor:
     The running maximum of the steps at which it was seen, shifted by one step. seen: [S, n, N] bool.
     """
     at = torch.where(seen, packing.step.to(seen.device, non_blocking=True)[:, None, None], -1)
+    # The largest step so far at which it was seen is the last one; shifted, as a row must not see itself.
     padded = packing.pad(at, -1).cummax(dim=1).values
     before = torch.cat([torch.full_like(padded[:, :1], -1), padded[:, :-1]], dim=1)
     return packing.pack(before)
@@ -97,6 +97,7 @@ class PackedHistory:
         at = step[:, None] - back
         past = self._packing.row(at, episode[:, None])
         ids = self._ids[past, agents[:, None]]
+        # Before the episode there was nothing, which is not the same as not seeing: PAD, not MASK.
         ids = torch.where((at < 0)[..., None], self._specials.pad, ids)
         last_rows, never = self.last_rows(rows, agents)
         nodes = torch.arange(ids.shape[-1], device=self._device)
@@ -111,7 +112,7 @@ class PackedHistory:
 
 
 class SlotHistory:
-    """Histories of B battle slots while they are played.
+    """Histories of B battle slots while they are played; tensors stay where they are, since CUDA graphs hold addresses.
 
     Attributes:
         past: [(k - 1)·s + 1, B, n, N] int64, newest last. last_ids, last_step: [B, n, N] int64.
@@ -129,13 +130,17 @@ class SlotHistory:
 
     def reset(self, which: Tensor) -> None:
         """Forget the slots `which` [B] bool."""
-        self.past[:, which] = self._specials.pad
-        self.last_ids[which] = self._specials.pad
-        self.last_step[which] = -1
+        slots = which.view(-1, 1, 1)
+        for kept, blank in ((self.past, self._specials.pad), (self.last_ids, self._specials.pad), (self.last_step, -1)):
+            kept.masked_fill_(slots, blank)
 
-    def push(self, ids: Tensor) -> None:
-        """Add the tokens of this step, [B, n, N] with MASK where unseen; call `frames`, then `commit` after it."""
-        self.past = torch.cat([self.past[1:], ids[None]])
+    def push(self, ids: Tensor, active: Tensor) -> None:
+        """Add the tokens of this step, [B, n, N] with MASK where unseen, in the slots `active` [B] bool.
+
+        Call `frames`, then `commit` after it.
+        """
+        moved = torch.cat([self.past[1:], ids.unsqueeze(0)])
+        self.past.copy_(torch.where(active.view(-1, 1, 1), moved, self.past))
 
     def frames(self, rows: Tensor, step: Tensor) -> Frames:
         """Return the inputs of the agents `rows` [F] of B·n at `step` [B]."""
@@ -144,22 +149,13 @@ class SlotHistory:
         last_ids, last = (kept.flatten(0, 1).index_select(0, rows) for kept in (self.last_ids, self.last_step))
         return Frames(ids, now, last_ids, (now[:, None] - last).masked_fill_(last < 0, 0))
 
-    def commit(self, step: Tensor) -> None:
-        """Record the pushed tokens as last seen at `step` [B]."""
+    def commit(self, step: Tensor, active: Tensor) -> None:
+        """Record the pushed tokens as last seen at `step` [B] in the slots `active` [B] bool."""
         now = self.past[-1]
-        seen = now < self._specials.n_codes
-        self.last_ids = torch.where(seen, now, self.last_ids)
-        self.last_step = torch.where(seen, step[:, None, None], self.last_step)
-
-    def take(self, slots: Tensor) -> SlotHistory:
-        """Return the histories of the slot numbers `slots` [P] as a copy, to be changed and `put` back."""
-        part = copy.copy(self)
-        part.past, part.last_ids, part.last_step = self.past[:, slots], self.last_ids[slots], self.last_step[slots]
-        return part
-
-    def put(self, slots: Tensor, part: SlotHistory) -> None:
-        """Replace the histories of the slot numbers `slots` [P] by those of `part`."""
-        self.past[:, slots], self.last_ids[slots], self.last_step[slots] = part.past, part.last_ids, part.last_step
+        # Only codes are sights; MASK leaves what was remembered.
+        seen = (now < self._specials.n_codes) & active.view(-1, 1, 1)
+        self.last_ids.copy_(torch.where(seen, now, self.last_ids))
+        self.last_step.copy_(torch.where(seen, step.view(-1, 1, 1), self.last_step))
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return everything as tensors."""
@@ -167,8 +163,8 @@ class SlotHistory:
 
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """Continue from a `snapshot` of the same sizes."""
-        for name in ("past", "last_ids", "last_step"):
-            setattr(self, name, snapshot[name].to(self.past.device).clone())
+        for name, value in snapshot.items():
+            getattr(self, name).copy_(value)
 
 
 def sinusoidal(n: int, d: int) -> Tensor:
@@ -177,6 +173,7 @@ def sinusoidal(n: int, d: int) -> Tensor:
     Columns 2i and 2i + 1 of row t are the sine and the cosine of t / 10000^(2i / d).
     """
     rate = torch.exp(torch.arange(0, d, 2) * (-math.log(10000.0) / max(d, 1)))
+    # Wave lengths from 2 pi to 10000 x 2 pi: near steps differ in the first columns, far ones in the last.
     angle = torch.arange(n)[:, None] * rate
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :d]
 
@@ -189,25 +186,26 @@ class Block(nn.Module):
         d = config.d_model
         self.n_heads, self.p = config.n_heads, config.dropout
         self.norm_in, self.norm_out = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.query, self.key_value, self.merge = nn.Linear(d, d), nn.Linear(d, 2 * d), nn.Linear(d, d)
-        self.widen, self.narrow = nn.Linear(d, config.feedforward_dim), nn.Linear(config.feedforward_dim, d)
+        self.query, self.key_value, self.merge = FastLinear(d, d), FastLinear(d, 2 * d), FastLinear(d, d)
+        self.widen, self.narrow = FastLinear(d, config.feedforward_dim), FastLinear(config.feedforward_dim, d)
 
-    def forward(self, x: Tensor, wanted: Tensor | None, n_out: int, bf16: bool = False) -> Tensor:
+    def forward(self, x: Tensor, wanted: Tensor | None, n_out: int) -> Tensor:
         """Return the block's output for x [F, L, d]: [F, L, d], or [M, d] for the tokens `wanted`.
 
         The last block needs outputs for the masked tokens only; they still attend to all L tokens.
         wanted: [M] int64, places among the F · n_out last tokens. n_out: number of query tokens; L where
-            `wanted` is None. bf16: whether a CPU multiplies the linear maps in bf16.
+            `wanted` is None.
         """
         p = self.p if self.training else 0.0
+        # Pre-norm (Xiong et al. 2020): the sum of all blocks reaches the head unscaled, which trains without warm-up.
         normed = self.norm_in(x)
-        query, out = apply_linear(normed[:, -n_out:], self.query, bf16), x[:, -n_out:]
-        mixed = attend(query, apply_linear(normed, self.key_value, bf16), self.n_heads, p)
+        query, out = self.query(normed[:, -n_out:]), x[:, -n_out:]
+        mixed = attend(query, self.key_value(normed), self.n_heads, p)
         if wanted is not None:
             out, mixed = (rows.flatten(0, 1).index_select(0, wanted) for rows in (out, mixed))
-        out = out + dropout(apply_linear(mixed, self.merge, bf16), p)
-        hidden = gelu_dropout(apply_linear(self.norm_out(out), self.widen, bf16), p)
-        return out + dropout(apply_linear(hidden, self.narrow, bf16), p)
+        out = out + F.dropout(self.merge(mixed), p)
+        hidden = F.dropout(F.gelu(self.widen(self.norm_out(out))), p)
+        return out + F.dropout(self.narrow(hidden), p)
 
 
 class Guess(NamedTuple):
@@ -248,7 +246,7 @@ class MaskPredictor(nn.Module):
         else:
             self.frame = nn.Embedding(config.stacked_steps, d)
         if config.last_seen:
-            self.recall = nn.Linear(d, d)
+            self.recall = FastLinear(d, d)
             self.age = nn.Embedding.from_pretrained(sinusoidal(episode_limit + 1, d), freeze=False)
         self.norm = nn.LayerNorm(d)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
@@ -277,34 +275,40 @@ class MaskPredictor(nn.Module):
         With `code_features`, embeddings and head use them standardised over the codebook and clipped to [-5, 5].
         """
         self.table.copy_(table)
+        # Standardised, so that a feature in cells does not drown one between 0 and 1.
         spread = table.std(0, correction=0).clamp(min=1e-3)
         self.code_features.zero_()
         self.code_features[: len(table)] = ((table - table.mean(0)) / spread).clamp(-5, 5)
 
-    def forward(self, frames: Frames, masked: Tensor, bf16: bool = False) -> Tensor:
+    def forward(self, frames: Frames, masked: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Return logits [M, K + 1] of the `masked` [F, N] tokens of the last frame, frame by frame.
 
-        bf16: whether a CPU multiplies the linear maps in bf16.
+        wanted: [M] int64, places among F · N of the tokens to predict in place of the masked ones, for work of fixed
+            shapes.
         """
         tokens = self.token_table()
+        # BERT's input: the sum of embeddings of token, type, place and time.
         x = F.embedding(frames.ids, tokens)
         static = self.kind(self.types) + self.position.weight + self._embed(self.step, frames.step)[:, None]
         x = self._stack(x, static)
         if self.config.last_seen:
-            memory = apply_linear(F.embedding(frames.last_ids, tokens), self.recall, bf16)
+            memory = self.recall(F.embedding(frames.last_ids, tokens))
+            # What is seen needs no memory of itself; of what is not, the last token and its age say where it may be.
             memory = torch.where(masked[..., None], memory + self._embed(self.age, frames.age), 0.0)
             x = torch.cat([x[:, : -self.n_nodes], x[:, -self.n_nodes :] + memory], dim=1)
-        x = dropout(self.norm(x), self.config.dropout if self.training else 0.0)
+        x = F.dropout(self.norm(x), self.config.dropout, self.training)
         for block in self.blocks[:-1]:
-            x = self._pass(block, x, None, x.shape[1], bf16)
-        wanted = torch.nonzero(masked.flatten()).flatten()
-        x = self._pass(self.blocks[-1], x, wanted, self.n_nodes, bf16)
-        return fast_linear(self.norm_head(x), self.head_weight(), self.head.bias, bf16)
+            x = self._pass(block, x, None, x.shape[1])
+        # MaskGIT's parallel decoding in a single step: all masked tokens at once, none reads another's guess.
+        if wanted is None:
+            wanted = torch.nonzero(masked.flatten()).flatten()
+        x = self._pass(self.blocks[-1], x, wanted, self.n_nodes)
+        return fast_linear(self.norm_head(x), self.head_weight(), self.head.bias)
 
-    def _pass(self, block: nn.Module, x: Tensor, wanted: Tensor | None, n_out: int, bf16: bool) -> Tensor:
+    def _pass(self, block: nn.Module, x: Tensor, wanted: Tensor | None, n_out: int) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(block, x, wanted, n_out, bf16, use_reentrant=False)
-        return block(x, wanted, n_out, bf16)
+            return recomputed(block, x, wanted, n_out)
+        return block(x, wanted, n_out)
 
     def _stack(self, x: Tensor, static: Tensor) -> Tensor:
         """Return x [F, k, N, d] as one sequence: [F, N, d] by a GRU over each node's frames, else [F, k·N, d]."""
@@ -337,6 +341,7 @@ class MaskPredictor(nn.Module):
         weight: Tensor = self.head.weight
         if self.config.code_features:
             coded = self.code_features[: len(weight)].clone()
+            # -|f - c|² = 2 f c - c² - f², where f² is the same for all codes c: linear in [c, c²].
             coded[-1] = 0.0
             weight = weight + self.feature_out(torch.cat([coded, coded.square()], dim=-1))
         return weight
@@ -361,8 +366,10 @@ class MaskPredictor(nn.Module):
         `decode: argmax`: the features of the likeliest code.
         """
         p = logits.softmax(-1)
+        # Dead where that is likelier than alive, whichever single code is the likeliest.
         absent = p[:, -1] > 0.5
-        ids = torch.where(absent, self.specials.absent, p[:, :-1].argmax(-1))
+        ids = torch.where(absent, self.specials.absent, first_largest(p[:, :-1]))
         if self.config.decode == "argmax":
             return Guess(self.table_with_absent()[ids], ids, absent)
+        # The mean minimises the expected squared error, but may be a place between two where the unit is not.
         return Guess(torch.where(absent[:, None], 0.0, p[:, :-1] @ self.table), ids, absent)

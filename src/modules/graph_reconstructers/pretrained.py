@@ -83,6 +83,7 @@ def require_one_pretraining(tokenizer: Tokenizer, predictor: nn.Module) -> None:
     """Reject a predictor of another tokenizer, whose codes mean other features. Errors: UserError."""
     if not isinstance(predictor, MaskPredictor):
         return  # reads no codes
+    # A code's number means nothing by itself; what it decodes to does.
     if not torch.allclose(tokenizer.table(), predictor.table, rtol=1e-3, atol=1e-4):
         raise UserError(
             "pretrained_mask_predictor_path belongs to another tokenizer than pretrained_tokenizer_path;"

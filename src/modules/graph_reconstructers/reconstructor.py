@@ -56,19 +56,6 @@ class Reconstruction:
     obs: Tensor
     guessed: Tensor
 
-    def among(self, obs: Tensor, slots: Tensor) -> Reconstruction:
-        """Return the result for all of `obs` [B, n, obs_dim], of which this is that of the slot numbers `slots` [P].
-
-        Nothing is guessed in the others: their stored numbers are 0, and ids -1.
-        """
-
-        def spread(part: Tensor) -> Tensor:
-            blank = -1 if part.dtype == torch.int16 else 0
-            return part.new_full((len(obs), *part.shape[1:]), blank).index_copy_(0, slots, part)
-
-        fields = {name: spread(value) for name, value in self.fields.items()}
-        return Reconstruction(fields, obs.index_copy(0, slots, self.obs), spread(self.guessed))
-
 
 class Reconstructor(ABC):
     """Fills in features where agents see nothing.
@@ -136,6 +123,7 @@ class Reconstructor(ABC):
         obs = torch.as_tensor(obs, device=self.device)
         now = torch.as_tensor(step, device=self.device).long()
         played = torch.ones(len(obs), dtype=torch.bool) if active is None else torch.as_tensor(active)
+        # As at the start of an episode, when nobody has acted.
         unknown = torch.full(obs.shape[:2], -1, device=self.device)
         actions = unknown if last_action is None else torch.as_tensor(last_action, device=self.device)
         made = self._fill(obs, now, played.to(self.device), actions)
@@ -154,7 +142,9 @@ class Reconstructor(ABC):
 
     def filled(self, obs: Tensor, stored: Tensor, missing: Tensor, columns: GraphTables) -> Tensor:
         """Return obs [..., n, obs_dim] with the `stored` values in place of the nodes `missing` [..., n, N]."""
+        # From what is stored, as learning does later: acting and learning read the same bits.
         guessed = self.features_of(stored, missing, columns).to(obs.dtype)
+        # Features that are seen are selected, never computed: they pass bit for bit.
         return torch.where(columns.of_nodes(missing), guessed, obs)
 
     def features_of(self, stored: Tensor, missing: Tensor, columns: GraphTables) -> Tensor:

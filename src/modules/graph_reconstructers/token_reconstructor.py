@@ -1,7 +1,7 @@
 """Stage 3 with `kind: masked`: reconstructs with the frozen tokenizer and predictor, step by step while acting.
 
 At each step: tokens of the seen nodes, MASK for the others, predict, decode, and write the decoded features only where
-nothing was seen.
+nothing was seen. The modules that act are those that were trained, in eval mode.
 
 `ResidentReconstruction` is a tick in a device's memory, as work of fixed shapes. Every node of every agent is encoded,
 every node but the agent itself is predicted, seen or not, and masks choose what is used. So nothing depends on how many
@@ -13,8 +13,6 @@ Shapes: B slots, n agents, R = B·n rows, N nodes, D features, F frames with a m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,21 +21,19 @@ from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers.frozen import ByForward, FrozenPredictor, freeze, freeze_tokenizer
 from omagd.modules.graph_reconstructers.graphs import GraphTables
-from omagd.modules.graph_reconstructers.predictor import Guess, MaskPredictor, SlotHistory
+from omagd.modules.graph_reconstructers.predictor import Frames, Guess, MaskPredictor, SlotHistory
 from omagd.modules.graph_reconstructers.pretrained import require_one_pretraining
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.utils.compiling import compiled_or_reference
+from omagd.modules.ops import autocast_bf16
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
     from omagd.components.episode_codec import Spec
-    from omagd.modules.graph_reconstructers.compiled import CompiledTick
 
-Acting = tuple[Callable[[Tensor], Tensor], FrozenPredictor | ByForward]
-"""Tokenizer and predictor with fixed weights."""
+FLOATS_AT_ONCE = 1 << 21, 1 << 26
+"""Floats of the widest layer that pass together: few enough for a CPU's cache; for a GPU's memory, and few launches."""
 
 
 class TokenReconstructor(Reconstructor):
@@ -65,16 +61,12 @@ class TokenReconstructor(Reconstructor):
     def __init__(self, tokenizer: Tokenizer, predictor: MaskPredictor, config: Config, info: EnvInfo) -> None:
         assert info.layout is not None
         super().__init__(info.layout, predictor.table.device)
-        self.tokenizer = tokenizer.eval().requires_grad_(False)
-        self.predictor = predictor.eval().requires_grad_(False)
+        self.tokenizer, self.predictor = tokenizer.requires_grad_(False), predictor.requires_grad_(False)
         self.mean = config.mask_predictor_config.decode == "mean"
         self.field = "recon" if self.mean else "tokens"
         self.n_agents = info.n_agents
         require_one_pretraining(tokenizer, predictor)
         self._bf16 = config.acting_precision == "bf16"
-        self._frozen: Acting | None = None
-        self._version = -1
-        self._compiled: CompiledTick | None = None
         self.begin(0)
 
     @classmethod
@@ -92,32 +84,12 @@ class TokenReconstructor(Reconstructor):
         assert info.layout is not None
         return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes))}
 
-    def frozen(self) -> Acting:
-        """Return both modules for acting with their current weights; the same objects until these change."""
-        modules = self.tokenizer, self.predictor
-        version = sum(value._version for module in modules for value in module.state_dict(keep_vars=True).values())
-        if self._frozen is None or version != self._version:
-            self._frozen = freeze_tokenizer(self.tokenizer), freeze(self.predictor, self._bf16)
-            self._version, self._compiled = version, None
-        return self._frozen
-
     def begin(self, n_slots: int) -> None:
-        """Start with empty histories in `n_slots` slots, and with the current weights of both modules."""
-        tokenizer, predictor = self.frozen()
-        config, specials = self.predictor.config, self.predictor.specials
+        """Start with empty histories in `n_slots` slots, and without dropout, whoever has trained meanwhile."""
+        self.tokenizer.eval()
+        self.predictor.eval()
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
-        self._history = SlotHistory(shape, config, specials, self.device)
-        if self._compiled is None or self._compiled.n_slots != n_slots:
-            kind = compiled_tick() if self.has_kernels else None
-            self._compiled = None
-            if kind is not None and isinstance(predictor, FrozenPredictor):
-                self._compiled = kind(self.layout, self.n_agents, n_slots, tokenizer, predictor)
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether `compiled.py` computes the same."""
-        here = self.device.type == "cpu" and self.predictor.table.dtype == torch.float32
-        return here and self.mean and not self.predictor.config.use_gru
+        self._history = SlotHistory(shape, self.predictor.config, self.predictor.specials, self.device)
 
     @torch.inference_mode()
     def reset(self, which: np.ndarray) -> None:
@@ -125,23 +97,20 @@ class TokenReconstructor(Reconstructor):
         self._history.reset(torch.as_tensor(which, device=self.device))
 
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
-        if self._compiled is not None:
-            return self._by_kernels(self._compiled, obs, now, played)
-        if played.all():
-            return self._tick(obs, now, self._history)
-        slots = played.nonzero().flatten()
-        part = self._history.take(slots)
-        made = self._tick(obs[slots], now[slots], part).among(obs, slots)
-        self._history.put(slots, part)
-        return made
-
-    def _by_kernels(self, tick: CompiledTick, obs: Tensor, now: Tensor, played: Tensor) -> Reconstruction:
-        """Return the result of `step`, computed by kernels: the same bits."""
-        filled = np.array(obs.numpy(), np.float32, order="C")  # a copy
-        given = now.contiguous().numpy(), played.nonzero().flatten().numpy()
-        stored, guessed = tick(filled, *given, self._history)
-        fields = {self.field: torch.from_numpy(stored)}
-        return Reconstruction(fields, torch.from_numpy(filled), torch.from_numpy(guessed))
+        seen, missing = (marks & played.view(-1, 1, 1) for marks in self.columns.sight(obs))
+        self._history.push(self._tokens(obs, seen), played)
+        stored = self.blank(tuple(missing.shape))
+        # Agents that see everything, or nothing because they are dead, cost no prediction.
+        rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
+        if len(rows):
+            masked = missing.flatten(0, 1).index_select(0, rows)
+            stored = self._stored(missing, self.guess(self._history.frames(rows, now), masked))
+            obs = self.filled(obs, stored, missing, self.columns)
+        else:
+            obs = obs.clone()
+        # After the prediction: a sight of this step is no memory yet.
+        self._history.commit(now, played)
+        return Reconstruction({self.field: stored}, obs, missing)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the histories of all slots."""
@@ -152,20 +121,6 @@ class TokenReconstructor(Reconstructor):
         """Continue from a `snapshot` of as many slots."""
         self._history.restore(snapshot)
 
-    def _tick(self, obs: Tensor, now: Tensor, history: SlotHistory) -> Reconstruction:
-        """Reconstruct obs [B, n, obs_dim] at steps `now` [B] of the slots of `history`, which advances by this step."""
-        seen, missing = self.columns.sight(obs)
-        history.push(self._tokens(obs, seen))
-        stored = self.blank(tuple(missing.shape))
-        rows = missing.flatten(0, 1).any(-1).nonzero().flatten()
-        if len(rows):
-            stored = self._stored(missing, self._guess(rows, missing, now, history))
-            obs = self.filled(obs, stored, missing, self.columns)
-        else:
-            obs = obs.clone()
-        history.commit(now)
-        return Reconstruction({self.field: stored}, obs, missing)
-
     def blank(self, shape: tuple[int, ...]) -> Tensor:
         """Return the stored field where nothing is guessed; `shape`: (B, n, N)."""
         if not self.mean:
@@ -174,18 +129,34 @@ class TokenReconstructor(Reconstructor):
 
     def _tokens(self, obs: Tensor, seen: Tensor) -> Tensor:
         """Return the tokens [B, n, N] of the nodes of obs [B, n, obs_dim], MASK where they are not `seen`."""
-        assert self._frozen is not None
         ids = torch.full(seen.shape, self.predictor.specials.mask, device=self.device)
         where = seen.flatten().nonzero().flatten()
         nodes = self.columns.nodes(obs).flatten(0, -2).index_select(0, where)
-        ids.view(-1).index_copy_(0, where, self._frozen[0](nodes))
+        ids.view(-1).index_copy_(0, where, self.tokenizer.ids(nodes))
         return ids
 
-    def _guess(self, rows: Tensor, missing: Tensor, now: Tensor, history: SlotHistory) -> Guess:
-        """Predict the missing nodes of the agents `rows` [F] of B·n, at steps `now` [B]."""
-        assert self._frozen is not None
-        which = missing.flatten(0, 1).index_select(0, rows).flatten().nonzero().flatten()
-        return self._frozen[1](history.frames(rows, now), which)
+    @property
+    def floats_at_once(self) -> int:
+        """See `FLOATS_AT_ONCE`."""
+        return FLOATS_AT_ONCE[self.device.type != "cpu"]
+
+    def guess(self, frames: Frames, masked: Tensor, others: bool = False) -> Guess:
+        """Predict the tokens `masked` [F, N] of frames, which pass in groups.
+
+        others: predict all tokens but the agents' own, F·(N - 1) of them, so that shapes depend on no value.
+        """
+        n_nodes, tokens = masked.shape[1], frames.ids[0].numel()
+        widest = max(tokens * self.predictor.config.d_model, n_nodes * (self.predictor.specials.n_codes + 1))
+        at_once = max(1, self.floats_at_once // widest)
+        guesses = []
+        for part in (slice(i, i + at_once) for i in range(0, len(frames), at_once)):
+            given = [masked[part]]
+            if others:
+                given.append(torch.arange(given[0].numel(), device=self.device).view(-1, n_nodes)[:, 1:].flatten())
+            with autocast_bf16(self.device, self._bf16):
+                logits = self.predictor(frames[part], *given)
+            guesses.append(self.predictor.guess(logits.to(self.predictor.table.dtype)))
+        return guesses[0] if len(guesses) == 1 else Guess(*(torch.cat(each) for each in zip(*guesses, strict=True)))
 
     def _stored(self, missing: Tensor, guess: Guess) -> Tensor:
         """Return the stored field [B, ...]: the guesses of the `missing` [B, n, N] nodes, rounded."""
@@ -194,6 +165,7 @@ class TokenReconstructor(Reconstructor):
             stored = self.blank(tuple(missing.shape))
             stored.view(-1).index_copy_(0, where, guess.ids.to(torch.int16))
             return stored
+        # Rounded before agents read it, as it is stored.
         nodes = torch.zeros((missing.numel(), self.layout.node_dim), dtype=torch.float16, device=self.device)
         return self.columns.obs(nodes.index_copy_(0, where, guess.features.half()).view(*missing.shape, -1))
 
@@ -203,44 +175,6 @@ class TokenReconstructor(Reconstructor):
             return stored
         table = self.predictor.table_with_absent().to(stored.device)
         return columns.obs(table[torch.where(missing, stored.long(), self.predictor.specials.absent)])
-
-
-@lru_cache(maxsize=1)
-def compiled_tick() -> type[CompiledTick] | None:
-    """Return the class that computes a tick by kernels, None where Numba is missing."""
-
-    def load() -> type[CompiledTick] | None:
-        from omagd.modules.graph_reconstructers.compiled import CompiledTick
-
-        return CompiledTick
-
-    return compiled_or_reference(load, None)
-
-
-FLOATS_AT_ONCE = 1 << 26
-"""Floats of the widest layer that a GPU computes together: a part of its memory, and few launches."""
-
-
-class StaticHistory(SlotHistory):
-    """`SlotHistory` whose memory stays where it is; only slots that are active move on."""
-
-    def reset(self, which: Tensor) -> None:
-        """Forget the slots `which` [B] bool."""
-        slots = which.view(-1, 1, 1)
-        for kept, blank in ((self.past, self._specials.pad), (self.last_ids, self._specials.pad), (self.last_step, -1)):
-            kept.masked_fill_(slots, blank)
-
-    def advance(self, ids: Tensor, active: Tensor) -> None:
-        """Add the tokens [B, n, N] of this step in the slots `active` [B] bool, as `push` does in all."""
-        moved = torch.cat([self.past[1:], ids.unsqueeze(0)])
-        self.past.copy_(torch.where(active.view(-1, 1, 1), moved, self.past))
-
-    def note(self, step: Tensor, active: Tensor) -> None:
-        """Record the tokens as last seen at `step` [B] in the slots `active` [B] bool, as `commit` does in all."""
-        now = self.past[-1]
-        seen = (now < self._specials.n_codes) & active.view(-1, 1, 1)
-        self.last_ids.copy_(torch.where(seen, now, self.last_ids))
-        self.last_step.copy_(torch.where(seen, step.view(-1, 1, 1), self.last_step))
 
 
 class ResidentReconstruction:
@@ -256,30 +190,15 @@ class ResidentReconstruction:
     """
 
     def __init__(self, reconstructor: TokenReconstructor, n_slots: int) -> None:
-        self._of, (self._tokenizer, predictor) = reconstructor, reconstructor.frozen()
-        if not isinstance(predictor, FrozenPredictor):
-            kind = type(reconstructor.predictor).__name__
-            raise UserError(
-                f"runner=resident: cannot act with a forward of its own, as the predictor {kind} or a part of it has."
-                " Use runner=parallel"
-            )
-        self._predictor = predictor
-        self.field, device = reconstructor.field, reconstructor.device
+        predictor = reconstructor.predictor
+        if type(predictor).forward is not MaskPredictor.forward:
+            kind = type(predictor).__name__
+            raise UserError(f"runner=resident: cannot act with the predictor {kind}'s own forward. Use runner=parallel")
+        self._of, self.field = reconstructor, reconstructor.field
         shape = n_slots, reconstructor.n_agents, reconstructor.layout.n_nodes
-        frames, n_nodes = n_slots * shape[1], shape[2]
-        specials = reconstructor.predictor.specials
-        self._mask, self._specials = specials.mask, specials
-        self._history = StaticHistory(shape, reconstructor.predictor.config, specials, device)
+        self._history = SlotHistory(shape, predictor.config, predictor.specials, reconstructor.device)
         self.stored = reconstructor.blank(shape).clone()
-        self._everyone = torch.arange(frames, device=device)
-        widest = max(self._predictor.static.shape[1], n_nodes * (specials.n_codes + 1))
-        at_once = self._predictor.group if device.type == "cpu" else max(1, FLOATS_AT_ONCE // widest)
-        self._groups = [slice(first, first + at_once) for first in range(0, frames, at_once)]
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the weights are still those of the construction."""
-        return self._of.frozen() == (self._tokenizer, self._predictor)
+        self._everyone = torch.arange(shape[0] * shape[1], device=reconstructor.device)
 
     def reset(self, which: Tensor) -> None:
         """Clear the histories of the slots `which` [B] bool, where episodes start."""
@@ -293,22 +212,22 @@ class ResidentReconstruction:
         """
         columns = self._of.columns
         seen, missing = columns.sight(obs)
-        nodes = columns.nodes(obs).flatten(0, 1)
-        codes = torch.cat([self._tokenizer(nodes[group].flatten(0, 1)) for group in self._groups])
-        self._history.advance(torch.where(seen, codes.view(seen.shape), self._mask), active)
+        tokenizer = self._of.tokenizer
+        nodes = columns.nodes(obs).flatten(0, -2).split(max(1, self._of.floats_at_once // tokenizer.config.hidden_dim))
+        codes = torch.cat([tokenizer.ids(part) for part in nodes])
+        self._history.push(torch.where(seen, codes.view(seen.shape), self._of.predictor.specials.mask), active)
         self.stored.copy_(self._guessed(missing, step))
-        self._history.note(step, active)
+        self._history.commit(step, active)
         return self._of.filled(obs, self.stored, missing, columns), missing
 
     def _guessed(self, missing: Tensor, step: Tensor) -> Tensor:
         """Return the stored field [B, ...] with the guesses of the `missing` [B, n, N] nodes."""
-        frames, flat = self._history.frames(self._everyone, step), missing.flatten(0, 1)
-        guesses = [self._predictor.everywhere(frames[group], flat[group]) for group in self._groups]
+        guess = self._of.guess(self._history.frames(self._everyone, step), missing.flatten(0, 1), others=True)
+        size = missing.shape[-1] - 1
         if not self._of.mean:
-            ids = torch.cat([guess.ids.view(-1, missing.shape[-1] - 1) for guess in guesses]).to(torch.int16)
-            return torch.where(missing, with_self(ids).view(missing.shape), -1).to(torch.int16)
-        features = torch.cat([guess.features.half() for guess in guesses])
-        nodes = with_self(features.view(len(flat), missing.shape[-1] - 1, -1)).view(*missing.shape, -1)
+            ids = with_self(guess.ids.view(-1, size).to(torch.int16))
+            return torch.where(missing, ids.view(missing.shape), -1).to(torch.int16)
+        nodes = with_self(guess.features.half().view(len(self._everyone), size, -1)).view(*missing.shape, -1)
         return self._of.columns.obs(torch.where(missing.unsqueeze(-1), nodes, 0.0))
 
 

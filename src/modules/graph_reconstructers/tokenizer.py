@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import TokenizerConfig
 from omagd.modules.graph_reconstructers.graphs import feature_mask
-from omagd.modules.ops import apply_linear, dropout
+from omagd.modules.ops import FastLinear
 
 DISTANCES = 2**18  # distances between nodes and codes that a CPU computes at once
 SMOOTHING = 1e-5  # Laplace smoothing of the EMA counts: no division by zero for an unused code
@@ -51,23 +51,10 @@ class MLP(nn.Sequential):
     def __init__(self, d_in: int, d_out: int, hidden: int, n_layers: int, p: float) -> None:
         layers: list[nn.Module] = []
         for _ in range(n_layers):
-            layers += [nn.Linear(d_in, hidden), nn.ReLU(), nn.LayerNorm(hidden), nn.Dropout(p)]
+            # ReLU in the memory of the linear map, whose gradient needs its input alone.
+            layers += [FastLinear(d_in, hidden), nn.ReLU(inplace=True), nn.LayerNorm(hidden), nn.Dropout(p)]
             d_in = hidden
-        super().__init__(*layers, nn.Linear(d_in, d_out))
-        self.p = p
-
-    def forward(self, x: Tensor, bf16: bool = False) -> Tensor:
-        """Return [..., d_out] from x [..., d_in]. bf16: whether a CPU multiplies in bf16."""
-        for layer in self:
-            if isinstance(layer, nn.Linear):
-                x = apply_linear(x, layer, bf16)
-            elif isinstance(layer, nn.Dropout):
-                x = dropout(x, self.p if self.training else 0.0)
-            elif isinstance(layer, nn.ReLU):
-                x = F.relu_(x)  # in the memory of the linear map, whose gradient needs its input alone
-            else:
-                x = layer(x)
-        return x
+        super().__init__(*layers, FastLinear(d_in, d_out))
 
 
 class Tokenizer(nn.Module):
@@ -97,9 +84,9 @@ class Tokenizer(nn.Module):
         self.register_buffer("ready", torch.zeros((), dtype=torch.bool))  # codebook initialised from data
         self.register_buffer("real", feature_mask(layout), persistent=False)
 
-    def encode(self, nodes: Tensor, bf16: bool = False) -> Tensor:
+    def encode(self, nodes: Tensor) -> Tensor:
         """Return encodings [..., E] of nodes [..., D]; of length one under `distance: cosine`."""
-        encoded = self.encoder(nodes.to(self.codebook.dtype), bf16).to(self.codebook.dtype)
+        encoded = self.encoder(nodes.to(self.codebook.dtype)).to(self.codebook.dtype)
         return self._unit(encoded)
 
     @torch.no_grad()
@@ -108,6 +95,7 @@ class Tokenizer(nn.Module):
         flat = encoded.detach().reshape(-1, encoded.shape[-1])
         # argmin |z - e|^2 = argmax z.e - |e|^2 / 2, since |z|^2 is the same for all codes. That is one product with
         # the codebook. For cosine all codes have length one and the bias does not matter.
+        # VQ-VAE, eq. 1 and 2: the nearest code.
         bias = -0.5 * self.codebook.square().sum(-1)
         with torch.autocast(flat.device.type, enabled=False):
             parts = flat.split(self._chunk)
@@ -123,13 +111,13 @@ class Tokenizer(nn.Module):
             return self(nodes).ids
         return self.quantize(self.encode(nodes))
 
-    def forward(self, nodes: Tensor, bf16: bool = False) -> Quantized:
-        """Pass nodes [M, D] through the codebook. bf16: whether a CPU multiplies the MLPs in bf16."""
-        encoded = self.encode(nodes, bf16)
+    def forward(self, nodes: Tensor) -> Quantized:
+        """Pass nodes [M, D] through the codebook."""
+        encoded = self.encode(nodes)
         ids = self.quantize(encoded)
         code = self.codebook[ids]
         # Straight-through estimator (section 3.2): the value is e_i, the gradient that of z.
-        return Quantized(encoded, code, ids, self.decoder(encoded + (code - encoded).detach(), bf16))
+        return Quantized(encoded, code, ids, self.decoder(encoded + (code - encoded).detach()))
 
     def decode(self, ids: Tensor) -> Tensor:
         """Return the features [..., D] of ids [...]."""
@@ -149,6 +137,7 @@ class Tokenizer(nn.Module):
         """Return what encodings [M, E] with ids [M] contribute to each code."""
         counts, total = torch.bincount(ids, minlength=self.n_codes), torch.zeros_like(self.codebook)
         if total.is_cuda:  # there `index_add_` adds in any order, and two runs would differ
+            # Sorted sums: the same bits at every run.
             total.index_put_((ids,), encoded.detach(), accumulate=True)
         else:
             total.index_add_(0, ids, encoded.detach())
@@ -165,9 +154,11 @@ class Tokenizer(nn.Module):
         Under `distance: cosine` e_c is normalised.
         """
         decay = self.config.ema_decay
+        # VQ-VAE, appendix A.1, eq. 6 to 8: codes are running means of the encodings that chose them.
         sizes = (self.cluster_size * decay).add_(sums.counts.to(self.cluster_size.dtype), alpha=1 - decay)
         means = (self.embed_avg * decay).add_(sums.totals, alpha=1 - decay)
         total = sizes.sum()
+        # Laplace smoothing: an unused code does not divide by 0, and the total stays.
         size = (sizes + SMOOTHING) / (total + self.n_codes * SMOOTHING) * total
         moved = (sizes, means, self._unit(means / size[:, None]))
         for old, new in zip((self.cluster_size, self.embed_avg, self.codebook), moved, strict=True):
@@ -178,6 +169,7 @@ class Tokenizer(nn.Module):
 
         The published code compares with a share of the batch size, which calls all of 1,024 codes dead at every update.
         """
+        # Nearest codes win more and more encodings; those that win none would stay where they are (codebook collapse).
         limit = self.config.dead_code_threshold * self.cluster_size.sum() / self.n_codes
         return torch.nonzero(self.cluster_size < limit).flatten()
 
@@ -187,6 +179,7 @@ class Tokenizer(nn.Module):
 
         finite: scalar bool; where it is False, nothing changes. An encoding that is not finite moves no code.
         """
+        # The device decides, so that the host need not wait for it.
         good = encoded.isfinite().all(-1) if finite is None else encoded.isfinite().all(-1) & finite
         placed = torch.where(good[:, None], self._unit(encoded), self.codebook[codes])
         sizes = torch.as_tensor(size, dtype=self.cluster_size.dtype, device=codes.device)
@@ -201,6 +194,7 @@ class Tokenizer(nn.Module):
 
     def _unit(self, vectors: Tensor) -> Tensor:
         """Return `vectors` [..., E], normalised under `distance: cosine`."""
+        # On the unit sphere |z - e|² = 2 - 2 z.e: the nearest code is that of the largest cosine.
         return F.normalize(vectors, dim=-1) if self.config.distance == "cosine" else vectors
 
 

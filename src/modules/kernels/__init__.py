@@ -21,6 +21,7 @@ def kernels_for(x: Tensor, n_numbers: int) -> ModuleType | None:
     They are for float32 on CPUs, and not what `torch.compile` compiles. Which of both computes depends on the size
     alone, so that the same batch always gives the same bits on a machine.
     """
+    # Gradients of gradients, other types and devices are torch's.
     fits = x.device.type == "cpu" and x.dtype == torch.float32 and n_numbers >= SMALL
     return compiled_kernels() if fits and not torch.compiler.is_compiling() else None
 

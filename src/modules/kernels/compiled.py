@@ -48,6 +48,7 @@ def exp(x: Any) -> Any:
     """Return e^x for x between -87 and 87, within 2e-7 relative; NaN for NaN."""
     x = LIMIT if x > LIMIT else (-LIMIT if x < -LIMIT else x)
     shifted = x * LOG2_E + SHIFT
+    # x = k ln 2 + r: e^x = 2^k e^r with a small r, for which six terms are enough.
     k = shifted - SHIFT
     r = x - k * LN_2 - k * LN_2_REST
     p = ((((C0 * r + C1) * r + C2) * r + C3) * r + C4) * r + C5
@@ -85,8 +86,10 @@ def gru_forward(
         for j in range(size):
             inner[j] = h_inner[j] + bias_inner[j]
         for j in range(size):
+            # tanh(a) = 2 sigmoid(2 a) - 1: one exp serves all gates.
             new[j] = TWO * sigmoid(TWO * (x_new[j] + bias_new[j] + reset[j] * inner[j])) - ONE  # tanh(a)
         for j in range(size):
+            # h' = (1 - z) n + z h, with one product.
             after[j] = new[j] + update[j] * (h[j] - new[j])
         if len(gates):
             kept = gates[first + i]
@@ -122,16 +125,21 @@ def gru_backward(
                 g[j] += from_product[j]
         for j in range(size):
             z, n = update[j], new[j]
+            # d_n = g (1 - z) (1 - n²), the derivative of tanh from its value.
             for_new[j] = g[j] * (ONE - z) * (ONE - n * n)
         for j in range(size):
             z = update[j]
+            # d_z = g (h - n) z (1 - z).
             for_update[j] = g[j] * (h[j] - new[j]) * z * (ONE - z)
         for j in range(size):
             r = reset[j]
+            # d_r = d_n m r (1 - r).
             for_reset[j] = for_new[j] * inner[j] * r * (ONE - r)
         for j in range(size):
+            # d_m = d_n r: the reset gate is behind the product with h, as in cuDNN.
             for_inner[j] = for_new[j] * reset[j]
         for j in range(size):
+            # What goes on to h directly; what goes through W_h is added by the caller's product.
             g[j] *= update[j]
         for j in range(size):
             copied[j] = h[j]
@@ -146,6 +154,7 @@ def lookup_relu(product: Any, table: Any, index: Any, out: Any) -> None:
         row, read, added = out[i], product[i], table[index[i]]
         for j in range(out.shape[1]):
             y = read[j] + added[j]
+            # Not max(0, y): that would turn NaN to 0, and hide weights that have overflowed.
             row[j] = ZERO if y < ZERO else y
 
 
@@ -155,16 +164,10 @@ def lookup_relu_backward(given: Any, out: Any, index: Any, grad: Any, for_table:
     for i in range(len(out)):
         row, read, y, of_table = grad[i], given[i], out[i], for_table[index[i]]
         for j in range(out.shape[1]):
+            # ReLU'(y) from its output, so that its input need not be kept.
             row[j] = read[j] if y[j] > ZERO else ZERO
         for j in range(out.shape[1]):
             of_table[j] += row[j]
-
-
-@kernel
-def drop(x: Any, words: Any, lowest: int, scale: Any, out: Any) -> None:
-    """Set out to x times the dropout mask of random `words` (int16): 0 for those up to `lowest`, `scale` for others."""
-    for i in range(len(x)):
-        out[i] = x[i] * (scale if words[i] > lowest else ZERO)
 
 
 @function
@@ -216,10 +219,12 @@ def mix_forward(
         for i in range(agents):
             w, b, q_i = raw1[s, i * size : (i + 1) * size], bias1[i * size : (i + 1) * size], q[s, i]
             for e in range(size):
+                # |W1|^T q: absolute weights make Q_tot monotonic (QMIX, eq. 5).
                 a[e] += abs(w[e] + b[e]) * q_i
         total = head[size]
         for e in range(size):
             elu = a[e] if a[e] > ZERO else exp(a[e]) - ONE
+            # |w2|^T elu(a) + b2, both sums in one pass.
             total += elu * abs(w2[e] + bias2[e]) + of_b2[e] * head[e]
         joint[s] = total
 
@@ -242,7 +247,9 @@ def mix_backward(
         for e in range(size):
             w = w2[e] + bias2[e]
             elu = a[e] if a[e] > ZERO else exp(a[e]) - ONE
+            # d_w2 = g elu(a) sign(w2): the gradient passes |.| by its sign.
             made2[e] = g * elu * sign(w)
+            # d_a = g |w2| elu'(a), where elu' = elu + 1 below 0.
             a[e] = g * abs(w) * (ONE if a[e] > ZERO else elu + ONE)  # from here on the gradient of a
         for e in range(size):  # one result in each loop: with more, LLVM does not see that arrays are apart
             made_b1[e] = a[e]
@@ -256,8 +263,10 @@ def mix_backward(
         for i in range(agents):
             w1, b, made = raw1[s, i * size : (i + 1) * size], bias1[i * size : (i + 1) * size], for_raw1[s, i * size :]
             q_i, of_bias = q[s, i], of_bias1[i * size :]
+            # d_q = |W1| d_a.
             for_q[s, i] = dot_absolute(a, w1, b)
             for e in range(size):
+                # d_W1 = q d_a^T sign(W1).
                 made[e] = a[e] * q_i * sign(w1[e] + b[e])
             for e in range(size):
                 of_bias[e] += made[e]
@@ -293,4 +302,3 @@ def _call_all() -> None:
     mix_inputs_backward(some, some, some, some, line)
     lookup_relu(some, some, places, some)
     lookup_relu_backward(some, some, places, some, some)
-    drop(line, np.zeros(16, np.int16), 0, ONE, line)

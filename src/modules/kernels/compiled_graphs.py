@@ -175,6 +175,7 @@ def add_nodes(x: Any, marks: Any, dim: int, nodes: Any, weight: Any, place: Any,
     for i in range(len(place)):
         features, mark = x[i * dim : (i + 1) * dim], marks[i * width : (i + 1) * width]
         nothing = is_empty(features, mark)
+        # Units that show nothing are equal and stay equal through all layers: one row stands for all of them.
         if nothing and empty >= 0:
             weight[empty] += ONE
             place[i] = empty
@@ -287,6 +288,7 @@ def embed_rows(
     whole = last - (last - first) % 4
     for i in range(first, whole, 4):
         for j in range(0, size, LANES):
+            # Four rows share each column of the weight while it is in a register.
             t, u = bias_of(bias, reads, own, i, size, j), bias_of(bias, reads, own, i + 1, size, j)
             v, w = bias_of(bias, reads, own, i + 2, size, j), bias_of(bias, reads, own, i + 3, size, j)
             for k in range(width):
@@ -332,6 +334,7 @@ def add(x: Any, place: int, added: Any, at: int, size: int) -> None:
 @function
 def masked_gradient(grad: Any, x: Any, i: int, j: int, bias: Any, at: int) -> Any:
     """Return the gradient of sixteen numbers in row i before their ReLU, added to that of the bias."""
+    # ReLU'(y) from its result y.
     g = where(above_zero(load(x, i * x.shape[1] + j)), load(grad, i * x.shape[1] + j))
     store(bias, at + j, load(bias, at + j) + g)
     return g
@@ -409,6 +412,7 @@ def convolve(
         for k in range(blocks):
             j = k * LANES
             of_own, of_sent = load(bias, j), load(bias, size + j)
+            # t = sum of w_j s_j + (N - 1) b_n: what all nodes send; each one then takes its own message off.
             total, mean = same(n_nodes - ONE) * of_sent, same(ZERO)
             for r in range(n):
                 sent = load(products, (2 * rows[r] + 1) * size + j)
@@ -416,10 +420,12 @@ def convolve(
             for r in range(n):
                 at = 2 * rows[r] * size + j
                 own, received = load(products, at) + of_own, total - load(products, at + size)
+                # x_i' = relu(W_s x_i + b_s) + relu(t - s_i).
                 made = positive(own) + positive(received)
                 if writes:
                     store(out, (to + rows[r]) * size + j, made)
                 if keeps:
+                    # A bit for each number, instead of the number: all that backward needs to know of a ReLU.
                     row = base + rows[r]
                     masks[row, k], masks[row, blocks + k] = above_zero(own), above_zero(received)
                 if pools:
@@ -455,6 +461,7 @@ def convolve_backward(
             for r in range(n):
                 i = rows[r]
                 of_row = mean * same(weight[base + i]) if pooled else load(grad, i * size + j)
+                # The sum of r_j: a node's message reaches all nodes of its graph.
                 total = total + where(masks[base + i, blocks + k], of_row)
             for r in range(n):
                 i = rows[r]
@@ -462,9 +469,11 @@ def convolve_backward(
                 of_row = mean * scale if pooled else load(grad, i * size + j)
                 own = where(masks[base + i, k], of_row)
                 store(made, 2 * i * size + j, own)
+                # d(s_i) = w_i (sum of r_j) - r_i: a row of weight w stands for w nodes, and no node hears itself.
                 store(made, (2 * i + 1) * size + j, total * scale - where(masks[base + i, blocks + k], of_row))
                 of_own = of_own + own
             store(of_bias, j, of_own)
+            # d(b_n) = (N - 1) (sum of r_j).
             store(of_bias, size + j, load(of_bias, size + j) + total * same(n_nodes - ONE))
 
 

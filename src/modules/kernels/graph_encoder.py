@@ -150,6 +150,7 @@ class EncodeGraphs(torch.autograd.Function):
             kernels.embed(first, ends, graphs.nodes, *embeddings, table_, index, *others, arrays[0])
             x = xs[0][:size]
             for i, weight in enumerate(weights):
+                # [W_s x | W_n x] / N of all nodes of the chunk.
                 torch.mm(x, weight, out=made)
                 inside = i + 1 in inner
                 read = (of_products, biases[i], graphs.weight, graphs.room, begin if inside else 0)
@@ -186,6 +187,7 @@ class EncodeGraphs(torch.autograd.Function):
             size, pooled = ends[2], upstream[of]
             g, p = grad[:size], made[:size]
             kernels.embed(first, ends, graphs.nodes, *embeddings, table_, index, *others, x0)
+            # Graphs that are equal were computed once; their gradients add up.
             kernels.gather_equal(part, pooled)
             if ctx.entity:
                 of_rows = (graphs.share, pooled, graphs.weight, graphs.room, of_nodes[of], graphs.place[of])
@@ -195,6 +197,7 @@ class EncodeGraphs(torch.autograd.Function):
                 sides = (graphs.weight, graphs.room, graphs.share, pooled, of_made, bias_arrays[i])
                 kernels.convolve_backward(first, part, graphs.size, array, masks[i], *sides)
                 x = xs[i - 1][first : first + size] if i else embedded[:size]
+                # dL/dW = x^T p, and dL/dx = p W below: as of any linear layer, p being the gradient behind both ReLUs.
                 of_weights[i].addmm_(x.t(), p)
                 torch.mm(p, weights[i], out=g)
                 pooled = none

@@ -54,6 +54,7 @@ class Unroll(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         """Return [R, H] from x [R, input_dim] and before [rows[0], H], None: zeros. rows: of each step, decreasing."""
         size, groups = w_hh.shape[1], _groups(rows)
+        # Blocks [r | z | n] become [n | r | z], so that what both products share is side by side.
         from_x, from_h = w_ih.roll(size, 0).t(), w_hh.t()
         bias = torch.cat([b_ih[2 * size :], (b_ih + b_hh)[: 2 * size], b_hh[2 * size :]])
         start = w_hh.new_zeros(rows[0], size) if before is None else before.contiguous()
@@ -63,9 +64,11 @@ class Unroll(torch.autograd.Function):
         inputs, outputs = arrays(of_x, of_h, bias), arrays(torch.empty_like(bias), gates, out)
         h0, h = arrays(start, out)
         for offset, chunks in groups:
+            # Rows of a step depend on nothing but the same rows of the step before: groups are independent.
             last = None  # the first of these rows in the step before
             for chunk in chunks:
                 first, n_rows = chunk[0].start, chunk[-1].stop - chunk[0].start
+                # The input's part of a whole chunk at once: a few large products instead of one for each step.
                 torch.mm(x[first : first + n_rows], from_x, out=of_x[:n_rows])
                 for block in chunk:
                     k, begin = block.stop - block.start, offset if last is None else last
@@ -105,9 +108,11 @@ class Unroll(torch.autograd.Function):
                     ctx.kernels.gru_backward(place, *inputs, *both, h if t else h0, *others)
                     if t or ctx.starts:
                         begin, n_more = block.start - first, k
+                        # dL/dh through the gates: [d_r | d_z | d_m] W_h; before the first step only for a given start.
                         torch.mm(grads[begin : begin + k, size:], w_hh, out=more[:k])
                 made = grads[: end - first]
                 torch.mm(made[:, : 3 * size], back_x, out=for_x[first:end])
+                # dL/dW of a chunk while its gradients are in the cache, not of all rows in the end.
                 for_ih.addmm_(made[:, : 3 * size].t(), x[first:end])
                 for_hh.addmm_(made[:, size:].t(), hidden[: end - first])
             if ctx.starts:

@@ -1,4 +1,4 @@
-"""Linear layers with their own backward pass: by oneDNN, in bf16, over one-hots, three in a row, and as QMIX's mixer.
+"""Linear layers with their own backward pass: by oneDNN, in bf16, over one-hots, and as QMIX's mixer.
 
 Every function here computes what a plain expression computes, in `modules/ops.py` or in the model that it is a form of.
 `g` is the gradient of the output. A linear map y = x W^T + b has the gradients
@@ -30,6 +30,7 @@ def prefers_onednn() -> bool:
     A fixed rule instead of a measurement, because a machine must always compute the same bits: yes on AMD, where MKL
     does not use the widest instructions.
     """
+    # Not by timing: which library multiplies decides the last bits.
     amd = _CPUINFO.is_file() and "AuthenticAMD" in _CPUINFO.read_text(errors="replace")
     return amd and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -82,6 +83,7 @@ class BF16Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return [R, out] from x [R, in]."""
+        # 8 bits of mantissa in the factors, 24 in the sums: as tensor cores and AMX multiply.
         low, low_weight = _to_bf16(x), weight.bfloat16()
         ctx.save_for_backward(low, low_weight)
         out = torch.mm(low, low_weight.t())[: len(x)]
@@ -116,6 +118,7 @@ class LookupReLU(torch.autograd.Function):
     def forward(ctx: Any, kernels: Any, features: Tensor, weight: Tensor, table: Tensor, index: Tensor) -> Tensor:
         """Return [R, out]."""
         out = features.new_empty(len(features), len(weight))
+        # Block by block: the table is added while the product is in the cache.
         for rows, x, places in zip(*(t.split(ROWS_AT_ONCE) for t in (out, features, index)), strict=True):
             torch.mm(x, weight.t(), out=rows)
             kernels.lookup_relu(*arrays(rows, table, places, rows))
@@ -134,43 +137,12 @@ class LookupReLU(torch.autograd.Function):
         for y, x, places, given in zip(*(t.split(ROWS_AT_ONCE) for t in (out, features, index, grad_out)), strict=True):
             grad = torch.empty_like(given)
             ctx.kernels.lookup_relu_backward(*arrays(given, y, places, grad, for_table))
+            # dL/dW = h^T x, summed block by block.
             for_weight.addmm_(grad.t(), x)
             if for_features is not None:
                 torch.mm(grad, weight, out=for_features[start : start + len(grad)])
             start += len(grad)
         return None, for_features, for_weight, for_table, None
-
-
-class ThreeLayers(torch.autograd.Function):
-    """W3 relu(W2 relu(W1 x + b1) + b2) + b3 as one operation: at DDPG's sizes, autograd's bookkeeping counts.
-
-    Backward goes through the layers from the last to the first. Each has the gradients at the top of the file; between
-    two layers g becomes g W, set to zero where the ReLU's output was zero.
-    Shapes: x [R, in], W1 [H, in], W2 [H, H], W3 [out, H].
-    Compared with `F.linear` and `F.relu`: tests/test_networks.py.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, w3: Tensor, b3: Tensor) -> Tensor:
-        """Return [R, out] from x [R, in]."""
-        first = torch.addmm(b1, x, w1.t()).relu_()
-        second = torch.addmm(b2, first, w2.t()).relu_()
-        ctx.save_for_backward(x, first, second, w1, w2, w3)
-        return torch.addmm(b3, second, w3.t())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and, unless the weights are frozen, of all weights and biases."""
-        x, first, second, w1, w2, w3 = ctx.saved_tensors
-        trains = ctx.needs_input_grad[1]
-        out: list[Tensor | None] = []
-        for read, weight in ((second, w3), (first, w2), (x, w1)):
-            out = [grad.t() @ read, grad.sum(0), *out] if trains else [None, None, *out]
-            if read is not x:
-                grad = grad @ weight
-                torch.ops.aten.threshold_backward.grad_input(grad, read, 0, grad_input=grad)
-        return grad @ w1 if ctx.needs_input_grad[0] else None, *out
 
 
 class Mix(torch.autograd.Function):
@@ -196,6 +168,7 @@ class Mix(torch.autograd.Function):
         q, head = q.contiguous(), torch.cat([a_b[0], c_b])
         x = state @ w_f.t()
         kernels.mix_inputs(*arrays(x, b_f), (x.shape[1] - 2 * size, x.shape[1] - size))  # no ReLU where b1 is
+        # The second layers of W1 and w2; their biases are added in the kernel, which also takes absolute values.
         raw1, raw2 = x[:, :first] @ a_1.t(), x[:, first:second] @ a_2.t()
         hidden, joint = q.new_empty(len(q), size), q.new_empty(len(q))
         kernels.mix_forward(*arrays(q, raw1, c_1, raw2, c_2, x, head, hidden, joint))

@@ -35,6 +35,7 @@ class MixerInputs:
     @property
     def taken(self) -> Tensor:
         """Values of `actions`, [S, n]."""
+        # Q_i(tau_i, u_i): the value of the action that agent i chose.
         return self.q.gather(-1, self.actions.unsqueeze(-1)).squeeze(-1)
 
     @property
@@ -84,6 +85,7 @@ def mix(mixer: nn.Module, inputs: MixerInputs) -> Tensor:
 def greedy_actions(q: Tensor, avail_actions: Tensor) -> Tensor:
     """Return the available action with the largest value, [S, n] int64, from [S, n, A] each."""
     # Adding a large negative number takes a sixth of the time of masked_fill on a CPU.
+    # Unavailable actions get the type's least number, so that no argmax takes them.
     action_mask = (avail_actions.to(q.dtype) - 1) * torch.finfo(q.dtype).max
     return (q + action_mask).max(dim=-1).indices
 
@@ -96,6 +98,7 @@ class VDNMixer(nn.Module):
 
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
         """Return [S] from agent_qs [S, n]; the state [S, state_dim] is not used."""
+        # VDN: the simplest joint value that is monotonic in each agent's.
         return agent_qs.sum(dim=-1)
 
 
@@ -134,6 +137,7 @@ class QMixer(nn.Module):
         self.n_agents = info.n_agents
         self.embed_dim = embed
         self.widths = [hyper, hyper, embed, embed]
+        # One product of the state instead of four; the second layers read their columns.
         self.first = FastLinear(info.state_dim, sum(self.widths))
         self.weight1 = FastLinear(hyper, info.n_agents * embed)
         self.weight2 = FastLinear(hyper, embed)
@@ -143,9 +147,11 @@ class QMixer(nn.Module):
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
         """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
         for_w1, for_w2, b1, for_b2 = self.first(state).split(self.widths, dim=-1)
+        # QMIX, eq. 5: dQ_tot / dq_i >= 0, because weights are absolute and elu rises. Biases may have any sign.
         w1 = self.weight1(F.relu(for_w1)).abs().view(-1, self.n_agents, self.embed_dim)
         w2 = self.weight2(F.relu(for_w2)).abs()
         b2 = self.bias2(F.relu(for_b2)).squeeze(-1)
+        # QMIX, figure 2: the state makes the weights, so that it need not enter monotonically.
         hidden = F.elu((w1 * agent_qs.unsqueeze(-1)).sum(dim=1) + b1)
         return (hidden * w2).sum(dim=-1) + b2
 
@@ -171,7 +177,9 @@ class SetQMixer(nn.Module):
         """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
         whole, allies, there = self.units(state)
         for_w1, b1, for_w2 = self.whole(whole).chunk(3, dim=-1)
+        # QMIX, eq. 5, for any number of agents: absolute weights, one row for each agent's unit.
         w1 = (self.weight1_unit(allies) + for_w1.unsqueeze(1)).abs()
+        # A sum over agents whose weights are functions of their units: any number of them, in any order.
         hidden = F.elu((w1 * (agent_qs.unsqueeze(-1) * there)).sum(dim=1) + b1)
         joint: Tensor = (hidden * for_w2.abs()).sum(dim=-1) + self.bias2(whole).squeeze(-1)
         return joint
