@@ -16,8 +16,7 @@ import pytest
 from reference.battles import ReferenceEnv
 
 from omagd.envs.battle.args import SkirmishArgs
-from omagd.envs.battle.compiled import features
-from omagd.envs.battle.compiled.compiling import compiler
+from omagd.envs.battle.compiled import compiler, features
 from omagd.envs.battle.maps import MAPS
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.protocol import random_actions

@@ -13,10 +13,8 @@ from reference.battles import Simulator, start_positions
 from omagd.config.loading import resolve
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled.engine import compiled
-from omagd.envs.battle.map_names import PRESETS
-from omagd.envs.battle.maps import MAPS
+from omagd.envs.battle.maps import BORDER, MAPS, PRESETS, SIZE
 from omagd.envs.battle.skirmish_env import SkirmishEnv
-from omagd.envs.battle.terrain import BORDER, SIZE
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.factory import make_env, validate_env_args
 from omagd.modules.graph_reconstructers.pretrained import check, describe

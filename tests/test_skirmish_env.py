@@ -14,7 +14,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.envs import REGISTRY
 from omagd.envs.battle import scripted
 from omagd.envs.battle.args import SkirmishArgs, SmacArgs
-from omagd.envs.battle.map_names import skirmish_map
+from omagd.envs.battle.maps import skirmish_map
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
 from omagd.envs.sc2.sc2_env import SC2Env

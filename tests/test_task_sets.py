@@ -18,8 +18,8 @@ from omagd.config.env_info import EnvInfo, map_label
 from omagd.config.loading import resolve
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, ManyTasks, random_actions
-from omagd.envs.task_sets.sets import NAMED, TaskSet, task_set
-from omagd.envs.task_sets.task_set_env import TaskSetEnv
+from omagd.envs.task_set_env import TaskSetEnv
+from omagd.envs.task_sets import NAMED, TaskSet, task_set
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.run.checkpoint.state import pack, unpack
 from omagd.run.cli.preflight import preflight

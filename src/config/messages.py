@@ -11,8 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from omagd.config.schema import EXTENDS, REMOVED, SECTIONS, Config, as_whole
-from omagd.utils.errors import UserError, nearest
-from omagd.utils.foreign import KEYS, find, find_name
+from omagd.utils.errors import UserError, foreign, nearest
 
 EXPECTED = {
     "int_type": "a whole number",
@@ -87,7 +86,7 @@ def _by_fix(keys: list[str], known: list[str], section: str, fix_of: Callable[[s
     none = f" It takes none: leave it out. A line `{section}:` without keys drops what another file sets"
     found: dict[str, list[str]] = {}
     for key in keys:
-        row = find(KEYS, key)
+        row = foreign("key", key)
         here = row is not None and row.here.startswith(f"{section}.") and row.here.partition(".")[2] in known
         hint = row.hint() if row and here else nearest(str(key), known)
         fix = fix_of(key) or (f"{hint} Known: {', '.join(known)}" if known else none)
@@ -142,7 +141,7 @@ def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:
 def _fix(first: ErrorDetails, key: str) -> str:
     """Return what to write instead, where that is known."""
     value: Any = first["input"]
-    if row := find_name(key, value):
+    if row := foreign(key, value):
         return f".{row.hint()}"
     if value is None:
         return ". Leave it out"
@@ -170,7 +169,7 @@ def unknown_key(key: str, source: str, value: Any) -> str:
         return f"{given}: {f'{key}: ' * (source != 'with')}this key was removed: {REMOVED[key][1]}"
     if key == EXTENDS:
         return f"{source} {key}={shorten(value)}: this is a key of files. Use --config={shorten(value)}"
-    row = find(KEYS, key)
+    row = foreign("key", key)
     return f"{given}: unknown key '{key}'.{row.hint() if row else _spelled_alike(key, source)}"
 
 

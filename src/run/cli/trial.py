@@ -39,7 +39,7 @@ from omagd.run.training.experiment import stage_names
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import Mistakes, UserError, collected
-from omagd.utils.plugins import NAMES, in_one_line, is_plugin
+from omagd.utils.registry import NAMES, in_one_line, is_plugin
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
 

@@ -262,7 +262,7 @@ def _environment(config: Config) -> dict[str, Any]:
     """Return environment, map or maps, game, difficulty, and the arguments that differ from the published ones."""
     from omagd.envs import REGISTRY
     from omagd.envs.factory import validate_env_args
-    from omagd.envs.task_sets.sets import task_set
+    from omagd.envs.task_sets import task_set
 
     args = validate_env_args(config.env, dict(config.env_args))
     values = args.model_dump(mode="json")

@@ -20,14 +20,13 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.loading import changed, config_names, find_yaml, read_preset
 from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
-from omagd.envs.task_sets.sets import is_file, task_set
-from omagd.envs.task_sets.task_set_env import unit_features
+from omagd.envs.task_sets import is_file, task_set
 from omagd.learners.protocol import explores, learner_class
 from omagd.modules import agents, mixers
 from omagd.modules.agents.agent import Agent, AgentInputs
 from omagd.modules.graph_reconstructers import pretraining
 from omagd.utils.errors import UserError, together, unknown_name
-from omagd.utils.plugins import is_plugin, owner_of
+from omagd.utils.registry import is_plugin, owner_of
 from omagd.utils.run_folder import plain
 
 REPLAY_KEYS = ("buffer_size", "updates_per_iteration")
@@ -429,6 +428,8 @@ def require_same_map(trained: EnvInfo, info: EnvInfo, source: str, agent: Agent)
 
     there, here = f"{trained.name} {trained.map_name}".strip(), f"{info.name} {info.map_name}".strip()
     if isinstance(agent, EntityAgent) and not agent.n_numbers and trained.name == info.name:
+        from omagd.envs.task_set_env import unit_features  # only where maps differ
+
         own, other = unit_features(trained), unit_features(info)
         different = [f"{name} {own[name]} and {other[name]}" for name in own if own[name] != other[name]]
         if not different:

@@ -51,7 +51,7 @@ from omagd.utils.compiling import warn_no_more
 from omagd.utils.dist_utils import Dist, broken_exchange
 from omagd.utils.errors import RunFailed, UserError
 from omagd.utils.logging import Logger, append_to_log, close_bars
-from omagd.utils.plugins import crash_of, explain
+from omagd.utils.registry import crash_of, explain
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, orphaned, stop_requested, uninterrupted
 from omagd.utils.writing import STORAGE
