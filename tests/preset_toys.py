@@ -35,7 +35,7 @@ LENGTH = 3
 SMALL: dict[str, Any] = {
     **{key: value for key, value in graph_toys.SMALL.items() if key.startswith(("tokenizer", "mask"))},
     "rnn_hidden_dim": 8, "gnn_hidden_dim": 8, "mixing_embed_dim": 4, "hypernet_embed": 6, "batch_size": 4,
-    "buffer_size": 16, "batch_size_run": 4, "num_workers": 0,
+    "buffer_size": 16, "batch_size_run": 4,
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ class Made:
         buffer.add(episodes)
         if self.learner.data == "on_policy":  # the first ones, which groups consist of
             return buffer.batch(range(4)).to(self.device)
-        return next(Sampler(buffer, 4, np.random.default_rng(3), self.device, workers=0).batches(1))
+        return next(Sampler(buffer, 4, np.random.default_rng(3), self.device).batches(1))
 
     def weights(self) -> dict[str, torch.Tensor]:
         state = {name: module.state_dict() for name, module in self.learner.modules().items()}

@@ -47,17 +47,6 @@ def test_wrong_arguments_are_reported_with_a_fix(name, env_args, parts):
     assert "\n" not in caught.value.message
 
 
-@pytest.mark.processes
-def test_arguments_are_checked_without_what_the_game_needs():
-    code = (
-        "import sys; from omagd.envs.factory import validate_env_args as v; "
-        "a = v('smax', {'map_name': '8m'}); assert a.map_name == '8m' and a.max_steps == 100; "
-        "print(sorted({'jax', 'jaxmarl', 'torch'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_environments_are_built_as_they_are_or_with_an_adapter(monkeypatch):
     class Required(WalkArgs):
         size: int

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from browser import opened
 from many_runs import make_run, make_study
-from PIL import Image, ImageColor
+from PIL import ImageColor
 from watch_toys import Oracle, play, small_recording
 
 from omagd.lab.watch import drawing, formats, panel
@@ -230,22 +230,6 @@ def test_what_leaves_a_torus_comes_back_on_the_other_side():
     assert panel.nearest(9.0, 0.0) == 9.0
 
 
-def test_what_both_teams_have_left_is_their_health_or_the_score():
-    recording = small(health=[1.0, 1.0, 0.0, 0.0], alive=[True, False, True, False], targets=[], beliefs=[], actions=[],
-                      values=[])  # fmt: skip
-    # Agents: 1 + 2 of 2 + 2 points, then 1 (the dead one's point does not count); the only enemy: 0 of 2.
-    assert drawing.standings(recording.episodes[0]) == [(0.75, 0.0), (0.25, 0.0)]
-    assert drawing.standings(Recording.model_validate(small_recording()).episodes[0]) == [(1.0, 2.0)] * 2, "the score"
-
-
-def test_a_gif_keeps_the_colours_that_mean_something(tmp_path):
-    healing = small().episodes[0]  # the medic heals a0: a thin green arrow in one picture of many
-    recording = Recording(episodes=[play(map_name="3m")[0].episodes[0], healing])
-    with Image.open(formats.write_gif(recording, tmp_path / "a.gif", 0)) as gif:
-        gif.seek(gif.n_frames - 2)
-        assert pixels(gif.convert("RGB"), panel.HEAL).sum() > 5
-
-
 class Diverged(Oracle):
     """An oracle whose values and guesses have become infinite or no numbers."""
 
@@ -332,16 +316,6 @@ def test_a_moment_is_shown_as_seen_as_reconstructed_and_as_it_was():
         orange = [of_colour(view, drawing.TEAMS[1])[2] for view in panels]
         assert [pixels > 20 for pixels in orange] == [number > 0 for number in enemies] and orange[2] > orange[1]
         assert all(of_colour(view, drawing.TEAMS[0])[2] > 50 for view in panels)
-
-
-def test_marks_at_one_place_are_moved_apart_but_not_far():
-    places = np.array([[0.0, 0.0], [0.0, 0.0], [0.1, 0.0], [9.0, 9.0]])
-    moved = panel.spread(places, 1.0, 2.0)
-    away = np.hypot(*(moved[:, None] - moved[None]).T)[~np.eye(4, dtype=bool)]
-    assert away.min() > 0.9 and np.hypot(*(moved - places).T).max() <= 2.0 and (moved[3] == places[3]).all()
-    crowd = panel.spread(np.zeros((40, 2)), 1.0, 0.5)
-    assert np.isfinite(crowd).all() and np.hypot(*crowd.T).max() <= 0.5 + 1e-9
-    assert panel.spread(np.zeros((0, 2)), 1.0, 1.0).shape == (0, 2)
 
 
 def test_a_study_is_one_line_that_names_its_runs(tmp_path, capsys):

@@ -21,7 +21,7 @@ from omagd.envs.sc2.backend import GameBackend
 from omagd.envs.sc2.client import Disconnected, Wire, frame, sc_pb
 from omagd.envs.sc2.game import Game, GameLost
 from omagd.envs.sc2.install import build_of, read_terrain
-from omagd.envs.sc2.resources import HOST, Scratch, claimed_port
+from omagd.envs.sc2.resources import HOST, Scratch
 from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.utils.errors import UserError
 
@@ -119,15 +119,6 @@ def test_all_answers_of_a_step_must_be_messages_and_complete():
         backend._listed(empty)
 
 
-def test_claimed_ports_differ():
-    with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(claimed_port()) for _ in range(200)]
-        assert len(set(ports)) == 200
-        for port in ports:  # and a game can listen there
-            with socket.create_server((HOST, port)):
-                pass
-
-
 def test_folders_of_dead_owners_are_removed(sc2_game):
     code = (
         "import os; from omagd.envs.sc2.resources import Scratch as S; s = S(); os.write(1, bytes(s.path)); os._exit(1)"
@@ -175,13 +166,3 @@ def test_versions_and_maps_are_found_or_reported(sc2_game):
     (sc2_game / "Maps" / "SMAC_Maps" / "8m.SC2Map").unlink()
     with pytest.raises(UserError, match="8m.*--maps-only"):
         SC2Env(SmacArgs(map_name="8m"))
-
-
-def test_sizes_are_known_before_the_game_starts(sc2_game):
-    for map_name, spec in MAPS.items():
-        facts = SC2Env(SmacArgs(map_name=map_name)).get_env_info()
-        assert sum(facts["state_component"]) == facts["state_shape"]
-        assert facts["n_agents"] * facts["state_ally_feats_size"] == facts["state_component"][0]
-        assert facts["map_type"] == spec.map_type and facts["map_name"] == map_name
-        (enemies, dim), (allies, _) = facts["obs_component"][1:3]
-        assert (enemies, allies + 1) == (facts["n_enemies"], facts["n_agents"]) and dim >= 4

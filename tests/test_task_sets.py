@@ -18,7 +18,6 @@ from omagd.config.env_info import EnvInfo, map_label
 from omagd.config.loading import resolve
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, ManyTasks, random_actions
-from omagd.envs.task_set_env import TaskSetEnv
 from omagd.envs.task_sets import NAMED, TaskSet, task_set
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.run.checkpoint.state import pack, unpack
@@ -211,25 +210,6 @@ def test_training_on_a_set_continues_in_mid_battle_and_plays_by_weights():
     log = [entry["task"] for rollout in SetGame().collect(30) for entry in rollout.log]
     assert len(log) > 60 and log.count("3m") == 0
     assert abs(log.count("2m_vs_1m") - 2 * log.count("1m")) <= 3 * SLOTS
-
-
-def test_environments_are_made_once():
-    """However often slots change maps, no map gets more slots than the set has."""
-    made: list[tuple[str, int]] = []
-
-    def make(name: str, slots: int) -> BatchedEnv:
-        made.append((name, slots))
-        return make_env("skirmish", {"map_name": name}, slots, processes=False)
-
-    env, rng = TaskSetEnv(make, TaskSet("set", ("3m", "5m"), ("4m",)), SLOTS), np.random.default_rng(0)
-    assert sorted(made) == [("3m", 3), ("4m", 1), ("5m", 2)]
-    for turn in range(30):
-        which = (rng.random(SLOTS) < 0.5) | (turn == 0)
-        env.set_tasks(which, rng.integers(3, size=SLOTS))
-        env.reset(which, np.arange(SLOTS))
-    counts = {name: sum(slots for of, slots in made if of == name) for name in ("3m", "4m", "5m")}
-    assert max(counts.values()) <= SLOTS
-    assert env.get_stats()["battles_game"] == 0
 
 
 # The lists of ODIS (LAMDA-RL/ODIS, src/config/tasks): trained on, further maps, largest team of allies, of enemies.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar
 
 import numpy as np
@@ -45,7 +44,7 @@ class ReplayData:
         else:
             self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
         self._fixed = self.buffer if fixed and isinstance(self.buffer, ResidentBuffer) else None
-        self._sampler = Sampler(self.buffer, config.batch_size, rng, device, workers=config.num_workers)
+        self._sampler = Sampler(self.buffer, config.batch_size, rng, device)
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Store episodes; each replaces the oldest one once the buffer is full."""
@@ -214,56 +213,20 @@ DataSource = ReplayData | OnPolicyData
 
 
 class Sampler:
-    """Draws batches from a buffer that is not changed meanwhile. The draws do not depend on `workers`.
+    """Draws batches from a buffer.
 
     Args:
-        buffer: of episodes. batch_size: episodes. rng: for the draws, used by the caller's thread alone.
-        device: of the batches. workers: 1: a thread packs, decodes and copies the next batch while the current one is
-            learned from, unless the buffer itself is on a GPU.
+        buffer: of episodes. batch_size: episodes. rng: for the draws. device: of the batches.
     """
 
-    def __init__(
-        self, buffer: EpisodeBuffer, batch_size: int, rng: np.random.Generator, device: torch.device, workers: int
-    ) -> None:
-        self.buffer, self.batch_size, self.rng = buffer, batch_size, rng
-        self.device = device
-        self.ahead = workers > 0 and buffer.device.type == "cpu"
-        self._stream = torch.cuda.Stream(device) if self.ahead and device.type == "cuda" else None
+    def __init__(self, buffer: EpisodeBuffer, batch_size: int, rng: np.random.Generator, device: torch.device) -> None:
+        self.buffer, self.batch_size, self.rng, self.device = buffer, batch_size, rng, device
 
     def batches(self, count: int) -> Iterator[PackedBatch]:
-        """Yield `count` batches on the device.
-
-        The thread has ended when the last batch is yielded, or the iterator closed; its errors are raised here.
-        """
-        if not self.ahead or count < 2:
-            for _ in range(count):
-                yield self._pack(self.draw())
-            return
-        with ThreadPoolExecutor(1, thread_name_prefix="replay") as thread:
-            coming: Future[PackedBatch] = thread.submit(self._pack, self.draw())
-            for _ in range(count - 1):
-                batch = coming.result()
-                coming = thread.submit(self._pack, self.draw())
-                yield self._received(batch)
-            batch = coming.result()
-        yield self._received(batch)
+        """Yield `count` batches on the device."""
+        for _ in range(count):
+            yield self.buffer.batch(self.draw()).to(self.device)
 
     def draw(self) -> Sequence[int]:
         """Return the indices of the episodes of the next batch."""
         return self.buffer.draw(self.batch_size, self.rng)
-
-    def _pack(self, indices: Sequence[int]) -> PackedBatch:
-        batch = self.buffer.batch(indices)
-        if self._stream is None:
-            return batch.to(self.device)
-        with torch.cuda.stream(self._stream):
-            return batch.pinned().to(self.device)
-
-    def _received(self, batch: PackedBatch) -> PackedBatch:
-        """Let the current stream wait for a batch of the copying stream, and keep its memory until it is used."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._stream)
-            for value in batch.data.values():
-                value.record_stream(current)
-        return batch

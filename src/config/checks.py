@@ -19,7 +19,6 @@ PATHS = (
     "pretrained_mask_predictor_path",
     "pretrain_buffer_path",
     "graph_pretrain_policy",
-    "graph_pretrain_policy_path",
 )
 RESERVED = frozenset({"sacred", "logs"})
 """Other folders in local_results_path: the records of Sacred and of launch.sh."""
@@ -204,11 +203,6 @@ def _ranks(config: Config) -> Iterator[str]:
         yield f"world_size={config.world_size}: run=default is one process. Use run=ddp"
 
 
-def _replay(config: Config) -> Iterator[str]:
-    if config.use_per:
-        yield "use_per=True: prioritised replay is not implemented. Use use_per=False"
-
-
 def _epsilon(config: Config) -> Iterator[str]:
     if config.epsilon_finish > config.epsilon_start:
         yield f"epsilon_finish={config.epsilon_finish}: must be at most epsilon_start={config.epsilon_start}"
@@ -227,6 +221,6 @@ def _listed(config: Config) -> str:
 
 RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _token, partial(_name, "unique_token"), partial(_name, "name"), _stages, _full_obs, _belief,
-    _reconstruction, _predictor, _playing, _step, _seeds, _ranks, _replay, _epsilon, _parts,
+    _reconstruction, _predictor, _playing, _step, _seeds, _ranks, _epsilon, _parts,
 )  # fmt: skip
 """Each yields a message for every contradiction. One that reads a wrong value ends there, so they are small."""

@@ -377,7 +377,7 @@ def apply_texts(
                 result = _laid(result, text, key, found)
                 given |= text
                 continue
-            row = foreign("key", key)
+            row = None if key.partition(".")[0] in WHOLE else foreign("key", key)
             value = parse_value(text, _value_at(result, row.here if row and row.here else key), key)
             result = _merge(result, _nested(key, value), found, source="with", shown=value)
             given[key] = value

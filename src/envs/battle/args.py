@@ -11,6 +11,7 @@ from omagd.envs.battle.maps import FORMATION, HEALING, SIGHT_RANGE, TYPE_ORDER, 
 from omagd.utils.errors import UserError, unknown_name
 
 N_NORMAL_ACTIONS = 6  # SMAC's actions without a target
+POLICIES = ("random", "attack_nearest", "focus_fire", "kiting")  # scripted ones of `skirmish`
 
 
 # SMACv2's random starts.

@@ -22,7 +22,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from omagd.envs.battle.backend import Terrain
-from omagd.envs.battle.units import UNIT_ID, UNITS
+from omagd.envs.battle.units import ARMY, UNIT_ID, UNITS
+from omagd.envs.task_sets import NAMED
 from omagd.utils.errors import UserError, nearest, unknown_name
 
 # SMAC numbers the unit types of a map type from 0 in this order (`get_unit_type_id`), and sorts allies by it; not so in
@@ -40,8 +41,6 @@ MIXED: Final = "mixed"
 HIDDEN: Final = "hidden"
 SIGHT_RANGE = 9.0  # cells; SMAC's
 
-ARMY = re.compile(r"(?:[1-9]\d{0,2}[mMdcszhg])+")
-"""An army in the name of a map: numbers, each with the letter of a unit."""
 HEALING = ("MMM", "terran_gen")  # map types whose medivacs heal
 
 
@@ -338,8 +337,6 @@ def skirmish_map(name: str) -> MapSpec:
     """Return a map of `skirmish`: SMAC's of that name, or the one that the name describes. Errors: UserError."""
     found = MAPS.get(name) or generated_map(name)
     if found is None:
-        from omagd.envs.task_sets import NAMED  # which reads this module
-
         known = unknown_name("env_args.map_name", name, [*NAMED, *MAPS]).message
         raise UserError(f"{known}; or armies, such as 4m, 9m_vs_10m, 2s4z; each also with a start and a sight, as in"
                         " 3m_mixed_sight6 or 8m_hidden")  # fmt: skip
