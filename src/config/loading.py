@@ -16,8 +16,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from omagd.config.checks import check, unusable
-from omagd.config.messages import shorten, unknown_key, validation_messages
+from omagd.config.checks import check, shorten, unknown_key, unusable, validation_messages
 from omagd.config.schema import ACTED_WITH, EXTENDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
 from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, foreign, unknown_name
 from omagd.utils.storage import read_json

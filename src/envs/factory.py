@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from omagd.config.checks import typed_args
 from omagd.config.env_info import EnvInfo
-from omagd.config.messages import typed_args
 from omagd.envs import REGISTRY
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
 from omagd.envs.task_sets import naming_the_set, task_set

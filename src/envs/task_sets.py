@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from omagd.config.checks import shorten, validation_messages
 from omagd.config.env_info import map_label
 from omagd.config.loading import parse_yaml, read_yaml
-from omagd.config.messages import shorten, validation_messages
 from omagd.envs.battle.units import ARMY
 from omagd.utils.errors import UserError
 

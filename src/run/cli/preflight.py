@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from omagd.config.checks import ArgsError
 from omagd.config.env_info import EnvInfo
-from omagd.config.messages import ArgsError
 from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
 from omagd.run.topology import Plan, make_plan
 from omagd.utils.errors import Mistakes, Unreadable, UserError, foreign

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from omagd import envs, learners, runners
 from omagd.components import action_selectors, opponent_schedules
+from omagd.config.checks import typed_args
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import changed, config_names, find_yaml, read_preset
-from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.envs.task_sets import is_file, task_set
 from omagd.learners.protocol import explores, learner_class
