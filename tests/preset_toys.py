@@ -12,7 +12,6 @@ from plugin_toys import own_names
 
 import omagd.config
 from omagd import learners, runners
-from omagd.components.data import Sampler
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.config.loading import resolve
@@ -108,7 +107,7 @@ class Made:
         buffer.add(episodes)
         if self.learner.data == "on_policy":  # the first ones, which groups consist of
             return buffer.batch(range(4)).to(self.device)
-        return next(Sampler(buffer, 4, np.random.default_rng(3), self.device).batches(1))
+        return buffer.batch(buffer.draw(4, np.random.default_rng(3))).to(self.device)
 
     def weights(self) -> dict[str, torch.Tensor]:
         state = {name: module.state_dict() for name, module in self.learner.modules().items()}

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from omagd.components.data import Sampler
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_codec import Codec, RuleBroken, spec_of
 from omagd.components.episode_file import MARK, load_range
@@ -279,10 +278,3 @@ def test_a_file_of_another_run_or_size_is_rejected_and_an_earlier_version_is_rea
         else:
             with pytest.raises(UserError, match="damaged"):
                 buffer.load(path)
-
-
-def test_batches_are_those_that_were_drawn():
-    buffer, reference = filled(30), np.random.default_rng(8)
-    sampler = Sampler(buffer, 11, np.random.default_rng(8), torch.device("cpu"))
-    for batch in sampler.batches(3):
-        assert_same_batch(batch, buffer.batch(buffer.draw(11, reference)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -44,7 +44,7 @@ class ReplayData:
         else:
             self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
         self._fixed = self.buffer if fixed and isinstance(self.buffer, ResidentBuffer) else None
-        self._sampler = Sampler(self.buffer, config.batch_size, rng, device)
+        self._batch_size, self._rng, self._device = config.batch_size, rng, device
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Store episodes; each replaces the oldest one once the buffer is full."""
@@ -52,19 +52,19 @@ class ReplayData:
 
     def expect(self, episodes: int, batch_size: int) -> None:
         """Sample `batch_size` episodes from here on, but no more than the buffer can hold."""
-        self._sampler.batch_size = min(batch_size, self.buffer.capacity)
+        self._batch_size = min(batch_size, self.buffer.capacity)
 
     @property
     def ready(self) -> bool:
         """Whether there are `batch_size` episodes; once true, it stays true while that number stays."""
-        return len(self.buffer) >= self._sampler.batch_size
+        return len(self.buffer) >= self._batch_size
 
     def batches(self) -> Iterator[PackedBatch] | Iterator[FixedDraw]:
         """Yield `updates_per_iteration` batches of `batch_size` episodes."""
-        if self._fixed is None:
-            return self._sampler.batches(self.batches_per_iteration)
-        buffer, sampler = self._fixed, self._sampler
-        return (buffer.fixed(sampler.draw()) for _ in range(self.batches_per_iteration))
+        draws = (self.buffer.draw(self._batch_size, self._rng) for _ in range(self.batches_per_iteration))
+        if self._fixed is not None:
+            return map(self._fixed.fixed, draws)
+        return (self.buffer.batch(drawn).to(self._device) for drawn in draws)
 
 
 class OnPolicyData:
@@ -210,23 +210,3 @@ class GroupData(OnPolicyData):
 
 DataSource = ReplayData | OnPolicyData
 """Where the batches of this rank come from."""
-
-
-class Sampler:
-    """Draws batches from a buffer.
-
-    Args:
-        buffer: of episodes. batch_size: episodes. rng: for the draws. device: of the batches.
-    """
-
-    def __init__(self, buffer: EpisodeBuffer, batch_size: int, rng: np.random.Generator, device: torch.device) -> None:
-        self.buffer, self.batch_size, self.rng, self.device = buffer, batch_size, rng, device
-
-    def batches(self, count: int) -> Iterator[PackedBatch]:
-        """Yield `count` batches on the device."""
-        for _ in range(count):
-            yield self.buffer.batch(self.draw()).to(self.device)
-
-    def draw(self) -> Sequence[int]:
-        """Return the indices of the episodes of the next batch."""
-        return self.buffer.draw(self.batch_size, self.rng)
