@@ -15,7 +15,7 @@ from many_runs import make_run, make_study
 from PIL import ImageColor
 from watch_toys import Oracle, play, small_recording
 
-from omagd.lab.watch import drawing, formats, panel
+from omagd.lab.watch import drawing, formats
 from omagd.run.cli.main import main
 from omagd.run.recording.recording import Episode, Moment, Recording
 from omagd.utils.errors import UserError
@@ -37,14 +37,6 @@ def seen_and_lost() -> Episode:
              "actions": [], "health_max": [10.0] * 4, "sight": [6.0, 6.0], "bounds": [0, 0, 20, 20]}  # fmt: skip
     about = {"env": "e", "map_name": "m", "seed": 1, "policy": "p", "values": "Q-values", "results": {}}
     return Episode.model_validate({**about, "scene": scene, "moments": moments})
-
-
-def test_moments_are_those_with_most_to_see_one_of_each_part_of_a_life():
-    episode = seen_and_lost()
-    assert formats._chosen(episode, 0, [])[0] == [0, 3, 5]  # a unit seen before is hidden from step 3 on
-    assert formats._chosen(episode, 1, [])[0] == [0, 2, 4]
-    assert formats._chosen(episode, 0, [7, 8])[0] == [7]
-    assert formats._chosen(episode, 0, [8]) == ([], 0)
 
 
 @pytest.fixture(scope="module")
@@ -160,25 +152,6 @@ def test_the_belief_is_where_the_agent_believes_a_unit_and_a_cross_where_it_is()
     assert of_colour(around, drawing.TEXT)[2] > 5, "a cross"
 
 
-def test_the_chosen_agent_has_a_ring_and_its_sight_is_bright():
-    """Two agents at the left: the upper one is chosen. Sight is drawn in cells of the map."""
-    chosen = changed(**{**PLAIN, "seen": ["3", "3"]})
-    for upper, lower in zip(views(chosen, 1), views(chosen, 0), strict=True):
-        assert of_colour(upper, drawing.TEXT)[1] < upper.shape[0] / 2 < of_colour(lower, drawing.TEXT)[1]
-    bright = {}
-    for sight in (3, 6):
-        view = views(changed(**{**PLAIN, "x": [10.0, 4.0, 16.0, 10.0], "y": [10.0, 16.0, 16.0, 10.0],
-                                 "sight": [sight, 6]}), 0)[1]  # fmt: skip
-        bright[sight] = of_colour(view, drawing.FIELD, near=6)[2]
-        enemy = of_colour(views(changed(**PLAIN), 0)[0], drawing.TEAMS[1])
-        ally = of_colour(views(changed(**PLAIN), 0)[0][:200], drawing.TEAMS[0])
-        cell = (enemy[0] - ally[0]) / 12
-        assert 0.7 < bright[sight] / (np.pi * (sight * cell) ** 2) < 1.3, "and some grid lines"
-    assert 2.5 < bright[6] / bright[3] < 5
-    dead = views(changed(**{**PLAIN, "alive": [False, True, True, False]}), 0)[1]
-    assert of_colour(dead, drawing.TEAMS[0])[2] == 0, "the dead see nothing"
-
-
 def test_the_dead_see_nothing_whatever_a_recording_says():
     """The recording of a dead agent may still have what it saw last."""
     dead = {**PLAIN, "alive": [False, True, True, False], "seen": ["7", "7"]}
@@ -221,13 +194,6 @@ def test_a_video_shows_the_chosen_agent_and_holds_the_end_of_each_episode(tmp_pa
     with pytest.raises(OSError, match="no space"):
         formats.write_mp4(Recording(episodes=episodes), target, 1)
     assert [path.name for path in target.parent.iterdir()] == ["a.mp4"] and target.read_text() == "video"
-
-
-def test_what_leaves_a_torus_comes_back_on_the_other_side():
-    scene = SimpleNamespace(torus=True, bounds=(2.0, 0.0, 12.0, 10.0))
-    assert drawing._inside(scene, 13.0, -1.0) == (3.0, 9.0) and drawing._inside(scene, 2.0, 10.0) == (2.0, 0.0)
-    assert [panel.nearest(gap, 10.0) for gap in (9.0, -9.0, 3.0)] == [-1.0, 1.0, 3.0]
-    assert panel.nearest(9.0, 0.0) == 9.0
 
 
 class Diverged(Oracle):
