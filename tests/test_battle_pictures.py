@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from browser import opened
 from many_runs import make_run, make_study
-from PIL import ImageColor
+from PIL import Image, ImageColor
 from watch_toys import Oracle, play, small_recording
 
-from omagd.lab.watch import drawing, formats
+from omagd.lab.watch import drawing, formats, panel
 from omagd.run.cli.main import main
 from omagd.run.recording.recording import Episode, Moment, Recording
 from omagd.utils.errors import UserError
@@ -37,6 +37,14 @@ def seen_and_lost() -> Episode:
              "actions": [], "health_max": [10.0] * 4, "sight": [6.0, 6.0], "bounds": [0, 0, 20, 20]}  # fmt: skip
     about = {"env": "e", "map_name": "m", "seed": 1, "policy": "p", "values": "Q-values", "results": {}}
     return Episode.model_validate({**about, "scene": scene, "moments": moments})
+
+
+def test_moments_are_those_with_most_to_see_one_of_each_part_of_a_life():
+    episode = seen_and_lost()
+    assert formats._chosen(episode, 0, [])[0] == [0, 3, 5]  # a unit seen before is hidden from step 3 on
+    assert formats._chosen(episode, 1, [])[0] == [0, 2, 4]
+    assert formats._chosen(episode, 0, [7, 8])[0] == [7]
+    assert formats._chosen(episode, 0, [8]) == ([], 0)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +160,25 @@ def test_the_belief_is_where_the_agent_believes_a_unit_and_a_cross_where_it_is()
     assert of_colour(around, drawing.TEXT)[2] > 5, "a cross"
 
 
+def test_the_chosen_agent_has_a_ring_and_its_sight_is_bright():
+    """Two agents at the left: the upper one is chosen. Sight is drawn in cells of the map."""
+    chosen = changed(**{**PLAIN, "seen": ["3", "3"]})
+    for upper, lower in zip(views(chosen, 1), views(chosen, 0), strict=True):
+        assert of_colour(upper, drawing.TEXT)[1] < upper.shape[0] / 2 < of_colour(lower, drawing.TEXT)[1]
+    bright = {}
+    for sight in (3, 6):
+        view = views(changed(**{**PLAIN, "x": [10.0, 4.0, 16.0, 10.0], "y": [10.0, 16.0, 16.0, 10.0],
+                                 "sight": [sight, 6]}), 0)[1]  # fmt: skip
+        bright[sight] = of_colour(view, drawing.FIELD, near=6)[2]
+        enemy = of_colour(views(changed(**PLAIN), 0)[0], drawing.TEAMS[1])
+        ally = of_colour(views(changed(**PLAIN), 0)[0][:200], drawing.TEAMS[0])
+        cell = (enemy[0] - ally[0]) / 12
+        assert 0.7 < bright[sight] / (np.pi * (sight * cell) ** 2) < 1.3, "and some grid lines"
+    assert 2.5 < bright[6] / bright[3] < 5
+    dead = views(changed(**{**PLAIN, "alive": [False, True, True, False]}), 0)[1]
+    assert of_colour(dead, drawing.TEAMS[0])[2] == 0, "the dead see nothing"
+
+
 def test_the_dead_see_nothing_whatever_a_recording_says():
     """The recording of a dead agent may still have what it saw last."""
     dead = {**PLAIN, "alive": [False, True, True, False], "seen": ["7", "7"]}
@@ -194,6 +221,29 @@ def test_a_video_shows_the_chosen_agent_and_holds_the_end_of_each_episode(tmp_pa
     with pytest.raises(OSError, match="no space"):
         formats.write_mp4(Recording(episodes=episodes), target, 1)
     assert [path.name for path in target.parent.iterdir()] == ["a.mp4"] and target.read_text() == "video"
+
+
+def test_what_leaves_a_torus_comes_back_on_the_other_side():
+    scene = SimpleNamespace(torus=True, bounds=(2.0, 0.0, 12.0, 10.0))
+    assert drawing._inside(scene, 13.0, -1.0) == (3.0, 9.0) and drawing._inside(scene, 2.0, 10.0) == (2.0, 0.0)
+    assert [panel.nearest(gap, 10.0) for gap in (9.0, -9.0, 3.0)] == [-1.0, 1.0, 3.0]
+    assert panel.nearest(9.0, 0.0) == 9.0
+
+
+def test_what_both_teams_have_left_is_their_health_or_the_score():
+    recording = small(health=[1.0, 1.0, 0.0, 0.0], alive=[True, False, True, False], targets=[], beliefs=[], actions=[],
+                      values=[])  # fmt: skip
+    # Agents: 1 + 2 of 2 + 2 points, then 1 (the dead one's point does not count); the only enemy: 0 of 2.
+    assert drawing.standings(recording.episodes[0]) == [(0.75, 0.0), (0.25, 0.0)]
+    assert drawing.standings(Recording.model_validate(small_recording()).episodes[0]) == [(1.0, 2.0)] * 2, "the score"
+
+
+def test_a_gif_keeps_the_colours_that_mean_something(tmp_path):
+    healing = small().episodes[0]  # the medic heals a0: a thin green arrow in one picture of many
+    recording = Recording(episodes=[play(map_name="3m")[0].episodes[0], healing])
+    with Image.open(formats.write_gif(recording, tmp_path / "a.gif", 0)) as gif:
+        gif.seek(gif.n_frames - 2)
+        assert pixels(gif.convert("RGB"), panel.HEAL).sum() > 5
 
 
 class Diverged(Oracle):
@@ -282,6 +332,16 @@ def test_a_moment_is_shown_as_seen_as_reconstructed_and_as_it_was():
         orange = [of_colour(view, drawing.TEAMS[1])[2] for view in panels]
         assert [pixels > 20 for pixels in orange] == [number > 0 for number in enemies] and orange[2] > orange[1]
         assert all(of_colour(view, drawing.TEAMS[0])[2] > 50 for view in panels)
+
+
+def test_marks_at_one_place_are_moved_apart_but_not_far():
+    places = np.array([[0.0, 0.0], [0.0, 0.0], [0.1, 0.0], [9.0, 9.0]])
+    moved = panel.spread(places, 1.0, 2.0)
+    away = np.hypot(*(moved[:, None] - moved[None]).T)[~np.eye(4, dtype=bool)]
+    assert away.min() > 0.9 and np.hypot(*(moved - places).T).max() <= 2.0 and (moved[3] == places[3]).all()
+    crowd = panel.spread(np.zeros((40, 2)), 1.0, 0.5)
+    assert np.isfinite(crowd).all() and np.hypot(*crowd.T).max() <= 0.5 + 1e-9
+    assert panel.spread(np.zeros((0, 2)), 1.0, 1.0).shape == (0, 2)
 
 
 def test_a_study_is_one_line_that_names_its_runs(tmp_path, capsys):
