@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omagd import runners
 from omagd.config.env_info import EnvInfo
@@ -23,10 +22,6 @@ from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
 from omagd.run.topology import Plan
 from omagd.utils import compiling
 from omagd.utils.errors import UserError
-
-if TYPE_CHECKING:
-    pass
-
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
