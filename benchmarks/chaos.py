@@ -96,7 +96,7 @@ RLOO = (
 SET = ("env_args.map_name=2m,3m_vs_2m", "batch_size_run=4", "batch_size=8", "sync_every_n_steps=3")
 PPO = (*SET, "learner_args.epochs=2")
 QMIX = (*SET, "buffer_size=24", "updates_per_iteration=2", "epsilon_anneal_time=1000")
-SHARDED = (*PPO, "enable_task_sharding=True", "min_tasks_per_gpu=1")
+SHARDED = (*PPO, "task_dealing=sharded")
 IN_TURN = (*SHARDED, "balance_tasks_across_gpus=False")
 SKIPS, MASTERS = ("rollout_skip_threshold=2",), (f"rollout_skip_threshold={NEVER}",)
 OTHERS = {"ranks": (2, 1, 3, 2), "same": ""}

@@ -30,8 +30,8 @@ from typing import Any
 from runs import MAIN, RunError, play, summary
 from scripted_table import play as play_script
 
-from omagd.envs.battle.scripted import POLICIES
-from omagd.envs.task_sets.sets import task_set
+from omagd.envs.battle.args import POLICIES
+from omagd.envs.task_sets import task_set
 
 OUT = Path(__file__).resolve().parent / "results" / "many_maps.jsonl"
 Row = dict[str, Any]

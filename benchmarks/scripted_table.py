@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.args import POLICIES, SkirmishArgs
 from omagd.envs.battle.maps import MAPS
-from omagd.envs.battle.scripted import POLICIES
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.utils.seeding import stream_seed
 

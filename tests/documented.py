@@ -22,7 +22,7 @@ STARTS = re.compile(
 QUESTIONS = {"doctor", "beliefs", "compare", "evaluate", "study", "sweep", "plot", "report", "watch"}
 PATH_KEYS = {
     "checkpoint_path", "pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path",
-    "graph_pretrain_policy", "graph_pretrain_policy_path", "TOKENIZER_PATH", "MASK_PREDICTOR_PATH",
+    "graph_pretrain_policy", "TOKENIZER_PATH", "MASK_PREDICTOR_PATH",
 }  # fmt: skip
 
 

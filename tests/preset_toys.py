@@ -12,7 +12,6 @@ from plugin_toys import own_names
 
 import omagd.config
 from omagd import learners, runners
-from omagd.components.data import Sampler
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.config.loading import resolve
@@ -35,7 +34,7 @@ LENGTH = 3
 SMALL: dict[str, Any] = {
     **{key: value for key, value in graph_toys.SMALL.items() if key.startswith(("tokenizer", "mask"))},
     "rnn_hidden_dim": 8, "gnn_hidden_dim": 8, "mixing_embed_dim": 4, "hypernet_embed": 6, "batch_size": 4,
-    "buffer_size": 16, "batch_size_run": 4, "num_workers": 0,
+    "buffer_size": 16, "batch_size_run": 4,
 }  # fmt: skip
 
 
@@ -108,7 +107,7 @@ class Made:
         buffer.add(episodes)
         if self.learner.data == "on_policy":  # the first ones, which groups consist of
             return buffer.batch(range(4)).to(self.device)
-        return next(Sampler(buffer, 4, np.random.default_rng(3), self.device, workers=0).batches(1))
+        return buffer.batch(buffer.draw(4, np.random.default_rng(3))).to(self.device)
 
     def weights(self) -> dict[str, torch.Tensor]:
         state = {name: module.state_dict() for name, module in self.learner.modules().items()}

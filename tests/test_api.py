@@ -265,15 +265,6 @@ def test_lost_episodes_are_played_again_until_ten_in_a_row_are_lost():
     assert len(hopeless.begun) == 11
 
 
-def test_a_policy_forgets_before_each_episode_and_sees_it_from_its_beginning():
-    env, policy = Losing({1}), Highest()
-    omagd.play(policy, ParallelBattle(env), episodes=3)
-    assert [seen[0] for seen in policy.seen] == [seen_at(seed, 0) for _, seed in env.begun]
-    assert [len(seen) for seen in policy.seen] == [
-        1 if n == 1 else length_of(seed) for n, (_, seed) in enumerate(env.begun)
-    ]
-
-
 class Controller:
     """A controller that takes the highest action and notes what it is shown."""
 

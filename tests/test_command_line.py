@@ -75,7 +75,7 @@ MISTAKES = {
     "with reconstructer_stage=stage3": "stage3 pretrained_tokenizer_path",
     "with reconstructer_stage=stage3 pretrained_tokenizer_path=x": "stage3 pretrained_mask_predictor_path",
     "with use_graph_reconstruction=False pretrain_only=True": "pretrain_only=True",
-    "with use_per=True": "use_per=True use_per=False",
+    "with use_per=True": "use_per=True removed",
     "with evaluate=True": "evaluate=True checkpoint_path",
     "with load_step=100": "load_step=100 checkpoint_path",
     "with mask_predictor_config.n_heads=3": "n_heads=3 d_model=64",

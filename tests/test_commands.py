@@ -139,7 +139,6 @@ def filled_in(command: Documented, runs: dict[str, Path]) -> tuple[dict[str, str
     tokenizer, predictor = (str(graph / "models" / f"pretrain_stage{stage}_best") for stage in (1, 2))
     where = {
         "checkpoint_path": str(runs.get(name, graph)), "graph_pretrain_policy": str(runs["qmix"]),
-        "graph_pretrain_policy_path": str(graph),
         "pretrained_tokenizer_path": tokenizer, "pretrained_mask_predictor_path": predictor,
         "TOKENIZER_PATH": tokenizer, "MASK_PREDICTOR_PATH": predictor,
     }  # fmt: skip

@@ -16,7 +16,6 @@ from q_toys import GRAPH, copy_learner, equal, foggy, gradients_of, make_learner
 from omagd.learners import PREDICTORS
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.synced_optimizer import SKIPPED
-from omagd.modules import ops
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.run.training.stages.health import check_replicas, held_in_common
@@ -35,7 +34,6 @@ Q = {
     "team": {**PLAIN, "use_team_obs": True},
     "belief": {**PLAIN, "belief_loss": "features", "belief_every": 3},
     "belief parts": {**PLAIN, "belief_loss": "features", "belief_units": "all", "accumulate": 2},
-    "compiled": {**PLAIN, "compile": True},
     "qplex": {**PLAIN, "mixer": "qplex", "mixer_args": {"n_heads": 2, "hidden_dim": 8}},
 }
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}
@@ -100,8 +98,8 @@ def make(kind, dist=None, dtype=torch.float64, seed=0, **more):
 
 
 def alone(kind, dtype=torch.float64):
-    """Return a learner of one process that takes each batch in one piece, without compiling."""
-    return make(kind, dtype=dtype, accumulate=1, compile=False)
+    """Return a learner of one process that takes each batch in one piece."""
+    return make(kind, dtype=dtype, accumulate=1)
 
 
 def blank(episodes):
@@ -186,7 +184,6 @@ def errors_of_changed_weights(learner, dist):
 def of_ranks(rank, dist, kinds):
     """Train each kind, and once more from a checkpoint in the middle."""
     add_example()
-    ops.BACKEND = "aot_eager"  # which needs no compiler
     out = {}
     for kind in kinds:
         if kind not in DDPG:

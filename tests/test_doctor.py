@@ -135,7 +135,6 @@ BROKEN = {
     "other SciPy": (with_version("scipy", "1.99.0"), "packages", "warning", "scipy 1.99.0", ""),
     "no W&B": (with_version("wandb"), "W&B", "missing", "use_wandb=False", ""),
     "no TensorBoard": (with_version("tensorboard"), "TensorBoard", "missing", "use_tensorboard=False", ""),
-    "no compiler": (lambda patch, _: patch.setenv("CXX", "no-such-compiler"), "compiler", "missing", "CXX=no-such", ""),
     "full disk": (
         patched(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20)), "disk", "warning", "0.0 GB", "",
     ),

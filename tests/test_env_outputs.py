@@ -78,16 +78,13 @@ ONE_SLOT = [  # the slot, its seed and its step are named
     ("reward", at_slot(np.nan), "reward is nan, not a finite number in float32"),
     ("avail_actions", lambda mask: mask & (np.arange(4) != SLOT)[:, None, None],
      "avail_actions of agent 0 holds no available action"),
-    ("reward", at_slot(1e300, np.float64), "reward is 1e+300, not a finite number in float32"),
     ("state", at_slot(-1e39, np.longdouble), "state[0] is -1e+39, not a finite number in float32"),
     ("terminated", at_slot(-7, np.int64), "terminated is -7, not 0 or 1"),
     ("avail_actions", at_slot(-1, np.int64), "avail_actions[0, 0] is -1, not 0 or 1"),
-    ("avail_actions", at_slot(256, np.int64), "avail_actions[0, 0] is 256, not 0 or 1"),
 ]  # fmt: skip
 ALL_SLOTS = [
     ("obs", lambda array: array[:, :, :2], "obs has shape (4, 2, 2), not (4, 2, 3)"),
     ("reward", lambda array: array[:, None], "reward has shape (4, 1), not (4,)"),
-    ("reward", lambda array: array.astype(str), "reward holds <U32, not numbers"),
     ("terminated", lambda array: array.astype(np.float32), "terminated holds float32, not bool"),
     ("full_obs", lambda array: None, "full_obs holds NoneType, not numbers"),
     ("obs", lambda array: array.astype(">f4"), "obs holds float32 in another machine's byte order, not numbers"),
@@ -95,11 +92,8 @@ ALL_SLOTS = [
     ("observe", lambda seen: seen.obs, "observe() returned float32, not an Observation"),
     ("info", lambda info: None, "info is NoneType, not a dictionary"),
     ("info", results(lambda values: values * np.nan), "info['battle_won'] is nan, not a finite number in float32"),
-    ("info", results(lambda values: values.astype(str)), "info['battle_won'] holds <U32, not numbers"),
-    ("info", results(lambda values: np.zeros((7, 3))), "info['battle_won'] has shape (7, 3), not (4,)"),
     ("info", named("t_env"), "info holds the name 't_env', which the run's own records use"),
     ("info", named("a\x1b[31m"), "info holds the name 'a\\x1b[31m', which is not printable text"),
-    ("info", named(3), "info holds the name 3, which is not printable text"),
 ]
 
 

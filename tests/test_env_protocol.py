@@ -21,8 +21,8 @@ from omagd.envs import REGISTRY
 from omagd.envs.factory import make_env
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv, random_actions
-from omagd.envs.task_sets.sets import TaskSet
-from omagd.envs.task_sets.task_set_env import TaskSetEnv
+from omagd.envs.task_set_env import TaskSetEnv
+from omagd.envs.task_sets import TaskSet
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.run.checkpoint.state import pack, unpack
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 
 import numpy as np
 import pytest
 import torch
 
-from omagd.components.data import Sampler
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_codec import Codec, RuleBroken, spec_of
 from omagd.components.episode_file import MARK, load_range
@@ -280,46 +278,3 @@ def test_a_file_of_another_run_or_size_is_rejected_and_an_earlier_version_is_rea
         else:
             with pytest.raises(UserError, match="damaged"):
                 buffer.load(path)
-
-
-def threads() -> int:
-    return sum(thread.name.startswith("replay") for thread in threading.enumerate())
-
-
-def sampler_of(buffer: EpisodeBuffer, batch_size: int = 3, workers: int = 1) -> Sampler:
-    return Sampler(buffer, batch_size, np.random.default_rng(8), torch.device("cpu"), workers)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
-def test_batches_do_not_depend_on_the_thread(count):
-    buffer, reference = filled(30), np.random.default_rng(8)
-    samplers = sampler_of(buffer, 11, 0), sampler_of(buffer, 11, 1)
-    expected = [buffer.batch(buffer.draw(11, reference)) for _ in range(count + 2)]
-    following = reference.random()
-    for sampler in samplers:
-        for pair in zip([*sampler.batches(count), *sampler.batches(2)], expected, strict=True):
-            assert_same_batch(*pair)
-        assert threads() == 0 and sampler.rng.random() == following
-
-
-def test_the_next_batch_is_packed_while_the_current_one_is_used():
-    buffer, packed = filled(30), threading.Event()
-    batch = buffer.batch
-
-    def watched(indices):
-        assert threading.current_thread() is not threading.main_thread()
-        packed.set()
-        return batch(indices)
-
-    buffer.batch = watched
-    for closed in (False, True):
-        batches = sampler_of(buffer).batches(3)
-        next(batches)
-        packed.clear()
-        next(batches)
-        assert packed.wait(10) and threads() == 1
-        if closed:
-            batches.close()
-        else:
-            next(batches)
-        assert threads() == 0

@@ -171,13 +171,6 @@ def test_what_was_added_trains(tree):
     assert list(folders[0].glob("models/*/mixer.th"))
 
 
-@pytest.mark.processes
-def test_a_new_key_joins_the_page_of_the_configuration(tree):
-    python(tree, "docs/make_configuration.py", path=tree / ".package")
-    row = next(line for line in (tree / "docs" / "configuration.md").read_text().splitlines() if "`my_key`" in line)
-    assert "a number that my_learner reports" in row and "| 1 |" in row.replace("`", "")
-
-
 @pytest.fixture(scope="module")
 def example(tmp_path_factory) -> Path:
     """Return the folder into which the example package was installed from a copy of its source."""

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from reference.battles import Simulator
 
-from omagd.envs.battle.map_names import generated_map, skirmish_map
-from omagd.envs.battle.maps import MAPS
-from omagd.envs.battle.terrain import BORDER, SIZE
+from omagd.envs.battle.maps import BORDER, MAPS, SIZE, generated_map, skirmish_map
 from omagd.envs.factory import make_env
 
 FROM_SMAC = [name for name in MAPS if generated_map(name) is not None]

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from omagd.envs.battle.maps import MAPS
-
 ROOT = Path(__file__).resolve().parents[1]
 PASSWORD = "iagreetotheeula"
 LIST = [line.split() for line in (ROOT / "scripts" / "sc2_maps.txt").read_text().splitlines() if line[0] != "#"]
@@ -182,15 +180,3 @@ def test_a_second_version_needs_its_own_folder(site, tmp_path):
     site.rejected(2, "SC2PATH=", options=options)
     assert site.install(*options, SC2PATH=str(site.home / "other")).returncode == 0
     assert (site.home / "other" / "Versions" / "Base69232" / "SC2_x64").is_file()
-
-
-def test_the_lists_name_sources_and_checksums():
-    lines = (ROOT / "scripts" / "sc2_archives.txt").read_text().splitlines()
-    for before, line in zip(lines, lines[1:], strict=False):
-        if not line.startswith("#"):
-            total, name = line.split()
-            assert len(bytes.fromhex(total)) == 32 and name in {"SC2.4.10.zip", "SC2.4.6.2.69232.zip"}
-            assert before.startswith("# https://")
-    listed = [Path(place).stem for _, _, place in LIST]
-    assert len(set(listed)) == len(listed) and set(MAPS) <= set(listed) and "32x32_flat" in listed
-    assert all(len(total) == 64 and int(size) > 10000 for total, size, _ in LIST)

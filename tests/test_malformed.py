@@ -68,22 +68,7 @@ def _schema() -> dict[str, list[dict[str, Any]]]:
 
 WRONG = {
     "boolean": ("soon", "0", "1", "yes", "on", "2.0", "Tru", "nan", "[1, 'b']", "'"),
-    "integer": (
-        "soon",
-        "1.5",
-        "True",
-        "nan",
-        "1e400",
-        "-1.0",
-        "0x",
-        "3m",
-        "",
-        "007",
-        "{'a': 1}",
-        "(",
-        "1,,2",
-        "\u0663x",
-    ),
+    "integer": ("soon", "1.5", "True", "nan", "1e400", "-1.0", "0x", "3m", "", "{'a': 1}", "1,,2"),
     "number": ("soon", "False", "nan", "inf", "1e400", "1j", "", "0.1.2", "1,5", "--1", "b'1'", "1 2", "…", "1_"),
     "array": ("a", "1.5", "1,b", "-1", "2,2", "[[1]]", "{1: 2}", "1,True", "nan"),
     "object": ("3", "3m", "[1]", "True", "", "map_name", "nan"),
@@ -190,7 +175,7 @@ CONTRADICTIONS = (
     "reconstructer_stage=stage1 pretrained_tokenizer_path=tokens",
     "reconstructer_stage=stage2 pretrained_tokenizer_path=tokens pretrained_mask_predictor_path=masks",
     "pretrain_only=True pretrained_tokenizer_path=tokens pretrained_mask_predictor_path=masks",
-    "use_cuda=False max_memory_per_gpu_gb=3", "tokenizer_config=3 tokenizer_config.n_codes=4", "tokenizer_config=None",
+    "tokenizer_config=3 tokenizer_config.n_codes=4", "tokenizer_config=None",
     "env_args=[] env_args.map_name=3m", "env_args={'map_name':'3m'} env_args.map_nam=8m", "env=memory_game",
     "env=matrix_game env_args=None", "env_args.map_name=3m env_args=8m", "tokenizer_config.n_codes.x=3", "lr={'x':1}",
     "mask_predictor_config={'d_modell':3}", "mixer=qmix mixer=qmixx", "gamma=1 gamma=2", "resume=exact,lossy",
@@ -233,7 +218,6 @@ def _of_tables() -> Iterator[tuple[str, Malformed]]:
         yield "wrong env_args", Malformed(("--config=qmix", f"--env-config={env}", "with", f"env_args.{text}"))
     keys = (
         "checkpoint_path", "pretrained_tokenizer_path", "graph_pretrain_policy", "pretrained_mask_predictor_path",
-        "graph_pretrain_policy_path",
     )  # fmt: skip
     for i, place in enumerate(PLACES):
         key = keys[i % len(keys)]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from documented import questions
 from interruption import json_of
 
 import omagd
@@ -153,13 +152,6 @@ def test_a_run_does_not_need_the_file_of_its_maps_again(trained, tmp_path, capsy
     assert {f"test/{of}/return_mean" for of in MAPS} <= summary["stages"]["stage3"]["values"].keys()
     compared = json_of(run / "card.json")["compared"]
     assert (compared["map"], compared["maps"], compared["held_out_maps"]) == ("mine", "3m 4m_vs_3m", "1m 5m")
-
-
-def test_documented_evaluations_on_other_maps_are_understood(trained, capsys):
-    commands = [words for words in questions() if words[0] == "evaluate" and "map_name" in "".join(words)]
-    assert len(commands) >= 2
-    for _, run, *words in commands:
-        assert main(["evaluate", run.replace("results/<run>", trained["folder"]), *words, "--dry-run"]) == 0
 
 
 def test_the_shape_of_the_set_does_not_change_what_agents_do(trained):

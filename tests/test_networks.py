@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from plugin_toys import own_names
-from q_toys import INFO, SMALL, gradients_of, make_learner, random_episode, toy_config, upstream_of, with_gradients
+from q_toys import INFO, SMALL, make_learner, random_episode, toy_config, upstream_of, with_gradients
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -157,22 +157,6 @@ def test_joint_value_never_falls_when_an_agents_value_rises(name):
     if list(mixer.parameters()):
         grads = torch.autograd.grad(joint.square().sum(), list(mixer.parameters()))
         assert all(g.abs().sum() > 0 for g in grads)
-
-
-def test_compiled_mixers_learn_the_same_from_batches_of_any_size(monkeypatch):
-    """No compiler is needed: the last stage of torch.compile is left out."""
-    monkeypatch.setattr(ops, "BACKEND", "aot_eager")
-    torch.compiler.reset()
-    pair = [make_learner(toy_config(compile=asked, grad_norm_clip=1e9), dtype=torch.float64) for asked in (False, True)]
-    mixers = [mixer for learner in pair for mixer in (learner.mixer, learner.target_mixer)]
-    assert [mixer._compiled_call_impl is not None for mixer in mixers] == [False, False, True, True]
-    assert pair[0].mixer.state_dict().keys() == pair[1].mixer.state_dict().keys()
-    for update in range(3):
-        episodes = [random_episode(10 * update + k, 2 + 3 * k + update) for k in range(3)]
-        (plain, stats), (compiled, others) = (gradients_of(learner, episodes) for learner in pair)
-        torch.testing.assert_close(compiled, plain, atol=1e-12, rtol=1e-9)
-        torch.testing.assert_close(others, stats)
-    torch.compiler.reset()
 
 
 def test_orthogonal_start():

@@ -115,28 +115,6 @@ class PymarlEnv:
     def get_env_info(self): ...
 
 
-class PymarlAgent(nn.Module):
-    def __init__(self, input_shape, args, more): ...
-    def init_hidden(self): ...
-    def forward(self, inputs, hidden_state): ...
-
-
-class PymarlMixer(nn.Module):
-    def __init__(self, args): ...
-    def forward(self, agent_qs): ...
-
-
-class PymarlMAC:
-    def __init__(self, scheme, groups, args): ...
-    def select_actions(self, ep_batch, t_ep, t_env): ...
-    def act(self): ...
-
-
-class PymarlRunner:
-    def __init__(self, args, logger): ...
-    def run(self, test_mode=False): ...
-
-
 class PymarlLearner:
     def __init__(self, mac, scheme, logger, args): ...
     def train(self, batch, t_env, episode_num): ...
@@ -146,10 +124,6 @@ class PymarlLearner:
 MISFITS: dict[str, tuple[type, str]] = {
     "env": (PymarlEnv, "no subclass of omagd.envs.protocol.MultiAgentEnv; has no args_model; cannot be built .*; "
             "reset takes no seed; get_obs takes no no_range_limit"),
-    "agent": (PymarlAgent, r"no subclass of .*Agent; has no step; cannot be built .*; init_hidden takes no n_slots"),
-    "mixer": (PymarlMixer, r"cannot be built as PymarlMixer\(config, info\).*; forward takes no state"),
-    "mac": (PymarlMAC, "has no .*inputs.*refresh.*; cannot be built .*; act takes no tick, explore"),
-    "runner": (PymarlRunner, "no subclass of .*Runner; cannot be built .*; run takes no explore"),
     "learner": (PymarlLearner, "has no .*warm_up.*load_state_dict; update takes no episodes"),
 }  # fmt: skip
 
@@ -262,16 +236,6 @@ def test_all_that_this_repository_and_the_example_register_fits():
     others = (critics.REGISTRY, action_selectors.REGISTRY, opponent_schedules.REGISTRY, learners.PREDICTORS, EXECUTORS)
     for registry in (*REGISTRIES.values(), *others):
         assert registry.protocol and all(registry.get(name) for name in registry.names())
-
-
-def test_a_module_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "broken_plug.py").write_text("import no_such_package_anywhere\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(agents.REGISTRY._lazy, "broken", "broken_plug:Agent")
-    assert main(words(tmp_path, "agent=broken")) == 2
-    assert re.search(
-        r"agent=broken cannot be imported: ModuleNotFoundError: .*broken_plug.py:1", capsys.readouterr().err
-    )
 
 
 @pytest.mark.parametrize(

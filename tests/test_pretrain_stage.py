@@ -6,16 +6,12 @@ import math
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
-from graph_toys import toy_config, toy_episodes
+from graph_toys import toy_config
 
-from omagd.controllers.scripted_mac import DividedPolicy
-from omagd.controllers.types import Decision
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.training.session import Session
-from omagd.run.training.stages import pretraining
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.pretraining import PretrainStage
 from omagd.utils.dist_utils import Dist
@@ -67,17 +63,6 @@ def test_the_model_with_the_smallest_error_is_passed_on(errors, best, tmp_path):
     assert stage.finish().values["best_epoch"] == best == stage.module.weight.item()
 
 
-def test_a_stage_ends_when_its_patience_does(tmp_path):
-    stage = stage_of(tmp_path, graph_pretrain_patience=2)
-    ends = []
-    for errors in ([3.0], [4.0], [2.0], [2.0], [5.0]):
-        measure(stage, errors)
-        ends.append(stage.done())
-    assert ends == [False, False, False, False, True]
-    assert stage.finish().values["best_error"] == 2.0
-    assert not stage_of(tmp_path).done()
-
-
 def test_what_is_not_finite_ends_the_stage_and_is_not_saved(tmp_path):
     with pytest.raises(UserError, match=r"^stage1, epoch 2: eval/error=nan is not finite; graph_lr=0\.1, "):
         measure(stage_of(tmp_path), [2.0, math.nan])
@@ -104,55 +89,3 @@ def test_every_rank_plays_the_same_number_of_whole_rounds(world_size, episodes, 
     (share,) = {stage.pretrained.train_episodes.capacity for stage in stages}
     assert share % SLOTS == 0
     assert episodes <= share * world_size < episodes + SLOTS * world_size
-
-
-class Always:
-    """A policy that always takes one action, and notes where episodes begin."""
-
-    wants_full_obs = False
-
-    def __init__(self, action):
-        self.action, self.begun = action, []
-
-    def begin(self, n_slots):
-        self.n_slots = n_slots
-
-    def reset(self, which):
-        self.begun.append(which.tolist())
-
-    def act(self, tick, explore):
-        return Decision(np.full((self.n_slots, 2), self.action))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.7, 1.0])
-def test_a_team_plays_its_share_of_episodes_evenly_among_slots_rounds_and_ranks(share):
-    team, others = Always(1), Always(0)
-    by_team = []
-    for number in range(6):  # three rounds of two ranks
-        policy = DividedPolicy(team, others, share)
-        policy.divide(5 * number, 5)
-        policy.begin(5)
-        policy.reset(np.arange(5) == number % 5)
-        actions = policy.act(None, None).actions
-        assert actions.shape == (5, 2) and (actions[:, 0] == actions[:, 1]).all()
-        by_team += actions[:, 0].tolist()
-    assert all(abs(sum(by_team[:count]) - share * count) < 1 for count in range(31))
-    assert team.begun == others.begun and len(team.begun) == 6, "both know all episodes"
-
-
-def test_rounds_of_all_ranks_are_numbered_one_after_another(tmp_path, monkeypatch):
-    """Purposes start anew. Making the team leaves the global random numbers as they were."""
-    numbers = []
-    monkeypatch.setattr(DividedPolicy, "divide", lambda self, first, n: numbers.append((first, n)))
-    monkeypatch.setattr(pretraining, "pretrain_policy", lambda *_: Always(0))
-    monkeypatch.setattr(pretraining, "trained_team", lambda *_: torch.manual_seed(5) and Always(1))
-    for rank in range(2):
-        stage = stage_of(tmp_path, Dist(rank, 2), graph_pretrain_policy_path="a run")
-        runner = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(episodes=toy_episodes(SLOTS), n_episodes=SLOTS))
-        stage.session.runners.update(pretrain=runner, held_out=runner)
-        monkeypatch.setattr(Session, "say_first_episodes", lambda self: None)
-        drawn = torch.get_rng_state()
-        for purpose in ("pretrain", "pretrain", "held_out"):
-            stage._play(purpose, stage.buffers()[purpose])
-        assert torch.equal(drawn, torch.get_rng_state())
-    assert numbers == [(0, 8), (16, 8), (0, 8), (8, 8), (24, 8), (8, 8)]

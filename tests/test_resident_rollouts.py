@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from omagd import runners
 from omagd.components.data import ReplayData
 from omagd.config.loading import resolve
-from omagd.envs.battle import map_names
+from omagd.envs.battle import maps
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.learners.nq_learner import NQLearner
@@ -44,7 +44,7 @@ torch.set_num_threads(1)
 def test_greedy_rounds_are_those_of_the_environment(monkeypatch, name, limit, options):
     """Some episodes are cut off at the step limit, which is not terminal here."""
     both, short = [], dataclasses.replace(get_map(name), limit=limit)
-    monkeypatch.setattr(map_names, "skirmish_map", lambda _: short)
+    monkeypatch.setattr(maps, "skirmish_map", lambda _: short)
     for runner in ("parallel", "resident"):
         plays, mac = game(name, runner)
         both.append([played(plays, mac, explore=None, **options) for _ in range(2)])

@@ -11,7 +11,7 @@ from simulated_gpu import DEVICE, simulated_gpu
 
 from omagd import controllers, runners
 from omagd.config.loading import resolve
-from omagd.envs.battle import map_names
+from omagd.envs.battle import maps
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.skirmish_env import SkirmishEnv
@@ -53,7 +53,7 @@ def test_rounds_are_those_of_the_environment_whatever_acts(options, monkeypatch)
     Many episodes are cut off while agents live, which guess in the closing row.
     """
     short = dataclasses.replace(get_map("3m"), limit=24)
-    monkeypatch.setattr(map_names, "skirmish_map", lambda _: short)
+    monkeypatch.setattr(maps, "skirmish_map", lambda _: short)
     both = [game("3m", runner, **options) for runner in ("parallel", "resident")]
     for _ in range(2):
         one, other = (played(plays, mac, explore=None, episodes_per_slot=2) for plays, mac in both)

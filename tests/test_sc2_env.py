@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -251,38 +249,6 @@ def test_killed_games_and_workers_lose_only_their_episodes(killed_game, name):
     finally:
         env.close()
     assert files_in(Path(os.environ["TMPDIR"])) == []
-
-
-OWNER = """
-import sys, time, numpy as np
-from omagd.envs.factory import make_env
-if __name__ == "__main__":
-    env = make_env("sc2", {}, 2, processes=sys.argv[1] == "workers")
-    env.reset(np.ones(2, bool), np.arange(2))
-    env.observe()
-    print("playing", flush=True)
-    if sys.argv[2] == "exception":
-        raise RuntimeError("on purpose")
-    while sys.argv[2] != "end":
-        time.sleep(0.05)
-"""
-
-
-@pytest.mark.parametrize(
-    ("where", "how"),
-    [("here", "exception"), ("here", "SIGKILL"), ("workers", "end"), ("workers", "exception"), ("workers", "SIGKILL")],
-)
-def test_games_end_with_the_process_that_plays_them(game, tmp_path, where, how):
-    script = tmp_path / "owner.py"
-    script.write_text(OWNER)
-    command = [sys.executable, str(script), where, how]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
-        assert owner.stdout.readline() == "playing\n"
-        if how.startswith("SIG"):
-            assert len(running(game)) == 2
-            owner.send_signal(getattr(signal, how))
-        owner.wait(120)
-    assert wait_for(lambda: not running(game))
 
 
 # --- whole commands

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import sc2_stand_in
-from sc2_stand_in.wire import Connection
 
 from omagd.envs.battle.args import SmacArgs
 from omagd.envs.battle.maps import MAPS
 from omagd.envs.sc2.backend import GameBackend
-from omagd.envs.sc2.client import Disconnected, Wire, frame, sc_pb
+from omagd.envs.sc2.client import sc_pb
 from omagd.envs.sc2.game import Game, GameLost
 from omagd.envs.sc2.install import build_of, read_terrain
-from omagd.envs.sc2.resources import HOST, Scratch, claimed_port
+from omagd.envs.sc2.resources import Scratch
 from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.utils.errors import UserError
 
@@ -44,60 +40,11 @@ def test_each_module_can_be_imported_first_and_pysc2_uses_its_messages(module):
     assert done.returncode == 0, done.stderr
 
 
-@contextlib.contextmanager
-def served(serve):
-    """Run `serve(connection)` on the other end of a Wire and yield the Wire."""
-    with socket.create_server((HOST, 0)) as listener:
-
-        def accept():
-            with listener.accept()[0] as sock, contextlib.suppress(Exception):
-                serve(Connection(sock))
-
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        wire = Wire(f"ws://{HOST}:{listener.getsockname()[1]}/sc2api", 5.0)
-        wire.set_timeout(0.3)
-        yield wire
-        wire.close()
-        thread.join(5.0)
-
-
-def test_messages_of_all_sizes_are_sent_together():
-    sent = [os.urandom(size) for size in (0, 1, 125, 126, 65535, 65536, 300000)]
-
-    def echo(connection):
-        for _ in sent:
-            connection.answer(connection.receive())
-
-    with served(echo) as wire:
-        # The other end answers while it still reads: send from another thread, as the kernel's buffers are finite.
-        threading.Thread(target=wire.send, args=(b"".join(map(frame, sent)),)).start()
-        assert [wire.receive() for _ in sent] == sent
-
-
-def test_fragments_pings_silence_and_the_end():
-    def speak(connection):
-        connection.sock.sendall(b"\x02\x03abc" + b"\x89\x02hi" + b"\x80\x03def")
-        pongs.append(connection.recv_frame().data)
-        connection.receive()
-
-    pongs = []
-
-    with served(speak) as wire:
-        assert wire.receive() == b"abcdef"
-        with pytest.raises(Disconnected, match="no answer in time"):
-            wire.receive()
-        wire.send(frame(b"go"))
-        with pytest.raises(Disconnected):
-            wire.receive()
-    assert pongs == [b"hi"]
-
-
 def game_that_answers(*messages):
     """Return a connected game that answers with these messages."""
     answers = iter(messages)
     game = object.__new__(Game)
-    game._wire = SimpleNamespace(send=lambda frames: None, receive=lambda: next(answers))
+    game._web = SimpleNamespace(send_binary=lambda _: None, recv_data=lambda: (2, next(answers)))
     return game
 
 
@@ -106,26 +53,17 @@ def test_all_answers_of_a_step_must_be_messages_and_complete():
     empty = sc_pb.Response(status=sc_pb.in_game)
     good = sc_pb.Response(status=sc_pb.in_game, observation=sc_pb.ResponseObservation()).SerializeToString()
     game = game_that_answers(good, good, good)
-    assert game.exchange(b"", 3).HasField("observation") and game.in_game
+    assert game.exchange(b"", b"", b"").HasField("observation") and game.in_game
     for garbled in range(3):
         answers = [good] * garbled + [b"\x0a\xff\xff\xff\xff\x0f"] + [good] * (2 - garbled)
         with pytest.raises(GameLost, match="cannot be decoded"):
-            game_that_answers(*answers).exchange(b"", 3)
+            game_that_answers(*answers).exchange(b"", b"", b"")
     with pytest.raises(GameLost, match="game_info is empty"):
         game_that_answers(empty.SerializeToString()).ask(game_info=sc_pb.RequestGameInfo())
     backend = GameBackend(MAPS["3m"], SmacArgs())
     backend.game = game
     with pytest.raises(GameLost, match="no observation"):
         backend._listed(empty)
-
-
-def test_claimed_ports_differ():
-    with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(claimed_port()) for _ in range(200)]
-        assert len(set(ports)) == 200
-        for port in ports:  # and a game can listen there
-            with socket.create_server((HOST, port)):
-                pass
 
 
 def test_folders_of_dead_owners_are_removed(sc2_game):
@@ -175,13 +113,3 @@ def test_versions_and_maps_are_found_or_reported(sc2_game):
     (sc2_game / "Maps" / "SMAC_Maps" / "8m.SC2Map").unlink()
     with pytest.raises(UserError, match="8m.*--maps-only"):
         SC2Env(SmacArgs(map_name="8m"))
-
-
-def test_sizes_are_known_before_the_game_starts(sc2_game):
-    for map_name, spec in MAPS.items():
-        facts = SC2Env(SmacArgs(map_name=map_name)).get_env_info()
-        assert sum(facts["state_component"]) == facts["state_shape"]
-        assert facts["n_agents"] * facts["state_ally_feats_size"] == facts["state_component"][0]
-        assert facts["map_type"] == spec.map_type and facts["map_name"] == map_name
-        (enemies, dim), (allies, _) = facts["obs_component"][1:3]
-        assert (enemies, allies + 1) == (facts["n_enemies"], facts["n_agents"]) and dim >= 4

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
 from omagd.config.env_info import EnvInfo
+from omagd.config.loading import HERE
 from omagd.envs import REGISTRY
-from omagd.envs.battle import scripted
-from omagd.envs.battle.args import SkirmishArgs, SmacArgs
-from omagd.envs.battle.map_names import skirmish_map
+from omagd.envs.battle.args import POLICIES, SkirmishArgs, SmacArgs
+from omagd.envs.battle.maps import skirmish_map
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.sanity import MatrixGame, MatrixGameArgs, MemoryGame, MemoryGameArgs
 from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.utils.errors import UserError
 
-CONFIGS = Path(scripted.__file__).parents[2] / "config" / "envs"
+CONFIGS = HERE / "envs"
 
 
 def started(env, seeds=None):
@@ -46,7 +45,7 @@ def test_scripts_choose_available_actions_and_win_as_often_as_they_should():
     assert win_rate("3m", "random") < 0.1 and win_rate("2s3z", "random") < 0.1
     assert win_rate("2s3z", "attack_nearest") > 0.2
     assert win_rate("3s_vs_3z", "kiting") >= win_rate("3s_vs_3z", "attack_nearest")
-    for map_name, policy in itertools.product(["MMM", "2s_vs_1sc", "bane_vs_bane"], scripted.POLICIES):
+    for map_name, policy in itertools.product(["MMM", "2s_vs_1sc", "bane_vs_bane"], POLICIES):
         win_rate(map_name, policy, 4)
 
 

@@ -78,22 +78,6 @@ def test_starts_turns_and_beans_are_drawn_as_in_plain_python():
     assert turns > 500 and laid > 50
 
 
-def test_a_bean_keeps_its_number_while_it_lies_there():
-    (engine, rows), moved = begun(np.arange(48)), 0
-    for _ in range(60):
-        before, list_before = engine.board.beans_by_slot(), engine.board.beans.copy()
-        teams = [SCRIPTS["greedy"].act(engine.board, np.full(48, team)) for team in (0, 1)]
-        outcome = engine.step(np.concatenate(teams, 1), rows)
-        after = engine.board.beans_by_slot()
-        for row in rows[~outcome.hit.any(1)]:  # where two meet on a bean and die, a new one may lie on the same cell
-            stay = [cell for cell in list_before[row] if cell in engine.board.beans[row]]
-            assert engine.board.beans[row, : len(stay)].tolist() == stay
-            kept = np.isin(before[row], stay)
-            np.testing.assert_array_equal(after[row][kept], before[row][kept])
-            moved += 5 - len(stay)
-    assert moved > 100
-
-
 def slow_respawn(codes: np.ndarray) -> list[int]:
     """Return where a dead snake returns, by a breadth-first search with a queue; empty if nowhere."""
     for start in np.flatnonzero(codes == 0).tolist():

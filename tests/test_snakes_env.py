@@ -150,12 +150,12 @@ class Fixed:
 def test_the_next_episodes_draw_from_the_new_opponents_and_running_ones_keep_theirs():
     env, up = begun(600, opponent="l1", side="a"), Fixed("up", 0)
     assert isinstance(up, Opponent)
-    env.set_opponents(["greedy", up, "l3"], [1, 2, 0])
+    env.set_opponents(["greedy", up])
     assert set(env.opponents) == {"l1"}
     env.reset(np.arange(600) < 300, np.arange(600))
     names = np.array(env.opponents)
     assert set(names[300:]) == {"l1"} and set(names[:300]) == {"greedy", "up"}
-    assert abs((names[:300] == "up").mean() - 2 / 3) < 0.1
+    assert abs((names[:300] == "up").mean() - 1 / 2) < 0.1
     before = env._engine.board.directions[:, 3:].copy()
     env.step(np.zeros((600, 3), int), np.ones(600, bool))
     died = (env._engine.board.lengths == 3)[:, 3:]
@@ -164,7 +164,7 @@ def test_the_next_episodes_draw_from_the_new_opponents_and_running_ones_keep_the
     env.set_opponents(["l3"])
     assert env.opponents == names.tolist()
     alone = new_env(1, opponent="l1", side="a")
-    alone.set_opponents(["greedy", up, "l3"], [1, 2, 0])
+    alone.set_opponents(["greedy", up])
     for slot in (0, 7, 123):
         alone.reset(np.ones(1, bool), np.array([slot]))
         assert alone.opponents == [names[slot]]
@@ -211,16 +211,10 @@ def test_a_snapshot_holds_opponents_networks_and_sums():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: new_env(obs="nearr"), "env_args.obs=nearr: .*'near'"),
         (lambda: new_env(opponent="greed"), "'greedy'"),
         (lambda: new_env(obs="near", sight=5), "env_args.sight=5 .*obs=entities.*obs=near"),
-        (lambda: new_env(obs="entities", sight=-1), "env_args.sight=-1: "),
         (lambda: new_env(reward="baseline", reward_win=1), "env_args.reward_win=1 .*reward=baseline"),
-        (lambda: new_env(opponents="greedy"), "env_args.opponents .*'opponent'"),
-        (lambda: new_env().set_opponents(["greedyy"]), "opponent=greedyy .*'greedy'"),
-        (lambda: new_env().set_opponents(["greedy", "l1"], [1, -1]), "weights="),
-        (lambda: new_env().set_opponents(["greedy", "l1"], [0, 0]), "weights="),
-        (lambda: new_env().set_opponents([]), "weights="),
+        (lambda: new_env().set_opponents([]), "give one at least"),
         (lambda: new_env().set_opponents([Fixed("greedy", 1), "greedy"]), "greedy.*same name"),
     ],
 )

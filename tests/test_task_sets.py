@@ -18,8 +18,7 @@ from omagd.config.env_info import EnvInfo, map_label
 from omagd.config.loading import resolve
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, ManyTasks, random_actions
-from omagd.envs.task_sets.sets import NAMED, TaskSet, task_set
-from omagd.envs.task_sets.task_set_env import TaskSetEnv
+from omagd.envs.task_sets import NAMED, TaskSet, task_set
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.run.checkpoint.state import pack, unpack
 from omagd.run.cli.preflight import preflight
@@ -213,25 +212,6 @@ def test_training_on_a_set_continues_in_mid_battle_and_plays_by_weights():
     assert abs(log.count("2m_vs_1m") - 2 * log.count("1m")) <= 3 * SLOTS
 
 
-def test_environments_are_made_once():
-    """However often slots change maps, no map gets more slots than the set has."""
-    made: list[tuple[str, int]] = []
-
-    def make(name: str, slots: int) -> BatchedEnv:
-        made.append((name, slots))
-        return make_env("skirmish", {"map_name": name}, slots, processes=False)
-
-    env, rng = TaskSetEnv(make, TaskSet("set", ("3m", "5m"), ("4m",)), SLOTS), np.random.default_rng(0)
-    assert sorted(made) == [("3m", 3), ("4m", 1), ("5m", 2)]
-    for turn in range(30):
-        which = (rng.random(SLOTS) < 0.5) | (turn == 0)
-        env.set_tasks(which, rng.integers(3, size=SLOTS))
-        env.reset(which, np.arange(SLOTS))
-    counts = {name: sum(slots for of, slots in made if of == name) for name in ("3m", "4m", "5m")}
-    assert max(counts.values()) <= SLOTS
-    assert env.get_stats()["battles_game"] == 0
-
-
 # The lists of ODIS (LAMDA-RL/ODIS, src/config/tasks): trained on, further maps, largest team of allies, of enemies.
 ODIS = {
     "marine-easy": ("3m 5m 10m", "4m 6m 7m 8m 9m 11m 12m", 12, 12),
@@ -275,43 +255,30 @@ def test_sets_are_lists_or_files(tmp_path):
     ("map_name", "words"),
     [
         ("marine-eazy", ["marine-eazy", "Did you mean 'marine-easy'", "4m, 9m_vs_10m"]),
-        ("[]", ["map_name=[]", "empty"]),
         ("3m,5m,3m", ["map 3m is named twice"]),
         ([3, "5m"], ["must hold their names"]),
-        ({"name": "mine"}, ["env_args.map_name", "training"]),
         ("3m,5n", ["env_args.map_name=3m,5n: map_name=5n is not known"]),
         ("marine-easy,3m", ["map_name=marine-easy,3m: marine-easy is a set of maps. Give its maps, or the set alone"]),
-        ("bad.yaml,3m", ["bad.yaml is a file of maps"]),
         ("[,]", ["map_name=[,]: is no list of maps", "[3m,5m]"]),
-        ("[3m,[5m]]", ["map_name=[3m,[5m]]: a list of maps must hold their names", "['5m'] is none"]),
-        (["3m,5m"], ["'3m,5m' is none"]),
         ("3m,5m,3m_vs_3m", ["3m and 3m_vs_3m are the same map"]),
         ("3m,2s3z", ["2s3z and 3m cannot be in one set", "enemy_dim is 8 and 5"]),
-        ("2s3z,1c3s5z", ["1c3s5z and 2s3z", "features"]),
         ("3m3s", ["3m3s mixes races", "m marine"]),
         ("3m_vs_2s3z", ["enemies of another race must be of one type"]),
         ("65m", ["65m has 65 units; at most 64"]),
         ("2d", ["2d cannot attack"]),
         ("3g2h", ["no map type with hydralisk and zergling"]),
         ("none.yaml", ["map_name=none.yaml", "cannot be read (no such file)"]),
-        ("a\0b.yaml", ["no such file"]),
         ("pipe.yaml", ["map_name=pipe.yaml", "not a regular file"]),
         ("bad.yaml", ["map_name=bad.yaml", "cannot be read as YAML", "the keys training and held_out"]),
-        ("date.yaml", ["map_name=date.yaml", "cannot be read as YAML", "month must be in 1..12"]),
         ("laughs.yaml", ["map_name=laughs.yaml", "aliases stand for too many values"]),
-        ("itself.yaml", ["map_name=itself.yaml", "aliases stand for too many values"]),
         ("twice.yaml", ["map_name=twice.yaml", "duplicate key 'training'"]),
-        ("nameless.yaml", ["map_name=nameless.yaml", "'' is none"]),
         ("extra.yaml", ["extra.yaml", "heldout"]),
-        ("list.yaml", ["list.yaml", "the keys training and held_out"]),
     ],
 )
 def test_wrong_maps_and_sets_are_rejected_at_the_start(map_name, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = {
-        "bad": "{", "extra": "training: [3m]\nheldout: [4m]", "list": "[3m, 5m]",
-        "date": "training: [2020-99-99]", "itself": "training: &a [*a]", "twice": "training: [3m]\ntraining: [5m]",
-        "nameless": 'training: [3m, ""]',
+        "bad": "{", "extra": "training: [3m]\nheldout: [4m]", "twice": "training: [3m]\ntraining: [5m]",
         "laughs": "0: &0 [x]\n" + "".join(f"{n + 1}: &{n + 1} [{f'*{n},' * 9}]\n" for n in range(10)) + "training: *10",
     }  # fmt: skip
     os.mkfifo("pipe.yaml")

@@ -66,18 +66,6 @@ def restarts(env: ProcessEnvs) -> float:
     return env.get_stats()["worker_restarts"]
 
 
-def test_own_scripts_follow_from_seed_and_step_alone():
-    env, played = SerialEnvs(SteadyWalk, SteadyArgs(), SLOTS), []
-    for seeds in (np.arange(SLOTS), np.arange(SLOTS), np.arange(SLOTS) + 50):
-        env.reset(all_slots(env), seeds)
-        for _ in range(5):
-            played.append([env.scripted_actions("wander", np.random.default_rng(i)) for i in range(2)])
-            env.step(np.zeros((SLOTS, N), int), all_slots(env))
-    first, again, other = np.array(played).reshape(3, 5, 2, SLOTS, N)
-    assert (first == again).all() and (first[:, 0] == first[:, 1]).all()
-    assert (first != other).any() and (first[1] != first[2]).any()
-
-
 def test_an_environment_without_slots_of_their_own_cannot_have_processes():
     with pytest.raises(UserError, match="env_processes=True: env=smax .* use env_processes=False"):
         make_env("smax", {}, 2, processes=True)
@@ -112,14 +100,6 @@ def test_killed_workers_change_no_result():
     finally:
         stop.set()
         killer.join()
-
-
-@pytest.mark.processes
-def test_a_worker_that_dies_in_the_replay_is_replaced_again(tmp_path):
-    args = SteadyArgs(marks=str(tmp_path), fail_in=["step 4", "step 2", "step 3"])
-    with workers(ProcessEnvs(SteadyWalk, args, 1)) as env:
-        assert_same(scripted(env), undisturbed(1))
-        assert restarts(env) == 3 and sorted(os.listdir(tmp_path)) == sorted(args.fail_in)
 
 
 @pytest.mark.processes

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -45,7 +44,7 @@ class ReplayData:
         else:
             self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
         self._fixed = self.buffer if fixed and isinstance(self.buffer, ResidentBuffer) else None
-        self._sampler = Sampler(self.buffer, config.batch_size, rng, device, workers=config.num_workers)
+        self._batch_size, self._rng, self._device = config.batch_size, rng, device
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Store episodes; each replaces the oldest one once the buffer is full."""
@@ -53,19 +52,19 @@ class ReplayData:
 
     def expect(self, episodes: int, batch_size: int) -> None:
         """Sample `batch_size` episodes from here on, but no more than the buffer can hold."""
-        self._sampler.batch_size = min(batch_size, self.buffer.capacity)
+        self._batch_size = min(batch_size, self.buffer.capacity)
 
     @property
     def ready(self) -> bool:
         """Whether there are `batch_size` episodes; once true, it stays true while that number stays."""
-        return len(self.buffer) >= self._sampler.batch_size
+        return len(self.buffer) >= self._batch_size
 
     def batches(self) -> Iterator[PackedBatch] | Iterator[FixedDraw]:
         """Yield `updates_per_iteration` batches of `batch_size` episodes."""
-        if self._fixed is None:
-            return self._sampler.batches(self.batches_per_iteration)
-        buffer, sampler = self._fixed, self._sampler
-        return (buffer.fixed(sampler.draw()) for _ in range(self.batches_per_iteration))
+        draws = (self.buffer.draw(self._batch_size, self._rng) for _ in range(self.batches_per_iteration))
+        if self._fixed is not None:
+            return map(self._fixed.fixed, draws)
+        return (self.buffer.batch(drawn).to(self._device) for drawn in draws)
 
 
 class OnPolicyData:
@@ -211,59 +210,3 @@ class GroupData(OnPolicyData):
 
 DataSource = ReplayData | OnPolicyData
 """Where the batches of this rank come from."""
-
-
-class Sampler:
-    """Draws batches from a buffer that is not changed meanwhile. The draws do not depend on `workers`.
-
-    Args:
-        buffer: of episodes. batch_size: episodes. rng: for the draws, used by the caller's thread alone.
-        device: of the batches. workers: 1: a thread packs, decodes and copies the next batch while the current one is
-            learned from, unless the buffer itself is on a GPU.
-    """
-
-    def __init__(
-        self, buffer: EpisodeBuffer, batch_size: int, rng: np.random.Generator, device: torch.device, workers: int
-    ) -> None:
-        self.buffer, self.batch_size, self.rng = buffer, batch_size, rng
-        self.device = device
-        self.ahead = workers > 0 and buffer.device.type == "cpu"
-        self._stream = torch.cuda.Stream(device) if self.ahead and device.type == "cuda" else None
-
-    def batches(self, count: int) -> Iterator[PackedBatch]:
-        """Yield `count` batches on the device.
-
-        The thread has ended when the last batch is yielded, or the iterator closed; its errors are raised here.
-        """
-        if not self.ahead or count < 2:
-            for _ in range(count):
-                yield self._pack(self.draw())
-            return
-        with ThreadPoolExecutor(1, thread_name_prefix="replay") as thread:
-            coming: Future[PackedBatch] = thread.submit(self._pack, self.draw())
-            for _ in range(count - 1):
-                batch = coming.result()
-                coming = thread.submit(self._pack, self.draw())
-                yield self._received(batch)
-            batch = coming.result()
-        yield self._received(batch)
-
-    def draw(self) -> Sequence[int]:
-        """Return the indices of the episodes of the next batch."""
-        return self.buffer.draw(self.batch_size, self.rng)
-
-    def _pack(self, indices: Sequence[int]) -> PackedBatch:
-        batch = self.buffer.batch(indices)
-        if self._stream is None:
-            return batch.to(self.device)
-        with torch.cuda.stream(self._stream):
-            return batch.pinned().to(self.device)
-
-    def _received(self, batch: PackedBatch) -> PackedBatch:
-        """Let the current stream wait for a batch of the copying stream, and keep its memory until it is used."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._stream)
-            for value in batch.data.values():
-                value.record_stream(current)
-        return batch

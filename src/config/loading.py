@@ -16,11 +16,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from omagd.config.checks import check, unusable
-from omagd.config.messages import shorten, unknown_key, validation_messages
+from omagd.config.checks import check, shorten, unknown_key, unusable, validation_messages
 from omagd.config.schema import ACTED_WITH, EXTENDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
-from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, unknown_name
-from omagd.utils.foreign import KEYS, find
+from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, foreign, unknown_name
 from omagd.utils.storage import read_json
 
 # libyaml's loader where PyYAML was built with it: the same values, ten times as fast.
@@ -378,7 +376,7 @@ def apply_texts(
                 result = _laid(result, text, key, found)
                 given |= text
                 continue
-            row = find(KEYS, key)
+            row = None if key.partition(".")[0] in WHOLE else foreign("key", key)
             value = parse_value(text, _value_at(result, row.here if row and row.here else key), key)
             result = _merge(result, _nested(key, value), found, source="with", shown=value)
             given[key] = value
@@ -441,7 +439,7 @@ def _merge(
             if key in REMOVED and source != "with" and value == REMOVED[key][0]:
                 continue  # in the `config.json` of an earlier version
             found.add(unknown_key(key, source, given))
-            if (row := find(KEYS, key)) and row.here and row.here not in over:
+            if (row := foreign("key", key)) and row.here and row.here not in over:
                 result = _merge(result, _nested(row.here, value), found, source=source, shown=shown)
         elif key in OPEN_SECTIONS and value is None and source != "with":  # drops the keys of the files below
             result[key] = {}

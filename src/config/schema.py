@@ -102,6 +102,15 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "truth_until": (0.0, TRACKER_LEFT),
     "reconstructor_refresh": (0, TRACKER_LEFT),
     "reconstructor_refresh_updates": (50, TRACKER_LEFT),
+    "compile": (False, "it brought 2 % of an update; leave it out"),
+    "num_workers": (0, "it brought 2 % of an update; leave it out"),
+    "max_memory_per_gpu_gb": (None, "a rank takes what it needs of its GPU; leave it out"),
+    "enable_task_sharding": (False, "say task_dealing=sharded"),
+    "min_tasks_per_gpu": (1, "each rank plays one map at least; leave it out"),
+    "use_per": (False, "prioritised replay is not implemented; leave it out"),
+    "graph_pretrain_policy_path": ("", "give the run as graph_pretrain_policy, or leave it out"),
+    "graph_pretrain_policy_share": (0.5, "leave it out"),
+    "graph_pretrain_patience": (0, "stages 1 and 2 keep their best model; leave it out"),
 }
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
 may hold them; unfinished runs continue where the key had its default."""
@@ -165,12 +174,9 @@ class Config(Frozen):
     deterministic: bool  # on GPUs: use only algorithms that give the same bits each time; slower
     precision: Literal["float32", "bf16"]  # precision of matrix products in updates; weights stay float32
     acting_precision: Literal["float32", "bf16"]  # precision of the frozen predictor while acting
-    compile: bool  # torch.compile for the mixers; needs a C++ compiler on a CPU, Triton on a GPU
     accumulate: Size  # parts of a batch in stage 3 whose gradients are accumulated for one step: saves memory
     enable_gradient_checkpointing: bool  # recompute activations in the backward pass: saves memory, costs time
     bucket_cap_mb: Amount  # megabytes of gradients that ranks exchange at once
-    num_workers: Annotated[Int, Field(ge=0, le=1)]  # 1: a thread packs the next batch during an update
-    max_memory_per_gpu_gb: Amount | None  # gigabytes of a GPU that a rank may use; None: all
 
     batch_size_run: Size  # battles per rank
     group_size: Size  # episodes in a row of slots that share their start and are compared (rloo); on-policy training
@@ -186,9 +192,7 @@ class Config(Frozen):
     max_episodes: Many | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
     task_weights: dict[str, Weight]  # map: its weight among the episodes; others weigh 1
     task_dealing: Literal["round_robin", "sharded", "queue"] | None  # each rank plays all maps | its own | what is next
-    enable_task_sharding: bool  # another way to say task_dealing=sharded
     balance_tasks_across_gpus: bool  # sharded: maps by measured seconds, so that no rank waits; False: in their order
-    min_tasks_per_gpu: Size  # sharded: maps that each rank plays at least; with few maps several ranks play the same
     sync_every_n_steps: Count  # iterations between exchanges of the ranks' statistics of maps; sharded: and rebalancing
     epsilon_start: Unit  # probability of a random action at step 0
     epsilon_finish: Unit  # probability of a random action after epsilon_anneal_time
@@ -214,7 +218,6 @@ class Config(Frozen):
     grad_norm_clip: Positive  # maximum norm of the gradient over all ranks, in every stage
     target_update_interval: Count  # episodes over all ranks between copies of the target networks
     target_update_updates: Count | None  # updates between copies; replaces target_update_interval
-    use_per: bool  # prioritised replay: rejected, not implemented
 
     share_parameters: bool  # one network for all agents; False: a network of its own for each agent
     rnn_hidden_dim: Width  # hidden units of the agents (H); ddpg, bicnet: width of the hidden layers
@@ -251,9 +254,6 @@ class Config(Frozen):
     graph_pretrain_eval_episodes: Size  # validation episodes over all ranks, also rounded up to whole rounds
     graph_pretrain_test_episodes: Size  # test episodes of stage 2, played once it has ended; rounded up likewise
     graph_pretrain_policy: Text  # policy that plays them: random | mixed (scripts, 0.3 random) | path of a checkpoint
-    graph_pretrain_policy_path: str  # a run whose team also plays them, as it was trained; empty: none
-    graph_pretrain_policy_share: Unit  # share of episodes that this team plays
-    graph_pretrain_patience: Whole  # evaluations without a better model that end stages 1 and 2; 0: never
     graph_lr: Rate  # learning rate of Adam in stages 1 and 2
     tokenizer_config: TokenizerConfig
     mask_predictor_config: MaskPredictorConfig
@@ -306,8 +306,8 @@ class Config(Frozen):
 
     @property
     def dealing(self) -> Literal["round_robin", "sharded", "queue"]:
-        """How the maps of a set are dealt to ranks, by either key."""
-        return self.task_dealing or ("sharded" if self.enable_task_sharding else "round_robin")
+        """How the maps of a set are dealt to ranks."""
+        return self.task_dealing or "round_robin"
 
     @property
     def map_name(self) -> str:

@@ -6,55 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from omagd.controllers.types import Decision, Exploration, Policy, Tick
+from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.protocol import BatchedEnv, random_actions
 from omagd.utils.errors import unknown_name
 
 RANDOM = "random"
-
-
-class DividedPolicy:
-    """Plays some slots by a team and the others by another policy; each of the two sees all of them.
-
-    Args:
-        team, others: the policies. share: of all episodes that the team plays, evenly among them.
-    """
-
-    wants_full_obs = True
-
-    def __init__(self, team: Policy, others: Policy, share: float) -> None:
-        self.team, self.others, self.share = team, others, share
-        self.by_team = np.zeros(0, bool)
-
-    def divide(self, first: int, n_slots: int) -> None:
-        """Let the team play its share of `n_slots` episodes, of which the first has the number `first` in all."""
-        number = np.arange(first, first + n_slots)
-        self.by_team = np.floor((number + 1) * self.share) > np.floor(number * self.share)
-
-    def begin(self, n_slots: int) -> None:
-        """Prepare both for `n_slots` slots."""
-        self.team.begin(n_slots)
-        self.others.begin(n_slots)
-
-    def reset(self, which: np.ndarray) -> None:
-        """Begin episodes in the slots `which` [B] bool."""
-        self.team.reset(which)
-        self.others.reset(which)
-
-    def act(self, tick: Tick, explore: Exploration | None) -> Decision:
-        """Return the actions of both, each in its slots."""
-        actions = [policy.act(tick, explore).actions for policy in (self.team, self.others)]
-        return Decision(np.where(self.by_team[:, None], *actions))
-
-    def refresh(self) -> None:
-        """Do nothing: neither learns."""
-
-    def snapshot(self) -> dict[str, Any]:
-        """Not used: whole rounds are played."""
-        return {}
-
-    def load_snapshot(self, snapshot: dict[str, Any]) -> None:
-        """Not used."""
 
 
 class ScriptedPolicy:

@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from omagd.config.checks import typed_args
 from omagd.config.env_info import EnvInfo
-from omagd.config.messages import typed_args
 from omagd.envs import REGISTRY
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv
-from omagd.envs.task_sets.sets import naming_the_set, task_set
+from omagd.envs.task_sets import naming_the_set, task_set
 from omagd.utils.errors import UserError
 
 
@@ -61,7 +61,7 @@ def make_env(name: str, env_args: dict[str, Any], n_slots: int, processes: bool)
     tasks = task_set(given := env_args.get("map_name"))
     if tasks is not None:
         # Imported here, since most runs have one map.
-        from omagd.envs.task_sets.task_set_env import TaskSetEnv
+        from omagd.envs.task_set_env import TaskSetEnv
 
         def make(map_name: str, slots: int) -> BatchedEnv:
             with naming_the_set(given, map_name):

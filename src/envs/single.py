@@ -13,7 +13,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, BatchedEnv, MultiAgentEnv, Observation, StepResult
 from omagd.utils.errors import UserError
-from omagd.utils.plugins import built
+from omagd.utils.registry import built
 
 FACTS = ("n_agents", "n_actions", "obs_shape", "state_shape", "episode_limit")
 """What `get_env_info()` must hold."""

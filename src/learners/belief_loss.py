@@ -34,7 +34,7 @@ from omagd.modules.ops import overridden_alone
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
-from omagd.utils.plugins import faults
+from omagd.utils.registry import faults
 
 HEAD = "belief_head"  # name of the head's weight file
 DECAY = 0.99  # of the running mean and deviation, per update

@@ -22,7 +22,7 @@ from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, Syn
 from omagd.modules import mixers
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
-from omagd.modules.ops import autocast_bf16, maybe_compile, no_autocast
+from omagd.modules.ops import autocast_bf16, no_autocast
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing, batch_targets
@@ -132,7 +132,6 @@ class NQLearner(SavesParts):
         # Copied after wrapping for DDP, which makes the weights of all ranks equal.
         self.target_agent = _frozen_copy(mac.agent)
         self.target_mixer = _frozen_copy(self.mixer)
-        maybe_compile(config, self.mixer, self.target_mixer)
         # Episodes and updates at the last copy: a resumed run may count by the other key.
         self._copied_at = (0, 0)
 

@@ -34,7 +34,7 @@ from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing, time_order
-from omagd.utils.plugins import faults
+from omagd.utils.registry import faults
 from omagd.utils.seeding import generator
 
 ADAM_EPSILON = 1e-5  # as in MAPPO's published code

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from omagd.config.schema import Config
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.plugins import defined_at, owner_of
+from omagd.utils.registry import defined_at, owner_of
 
 if TYPE_CHECKING:
     from omagd.modules.agents.agent import AgentInputs, Remembers

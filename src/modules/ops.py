@@ -19,14 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from omagd.config.schema import Config
 from omagd.modules.kernels import kernels_for, transformer
 from omagd.modules.kernels.gru import Unroll
 from omagd.modules.kernels.linear import PADDING, BF16Linear, LookupReLU, OneDNNLinear, prefers_onednn
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
 
-BACKEND = "inductor"  # of `torch.compile`
 SMALL = 1 << 28  # products of fewer float operations stay with torch: oneDNN's set-up for a new shape costs more
 R = TypeVar("R")
 _bf16_on_cpu = False
@@ -77,18 +75,6 @@ def faster_by(form: Callable[..., R | None]) -> Callable[[Callable[..., R]], Cal
         return computed
 
     return decorate
-
-
-def maybe_compile(config: Config, *modules: nn.Module) -> None:
-    """Compile the forward of each module in place if `compile` is set, for batches of any size.
-
-    Parameters and state dicts keep their names; copies of a module are not compiled. Only mixers are compiled: on a CPU
-    their forward and backward take an eighth less time, while graph convolutions take twice as long in backward, and
-    the agents' GRU has its own backward already.
-    """
-    if config.compile:
-        for module in modules:
-            module.compile(dynamic=True, backend=BACKEND)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from omagd.envs import REGISTRY as ENVS
 from omagd.envs.factory import make_env
 from omagd.envs.parallel import ParallelBattle
 from omagd.envs.protocol import AGENT_REWARD, LOST_IN_A_ROW, Observation
-from omagd.envs.task_sets.sets import task_set
+from omagd.envs.task_sets import task_set
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.launchers import join_tasks
 from omagd.run.run import run_seeds

@@ -22,7 +22,7 @@ from omagd.controllers.graph_mac import NGraphMAC
 from omagd.controllers.types import Exploration, Policy
 from omagd.envs.factory import validate_env_args
 from omagd.envs.resident import CanBeResident, Outcome, ResidentGame, Seen
-from omagd.envs.task_sets.sets import task_set
+from omagd.envs.task_sets import task_set
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers import REGISTRY as PREDICTORS
 from omagd.modules.graph_reconstructers.token_reconstructor import ResidentReconstruction, TokenReconstructor

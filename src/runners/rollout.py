@@ -19,7 +19,7 @@ from omagd.envs.outputs import OutputChecks, fault
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv, ManyTasks, Observation, StepResult
 from omagd.runners.starts import NO_GROUP, EpisodeSeeds, Origins
 from omagd.utils.packing import Episode, EpisodeMeta, RecordedEpisode
-from omagd.utils.plugins import locate
+from omagd.utils.registry import locate
 
 OF_TASKS = ("return", "ep_length", "battle_won")  # results that are also counted for each task of a set
 

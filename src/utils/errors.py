@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
-from omagd.utils.foreign import find_name
+if TYPE_CHECKING:
+    from omagd.utils.foreign import Row
 
 USER_ERROR_EXIT_CODE = 2
 LONGEST_LINE = 1000
@@ -185,12 +186,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean '{found[0]}'?" if found else ""
 
 
+def foreign(kind: str, word: object) -> Row | None:
+    """Return what a key (kind "key") or the name that `kind` takes is here, for one of another library."""
+    from omagd.utils.foreign import find  # its tables serve messages only
+
+    return find(kind, word)
+
+
 def unknown_name(key: str, name: str, known: Iterable[str], kind: str = "") -> UserError:
     """Return the error for `key=name`, with what it is here, else the nearest of the `known` names and all of them.
 
     kind: the key or option that takes such names, if not `key`.
     """
-    known, row = list(known), find_name(kind or key, name)
+    known, row = list(known), foreign(kind or key, name)
     if row is not None:
         return UserError(f"{key}={name} is not {'known' if row.here else 'available here'}.{row.hint()}")
     return UserError(f"{key}={name} is not known.{nearest(name, known)} Known: {', '.join(known)}")

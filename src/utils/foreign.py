@@ -196,11 +196,7 @@ NAMES: dict[str, tuple[Row, ...]] = {
 """By what takes the name: a key of the configuration, or an option."""
 
 
-def find(rows: tuple[Row, ...], word: object) -> Row | None:
-    """Return the row that has a word there."""
+def find(kind: str, word: object) -> Row | None:
+    """Return the row that has a word there. kind: "key" for a key, else the key or option that takes such names."""
+    rows = KEYS if kind == "key" else NAMES.get(kind, ())
     return next((row for row in rows if str(word) in row.there.split()), None)
-
-
-def find_name(kind: str, name: object) -> Row | None:
-    """Return the row of a name. kind: key or option that takes it."""
-    return find(NAMES.get(kind, ()), name)

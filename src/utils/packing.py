@@ -214,11 +214,6 @@ class PackedBatch:
         moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
         return replace(self, data=moved)
 
-    def pinned(self) -> PackedBatch:
-        """Return a copy in page-locked memory, for asynchronous copies to a GPU; needs CUDA."""
-        held = {name: value.pin_memory() for name, value in self.data.items()}
-        return replace(self, data=held)
-
     def split(self, parts: int) -> list[PackedBatch]:
         """Return the episodes in at most `parts` batches of about equal size, each with long and short ones."""
         parts = min(parts, self.packing.n_episodes)

@@ -39,10 +39,9 @@ from omagd.envs.battle.compiled.starts import (
 )
 from omagd.envs.battle.compiled.starts import APART as HIDDEN_APART
 from omagd.envs.battle.compiled.tables import APART, FAR_AWAY, FLOATS, HOLD_BACK, INTS, SWING, Roster
-from omagd.envs.battle.maps import HIDDEN, MIXED, MapSpec, Wall
+from omagd.envs.battle.maps import HIDDEN, MIXED, SIZE, MapSpec, Wall, ground_grid, lanes
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.skirmish_env import SkirmishEnv
-from omagd.envs.battle.terrain import SIZE, ground_grid, lanes
 from omagd.utils.seeding import GOLDEN, splitmix64
 
 Floats = np.ndarray | np.float32

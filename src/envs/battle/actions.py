@@ -43,23 +43,16 @@ class Geometry:
         pairs = (n_slots, n_agents, n_agents + n_enemies)
         self.xy = np.zeros((2, n_slots, n_agents + n_enemies))
         self.place, self.pair = np.zeros((3, *pairs)), np.zeros(pairs, bool)
-        squares = np.zeros((2, *pairs))
-        # Views made once: a step consists of many small operations.
-        self._toward, self._squares = self.place[1:], (squares, squares[0], squares[1], self.place[0])
-        self._all, self._own = self.xy[:, :, None], self.xy[:, :, :n_agents, None]
         self.enemy_dist, self.enemy_dx, self.enemy_dy = self.place[..., n_agents:]
         self.enemy_pair = self.pair[..., n_agents:]
 
     def refresh(self, units: Units) -> None:
         """Recompute everything from the current positions."""
-        xy, toward, alive = self.xy, self._toward, units.alive
-        both, dx2, dy2, dist = self._squares
-        xy[0], xy[1] = units.x, units.y
-        np.subtract(self._all, self._own, out=toward)
-        np.logical_and(alive[:, None], alive[:, : self._n, None], out=self.pair)
-        np.multiply(toward, toward, out=both)
-        np.add(dx2, dy2, out=dx2)
-        np.sqrt(dx2, out=dist)
+        distance, dx, dy = self.place
+        self.xy[0], self.xy[1] = units.x, units.y
+        np.subtract(self.xy[:, :, None], self.xy[:, :, : self._n, None], out=self.place[1:])
+        np.sqrt(dx * dx + dy * dy, out=distance)
+        np.logical_and(units.alive[:, None], units.alive[:, : self._n, None], out=self.pair)
 
 
 class GridLookup:
@@ -70,29 +63,22 @@ class GridLookup:
     """
 
     def __init__(self, grid: np.ndarray, outside: float) -> None:
-        top, self._stride = (np.array(grid.shape) + 1).astype(np.uint64), grid.shape[1] + 2
-        self._tops = {ndim: top.reshape(2, *[1] * (ndim - 1)) for ndim in (1, 2, 3, 4)}
-        self._flat = np.ascontiguousarray(np.pad(grid, 1, constant_values=outside)).reshape(-1)
+        self._grid = np.pad(grid, 1, constant_values=outside)
 
     def read(self, cells: np.ndarray) -> np.ndarray:
-        """Return the values at `cells` [2, ...] int64, which is overwritten."""
-        cells += 1
-        beyond = cells.view(np.uint64)  # negative numbers become huge ones: one comparison finds both kinds of outside
-        np.minimum(beyond, self._tops[cells.ndim], out=beyond)
-        place = cells[0]
-        place *= self._stride
-        place += cells[1]
-        return self._flat.take(place, mode="clip")
+        """Return the values at `cells` [2, ...] int64."""
+        x, y = (np.clip(cell + 1, 0, size - 1) for cell, size in zip(cells, self._grid.shape, strict=True))
+        return self._grid[x, y]
 
 
 class ActionRules:
     """Action masks of one map, and the translation of actions into orders.
 
     Args:
-        n_slots: B. spec: the map. args: SMAC's flags. terrain: for the move masks.
+        spec: the map. args: SMAC's flags. terrain: for the move masks.
     """
 
-    def __init__(self, n_slots: int, spec: MapSpec, args: BattleArgs, terrain: Terrain) -> None:
+    def __init__(self, spec: MapSpec, args: BattleArgs, terrain: Terrain) -> None:
         self._n, self._m, self._heals = spec.n_agents, spec.n_enemies, spec.map_type in HEALING
         self._reach = reach_of(spec.sight_range)
         n_agents, variant, move_amount = spec.n_agents, args.variant, args.move_amount
@@ -107,10 +93,6 @@ class ActionRules:
         self._order[:first] = [Order.NONE, Order.STOP, *([Order.MOVE] * 4), *([Order.NONE] * variant.n_turns)]
         self._target = np.maximum(np.arange(n_actions) - first, 0)
         self._target[first:] += n_agents
-        self._dest = np.zeros((n_slots, n_agents, 2), np.float32)
-        self._dest_x, self._dest_y = self._dest[..., 0], self._dest[..., 1]
-        self._out: np.ndarray | None = None  # the last mask, and views of its parts
-        self._views: tuple[np.ndarray, ...] = ()
 
     def fill_mask(
         self, units: Units, medivac: np.ndarray, geometry: Geometry, out: np.ndarray, near: np.ndarray | None = None
@@ -125,28 +107,18 @@ class ActionRules:
                 `SHOOT_RANGE` for every unit type, as `unit_shoot_range` in SMAC, and in sight. SMACv2, whose agents
                 may see less than they reach, has the same rule.
         """
-        n = self._n
-        alive = units.alive[:, :n]
-        if out is not self._out:
-            self._out, moves, first = out, out.transpose(2, 0, 1)[NORTH : WEST + 1], self._first
-            self._views = out[..., 0], out[..., STOP], moves, out[..., first : first + self._m]
-        no_op, stop, moves, attacks = self._views
-        np.logical_not(alive, out=no_op)
-        stop[...] = alive
-        np.logical_and(self._can_move(geometry), alive, out=moves)
-        if self._first > N_NORMAL_ACTIONS:
-            out[..., N_NORMAL_ACTIONS : self._first] = alive[..., None]
+        n, first = self._n, self._first
+        alive = units.alive[:, :n, None]
         if near is None:
-            np.less_equal(geometry.enemy_dist, self._reach, out=attacks)
-            attacks &= geometry.enemy_pair
-        else:
-            np.logical_and(near[..., n:], geometry.enemy_pair, out=attacks)
+            near = geometry.place[0] <= self._reach
+        out[..., :1], out[..., STOP:NORTH], out[..., N_NORMAL_ACTIONS:first] = ~alive, alive, alive
+        out[..., NORTH : WEST + 1] = np.moveaxis(self._can_move(geometry), 0, -1) & alive
+        out[..., first : first + self._m] = near[..., n:] & geometry.enemy_pair
         if self._heals:
-            in_reach = out[..., self._first :]
+            in_reach = out[..., first:]
             in_reach[..., self._m :] = False
             healer = medivac[:, :n]
-            in_range = geometry.place[0, ..., :n] <= self._reach if near is None else near[..., :n]
-            patient = geometry.pair[..., :n] & in_range
+            patient = geometry.pair[..., :n] & near[..., :n]
             patient &= ~healer[:, None, :]  # this excludes the healer itself, too
             in_reach &= ~healer[..., None]
             in_reach[..., :n] |= patient & healer[..., None]
@@ -169,6 +141,5 @@ class ActionRules:
             heals = (actions >= self._first) & medivac[:, :n]
             order[heals] = int(Order.HEAL)
             target -= n * heals
-        np.add(units.x[:, :n], self._step_x.take(actions), out=self._dest_x, casting="same_kind")
-        np.add(units.y[:, :n], self._step_y.take(actions), out=self._dest_y, casting="same_kind")
-        return order, target, self._dest
+        x, y = units.x[:, :n] + self._step_x.take(actions), units.y[:, :n] + self._step_y.take(actions)
+        return order, target, np.stack((x, y), -1).astype(np.float32)

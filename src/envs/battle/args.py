@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from omagd.envs.battle.map_names import named_fog, spec_of
-from omagd.envs.battle.maps import FORMATION, HEALING, SIGHT_RANGE, TYPE_ORDER, MapSpec
+from omagd.envs.battle.maps import FORMATION, HEALING, SIGHT_RANGE, TYPE_ORDER, MapSpec, named_fog, spec_of
 from omagd.utils.errors import UserError, unknown_name
 
 N_NORMAL_ACTIONS = 6  # SMAC's actions without a target
+POLICIES = ("random", "attack_nearest", "focus_fire", "kiting")  # scripted ones of `skirmish`
 
 
 # SMACv2's random starts.

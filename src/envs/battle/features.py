@@ -1,14 +1,12 @@
 """SMAC's observations and state: sizes, layout, and the code that fills them.
 
-Source: oxwhirl/smac, starcraft2.py, `get_obs_agent` and `get_state`. Every number that may appear is computed once into
-one row per battle; hidden ones are zeroed by a bit mask, and observations and state are gathered by index. So a hidden
-entry is exactly zero, and a visible one is bit-equal in `obs` and `full_obs`.
+Source: oxwhirl/smac, starcraft2.py, `get_obs_agent` and `get_state`. Every number that may appear is computed once per
+step: a hidden entry is exactly zero, and a visible one is bit-equal in `obs` and `full_obs`.
 Shapes: B slots, n agents, m enemies, U = n + m units, A actions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +18,7 @@ from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.maps import HEALING, SIGHT_RANGE, MapSpec
 
 N_MOVES, N_PATHING, N_HEIGHT = WEST - NORTH + 1, 8, 9
-_TINY = np.float32(1e-6)
+_TINY, _ZERO = np.float32(1e-6), np.float32(0)
 
 # Cells around a unit at which pathing and height are read, in units of `move_amount`; the last is its own cell
 # (`get_surrounding_points`).
@@ -125,13 +123,6 @@ def _onehot(names: Sequence[str], order: Sequence[str], bits: int) -> np.ndarray
     return table
 
 
-def named_parts(row: np.ndarray, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Return views of consecutive parts of `row` [..., L] by name, each [..., *shape]."""
-    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
-    parts = zip(shapes.items(), np.split(row, ends[:-1], axis=-1), strict=True)
-    return {name: part.reshape(*row.shape[:-1], *shape) for (name, shape), part in parts}
-
-
 class FeatureWriter:
     """Fills observations and states of one map.
 
@@ -143,95 +134,17 @@ class FeatureWriter:
     """
 
     def __init__(self, spec: MapSpec, args: BattleArgs, tables: UnitTables, terrain: Terrain, n_slots: int) -> None:
-        variant = args.variant
-        self._args, self._tables, self._spec, self._variant = args, tables, spec, variant
-        self.direction = np.zeros((n_slots, spec.n_agents, 2))
-        self._n, self._m, self._total = spec.n_agents, spec.n_enemies, spec.n_agents + spec.n_enemies
-        self._bits, self._heals = spec.unit_type_bits, spec.map_type in HEALING
-        self._shields = spec.a_race == "P", spec.b_race == "P"
-        n, total = self._n, self._total
-        # Per unit: health, shield, type bits (these three also in others' observations), cooldown or energy, x, y.
-        self._first_bit = 1 + any(self._shields)
-        self._shared = self._first_bit + self._bits
-        self._unit = np.zeros((n_slots, self._shared + 3, total), np.float32)
-        # Per pair (agent, unit): attack available (allies: 1), distance, dx, dy, and the three shared features.
-        self._pair = np.zeros((n_slots, 4 + self._shared, n, total), np.float32)
-        self._pair[:, 0, :, :n] = 1.0
-        shapes = {
-            "zero": (1,),
-            "pair": self._pair.shape[1:],
-            "unit": self._unit.shape[1:],
-            "move": (n, N_MOVES),
-            "pathing": (n, N_PATHING * args.obs_pathing_grid),
-            "height": (n, N_HEIGHT * args.obs_terrain_height),
-            "seen_action": (n, n, variant.n_actions(spec) * args.obs_last_action),
-            "action": (n, variant.n_actions(spec) * args.state_last_action),
-            "elapsed": (1,),
-            "own_place": (n, 2 * variant.own_place),
-            "direction": (n, 2 * variant.direction),
-        }
-        length = sum(math.prod(shape) for shape in shapes.values())
-        self._row = np.zeros((n_slots, length), np.float32)
-        self._part, at = named_parts(self._row, shapes), named_parts(np.arange(length), shapes)
-        # Views made once: a step consists of many small operations.
-        part, shared = self._part, self._shared
-        self._health, self._ready = self._unit[:, 0], self._unit[:, shared, :n]
-        self._where, self._shared_of_units = self._unit[:, shared + 1 :].swapaxes(0, 1), self._unit[:, :shared, None]
-        self._attack, self._shared_of_pairs = self._pair[:, 0, :, n:], self._pair[:, 4:]
-        self._toward = self._pair[:, 1:4].swapaxes(0, 1)
-        self._unit_bits, self._shown_unit = self._unit.view(np.int32), part["unit"].view(np.int32)
-        self._pair_bits, self._shown_pair = self._pair.view(np.int32), part["pair"].view(np.int32)
-        self._obs_at, self._state_at = self._places_of_obs(at), self._places_of_state(at)
+        self._spec, self._args, self._tables, self._n = spec, args, tables, spec.n_agents
+        self._heals = spec.map_type in HEALING
+        self._sides = slice(0, spec.n_agents), slice(spec.n_agents, None)
+        self._points_of = 1 + (spec.a_race == "P"), 1 + (spec.b_race == "P")  # health, and shield where units have one
+        self._others = np.array([[j for j in range(self._n) if j != i] for i in range(self._n)], np.int64)
+        self.direction = np.zeros((n_slots, self._n, 2))
         self._grids = GridLookup(terrain.pathing.astype(np.float32), 1.0), GridLookup(terrain.height, 1.0)
         self._around = (AROUND * args.move_amount).astype(np.int64)[:, None, None]
         x0, y0, x1, y1 = terrain.playable
-        self._centre = np.array([terrain.map_x / 2, terrain.map_y / 2])[:, None, None]
-        self._extent = np.array([float(x1 - x0), float(y1 - y0)])[:, None, None]
-
-    def _shown_of(self, side: int, health: bool) -> list[int]:
-        """Return the features shown of a unit of that side (0: allies): health and shield if `health`, type bits."""
-        points = [0, 1] if self._shields[side] else [0]
-        return [*(points if health else []), *range(self._first_bit, self._shared)]
-
-    def _places_of_obs(self, at: dict[str, np.ndarray]) -> np.ndarray:
-        """Return [n * obs_dim], the place in the row of each observed number, in the order of `get_obs_agent`."""
-        args, n = self._args, self._n
-        agents = np.arange(n)[:, None]
-        enemies = np.broadcast_to(np.arange(n, self._total), (n, self._m))
-        others = np.array([[j for j in range(n) if j != i] for i in range(n)], np.int64).reshape(n, n - 1)
-        blocks = [at["move"], at["pathing"], at["height"]]
-        for side, units in ((1, enemies), (0, others)):
-            features = [0, 1, 2, 3, *(4 + feature for feature in self._shown_of(side, args.obs_all_health))]
-            block = np.stack([at["pair"][feature][agents, units] for feature in features], axis=-1)
-            if side == 0 and not self._variant.ally_types:
-                block[..., block.shape[-1] - self._bits :] = at["zero"][0]
-            if args.obs_last_action and side == 0:
-                block = np.concatenate([block, at["seen_action"][agents, units]], axis=-1)
-            blocks.append(block.reshape(n, -1))
-        own = at["unit"][self._shown_of(0, args.obs_own_health or args.obs_all_health), :n].T
-        first_bit = own.shape[1] - self._bits
-        blocks += [own[:, :first_bit], at["own_place"], at["direction"], own[:, first_bit:]]
-        if args.obs_timestep_number:
-            time = [at["zero"][0], at["elapsed"][0]][not self._variant.padded_time :]
-            blocks.append(np.broadcast_to(time, (n, len(time))))
-        return np.concatenate(blocks, axis=1).ravel()
-
-    def _places_of_state(self, at: dict[str, np.ndarray]) -> np.ndarray:
-        """Return [state_dim], the place in the row of each entry of the state, in the order of `get_state`."""
-        n, ready = self._n, self._shared
-        blocks = []
-        for side, units in enumerate((slice(0, n), slice(n, None))):
-            first, *others = self._shown_of(side, True)
-            middle = ([ready] if side == 0 else []) + [ready + 1, ready + 2]
-            block = at["unit"][[first, *middle, *others], units].T
-            if side == 0:
-                first_bit = block.shape[1] - self._bits
-                block = np.concatenate([block[:, :first_bit], at["direction"], block[:, first_bit:]], axis=1)
-            blocks.append(block.ravel())
-        blocks.append(at["action"].ravel())
-        if self._args.state_timestep_number:
-            blocks.append(at["elapsed"])
-        return np.concatenate(blocks)
+        self._centre = np.array([terrain.map_x / 2, terrain.map_y / 2])
+        self._extent = np.array([float(x1 - x0), float(y1 - y0)])
 
     def refresh(
         self,
@@ -247,77 +160,84 @@ class FeatureWriter:
         avail: [B, n, A] bool. last_action: [B, n, A] float32. steps: [B], steps played in the episode.
         sight: cells, or [B, n, 1] cells, by which relative positions are divided.
         """
-        args, part, n, ready, unit = self._args, self._part, self._n, self._shared, self._unit
-        np.divide(units.health, np.maximum(units.health_max, _TINY), out=self._health)
-        if self._first_bit == 2:
-            np.divide(units.shield, np.maximum(units.shield_max, _TINY), out=unit[:, 1])
-        if self._bits:
-            ally, enemy = self._tables.ally_onehot, self._tables.enemy_onehot
-            unit[:, self._first_bit : ready, :n] = ally.take(units.type_id[:, :n], axis=0).swapaxes(1, 2)
-            unit[:, self._first_bit : ready, n:] = enemy.take(units.type_id[:, n:], axis=0).swapaxes(1, 2)
-        self._write_readiness(units)
-        np.divide(geometry.xy - self._centre, self._extent, out=self._where, casting="same_kind")
-        np.bitwise_and(self._unit_bits, bit_mask(units.alive)[:, None], out=self._shown_unit)
-        first = self._variant.n_normal_actions
-        self._attack[...] = avail[..., first : first + self._m]
-        np.divide(geometry.place, sight, out=self._toward, casting="same_kind")
-        self._shared_of_pairs[...] = self._shared_of_units
-        part["move"][...] = avail[..., NORTH : WEST + 1]
-        if args.obs_pathing_grid or args.obs_terrain_height:
-            self._look_around(units)
-        if self._variant.own_place:
-            share = np.divide(geometry.xy[..., :n], 2 * self._centre).transpose(1, 2, 0)
-            part["own_place"][...] = share * units.alive[:, :n, None]
-        if self._variant.direction:
-            part["direction"][...] = self.direction * units.alive[:, :n, None]
-        if args.state_last_action:
-            part["action"][...] = last_action
-        if args.obs_timestep_number or args.state_timestep_number:
-            part["elapsed"][:, 0] = steps / self._spec.limit
+        n, variant, first = self._n, self._args.variant, self._args.variant.n_normal_actions
+        self._alive, self._last_action = units.alive[..., None], last_action
+        health = units.health / np.maximum(units.health_max, _TINY)
+        self._points = np.stack([health, units.shield / np.maximum(units.shield_max, _TINY)], -1)
+        ally, enemy = self._tables.ally_onehot, self._tables.enemy_onehot
+        self._types = ally.take(units.type_id[:, :n], axis=0), enemy.take(units.type_id[:, n:], axis=0)
+        self._ready = self._readiness(units)[..., None]
+        xy = np.moveaxis(geometry.xy, 0, -1)
+        self._where = ((xy - self._centre) / self._extent).astype(np.float32)
+        self._toward = np.moveaxis(geometry.place / sight, 0, -1).astype(np.float32)
+        self._attack = avail[..., first : first + self._spec.n_enemies].astype(np.float32)
+        self._moves = avail[..., NORTH : WEST + 1].astype(np.float32)
+        self._elapsed = (steps / self._spec.limit).astype(np.float32)
+        alive = self._alive[:, :n]
+        self._ground = self._look_around(units, alive)
+        self._place = (xy[:, :n] / (2 * self._centre) * alive).astype(np.float32)[..., : 2 * variant.own_place]
+        self._view = (self.direction * alive).astype(np.float32)[..., : 2 * variant.direction]
 
-    def _look_around(self, units: Units) -> None:
-        part, n = self._part, self._n
-        cells = np.stack((units.x[:, :n, None], units.y[:, :n, None])).astype(np.int64) + self._around
-        alive = units.alive[:, :n, None]
-        if self._args.obs_pathing_grid:
-            part["pathing"][...] = self._grids[0].read(cells[..., :N_PATHING].copy()) * alive
-        if self._args.obs_terrain_height:
-            part["height"][...] = self._grids[1].read(cells) * alive
+    def _look_around(self, units: Units, alive: np.ndarray) -> list[np.ndarray]:
+        """Return pathing and height around the agents, [B, n, 8] and [B, n, 9], as far as the flags include them."""
+        cells = np.stack((units.x[:, : self._n, None], units.y[:, : self._n, None])).astype(np.int64) + self._around
+        pathing = [self._grids[0].read(cells[..., :N_PATHING]) * alive] if self._args.obs_pathing_grid else []
+        return pathing + ([self._grids[1].read(cells) * alive] if self._args.obs_terrain_height else [])
 
-    def write_obs(self, last_action: np.ndarray, seen: np.ndarray, out: np.ndarray) -> None:
-        """Write the observations [B, n, obs_dim] into `out`. seen: [B, n, U] bool, units visible to each agent."""
-        shown = bit_mask(seen)
-        np.bitwise_and(self._pair_bits, shown[:, None], out=self._shown_pair)
-        if self._args.obs_last_action:
-            actions = last_action.view(np.int32)[:, None]
-            np.bitwise_and(actions, shown[..., : self._n, None], out=self._part["seen_action"].view(np.int32))
-        self._row.take(self._obs_at, axis=1, out=out.reshape(len(out), -1), mode="clip")
-
-    def state(self, out: np.ndarray | None = None) -> np.ndarray:
-        """Return the state [B, :] float32, in `out` if given: allies, enemies, last actions, elapsed time."""
-        return self._row.take(self._state_at, axis=1, out=out, mode="clip")
-
-    def state_parts(self) -> dict[str, np.ndarray]:
-        """Return copies of the state's parts: `allies` [B, n, :], `enemies` [B, m, :], and if the flags include them
-        `last_action` [B, n, A] and `timestep` [B].
-        """
-        args, (ally, enemy) = self._args, state_unit_dims(self._spec, self._args)
-        shapes: dict[str, tuple[int, ...]] = {"allies": (self._n, ally), "enemies": (self._m, enemy)}
-        if args.state_last_action:
-            shapes["last_action"] = self._part["action"].shape[1:]
-        if args.state_timestep_number:
-            shapes["timestep"] = ()
-        return named_parts(self.state(), shapes)
-
-    def _write_readiness(self, units: Units) -> None:
-        """Write [B, n], remaining cooldown over its maximum; for medivacs that heal, energy over its maximum."""
-        kind = units.type_id[:, : self._n]
-        left = units.cooldown[:, : self._n]
+    def _readiness(self, units: Units) -> np.ndarray:
+        """Return [B, n], remaining cooldown over its maximum; for medivacs that heal, energy over its maximum."""
+        kind, left = units.type_id[:, : self._n], units.cooldown[:, : self._n]
         if self._heals:
             left = np.where(self._tables.medivac.take(kind), units.energy[:, : self._n], left)
-        np.divide(left, self._tables.max_cooldown.take(kind), out=self._ready)
+        return left / self._tables.max_cooldown.take(kind)
 
+    def write_obs(self, seen: np.ndarray, out: np.ndarray) -> None:
+        """Write the observations [B, n, obs_dim] into `out`. seen: [B, n, U] bool, units visible to each agent."""
+        args, n, types = self._args, self._n, self._types[0]
+        own_points = self._points[:, :n, : self._points_of[0] * (args.obs_own_health or args.obs_all_health)]
+        own = np.where(self._alive[:, :n], np.concatenate([own_points, types], -1), _ZERO)
+        width = own_points.shape[-1]
+        blocks = [self._moves, *self._ground, self._block(1, seen), self._block(0, seen)]
+        blocks += [own[..., :width], self._place, self._view, own[..., width:]]
+        if args.obs_timestep_number:
+            time = np.broadcast_to(self._elapsed[:, None, None], (len(out), n, 1))
+            blocks += [np.zeros_like(time)] * args.variant.padded_time + [time]
+        np.concatenate(blocks, -1, out=out)
 
-def bit_mask(shown: np.ndarray) -> np.ndarray:
-    """Return int32 with all bits set where `shown` (bool), elsewhere zero."""
-    return np.negative(shown, dtype=np.int32)
+    def _block(self, side: int, seen: np.ndarray) -> np.ndarray:
+        """Return what each agent sees of the other units of a side (0: allies), [B, n, features of all]."""
+        args, units, types = self._args, self._sides[side], self._types[side]
+        shape = seen[..., units].shape
+        points = self._points[:, units, : self._points_of[side] * args.obs_all_health]
+        near = self._attack if side else np.ones(shape, np.float32)  # may be attacked; an ally is visible
+        shown = [near[..., None], self._toward[:, :, units]]
+        of_unit = [points, types if side or args.variant.ally_types else np.zeros_like(types)]
+        if side == 0 and args.obs_last_action:
+            of_unit.append(self._last_action)
+        shown += [np.broadcast_to(part[:, None], (*shape, part.shape[-1])) for part in of_unit]
+        block = np.where(seen[..., units, None], np.concatenate(shown, -1), _ZERO)
+        if side == 0:
+            block = block[:, np.arange(self._n)[:, None], self._others]
+        return block.reshape(*shape[:2], -1)
+
+    def state(self, out: np.ndarray) -> np.ndarray:
+        """Write the state [B, :] float32 into `out` and return it: allies, enemies, last actions, elapsed time."""
+        return np.concatenate([part.reshape(len(out), -1) for part in self.state_parts().values()], 1, out=out)
+
+    def state_parts(self) -> dict[str, np.ndarray]:
+        """Return the state's parts: `allies` [B, n, :], `enemies` [B, m, :], and if the flags include them
+        `last_action` [B, n, A] and `timestep` [B].
+        """
+        parts = {}
+        for side, name in enumerate(("allies", "enemies")):
+            units = self._sides[side]
+            points, where = self._points[:, units], self._where[:, units]
+            ready, view = ([self._ready], [self._view]) if side == 0 else ([], [])
+            shield = points[..., 1 : self._points_of[side]]
+            values = np.concatenate([points[..., :1], *ready, where, shield, *view, self._types[side]], -1)
+            parts[name] = np.where(self._alive[:, units], values, _ZERO)
+        if self._args.state_last_action:
+            parts["last_action"] = self._last_action.copy()
+        if self._args.state_timestep_number:
+            parts["timestep"] = self._elapsed
+        return parts

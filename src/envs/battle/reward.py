@@ -87,8 +87,7 @@ class RewardLedger:
         else:
             delta_enemy = _ordered_sum(before[:, n:] - self._points[:, n:])
             new_dead = np.greater(living, self._living)
-            deaths = np.count_nonzero(new_dead)  # usually none
-            delta_deaths = args.reward_death_value * _count(new_dead[:, n:]) if deaths else 0.0
+            delta_deaths = args.reward_death_value * _count(new_dead[:, n:])
             if args.reward_only_positive:
                 reward = delta_enemy + delta_deaths
                 # SMAC's abs() pays for enemy shields that regenerate; docs/sc2.md, `reward_shield_fix`.
@@ -99,9 +98,8 @@ class RewardLedger:
                 )
                 delta_ally = _ordered_sum((before[:, :n] - self._points[:, :n]) * args.reward_negative_scale)
                 reward = delta_enemy + delta_deaths - delta_ally
-            if np.count_nonzero(ending.over):
-                reward += args.reward_win * ending.won
-                reward += args.reward_defeat * ending.lost
+            reward += args.reward_win * ending.won
+            reward += args.reward_defeat * ending.lost
         return reward / self._scale
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -136,9 +134,6 @@ def judge(
     """
     left = _count_sides(units.alive, n_agents)
     listed = left if units.listed is units.alive else _count_sides(units.listed, n_agents)
-    if medivac is None and np.count_nonzero(listed) == listed.size:  # the common case: no side is gone in any slot
-        nobody = np.zeros(len(left), bool)
-        return Ending(nobody, nobody, nobody, at_limit, at_limit.copy(), left)
     allies, enemies = (listed > 0).T
     lost, won, draw = np.greater(enemies, allies), np.greater(allies, enemies), ~(allies | enemies)
     if medivac is not None:

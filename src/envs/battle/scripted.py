@@ -16,8 +16,6 @@ from omagd.envs.battle.backend import Units
 from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, hit_damage
 from omagd.envs.protocol import random_actions
 
-POLICIES = ("random", "attack_nearest", "focus_fire", "kiting")
-
 FAR = 1e6
 HEALER_DISTANCE = 3.0  # healers follow to this distance
 LOOPS_PER_STEP = 8

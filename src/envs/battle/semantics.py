@@ -50,7 +50,7 @@ class BattleSemantics:
         self._tables = UnitTables(unit_names, spec)
         self.layout = entity_layout(spec, args)
         sizes = n_slots, n, spec.n_enemies
-        self._rules = ActionRules(n_slots, spec, args, backend.terrain)
+        self._rules = ActionRules(spec, args, backend.terrain)
         self._ledger = RewardLedger(args, *sizes)
         self._geometry = Geometry(*sizes)
         self._writer = FeatureWriter(spec, args, self._tables, backend.terrain, n_slots)
@@ -84,12 +84,8 @@ class BattleSemantics:
         Errors: ValueError for an action that is not available, or a slot whose episode is over.
         """
         self._require_playable(actions, active)
-        if np.count_nonzero(active) == len(active):
-            chosen = actions.astype(np.int64, copy=False)
-            self._onehot.take(chosen, axis=0, out=self._last_action, mode="clip")
-        else:
-            chosen = np.multiply(actions, active[:, None], dtype=np.int64)
-            np.copyto(self._last_action, self._onehot.take(chosen, axis=0), where=active[:, None, None])
+        chosen = np.where(active[:, None], actions, 0)
+        self._last_action[active] = self._onehot[chosen[active]]
         return self._rules.orders(chosen, self._backend.units, self._medivac())
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
@@ -99,7 +95,7 @@ class BattleSemantics:
         return self.finish_step(active)
 
     def _require_playable(self, actions: np.ndarray, active: np.ndarray) -> None:
-        if np.count_nonzero(self.ended) and np.logical_and(active, self.ended).any():
+        if np.logical_and(active, self.ended).any():
             raise ValueError(f"slots {np.flatnonzero(active & self.ended).tolist()} have ended: reset them first")
         require_available("battle", self.avail_actions(), actions, active)
 
@@ -111,8 +107,7 @@ class BattleSemantics:
         ending = judge(self._backend.units, self._n, medivac, self.steps >= self._limit, self._any_medivacs)
         reward = self._ledger.step(self._backend.units, ending)
         dead = self._sizes - ending.left
-        if np.count_nonzero(active) < len(active):
-            ending, reward, dead = ending.among(active), np.where(active, reward, 0.0), dead * active[:, None]
+        ending, reward, dead = ending.among(active), np.where(active, reward, 0.0), dead * active[:, None]
         self.ended |= ending.over
         return self._result(reward.astype(np.float32), ending.over, ending.won, ending.draw, ending.limit, dead.T)
 
@@ -146,11 +141,11 @@ class BattleSemantics:
     def observe(self, full: bool = False) -> Observation:
         """Return the current observations; the arrays are overwritten by the next call."""
         self._refresh()
-        units, geometry, writer, last_action = self._backend.units, self._geometry, self._writer, self._last_action
-        writer.refresh(units, geometry, self._within_reach, last_action, self.steps, self._sight)
-        writer.write_obs(last_action, self._seen(), self._obs)
+        geometry, writer = self._geometry, self._writer
+        writer.refresh(self._backend.units, geometry, self._within_reach, self._last_action, self.steps, self._sight)
+        writer.write_obs(self._seen(), self._obs)
         if full:
-            writer.write_obs(last_action, geometry.pair, self._full)
+            writer.write_obs(geometry.pair, self._full)
         if self._args.obs_instead_of_state:
             self._state[:] = self._obs.reshape(self._state.shape)
         else:

@@ -9,10 +9,9 @@ import numpy as np
 from pydantic import BaseModel
 
 from omagd.config.env_info import EnvInfo
-from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.args import POLICIES, SkirmishArgs
 from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.maps import is_custom
-from omagd.envs.battle.scripted import POLICIES, Scene, choose
 from omagd.envs.battle.semantics import BattleEnv, BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import StepResult
@@ -81,6 +80,8 @@ class SkirmishEnv(BattleEnv):
         """Return [B, n] actions of `random`, `attack_nearest`, `focus_fire` or `kiting`."""
         if policy not in POLICIES:
             return super().scripted_actions(policy, rng)
+        from omagd.envs.battle.scripted import Scene, choose  # most runs play no scripts
+
         semantics = self._semantics
         scene = Scene(self._simulator.units, semantics.geometry(), semantics.avail_actions())
         return choose(policy, scene, rng)

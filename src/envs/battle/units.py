@@ -8,6 +8,7 @@ the game's data. Numbers that differ between versions of the game are marked as 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 LOOPS_PER_SECOND = 22.4
@@ -15,6 +16,9 @@ SHIELD_REGEN_DELAY = 10.0  # seconds without damage
 SHIELD_REGEN = 2.0  # per second
 ZERG_REGEN = 0.38  # per second
 MIN_DAMAGE = 0.5  # what armour leaves of a hit at least
+
+ARMY = re.compile(r"(?:[1-9]\d{0,2}[mMdcszhg])+")
+"""An army in the name of a map: numbers, each with the letter of a unit."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ units are killed and a trigger of the map brings them back.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from omagd.envs.battle.args import SmacArgs
 from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.units import UNIT_ID
-from omagd.envs.sc2.client import debug_pb, frame, sc_pb
+from omagd.envs.sc2.client import debug_pb, sc_pb
 from omagd.envs.sc2.game import ATTEMPTS, Game, GameLost, Match
 from omagd.envs.sc2.install import GAME_TYPES, read_terrain
 from omagd.utils.errors import UserError
@@ -33,12 +32,6 @@ _NONE, _STOP, _MOVE = int(Order.NONE), int(Order.STOP), int(Order.MOVE)
 
 # Fields of `Units` that are read after every step.
 _FLOATS = ("x", "y", "health", "shield", "energy", "cooldown")
-_WIDTH, _HEALTH = len(_FLOATS), _FLOATS.index("health")
-_UNLISTED = -1.0  # health of a unit that the game does not list, until `alive` and `listed` are known
-
-# A serialized Point2D: x and y, each after its field number.
-_PLACE = struct.Struct("<BfBf")
-_X_FIELD, _Y_FIELD, _ANYWHERE = 0x0D, 0x15, (1.5, 2.5)
 
 
 class UnitsMissing(GameLost):
@@ -66,16 +59,13 @@ class GameBackend:
         self.game: Game | None = None
         self.restarts = self._starts = self.build = 0
         self.seed: int | None = None
-        self._flat = np.zeros(self._total * _WIDTH, np.float32)
-        self._pack = struct.Struct(f"={self._flat.size}f").pack_into
-        self._numbers, self._unlisted = [0.0] * self._flat.size, [_UNLISTED] * self._total
+        self._values = np.zeros((len(_FLOATS), 1, self._total), np.float32)
         self._max = np.zeros((2, 1, self._total), np.float32)
-        self._place: dict[int, int] = {}
+        self._column: dict[int, int] = {}
         self._tags: list[int] = []
         self._ally_ids: dict[int, int] = {}
-        columns = dict(zip(_FLOATS, self._flat.reshape(-1, _WIDTH).T[:, None], strict=True))
         self.units = Units(
-            **columns,
+            **dict(zip(_FLOATS, self._values, strict=True)),
             health_max=self._max[0],
             shield_max=self._max[1],
             type_id=np.full((1, self._total), -1, np.int16),
@@ -84,10 +74,7 @@ class GameBackend:
         )
         step = sc_pb.Request(step=sc_pb.RequestStep(count=args.step_mul))
         look = sc_pb.Request(observation=sc_pb.RequestObservation())
-        self._look = frame(look.SerializeToString())
-        self._step_and_look = frame(step.SerializeToString()) + self._look
-        self._made: dict[tuple[int, int, int], bytes] = {}
-        self._moves: dict[int, list[bytes]] = {}  # agent -> bytes before and after the destination
+        self._step, self._look = step.SerializeToString(), look.SerializeToString()
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start a new battle; `seeds` only matter for a newly started game.
@@ -136,7 +123,7 @@ class GameBackend:
     def _enlist(self) -> None:
         """Wait for all units and assign them to columns. Errors: UnitsMissing, GameLost."""
         for _ in range(PATIENCE):
-            listed = self._listed(self._game.exchange(self._look, 1))
+            listed = self._listed(self._game.exchange(self._look))
             allies = [unit for unit in listed if unit.owner == ALLY]
             enemies = [unit for unit in listed if unit.owner == ENEMY]
             if (len(allies), len(enemies)) == (self._n, self._total - self._n):
@@ -156,9 +143,7 @@ class GameBackend:
         kinds += [UNIT_ID[name] if (name := GAME_TYPES.get(unit.unit_type)) else -1 for unit in enemies]
         self.units.type_id[0] = kinds
         self._tags = [unit.tag for unit in everyone]
-        self._made.clear()
-        self._moves.clear()
-        self._place = {tag: _WIDTH * column for column, tag in enumerate(self._tags)}
+        self._column = {tag: column for column, tag in enumerate(self._tags)}
         self._max[0, 0] = [unit.health_max for unit in everyone]
         self._max[1, 0] = [unit.shield_max for unit in everyone]
         self._read(everyone)
@@ -168,40 +153,22 @@ class GameBackend:
         if not active[0]:
             return
         actions = self._commands(order[0].tolist(), target[0].tolist(), dest[0].tolist())
-        self._read(self._listed(self._game.exchange(frame(actions) + self._step_and_look, 3)))
+        self._read(self._listed(self._game.exchange(actions, self._step, self._look)))
 
     def _commands(self, orders: list[int], targets: list[int], dests: list[list[float]]) -> bytes:
-        """Return the serialized request with the commands of all agents that act.
-
-        Concatenated protobuf messages are read as one list, and a command is always the same bytes within a battle
-        except for the destination of a move. So each is serialized once.
-        """
-        made, moves, parts = self._made, self._moves, []
+        """Return the serialized request with the commands of all agents that act."""
+        request = sc_pb.Request(action=sc_pb.RequestAction())
         for agent, order in enumerate(orders):
+            if order == _NONE:
+                continue
+            command = request.action.actions.add().action_raw.unit_command
+            command.ability_id = ABILITY[order]
+            command.unit_tags.append(self._tags[agent])
+            command.queue_command = False
             if order == _MOVE:
-                if agent not in moves:
-                    whole = self._command(agent, order, 0, _ANYWHERE)
-                    moves[agent] = whole.split(_place(*_ANYWHERE))
-                parts.append(_place(*dests[agent]).join(moves[agent]))
-            elif order != _NONE:
-                key = (agent, order, targets[agent])
-                if key not in made:
-                    made[key] = self._command(*key)
-                parts.append(made[key])
-        return sc_pb.Request(action=sc_pb.RequestAction.FromString(b"".join(parts))).SerializeToString()
-
-    def _command(self, agent: int, order: int, target: int, dest: Sequence[float] = ()) -> bytes:
-        """Return a serialized RequestAction with one command."""
-        request = sc_pb.RequestAction()
-        command = request.actions.add().action_raw.unit_command
-        command.ability_id = ABILITY[order]
-        command.unit_tags.append(self._tags[agent])
-        command.queue_command = False
-        if order == _MOVE:
-            place = command.target_world_space_pos
-            place.x, place.y = dest
-        elif order != _STOP:
-            command.target_unit_tag = self._tags[target]
+                command.target_world_space_pos.x, command.target_world_space_pos.y = dests[agent]
+            elif order != _STOP:
+                command.target_unit_tag = self._tags[targets[agent]]
         return bytes(request.SerializeToString())
 
     def _listed(self, response: Any) -> Any:
@@ -214,20 +181,16 @@ class GameBackend:
 
     def _read(self, listed: Any) -> None:
         """Copy the game's values of each unit into `units`."""
-        place_of, numbers = self._place.get, self._numbers
-        numbers[_HEALTH::_WIDTH] = self._unlisted
+        units = self.units
+        units.listed[:] = False
         for unit in listed:
-            place = place_of(unit.tag)
-            if place is not None:
-                at = unit.pos
-                numbers[place : place + _WIDTH] = (
-                    at.x, at.y, unit.health, unit.shield, unit.energy, unit.weapon_cooldown
-                )  # fmt: skip
-        self._pack(self._flat.data, 0, *numbers)
-        health = self.units.health
-        np.greater_equal(health, 0.0, out=self.units.listed)
-        np.maximum(health, 0.0, out=health)
-        np.greater(health, 0.0, out=self.units.alive)
+            column = self._column.get(unit.tag)
+            if column is not None:
+                place = unit.pos.x, unit.pos.y
+                self._values[:, 0, column] = *place, unit.health, unit.shield, unit.energy, unit.weapon_cooldown
+                units.listed[0, column] = True
+        units.health[~units.listed] = 0.0
+        np.greater(units.health, 0.0, out=units.alive)
 
     @property
     def _game(self) -> Game:
@@ -256,8 +219,3 @@ class GameBackend:
         game, self.game = self.game, None
         if game is not None:
             game.close()
-
-
-def _place(x: float, y: float) -> bytes:
-    """Return a serialized Point2D."""
-    return _PLACE.pack(_X_FIELD, x, _Y_FIELD, y)

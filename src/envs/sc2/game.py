@@ -15,7 +15,7 @@ from typing import Any
 import websocket
 from google.protobuf.message import DecodeError, Message
 
-from omagd.envs.sc2.client import Disconnected, Wire, common_pb, frame, sc_pb
+from omagd.envs.sc2.client import common_pb, sc_pb
 from omagd.envs.sc2.install import RACES, build_of, game_folder, map_data, map_path
 from omagd.envs.sc2.resources import HOST, Scratch, claimed_port
 from omagd.utils.errors import UserError
@@ -27,7 +27,7 @@ from pysc2.lib import sc_process
 
 ATTEMPTS = 5
 QUIT_SECONDS = 2.0
-_QUIT = frame(sc_pb.Request(quit=sc_pb.RequestQuit()).SerializeToString())
+_QUIT = sc_pb.Request(quit=sc_pb.RequestQuit()).SerializeToString()
 _parse = sc_pb.Response.FromString
 _NEEDED = ("ping", "game_info", "data", "save_replay")  # requests whose answers are read
 LOG = logging.getLogger("omagd.sc2")
@@ -116,7 +116,7 @@ class Game:
         self._build, self._version, self._timeout = build_of(game_version), game_version, timeout
         self._stack = contextlib.ExitStack()
         self._process: _Process | None = None
-        self._wire: Wire | None = None
+        self._web: websocket.WebSocket | None = None
         self._status = sc_pb.launched
         self._scratch: Scratch | None = None
         create, join = match.create_request(), match.join_request()
@@ -148,13 +148,13 @@ class Game:
         self._process = _Process(
             config, str(program), config.version, host=HOST, port=port, connect=False, log=self._scratch.log
         )
-        self._wire = self._connect(f"ws://{HOST}:{port}/sc2api")
+        self._web = self._connect(f"ws://{HOST}:{port}/sc2api")
         self.version = self.ask(ping=sc_pb.RequestPing()).game_version
         self._require("create_game", self.ask(create_game=create))
         self._require("join_game", self.ask(join_game=join))
         self.facts = self.ask(game_info=sc_pb.RequestGameInfo())
 
-    def _connect(self, address: str) -> Wire:
+    def _connect(self, address: str) -> websocket.WebSocket:
         """Wait until the game listens; return the connection. Errors: GameLost."""
         assert self._process is not None
         deadline, pause = time.monotonic() + self._timeout, 0.02
@@ -162,7 +162,7 @@ class Game:
             if self._process.popen.poll() is not None:
                 raise GameLost("it ended before it listened")
             try:
-                wire = Wire(address, left)
+                web = websocket.create_connection(address, timeout=left)
             except websocket.WebSocketBadStatusException as error:
                 if error.status_code != 404:  # 404: it listens, but is not ready yet
                     raise GameLost(str(error)) from None
@@ -171,8 +171,8 @@ class Game:
             except OSError:
                 pass  # it does not listen yet
             else:
-                wire.set_timeout(self._timeout)
-                return wire
+                web.settimeout(self._timeout)
+                return web
             time.sleep(min(pause, max(left, 0.0)))
             pause = min(2 * pause, 0.5)
         raise GameLost(f"it did not listen within {self._timeout:g} s")
@@ -186,27 +186,34 @@ class Game:
     def ask(self, **request: Message) -> Any:
         """Send one request by its name (`ping=RequestPing()`) and return its response. Errors: GameLost."""
         (name,) = request
-        response = self.exchange(frame(sc_pb.Request(**request).SerializeToString()), 1)
+        response = self.exchange(sc_pb.Request(**request).SerializeToString())
         if name in _NEEDED and not response.HasField(name):
             raise GameLost(f"its answer to {name} is empty")
         return getattr(response, name)
 
-    def exchange(self, frames: bytes, count: int) -> Any:
-        """Send `count` requests as consecutive frames; return the Response to the last one. Errors: GameLost.
+    def exchange(self, *requests: bytes) -> Any:
+        """Send requests, then read their answers; return the Response to the last one. Errors: GameLost.
 
-        All answers are decoded, so that invalid ones do not pass as steps that were played.
+        The game accepts requests before it has answered earlier ones, and answers in order. All answers are decoded, so
+        that invalid ones do not pass as steps that were played.
         """
-        if self._wire is None:
+        if self._web is None:
             raise GameLost("the game is closed")
         try:
-            self._wire.send(frames)
-            for _ in range(count):
-                response = _parse(self._wire.receive())
+            for request in requests:
+                self._web.send_binary(request)
+            for _ in requests:
+                opcode, answer = self._web.recv_data()
+                if opcode != websocket.ABNF.OPCODE_BINARY:
+                    raise GameLost("it closed the connection")
+                response = _parse(answer)
                 if response.error:
                     raise GameLost("it answered: " + " ".join("; ".join(response.error).split()))
         except DecodeError as error:
             raise GameLost(f"its answer cannot be decoded: {error}") from None
-        except Disconnected as error:
+        except websocket.WebSocketTimeoutException:
+            raise GameLost("no answer in time") from None
+        except (OSError, websocket.WebSocketException) as error:
             raise GameLost(str(error)) from None
         self._status = response.status
         return response
@@ -243,16 +250,16 @@ class Game:
 
     def close(self, politely: bool = True) -> None:
         """End the game, asking it first if `politely`, and remove its files. May be called twice."""
-        wire, self._wire = self._wire, None
+        web, self._web = self._web, None
         process, self._process = self._process, None
         if process is not None:
-            if wire is not None and politely:
-                with contextlib.suppress(Disconnected, subprocess.TimeoutExpired):
-                    wire.send(_QUIT)
+            if web is not None and politely:
+                with contextlib.suppress(OSError, websocket.WebSocketException, subprocess.TimeoutExpired):
+                    web.send_binary(_QUIT)
                     process.popen.wait(QUIT_SECONDS)
             process.popen.kill()  # nothing happens if it has ended
             process.popen.wait()
             process.close()
-        if wire is not None:
-            wire.close()
+        if web is not None:
+            web.shutdown()  # type: ignore[no-untyped-call]  # without a closing handshake
         self._stack.close()

@@ -123,7 +123,7 @@ class V2Backend(GameBackend):
     def _clear(self) -> None:
         """Kill all units and wait until they are gone. Errors: GameLost."""
         for _ in range(PATIENCE):
-            tags = [unit.tag for unit in self._listed(self._game.exchange(self._look, 1))]
+            tags = [unit.tag for unit in self._listed(self._game.exchange(self._look))]
             if not tags:
                 return
             self._kill(tags)

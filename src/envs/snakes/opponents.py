@@ -203,7 +203,7 @@ class NetworkOpponent:
 
 
 class OpponentPool:
-    """Known opponents with their weights, and the opponent of each slot's episode.
+    """Known opponents, and the opponent of each slot's episode.
 
     Args:
         n_slots: B. first: the only opponent until `set` is called.
@@ -215,19 +215,14 @@ class OpponentPool:
         self.numbers = np.zeros(n_slots, np.int64)
         self.set([first])
 
-    def set(self, opponents: Sequence[str | Opponent], weights: Sequence[float] | None = None) -> None:
-        """Draw the opponents of new episodes from `opponents`; running episodes keep theirs.
+    def set(self, opponents: Sequence[str | Opponent]) -> None:
+        """Draw the opponents of new episodes from these, names of scripts or opponents; running episodes keep theirs.
 
-        Args:
-            opponents: names of scripts, or opponents. weights: relative frequencies; None: equal.
-
-        Errors: UserError for an unknown name, a name of two opponents, or invalid weights.
+        Errors: UserError for an unknown name, a name of two opponents, or none.
         """
         pool = [opponent(which) for which in opponents]
-        share = np.ones(len(pool)) if weights is None else np.asarray(weights, np.float64)
-        if not pool or share.shape != (len(pool),) or not (np.isfinite(share).all() and share.min() >= 0 < share.sum()):
-            fix = "give one number for each opponent, none negative, not all 0"
-            raise UserError(f"opponents={[o.name for o in pool]}: weights={share.tolist()}: {fix}")
+        if not pool:
+            raise UserError("opponents=[]: give one at least")
         busy = [self._known[number] for number in np.unique(self.numbers)] if self._known else []
         known = pool + [one for one in busy if one not in pool]
         names = [one.name for one in known]
@@ -235,7 +230,7 @@ class OpponentPool:
             raise UserError(f"opponents={names}: two opponents have the same name; rename one")
         if self._known:
             self.numbers = np.array([known.index(self._known[number]) for number in self.numbers])
-        self._known, self._upto = known, share.cumsum() / share.sum()
+        self._known, self._upto = known, np.arange(1, len(pool) + 1) / len(pool)
 
     def choose(self, rows: np.ndarray, keys: np.ndarray) -> None:
         """Draw an opponent for the new episodes of the slots `rows` [k] by their `keys` [k]."""
@@ -260,7 +255,7 @@ class OpponentPool:
         return [self._known[number].name for number in self.numbers]
 
     def snapshot(self) -> dict[str, Any]:
-        """Return names, weights, the opponent of each slot, and the networks."""
+        """Return names, shares, the opponent of each slot, and the networks."""
         networks = [one.snapshot() for one in self._known if isinstance(one, NetworkOpponent)]
         names = [one.name for one in self._known]
         return {"names": names, "upto": self._upto.copy(), "numbers": self.numbers.copy(), "networks": networks}

@@ -139,15 +139,15 @@ class Snakes3v3(BatchedEnv):
             "snakes_3v3", "", *sizes, self._observer.layout, scripted_policies=tuple(SCRIPTS), agent_rewards=True
         )
 
-    def set_opponents(self, opponents: Sequence[str | Opponent], weights: Sequence[float] | None = None) -> None:
-        """Draw the opponents of new episodes from these, by their `weights` (None: equal).
+    def set_opponents(self, opponents: Sequence[str | Opponent]) -> None:
+        """Draw the opponents of new episodes from these, all equally often.
 
         Args:
             opponents: names of scripts, `NetworkOpponent`s, or other implementations of `opponents.Opponent`.
 
-        Errors: UserError for unknown names and invalid weights.
+        Errors: UserError for unknown names, and for none.
         """
-        self._pool.set(opponents, weights)
+        self._pool.set(opponents)
 
     def frozen_opponent(self, name: str, layers: Sequence[tuple[np.ndarray, np.ndarray]], sample: bool) -> Opponent:
         """Return an opponent with the agents' observation that samples from, or maximises, its outputs."""

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from omagd.envs.workers.shared_memory import AnonymousMemory, Arrays, Specs, array_views, total_size
 from omagd.envs.workers.slot import CLOSE, History
 from omagd.envs.workers.worker import FAILED, NOTE, Links, stack_of, work
-from omagd.utils.plugins import carrying
+from omagd.utils.registry import carrying
 
 CLOSE_GRACE_SECONDS = 5.0
 DEATHS_IN_A_ROW = 10

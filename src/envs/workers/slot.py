@@ -13,7 +13,7 @@ from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.envs.single import OneSlot
 from omagd.envs.workers.shared_memory import MAX_INFO, Arrays, slot_scripts
 from omagd.utils.errors import UserError
-from omagd.utils.plugins import locate, owner_of
+from omagd.utils.registry import locate, owner_of
 from omagd.utils.seeding import generator
 
 # Commands to a slot (0: none). CLOSE ends the worker process.

@@ -27,7 +27,7 @@ from omagd.envs.protocol import MultiAgentEnv
 from omagd.envs.workers.shared_memory import AnonymousMemory, Specs, array_views
 from omagd.envs.workers.slot import CLOSE, EnvSlot, History
 from omagd.utils.errors import UserError
-from omagd.utils.plugins import crash_of
+from omagd.utils.registry import crash_of
 
 # First byte of a message from a worker; those of its slots are in `slot`.
 READY, FACTS, FAILED = b".", b"i", b"e"

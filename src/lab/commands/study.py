@@ -143,7 +143,7 @@ def _examined(words: Sequence[str], local: bool, checked: bool) -> dict[str, Any
         config = there = config_from(words, mistakes)
         if not local:  # this machine may lack the devices of those that run it
             elsewhere = {"use_cuda": False, "dist_backend": None, "precision": "float32", "acting_precision": "float32"}
-            there = config.model_copy(update={**elsewhere, "compile": False})
+            there = config.model_copy(update=elsewhere)
         if not checked or mistakes:
             preflight(there, mistakes)
         plan = make_plan(there)

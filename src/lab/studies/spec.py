@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from omagd.config.checks import LONGEST_NAME
+from omagd.config.checks import LONGEST_NAME, shorten, typed_args, validation_messages
 from omagd.config.loading import SUFFIXES, apply_texts, base_values, parse_yaml, validate
-from omagd.config.messages import shorten, typed_args, validation_messages
 from omagd.config.schema import Config
 from omagd.lab.analysis.runs import flattened
 from omagd.lab.studies import EXECUTORS

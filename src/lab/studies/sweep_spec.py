@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from omagd.config.messages import shorten
+from omagd.config.checks import shorten
 from omagd.config.schema import OPEN_SECTIONS, Config
 from omagd.lab.studies.executors import Job
 from omagd.lab.studies.spec import (

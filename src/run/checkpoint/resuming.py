@@ -212,8 +212,6 @@ def identity_of(config: Config) -> str:
         kept[key] = _content_hash(Path(kept[key]).expanduser()) if kept[key] else ""
     policy = Path(config.graph_pretrain_policy).expanduser()
     kept["graph_pretrain_policy"] = _content_hash(policy) if policy.exists() else config.graph_pretrain_policy
-    if config.graph_pretrain_policy_path:
-        kept["graph_pretrain_policy_path"] = _content_hash(Path(config.graph_pretrain_policy_path).expanduser())
     return fingerprint(kept)
 
 

@@ -236,17 +236,6 @@ def gpu_battles(_settings: Settings) -> Finding:
     return ok(f"numba-cuda {installed('numba-cuda')}: a kernel compiles and computes")
 
 
-def compiler(_settings: Settings) -> Finding:
-    """Check that compile=True works on a CPU."""
-    from omagd.run.training.device import check_compiler
-
-    try:
-        check_compiler()
-    except UserError as error:
-        return missing(error.message, "apt-get install g++ python3-dev")
-    return ok("compile=True can be used")
-
-
 def memory(_settings: Settings) -> Finding:
     """Check the free main memory."""
     from omagd.run.memory_budget import available_bytes
@@ -426,7 +415,6 @@ CHECKS = (
     Check("torch", torch, ALL),
     Check("gpu", gpu, fix="see the line on torch"),
     Check("gpu battles", gpu_battles, fix=INSTALL_GPU),
-    Check("compiler", compiler, fix="leave compile=False"),
     Check("memory", memory, fix="see the line on torch"),
     Check("limits", limits, fix="see the line on torch"),
     Check("shared memory", shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),

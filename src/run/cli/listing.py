@@ -20,10 +20,9 @@ from omagd.run.training.evaluate import trained_card
 
 def listing() -> str:
     """Return all names that the command line accepts, one paragraph per kind."""
-    from omagd.envs.battle.map_names import PRESETS
-    from omagd.envs.battle.maps import MAPS
+    from omagd.envs.battle.maps import MAPS, PRESETS
     from omagd.envs.smax import MapName as SMAX_MAPS
-    from omagd.envs.task_sets.sets import NAMED as SETS
+    from omagd.envs.task_sets import NAMED as SETS
 
     lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
     lines += [_paragraph(key, registry_of(package).names()) for key, package in NAMED.items()]

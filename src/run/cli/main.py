@@ -28,7 +28,7 @@ from omagd.utils.errors import (
     nearest,
     visible,
 )
-from omagd.utils.plugins import explained, in_one_line
+from omagd.utils.registry import explained, in_one_line
 from omagd.utils.signals import Stopped
 from omagd.utils.writing import drop_lost_output, print_out, print_warning
 

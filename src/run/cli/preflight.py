@@ -9,14 +9,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from omagd.config.checks import ArgsError
 from omagd.config.env_info import EnvInfo
-from omagd.config.messages import ArgsError
 from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
 from omagd.run.topology import Plan, make_plan
-from omagd.utils.errors import Mistakes, Unreadable, UserError
-from omagd.utils.foreign import find_name
-from omagd.utils.plugins import in_one_line
-from omagd.utils.registry import Registry
+from omagd.utils.errors import Mistakes, Unreadable, UserError, foreign
+from omagd.utils.registry import Registry, in_one_line
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import read_entry
 
@@ -217,7 +215,7 @@ def with_known_names(config: Config, found: Mistakes) -> Config:
             continue
         except UserError as error:
             found.add(error.message + _named_by_run(config, key))
-            row = find_name(key, name)
+            row = foreign(key, name)
             other = row and (row.here or row.near)
             config = config.model_copy(update={key: other}) if other in registry else without(config, (key,))
     with found.caught():

@@ -34,12 +34,11 @@ from omagd.run.training.build import (
     read_env_info,
 )
 from omagd.run.training.checks import try_networks
-from omagd.run.training.evaluate import trained_team
 from omagd.run.training.experiment import stage_names
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import Mistakes, UserError, collected
-from omagd.utils.plugins import NAMES, in_one_line, is_plugin
+from omagd.utils.registry import NAMES, in_one_line, is_plugin
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
 
@@ -88,9 +87,6 @@ def _check_policies(config: Config, info: EnvInfo) -> None:
                 if not Path(policy).expanduser().exists():
                     raise UserError(f"{key}={policy}: must be random, mixed, or the path of a checkpoint")
                 load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
-        with found.caught(), in_one_line():
-            if team := config.graph_pretrain_policy_path:
-                trained_team(team, "graph_pretrain_policy_path", info, cpu)
 
 
 def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | None) -> set[str]:

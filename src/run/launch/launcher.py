@@ -34,7 +34,7 @@ from omagd.run.training.records import first_summary
 from omagd.utils.dist_utils import Dist, broken_exchange, open_rendezvous
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, RunFailed, UserError, exit_line
 from omagd.utils.logging import append_to_log, setup_logging
-from omagd.utils.plugins import explained
+from omagd.utils.registry import explained
 from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json
 from omagd.utils.signals import SAVING, Stopped, stop_requested, stoppable, uninterrupted
 from omagd.utils.storage import FolderGone, hold, read_entry, require_held

@@ -40,7 +40,7 @@ of a resumed run, the checkpoint and the versions.
 """
 
 NO_EFFECT = frozenset(
-    {"run", "use_ddp", "world_size", "ddp_port", "dist_timeout_minutes", "max_memory_per_gpu_gb"}
+    {"run", "use_ddp", "world_size", "ddp_port", "dist_timeout_minutes"}
     | {"local_results_path", "unique_token", "seeds", "save_replay", "save_model", "save_model_interval"}
     | {"use_wandb", "wandb_project", "wandb_entity", "wandb_naming", "use_tensorboard", "profile", "log_memory_usage"}
     | {"log_video"}
@@ -52,8 +52,8 @@ NO_EFFECT = frozenset(
 records the number of ranks, every later start, and what a damaged run has lost."""
 
 ROUNDING = frozenset(
-    {"use_cuda", "dist_backend", "torch_threads", "cpu_inference", "buffer_cpu_only", "deterministic", "compile"}
-    | {"accumulate", "enable_gradient_checkpointing", "bucket_cap_mb", "num_workers", "graph_frames_at_once"}
+    {"use_cuda", "dist_backend", "torch_threads", "cpu_inference", "buffer_cpu_only", "deterministic"}
+    | {"accumulate", "enable_gradient_checkpointing", "bucket_cap_mb", "graph_frames_at_once"}
     | {"env_processes", "graph_updates"}
 )
 """Keys that change a result by rounding only: on the card, but runs that differ in them are repetitions."""
@@ -68,9 +68,6 @@ COVERED = {
 
 METHOD = ("name", "learner", "mac", "agent", "mixer", "use_graph_reconstruction", "lr_scaling")
 """Keys that the card has at the top level of `recorded`, beside the seed."""
-
-TEAM = ("graph_pretrain_policy_path", "graph_pretrain_policy_share")
-"""Keys of a trained team that plays episodes of stages 1 and 2, where there is one."""
 
 IRRELEVANT = frozenset(
     {"map_name", "difficulty", "game_version", "game_timeout", "debug", "replay_dir", "replay_prefix"}
@@ -262,7 +259,7 @@ def _environment(config: Config) -> dict[str, Any]:
     """Return environment, map or maps, game, difficulty, and the arguments that differ from the published ones."""
     from omagd.envs import REGISTRY
     from omagd.envs.factory import validate_env_args
-    from omagd.envs.task_sets.sets import task_set
+    from omagd.envs.task_sets import task_set
 
     args = validate_env_args(config.env, dict(config.env_args))
     values = args.model_dump(mode="json")
@@ -334,7 +331,6 @@ def _training(config: Config, world_size: int, environments: int) -> dict[str, A
             "graph_pretrain_epochs": config.graph_pretrain_epochs,
             "graph_pretrain_episodes": _whole_rounds(config.graph_pretrain_episodes, environments),
             "graph_pretrain_policy": config.graph_pretrain_policy,
-            **({key: getattr(config, key) for key in TEAM} if config.graph_pretrain_policy_path else {}),
             "effective_batch": config.graph_pretrain_batch_size * world_size,
             "held_out_episodes": _whole_rounds(config.graph_pretrain_eval_episodes, environments),
         }

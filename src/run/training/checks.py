@@ -16,18 +16,17 @@ from torch import Tensor, nn
 
 from omagd import envs, learners, runners
 from omagd.components import action_selectors, opponent_schedules
+from omagd.config.checks import typed_args
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import changed, config_names, find_yaml, read_preset
-from omagd.config.messages import typed_args
 from omagd.config.schema import COMPONENT_ARGS, Config
-from omagd.envs.task_sets.sets import is_file, task_set
-from omagd.envs.task_sets.task_set_env import unit_features
+from omagd.envs.task_sets import is_file, task_set
 from omagd.learners.protocol import explores, learner_class
 from omagd.modules import agents, mixers
 from omagd.modules.agents.agent import Agent, AgentInputs
 from omagd.modules.graph_reconstructers import pretraining
 from omagd.utils.errors import UserError, together, unknown_name
-from omagd.utils.plugins import is_plugin, owner_of
+from omagd.utils.registry import is_plugin, owner_of
 from omagd.utils.run_folder import plain
 
 REPLAY_KEYS = ("buffer_size", "updates_per_iteration")
@@ -351,16 +350,14 @@ def _check_evasion(config: Config, info: EnvInfo) -> None:
         )
 
 
-OF_SETS = ("task_weights", "task_dealing", "enable_task_sharding", "sync_every_n_steps")
-
-
-OF_SHARDS = ("balance_tasks_across_gpus", "min_tasks_per_gpu")
+SHARDED = "balance_tasks_across_gpus"
+OF_SETS = ("task_weights", "task_dealing", "sync_every_n_steps")
 
 
 @together
 def check_dealing(config: Config, info: EnvInfo) -> Iterator[str]:
     """Reject keys of task sets that mean nothing or contradict each other. Errors: UserError."""
-    given = {key: value for key, (value, _) in changed(config, (*OF_SETS, *OF_SHARDS)).items()}
+    given = {key: value for key, (value, _) in changed(config, (*OF_SETS, SHARDED)).items()}
     if not info.tasks:
         for key, value in given.items():
             yield f"{key}={value}: has no meaning for one map. Give a set of maps, or leave it out"
@@ -375,16 +372,8 @@ def check_dealing(config: Config, info: EnvInfo) -> Iterator[str]:
     if not played:
         yield f"task_weights={config.task_weights}: no map has a positive weight. Give one at least"
         return
-    if config.enable_task_sharding and config.dealing != "sharded":
-        yield f"enable_task_sharding=True: contradicts task_dealing={config.dealing}. Give one of the two"
-    for key in OF_SHARDS if config.dealing != "sharded" else ():
-        if key in given:
-            yield f"{key}={given[key]}: needs task_dealing=sharded, not {config.dealing}, or leave it out"
-    if config.min_tasks_per_gpu > len(played):
-        yield (
-            f"min_tasks_per_gpu={config.min_tasks_per_gpu}: there are {len(played)} map(s) to play:"
-            f" {', '.join(played)}. Give at most {len(played)}"
-        )
+    if SHARDED in given and config.dealing != "sharded":
+        yield f"{SHARDED}={given[SHARDED]}: needs task_dealing=sharded, not {config.dealing}, or leave it out"
     if config.dealing != "round_robin" and not runners.REGISTRY.get(config.runner).rounds:
         yield (
             f"runner={config.runner}: task_dealing={config.dealing} deals rounds of episodes. Use runner=parallel, or"
@@ -429,6 +418,8 @@ def require_same_map(trained: EnvInfo, info: EnvInfo, source: str, agent: Agent)
 
     there, here = f"{trained.name} {trained.map_name}".strip(), f"{info.name} {info.map_name}".strip()
     if isinstance(agent, EntityAgent) and not agent.n_numbers and trained.name == info.name:
+        from omagd.envs.task_set_env import unit_features  # only where maps differ
+
         own, other = unit_features(trained), unit_features(info)
         different = [f"{name} {own[name]} and {other[name]}" for name in own if own[name] != other[name]]
         if not different:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import os
 import resource
@@ -11,11 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omagd import runners
 from omagd.config.env_info import EnvInfo
@@ -25,10 +22,6 @@ from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
 from omagd.run.topology import Plan
 from omagd.utils import compiling
 from omagd.utils.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
@@ -50,17 +43,12 @@ def keep_freed_memory() -> bool:
 FAST_BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Processor flags of fast bf16 multiplication in Linux (the last one on Arm)."""
 
-LEAST_COMPILED = 7
-"""Lowest major compute capability that Triton supports."""
-
 
 def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
     """Reject values that this machine does not support. Errors: UserError."""
     for key, cuda in (("precision", plan.cuda), ("acting_precision", plan.cuda and not config.cpu_inference)):
         if getattr(config, key) == "bf16":
             check_bf16(key, cuda)
-    if config.compile:
-        (_check_triton if plan.cuda else check_compiler)()
     if config.graph_updates:
         _check_graph_updates(config, plan)
     _check_gpu_memory(config, plan, info)
@@ -86,15 +74,6 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark = before[1]
 
 
-def limit_memory(device: torch.device, gigabytes: float | None) -> None:
-    """Limit this process to `gigabytes` of its GPU (`max_memory_per_gpu_gb`); None or a CPU: no limit."""
-    import torch
-
-    if gigabytes is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * GIGABYTE / total), device)
-
-
 def processor_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
     """Return the processor flags that Linux lists; empty elsewhere."""
     try:
@@ -117,16 +96,6 @@ def check_bf16(key: str, cuda: bool) -> None:
         raise UserError(f"{key}=bf16: is no faster on this processor ({missing}). Use {key}=float32")
 
 
-def check_compiler() -> None:
-    """Reject `compile=True` without a C++ compiler or Python's headers. Errors: UserError."""
-    named = os.environ.get("CXX")
-    if not any(shutil.which(name) for name in ([named] if named else ["g++", "clang++"])):
-        looked = f"CXX={named} is not found" if named else "neither g++ nor clang++ is installed"
-        raise UserError(f"compile=True: needs a C++ compiler, and {looked}. Install one, or use compile=False")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
-        raise UserError("compile=True: needs Python's headers (Python.h of python3-dev). Install them, or use False")
-
-
 def _check_graph_updates(config: Config, plan: Plan) -> None:
     """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
     from omagd.learners.fixed_updates import graph_updates_problems
@@ -137,17 +106,6 @@ def _check_graph_updates(config: Config, plan: Plan) -> None:
         problems.append(f"is for learners of DQN's family (learner=nq_learner), not learner={config.learner}")
     if problems:
         raise UserError(f"graph_updates=True: {problems[0]}. Leave it out")
-
-
-def _check_triton() -> None:
-    import torch
-
-    if importlib.util.find_spec("triton") is None:
-        raise UserError("compile=True: needs Triton on a GPU, which this torch came without. Use compile=False")
-    for card in range(torch.cuda.device_count()):
-        if torch.cuda.get_device_capability(card)[0] < LEAST_COMPILED:
-            name = torch.cuda.get_device_name(card)
-            raise UserError(f"compile=True: Triton does not compile for {name}. Use compile=False")
 
 
 def workers_of(config: Config) -> int:
@@ -184,21 +142,14 @@ def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool) -
 
 
 def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
-    """Reject a memory limit above the GPU's memory, and a replay buffer that does not fit on the GPU."""
-    cap = config.max_memory_per_gpu_gb
+    """Reject a replay buffer that does not fit on the GPU."""
     if not plan.cuda:
-        if cap is not None:
-            raise UserError(f"max_memory_per_gpu_gb={cap:g}: this run uses the CPU. Leave it out")
         return
     import torch
 
     cards = torch.cuda.device_count()
     sharing = 1 if plan.backend == "nccl" else -(-ranks_here(plan.world_size) // cards)
-    card = min(torch.cuda.get_device_properties(i).total_memory for i in range(cards)) / GIGABYTE / sharing
-    if cap is not None and cap > card:
-        shared = f", shared by {sharing} ranks" if sharing > 1 else ""
-        raise UserError(f"max_memory_per_gpu_gb={cap:g}: a rank can have {card:.1f} GB of a GPU here{shared}")
-    room = min(card, cap or card)
+    room = min(torch.cuda.get_device_properties(i).total_memory for i in range(cards)) / GIGABYTE / sharing
     need = replay_bytes(config, info) / GIGABYTE
     if data_key(config) == "batch_size" and need > room:
         raise UserError(

@@ -200,8 +200,8 @@ FIXED = {
 """Values that an evaluation does not take from the evaluated run's `config.json`."""
 
 HERE = {
-    "run": "default", "world_size": None, "dist_backend": None, "max_memory_per_gpu_gb": None, "precision": "float32",
-    "compile": False, "buffer_cpu_only": True, "graph_updates": None,
+    "run": "default", "world_size": None, "dist_backend": None, "precision": "float32",
+    "buffer_cpu_only": True, "graph_updates": None,
 }  # fmt: skip
 """Values for one process on any machine, instead of those of the training run."""
 
@@ -228,19 +228,6 @@ def evaluation_config(
         values["eval_report_episodes"] = 0
     with collected(mistakes) as found:
         return validate(apply_texts(values, texts, found), found)
-
-
-def trained_team(path: str, key: str, info: EnvInfo, device: torch.device) -> MAC:
-    """Return the team of a run, as it was trained: it reads what it has learned from, its reconstructions too.
-
-    Args:
-        path: the run's folder, its `models/` or one step's folder. key: configuration key that named it. info: of the
-            environment in which it plays.
-    Errors: UserError for a folder without weights, and for weights of another map.
-    """
-    folder = find_step_folder(path, key=key)
-    config = evaluation_config(path, {}, f"{key}:")
-    return load_mac(config, info, device, folder, key)
 
 
 def trained_card(config: Config) -> Card | None:

@@ -24,7 +24,6 @@ from omagd.run.training.device import (
     deterministic_algorithms,
     files_needed,
     keep_freed_memory,
-    limit_memory,
     raise_limit,
     workers_of,
 )
@@ -51,7 +50,7 @@ from omagd.utils.compiling import warn_no_more
 from omagd.utils.dist_utils import Dist, broken_exchange
 from omagd.utils.errors import RunFailed, UserError
 from omagd.utils.logging import Logger, append_to_log, close_bars
-from omagd.utils.plugins import crash_of, explain
+from omagd.utils.registry import crash_of, explain
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, orphaned, stop_requested, uninterrupted
 from omagd.utils.writing import STORAGE
@@ -77,7 +76,6 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
     torch.set_num_threads(config.torch_threads)
     keep_freed_memory()
     raise_limit(files_needed(workers_of(config), dist.world_size))
-    limit_memory(dist.device, config.max_memory_per_gpu_gb)
     torch.backends.cudnn.allow_tf32 = False  # by default cuDNN's GRU rounds float32 to TF32, as no other product does
     if dist.rank % ranks_here(dist.world_size):  # the first rank of a host warns
         warn_no_more()

@@ -10,8 +10,8 @@ import math
 import numpy as np
 
 from omagd.envs.battle.backend import Order
+from omagd.envs.battle.compiled import function
 from omagd.envs.battle.compiled import tables as row
-from omagd.envs.battle.compiled.compiling import function
 from omagd.envs.battle.compiled.tables import Array, Tables
 from omagd.envs.battle.units import LOOPS_PER_SECOND, SHIELD_REGEN, SHIELD_REGEN_DELAY
 

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.envs.battle.compiled import features, play, rules, starts
-from omagd.envs.battle.compiled.compiling import compiler
+from omagd.envs.battle.compiled import compiler, features, play, rules, starts
 from omagd.envs.battle.compiled.features import Layout, N, Shown
 from omagd.envs.battle.compiled.rules import NEGATIVE, Prices, Results
 from omagd.envs.battle.compiled.starts import Starts

@@ -11,16 +11,14 @@ import numpy as np
 from omagd.envs.battle.actions import Geometry
 from omagd.envs.battle.args import BattleArgs, SkirmishArgs
 from omagd.envs.battle.backend import Units
-from omagd.envs.battle.compiled import features, play, rules, starts
+from omagd.envs.battle.compiled import compiler, features, play, rules, starts
 from omagd.envs.battle.compiled import tables as row
-from omagd.envs.battle.compiled.compiling import compiler
 from omagd.envs.battle.compiled.features import Layout, Shown
 from omagd.envs.battle.compiled.rules import Prices
 from omagd.envs.battle.compiled.starts import Starts
 from omagd.envs.battle.compiled.tables import Episodes, Orders, Roster, State, Tables, make_tables, shared_memory
-from omagd.envs.battle.maps import MapSpec, get_map
+from omagd.envs.battle.maps import MapSpec, build_terrain, get_map
 from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.battle.terrain import build_terrain
 from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import Observation, StepResult
 from omagd.utils.compiling import as_kernels_take

@@ -13,8 +13,8 @@ import numpy as np
 from omagd.envs.battle.actions import MOVE_X, MOVE_Y, NORTH, STOP, reach_of
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Terrain, Units
+from omagd.envs.battle.compiled import function, kernel, memory_rows
 from omagd.envs.battle.compiled import tables as row
-from omagd.envs.battle.compiled.compiling import function, kernel, memory_rows
 from omagd.envs.battle.compiled.tables import BLOCK, WIDTH, Array, Episodes, State
 from omagd.envs.battle.features import AROUND, N_HEIGHT, N_MOVES, N_PATHING, UnitTables
 from omagd.envs.battle.maps import HEALING, SIGHT_RANGE, MapSpec

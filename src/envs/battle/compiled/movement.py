@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from omagd.envs.battle.compiled import function
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.combat import ATTACK, INDEX_BITS, MOVE, ONE, ZERO, whole_blocks
-from omagd.envs.battle.compiled.compiling import function
 from omagd.envs.battle.compiled.tables import Array, Tables
 
 PUSH_WALKING, PUSH_STANDING, PUSH_MOST = np.float32(0.5), np.float32(0.1), np.float32(0.4)

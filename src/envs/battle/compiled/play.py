@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from omagd.envs.battle.compiled import combat, movement, rules
+from omagd.envs.battle.compiled import combat, function, kernel, memory_rows, movement, rules
 from omagd.envs.battle.compiled import tables as row
-from omagd.envs.battle.compiled.compiling import function, kernel, memory_rows
 from omagd.envs.battle.compiled.features import Layout
 from omagd.envs.battle.compiled.rules import NEGATIVE, Prices, Results
 from omagd.envs.battle.compiled.tables import FLOATS, INTS, Array, Episodes, Orders, State, Tables

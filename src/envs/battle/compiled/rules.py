@@ -8,10 +8,10 @@ import numpy as np
 
 from omagd.envs.battle.actions import MOVE_X, MOVE_Y, NORTH, STOP, WEST
 from omagd.envs.battle.args import BattleArgs
+from omagd.envs.battle.compiled import function, kernel
 from omagd.envs.battle.compiled.combat import ATTACK, HEAL_ORDER, MOVE
 from omagd.envs.battle.compiled.combat import NONE as NO_ORDER
 from omagd.envs.battle.compiled.combat import STOP as STAY
-from omagd.envs.battle.compiled.compiling import function, kernel
 from omagd.envs.battle.compiled.features import FIRST, HEALS, TOTAL, Layout, N
 from omagd.envs.battle.compiled.features import LIMIT as STEP_LIMIT
 from omagd.envs.battle.compiled.tables import HEALTH, SHIELD, Array, Episodes, Orders, State, X, Y

@@ -15,12 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from omagd.envs.battle.args import BUFFER, MOST_GROUPS, OFFSET, REFLECTED_SHARE
+from omagd.envs.battle.compiled import function, kernel
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.combat import ATTACK, STOP, ZERO
-from omagd.envs.battle.compiled.compiling import function, kernel
 from omagd.envs.battle.compiled.tables import Array, Roster, State, Tables
-from omagd.envs.battle.maps import FORMATION, HIDDEN, MIXED, MapSpec
-from omagd.envs.battle.terrain import BORDER, SIZE
+from omagd.envs.battle.maps import BORDER, FORMATION, HIDDEN, MIXED, SIZE, MapSpec
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.utils.seeding import GOLDEN, splitmix64
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from omagd.envs.battle.backend import Terrain
-from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.terrain import ground_grid, lanes
+from omagd.envs.battle.maps import MapSpec, ground_grid, lanes
 from omagd.envs.battle.units import LOOPS_PER_SECOND, ZERG_REGEN, UnitSpec, hit_damage
 from omagd.envs.battle.units import UNITS as UNIT_TYPES
 

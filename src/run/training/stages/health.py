@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omagd.config.messages import shorten
+from omagd.config.checks import shorten
 from omagd.config.schema import Config
 from omagd.learners.protocol import Trainable
 from omagd.learners.synced_optimizer import SKIPPED, Stats

@@ -16,7 +16,6 @@ from torch import nn
 
 from omagd import learners
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.controllers.scripted_mac import DividedPolicy
 from omagd.learners.belief_baselines import Baselines, fit_baselines
 from omagd.learners.belief_metrics import belief_values, judge
 from omagd.learners.graph_metrics import summarise
@@ -28,19 +27,18 @@ from omagd.run.checkpoint.state import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
 from omagd.run.training.beliefs import picture, reconstructor_of, saved_baselines, says_of_units
 from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy
-from omagd.run.training.evaluate import trained_team
 from omagd.run.training.session import Session
 from omagd.run.training.stages.base import PretrainedModules, Stage, Task
 from omagd.run.training.stages.health import require_same_weights
 from omagd.utils.logging import Progress, duration
 from omagd.utils.metrics import Every, Metrics
 from omagd.utils.packing import PackedBatch
-from omagd.utils.seeding import generator, random_state, seed_everything, set_random_state
+from omagd.utils.seeding import generator, seed_everything
 from omagd.utils.writing import STORAGE
 
 REHEARSAL_EPISODES = 8
 TOGETHER = 32  # episodes that are read together
-PROGRESS = {"best": "best", "last": "last", "missing": "_missing", "without_gain": "without_gain"}
+PROGRESS = {"best": "best", "last": "last", "missing": "_missing"}
 """What checkpoints hold of the stage itself: names, and attributes."""
 
 
@@ -65,7 +63,6 @@ class PretrainStage(Stage):
         self.trained_on = Metrics()
         self.metrics["trained_on"] = self.trained_on
         self.best: tuple[float, int, dict[str, Any]] = (math.nan, 0, {})
-        self.without_gain = 0
         self.last: dict[str, float] = {}
         evaluation = Every(config.graph_pretrain_eval_interval)
         self.dues["test"] = evaluation
@@ -105,8 +102,7 @@ class PretrainStage(Stage):
     def _learned_all(self) -> bool:
         """Whether there is nothing left to learn from or to learn."""
         config = self.session.config
-        patient = not config.graph_pretrain_patience or self.without_gain < config.graph_pretrain_patience
-        over = self.clock.epoch >= config.graph_pretrain_epochs or not patient
+        over = self.clock.epoch >= config.graph_pretrain_epochs
         return not self._missing and (config.evaluation_only or over)
 
     def _is_over(self) -> bool:
@@ -188,9 +184,7 @@ class PretrainStage(Stage):
         self.health.require_finite(record, self.when, also=f"eval/{self.learner.best_metric}")
         self.require_sound()
         reached = values.get(self.learner.best_metric, 0.0)  # no value: nothing was unseen, nothing can be wrong
-        self.without_gain += 1
         if reached < self.best[0] or math.isnan(self.best[0]):
-            self.without_gain = 0
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained.state_dict()))
 
     def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
@@ -272,29 +266,14 @@ class PretrainStage(Stage):
             text = f"{self.name}: playing"
             self._bar = Progress(into.capacity, "episode", text, enabled=session.dist.is_main, initial=len(into))
         if purpose not in self._policies:
-            self._policies[purpose] = self._policy(purpose)
-        policy = self._policies[purpose]
-        if isinstance(policy, DividedPolicy):
-            first = into.added * session.dist.world_size + session.dist.rank * session.env.n_slots
-            policy.divide(first, session.env.n_slots)
-        rollout = session.runners[purpose].run(policy, explore=None, full_obs=True)
+            self._policies[purpose] = pretrain_policy(session, self.rng(f"{purpose} policy"))
+        rollout = session.runners[purpose].run(self._policies[purpose], explore=None, full_obs=True)
         with self.phase("replay"):
             fields = training_fields(session.config)
             into.add([{name: episode[name] for name in fields} for episode in rollout.episodes])
         session.say_first_episodes()
         self._bar.update(rollout.n_episodes)
         return session.env.n_slots * session.dist.world_size
-
-    def _policy(self, purpose: str) -> Any:
-        """Return who plays the episodes of a purpose; global random numbers go on as if nothing had been made."""
-        session, config = self.session, self.session.config
-        others = pretrain_policy(session, self.rng(f"{purpose} policy"))
-        if not config.graph_pretrain_policy_path:
-            return others
-        key, state = "graph_pretrain_policy_path", random_state()
-        team = trained_team(config.graph_pretrain_policy_path, key, session.info, session.dist.device)
-        set_random_state(state)
-        return DividedPolicy(team, others, config.graph_pretrain_policy_share)
 
     def _facts(self) -> dict[str, str]:
         fields = training_fields(self.session.config)

@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from omagd.config.checks import shorten, validation_messages
 from omagd.config.env_info import map_label
 from omagd.config.loading import parse_yaml, read_yaml
-from omagd.config.messages import shorten, validation_messages
-from omagd.envs.battle.maps import ARMY
+from omagd.envs.battle.units import ARMY
 from omagd.utils.errors import UserError
 
 FORM = "Give a YAML file with the keys training and held_out, each a list of maps"

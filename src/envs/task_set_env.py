@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.envs.task_sets.sets import TaskSet
+from omagd.envs.task_sets import TaskSet
 from omagd.utils.errors import UserError
 
 NONE = -1
