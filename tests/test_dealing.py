@@ -84,14 +84,14 @@ def test_no_rank_is_idle_or_busier_than_the_tolerance_and_few_maps_are_divided()
     rng = np.random.default_rng(0)
     for _ in range(300):
         n, n_ranks = int(rng.integers(1, 14)), int(rng.integers(1, 9))
-        loads = rng.exponential(size=n) + 0.01
-        shares = balanced(loads, n_ranks)
+        least, loads = int(rng.integers(1, min(n, 3) + 1)), rng.exponential(size=n) + 0.01
+        shares = balanced(loads, n_ranks, least)
         busy = (shares * loads).sum(1)
-        assert np.allclose(shares.sum(0), 1) and ((shares > 0).any(1)).all()
+        assert np.allclose(shares.sum(0), 1) and ((shares > 0).sum(1) >= least).all()
         assert busy.max() <= 1.05 * loads.sum() / n_ranks + 1e-9
         assert excess(shares, loads) == pytest.approx(busy.max() * n_ranks / loads.sum() - 1)
-        plain = in_turn(n, n_ranks)
-        assert np.allclose(plain.sum(0), 1) and ((plain > 0).any(1)).all()
+        plain = in_turn(n, n_ranks, least)
+        assert np.allclose(plain.sum(0), 1) and ((plain > 0).sum(1) >= least).all()
         numbers = apportioned(int(rng.integers(n_ranks, 99)), busy.tolist())
         assert min(numbers) >= 1
     assert in_turn(5, 2).tolist() == [[1, 0, 1, 0, 1], [0, 1, 0, 1, 0]]
@@ -99,16 +99,17 @@ def test_no_rank_is_idle_or_busier_than_the_tolerance_and_few_maps_are_divided()
     assert apportioned(10, [0.5, 0.3, 0.2]) == [5, 3, 2] and apportioned(4, [0.98, 0.01, 0.01]) == [2, 1, 1]
 
 
-@pytest.mark.parametrize(("n_ranks", "balance", "slots", "batch"), [
-    (2, False, 4, 42), (3, True, 4, 4), (5, True, 1, 1), (2, True, 4, 4),
+@pytest.mark.parametrize(("n_ranks", "balance", "least", "slots", "batch"), [
+    (2, False, 1, 4, 42), (3, True, 1, 4, 4), (5, True, 1, 1, 1), (2, True, 2, 4, 4),
 ])  # fmt: skip
-def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks, balance, slots, batch):
+def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks, balance, least, slots, batch):
     ranks = ranks_of(
         n_ranks,
         slots=slots,
         batch_size=batch,
         task_weights={"4m": 2.0, "5m": 0.5},
         balance_tasks_across_gpus=balance,
+        min_tasks_per_gpu=least,
     )
     counts, sizes = np.zeros((n_ranks, len(MAPS))), []
     for _ in range(50):
@@ -121,7 +122,7 @@ def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks,
     assert total >= 50 * everyone
     assert np.abs(counts.sum(0) / total - np.array([1, 2, 0.5]) / 3.5).max() * total < 3
     shares = ranks[0].shares
-    assert ((counts > 0) == (shares > 0)).all() and ((shares > 0).any(1)).all()
+    assert ((counts > 0) == (shares > 0)).all() and ((shares > 0).sum(1) >= least).all()
     assert np.abs(counts - shares * counts.sum(0)).max() < 4
     assert all(sum(each) == everyone for each in sizes), "the batch of all ranks keeps its size"
     assert np.abs(np.array(sizes[0]) - counts.sum(1) / total * everyone).max() < 1.01
@@ -339,7 +340,10 @@ def test_a_dealt_run_resumes_bit_for_bit(dealing, tmp_path):
     ({"task_weights": {"9m": 1.0}}, "task_weights.9m=1.0: is not trained on here. Maps: 3m, 4m, 5m"),
     ({"task_weights": {"3m": 0.0, "4m": 0.0, "5m": 0.0}}, "no map has a positive weight"),
     ({"task_weights": {"3m": -1.0}}, "task_weights.3m=-1.0: must be at least 0"),
+    ({"min_tasks_per_gpu": 2}, "min_tasks_per_gpu=2: needs task_dealing=sharded, not round_robin"),
     ({"balance_tasks_across_gpus": False, "task_dealing": "queue"}, "needs task_dealing=sharded, not queue"),
+    ({"enable_task_sharding": True, "task_dealing": "queue"}, "enable_task_sharding=True: contradicts"),
+    ({"enable_task_sharding": True, "min_tasks_per_gpu": 4}, "there are 3 map(s) to play: 3m, 4m, 5m"),
     ({"task_dealing": "sharded", "runner": "stream"}, "runner=stream: task_dealing=sharded deals rounds"),
     ({"task_dealing": "fair"}, "task_dealing=fair"),
     ({"env_args.map_name": "3m", "sync_every_n_steps": 7}, "sync_every_n_steps=7: has no meaning for one map"),

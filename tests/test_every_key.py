@@ -141,8 +141,8 @@ RUNS: dict[str, Run] = {
     ),
     "maps dealt to ranks": Run(
         "hpn_mappo", "skirmish", TINY, t_max=60, rnn_hidden_dim=8, env_args={"map_name": "3m,4m"},
-        task_weights={"4m": 2.0}, task_dealing="sharded", balance_tasks_across_gpus=False,
-        sync_every_n_steps=2, buffer_size=5000,
+        task_weights={"4m": 2.0}, task_dealing="sharded", enable_task_sharding=True, balance_tasks_across_gpus=False,
+        min_tasks_per_gpu=2, sync_every_n_steps=2, buffer_size=5000,
     ),
     "two ranks": Run(
         "qmix", "matrix_game", TINY, NETWORKS, t_max=16, run="ddp", world_size=2, ddp_port=23455, dist_backend="gloo",
@@ -150,9 +150,9 @@ RUNS: dict[str, Run] = {
     ),
 }  # fmt: skip
 
-# Keys that no short run can set: need a component of a package. Others test them.
+# Keys that no short run can set: need a GPU or a component of a package. Others test them.
 ELSEWHERE = {
-    "learner_args", "agent_args", "mixer_args", "mask_predictor_config.kind",
+    "max_memory_per_gpu_gb", "learner_args", "agent_args", "mixer_args", "mask_predictor_config.kind",
 }  # fmt: skip
 
 

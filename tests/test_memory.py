@@ -131,12 +131,14 @@ def test_running_out_names_the_key_to_reduce(stage, phase, words):
     assert "\n" not in error.value.render()
 
 
-def test_a_rank_that_fills_its_gpu_is_told_its_size(monkeypatch):
+def test_a_rank_that_reaches_its_limit_of_a_gpu_is_told_which_key_sets_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**31)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
-    with pytest.raises(UserError) as error, oom_hint(config(), "stage3", "update", torch.device("cuda", 0)):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
-    assert "holds 2.0 GB of a GPU of 80.0 GB" in error.value.message
+    for limit, words in ((2.0, "holds 2.0 GB of max_memory_per_gpu_gb=2."), (None, "of a GPU of 80.0 GB")):
+        made = config().model_copy(update={"max_memory_per_gpu_gb": limit})
+        with pytest.raises(UserError) as error, oom_hint(made, "stage3", "update", torch.device("cuda", 0)):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
+        assert words in error.value.message
 
 
 def test_other_errors_pass():

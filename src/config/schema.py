@@ -104,9 +104,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "reconstructor_refresh_updates": (50, TRACKER_LEFT),
     "compile": (False, "it brought 2 % of an update; leave it out"),
     "num_workers": (0, "it brought 2 % of an update; leave it out"),
-    "max_memory_per_gpu_gb": (None, "a rank takes what it needs of its GPU; leave it out"),
-    "enable_task_sharding": (False, "say task_dealing=sharded"),
-    "min_tasks_per_gpu": (1, "each rank plays one map at least; leave it out"),
     "use_per": (False, "prioritised replay is not implemented; leave it out"),
     "graph_pretrain_policy_path": ("", "give the run as graph_pretrain_policy, or leave it out"),
     "graph_pretrain_policy_share": (0.5, "leave it out"),
@@ -177,6 +174,7 @@ class Config(Frozen):
     accumulate: Size  # parts of a batch in stage 3 whose gradients are accumulated for one step: saves memory
     enable_gradient_checkpointing: bool  # recompute activations in the backward pass: saves memory, costs time
     bucket_cap_mb: Amount  # megabytes of gradients that ranks exchange at once
+    max_memory_per_gpu_gb: Amount | None  # gigabytes of a GPU that a rank may use; None: all
 
     batch_size_run: Size  # battles per rank
     group_size: Size  # episodes in a row of slots that share their start and are compared (rloo); on-policy training
@@ -192,7 +190,9 @@ class Config(Frozen):
     max_episodes: Many | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
     task_weights: dict[str, Weight]  # map: its weight among the episodes; others weigh 1
     task_dealing: Literal["round_robin", "sharded", "queue"] | None  # each rank plays all maps | its own | what is next
+    enable_task_sharding: bool  # another way to say task_dealing=sharded
     balance_tasks_across_gpus: bool  # sharded: maps by measured seconds, so that no rank waits; False: in their order
+    min_tasks_per_gpu: Size  # sharded: maps that each rank plays at least; with few maps several ranks play the same
     sync_every_n_steps: Count  # iterations between exchanges of the ranks' statistics of maps; sharded: and rebalancing
     epsilon_start: Unit  # probability of a random action at step 0
     epsilon_finish: Unit  # probability of a random action after epsilon_anneal_time
@@ -306,8 +306,8 @@ class Config(Frozen):
 
     @property
     def dealing(self) -> Literal["round_robin", "sharded", "queue"]:
-        """How the maps of a set are dealt to ranks."""
-        return self.task_dealing or "round_robin"
+        """How the maps of a set are dealt to ranks, by either key."""
+        return self.task_dealing or ("sharded" if self.enable_task_sharding else "round_robin")
 
     @property
     def map_name(self) -> str:

@@ -75,8 +75,10 @@ def asked_bytes(error: BaseException) -> float | None:
 def _figures(config: Config, error: BaseException, asked: float, device: torch.device | None) -> str:
     wanted = f"{_gb(asked)} more were requested" if asked else "more was requested"
     if isinstance(error, torch.cuda.OutOfMemoryError) and device is not None and device.type == "cuda":
-        held, total = torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
-        return f"{wanted}, this rank holds {_gb(held)} of a GPU of {_gb(total)}"
+        held, cap = torch.cuda.memory_reserved(device), config.max_memory_per_gpu_gb
+        total = _gb(torch.cuda.get_device_properties(device).total_memory)
+        room = f"max_memory_per_gpu_gb={cap:g}" if cap is not None else f"a GPU of {total}"
+        return f"{wanted}, this rank holds {_gb(held)} of {room}"
     return f"{wanted}, this process holds {_gb(resident_bytes())}"
 
 

@@ -40,7 +40,7 @@ of a resumed run, the checkpoint and the versions.
 """
 
 NO_EFFECT = frozenset(
-    {"run", "use_ddp", "world_size", "ddp_port", "dist_timeout_minutes"}
+    {"run", "use_ddp", "world_size", "ddp_port", "dist_timeout_minutes", "max_memory_per_gpu_gb"}
     | {"local_results_path", "unique_token", "seeds", "save_replay", "save_model", "save_model_interval"}
     | {"use_wandb", "wandb_project", "wandb_entity", "wandb_naming", "use_tensorboard", "profile", "log_memory_usage"}
     | {"log_video"}

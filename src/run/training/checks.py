@@ -350,14 +350,16 @@ def _check_evasion(config: Config, info: EnvInfo) -> None:
         )
 
 
-SHARDED = "balance_tasks_across_gpus"
-OF_SETS = ("task_weights", "task_dealing", "sync_every_n_steps")
+OF_SETS = ("task_weights", "task_dealing", "enable_task_sharding", "sync_every_n_steps")
+
+
+OF_SHARDS = ("balance_tasks_across_gpus", "min_tasks_per_gpu")
 
 
 @together
 def check_dealing(config: Config, info: EnvInfo) -> Iterator[str]:
     """Reject keys of task sets that mean nothing or contradict each other. Errors: UserError."""
-    given = {key: value for key, (value, _) in changed(config, (*OF_SETS, SHARDED)).items()}
+    given = {key: value for key, (value, _) in changed(config, (*OF_SETS, *OF_SHARDS)).items()}
     if not info.tasks:
         for key, value in given.items():
             yield f"{key}={value}: has no meaning for one map. Give a set of maps, or leave it out"
@@ -372,8 +374,16 @@ def check_dealing(config: Config, info: EnvInfo) -> Iterator[str]:
     if not played:
         yield f"task_weights={config.task_weights}: no map has a positive weight. Give one at least"
         return
-    if SHARDED in given and config.dealing != "sharded":
-        yield f"{SHARDED}={given[SHARDED]}: needs task_dealing=sharded, not {config.dealing}, or leave it out"
+    if config.enable_task_sharding and config.dealing != "sharded":
+        yield f"enable_task_sharding=True: contradicts task_dealing={config.dealing}. Give one of the two"
+    for key in OF_SHARDS if config.dealing != "sharded" else ():
+        if key in given:
+            yield f"{key}={given[key]}: needs task_dealing=sharded, not {config.dealing}, or leave it out"
+    if config.min_tasks_per_gpu > len(played):
+        yield (
+            f"min_tasks_per_gpu={config.min_tasks_per_gpu}: there are {len(played)} map(s) to play:"
+            f" {', '.join(played)}. Give at most {len(played)}"
+        )
     if config.dealing != "round_robin" and not runners.REGISTRY.get(config.runner).rounds:
         yield (
             f"runner={config.runner}: task_dealing={config.dealing} deals rounds of episodes. Use runner=parallel, or"

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omagd import runners
 from omagd.config.env_info import EnvInfo
@@ -22,6 +23,9 @@ from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
 from omagd.run.topology import Plan
 from omagd.utils import compiling
 from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
@@ -72,6 +76,15 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
+
+
+def limit_memory(device: torch.device, gigabytes: float | None) -> None:
+    """Limit this process to `gigabytes` of its GPU (`max_memory_per_gpu_gb`); None or a CPU: no limit."""
+    import torch
+
+    if gigabytes is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * GIGABYTE / total), device)
 
 
 def processor_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
@@ -142,14 +155,21 @@ def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool) -
 
 
 def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
-    """Reject a replay buffer that does not fit on the GPU."""
+    """Reject a memory limit above the GPU's memory, and a replay buffer that does not fit on the GPU."""
+    cap = config.max_memory_per_gpu_gb
     if not plan.cuda:
+        if cap is not None:
+            raise UserError(f"max_memory_per_gpu_gb={cap:g}: this run uses the CPU. Leave it out")
         return
     import torch
 
     cards = torch.cuda.device_count()
     sharing = 1 if plan.backend == "nccl" else -(-ranks_here(plan.world_size) // cards)
-    room = min(torch.cuda.get_device_properties(i).total_memory for i in range(cards)) / GIGABYTE / sharing
+    card = min(torch.cuda.get_device_properties(i).total_memory for i in range(cards)) / GIGABYTE / sharing
+    if cap is not None and cap > card:
+        shared = f", shared by {sharing} ranks" if sharing > 1 else ""
+        raise UserError(f"max_memory_per_gpu_gb={cap:g}: a rank can have {card:.1f} GB of a GPU here{shared}")
+    room = min(card, cap or card)
     need = replay_bytes(config, info) / GIGABYTE
     if data_key(config) == "batch_size" and need > room:
         raise UserError(

@@ -24,6 +24,7 @@ from omagd.run.training.device import (
     deterministic_algorithms,
     files_needed,
     keep_freed_memory,
+    limit_memory,
     raise_limit,
     workers_of,
 )
@@ -76,6 +77,7 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
     torch.set_num_threads(config.torch_threads)
     keep_freed_memory()
     raise_limit(files_needed(workers_of(config), dist.world_size))
+    limit_memory(dist.device, config.max_memory_per_gpu_gb)
     torch.backends.cudnn.allow_tf32 = False  # by default cuDNN's GRU rounds float32 to TF32, as no other product does
     if dist.rank % ranks_here(dist.world_size):  # the first rank of a host warns
         warn_no_more()

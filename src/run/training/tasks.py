@@ -31,30 +31,33 @@ TOLERANCE = 0.05
 """How far the busiest rank may be above the mean before tasks are dealt again or divided, as a share of the mean."""
 
 
-def in_turn(n_tasks: int, n_ranks: int) -> np.ndarray:
-    """Return the shares when task i goes to rank i mod W, and each rank has one.
+def in_turn(n_tasks: int, n_ranks: int, least: int = 1) -> np.ndarray:
+    """Return the shares when task i goes to rank i mod W, and each rank has at least `least` tasks.
 
-    Where there are too few, a rank plays one together with others.
+    Where there are too few, a rank plays further ones together with others.
     """
     owned = [[task for task in range(n_tasks) if task % n_ranks == rank] for rank in range(n_ranks)]
-    return _equal_parts([set(tasks or [rank % n_tasks]) for rank, tasks in enumerate(owned)], n_tasks)
+    for rank, tasks in enumerate(owned):
+        spare = [task for task in np.roll(range(n_tasks), -rank).tolist() if task not in tasks]
+        tasks += spare[: max(0, least - len(tasks))]
+    return _equal_parts([set(tasks) for tasks in owned], n_tasks)
 
 
-def balanced(loads: np.ndarray, n_ranks: int) -> np.ndarray:
+def balanced(loads: np.ndarray, n_ranks: int, least: int = 1) -> np.ndarray:
     """Return shares with which the busiest rank is at most `TOLERANCE` above the mean, dividing few tasks.
 
     Tasks are packed by largest differencing. A task that is longer than the mean of the ranks is divided among several
     first, and the longest one of the busiest rank after that, as long as it is too busy.
 
     Args:
-        loads: [n] seconds of each task per episode of the run, all positive. n_ranks: W.
+        loads: [n] seconds of each task per episode of the run, all positive. n_ranks: W. least: tasks of each rank.
     """
     mean = loads.sum() / n_ranks
     parts = np.minimum(np.ceil(loads / mean * (1 - 1e-9)).astype(int), n_ranks)
-    while parts.sum() < n_ranks:
+    while parts.sum() < n_ranks * least:
         parts[np.where(parts < n_ranks, loads / parts, -1.0).argmax()] += 1
     while True:
-        shares = _packed(loads, parts, n_ranks)
+        shares = _packed(loads, parts, n_ranks, least)
         busy = shares @ loads
         if busy.max() <= (1 + TOLERANCE) * mean or (parts >= n_ranks).all():
             return shares
@@ -64,7 +67,7 @@ def balanced(loads: np.ndarray, n_ranks: int) -> np.ndarray:
         parts[np.where(candidates, loads / parts, -1.0).argmax()] += 1
 
 
-def _packed(loads: np.ndarray, parts: np.ndarray, n_ranks: int) -> np.ndarray:
+def _packed(loads: np.ndarray, parts: np.ndarray, n_ranks: int, least: int) -> np.ndarray:
     """Return shares when task i is divided into parts[i] equal parts, no two of them on one rank."""
     items = [(loads[task] / parts[task], task) for task in range(len(loads)) for _ in range(parts[task])]
     owned = [{items[i][1] for i in group} for group in largest_differencing([load for load, _ in items], n_ranks)]
@@ -75,9 +78,9 @@ def _packed(loads: np.ndarray, parts: np.ndarray, n_ranks: int) -> np.ndarray:
         for rank in others[: count - sum(task in own for own in owned)]:
             owned[rank].add(task)
     for own in owned:
-        if not own:
-            giver = max((other for other in owned if len(other) > 1), key=len)
-            task = min(giver, key=lambda task: loads[task] / parts[task])
+        while len(own) < least:
+            giver = max((other for other in owned if len(other) > least and other - own), key=len)
+            task = min(giver - own, key=lambda task: loads[task] / parts[task])
             giver.remove(task)
             own.add(task)
     return _equal_parts(owned, len(loads))
@@ -420,9 +423,9 @@ class TrainingTasks(Shaper):
         played = loads > 0
         shares = np.zeros((n_ranks, len(self.names)))
         if config.balance_tasks_across_gpus:
-            shares[:, played] = balanced(loads[played], n_ranks)
+            shares[:, played] = balanced(loads[played], n_ranks, config.min_tasks_per_gpu)
         else:
-            shares[:, played] = in_turn(int(played.sum()), n_ranks)
+            shares[:, played] = in_turn(int(played.sum()), n_ranks, config.min_tasks_per_gpu)
         return shares
 
     def _loads(self) -> np.ndarray:
