@@ -78,6 +78,8 @@ def foggy(episode: dict[str, Tensor], dead: bool = True, sight: float = 0.8) -> 
 class HalvingReconstructor(Reconstructor):
     """Replaces the real one: halves what is seen; negative numbers among the first N features mark guessed nodes."""
 
+    new_predictor = None
+
     def __init__(self) -> None:
         super().__init__(LAYOUT, torch.device("cpu"))
 

@@ -205,7 +205,7 @@ def test_update_equals_a_reference(updates, own_rewards):
 def test_a_plug_in_changes_the_loss_of_an_error_alone(monkeypatch):
     episodes, config = [random_episode(i, length) for i, length in enumerate([5, 9, 3])], toy_config(grad_norm_clip=1e9)
     halves, _ = gradients_of(make_learner(config), episodes)
-    monkeypatch.setattr(QLoss, "error_loss", lambda self, error: error.square())
+    monkeypatch.setattr(QLoss, "error_loss", lambda self, error, values: error.square())
     whole, _ = gradients_of(make_learner(config), episodes)
     torch.testing.assert_close(whole, [2 * half for half in halves])
 

@@ -229,6 +229,7 @@ class Counting(Reconstructor):
     """Stores how many units each agent misses; this number is their features."""
 
     field = "count"
+    new_predictor = classmethod(lambda cls, config, info: torch.nn.Linear(1, 1))
 
     def __init__(self, tokenizer, predictor, config, info):
         super().__init__(info.layout, torch.device("cpu"))

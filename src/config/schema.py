@@ -337,6 +337,7 @@ class Watched(Config):
         return self._read
 
 
+Watched.__name__ = Config.__name__  # in errors about keys that do not exist
 FIELDS = frozenset(Config.model_fields)
 
 

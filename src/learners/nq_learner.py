@@ -85,7 +85,10 @@ class QLoss(AgentLoss):
         error = (joint - target) * valid_mask
         n_values = joint.shape[1:].numel()  # per row: one joint value, or one of each agent, which are averaged
         # QMIX, eq. 6, still a sum: `SyncedOptimizer` divides by the steps of all ranks, whose numbers differ.
-        loss = self.error_loss(error).sum() / n_values
+        losses = self.error_loss(error, values)
+        if losses.shape != error.shape:  # another one would be broadcast, and the sum be wrong
+            raise ValueError(f"error_loss returned {list(losses.shape)}, not a loss of each error, {list(error.shape)}")
+        loss = (losses * valid_mask).sum() / n_values
         with torch.no_grad():
             count = valid_mask.sum()
             per_agent = count * q.shape[1]
@@ -97,9 +100,8 @@ class QLoss(AgentLoss):
             }
         return self.with_belief(loss, stats, belief)
 
-    def error_loss(self, error: Tensor) -> Tensor:
-        """Return the loss of each TD error, [S] or [S, n]; 0 for an error of 0, which closing rows have."""
-        # The masks are in the errors already, so this may be any function that is 0 at 0, such as Huber's.
+    def error_loss(self, error: Tensor, values: MixerInputs) -> Tensor:
+        """Return the loss of each TD error, [S] or [S, n]. values: of the actions, with gradients."""
         return 0.5 * error.square()
 
 
@@ -123,7 +125,7 @@ class NQLearner(SavesParts):
         self.info = info
         self.device = dist.device
         self.mixer: nn.Module = mixers.REGISTRY.build(config.mixer, config, info).to(self.device, mac.dtype)
-        loss = self.loss_class(mac.agent, self.mixer, config.precision == "bf16")
+        loss = self.make_loss()
         loss.belief = self.belief = belief_loss(config, mac)
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = Adam(loss.parameters(), lr=lr)
@@ -134,6 +136,10 @@ class NQLearner(SavesParts):
         self.target_mixer = _frozen_copy(self.mixer)
         # Episodes and updates at the last copy: a resumed run may count by the other key.
         self._copied_at = (0, 0)
+
+    def make_loss(self) -> QLoss:
+        """Return the loss; a subclass may build one that reads its own keys."""
+        return self.loss_class(self.mac.agent, self.mixer, self.config.precision == "bf16")
 
     @staticmethod
     def how_targets_move(config: Config, environments: int) -> str:

@@ -179,7 +179,13 @@ class SyncedOptimizer:
         with torch.random.fork_rng(devices=[self.dist.device] if self.dist.device.type == "cuda" else []):
             kept = {name: value.clone() for name, value in self.loss_module.named_buffers()}
             for _ in range(WARM_UP_PASSES):
-                loss, _ = self._wrapped(*batch)
+                returned = self._wrapped(*batch)
+                if not (isinstance(returned, tuple) and len(returned) == 2):
+                    kind = type(self.loss_module)
+                    raise UserError(
+                        f"{kind.__name__} ({defined_at(kind)}): forward returns no (sum of the loss, stats)"
+                    )
+                loss, _ = returned
                 # Gradients of 0: the pass shows which parameters take part, and fixes DDP's order of sums.
                 (loss * 0.0).sum().backward()
                 self._require_gradients()

@@ -58,6 +58,8 @@ def faults(found: Any, protocol: type) -> list[str]:
         own = inspect.getattr_static(found, name, _ABSENT)
         if own is member and (structural or name in getattr(protocol, "__abstractmethods__", ())):
             own = _ABSENT  # inherited from where it is only described
+        if getattr(own, "__name__", "") == "_forward_unimplemented":  # of an nn.Module without a forward
+            own = _ABSENT
         if callable(getattr(protocol, name, None)):
             if own is _ABSENT or not callable(getattr(found, name)):
                 needed = structural or name in getattr(protocol, "__abstractmethods__", ())

@@ -84,9 +84,9 @@ class Reconstructor(ABC):
         self.columns = GraphTables(layout, device)
 
     @classmethod
+    @abstractmethod
     def new_predictor(cls, config: Config, info: EnvInfo) -> nn.Module:
-        """Return an untrained predictor; every kind of predictor has one."""
-        raise NotImplementedError(f"{cls.__name__} reads no predictor")
+        """Return an untrained predictor."""
 
     @classmethod
     def fields(cls, config: Config, info: EnvInfo) -> Spec:
@@ -127,6 +127,8 @@ class Reconstructor(ABC):
         unknown = torch.full(obs.shape[:2], -1, device=self.device)
         actions = unknown if last_action is None else torch.as_tensor(last_action, device=self.device)
         made = self._fill(obs, now, played.to(self.device), actions)
+        if not isinstance(made, Reconstruction):
+            raise TypeError(f"{type(self).__name__}._fill returned {type(made).__name__}, not what `self.made` makes")
         self.frames += int(made.guessed.any(-1).sum())
         self.calls += 1
         self.seconds += time.perf_counter() - start
