@@ -423,12 +423,6 @@ def test_the_command_takes_folder_and_executor_and_says_whether_there_is_a_resul
     file.write_text(yaml.safe_dump({**given, "executor": {"known": {"fails": ["trial"]}}}))
     assert main([*words, f"--results={tmp_path / 'two'}"]) == 1
     assert not (tmp_path / "two" / "toy" / "best.yaml").exists() and not (tmp_path / "file").exists()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert main([*words, "--export-wandb=~/wandb.yaml"]) == 0 and (tmp_path / "wandb.yaml").exists()
-    capsys.readouterr()
-    assert main([*words, f"--export-wandb={file}/wandb.yaml"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"--export-wandb={file}/wandb.yaml: cannot be written" in line
 
 
 def test_the_best_preset_is_one_that_config_accepts(tmp_path):
@@ -467,32 +461,6 @@ def test_tables_and_pictures(tmp_path, capsys):
     assert main(["sweep", "status", str(tmp_path)]) == 2
     assert main(["sweep"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
-
-
-def test_the_space_as_a_wandb_sweep_file(tmp_path, capsys):
-    space = {
-        **SPACE, "batch_size": {"low": 4, "high": 64}, "buffer_size": {"low": 64, "high": 512, "log": True},
-        "n_starts": {"low": 2, "high": 8, "step": 3},
-        "mixer": {"choices": ["qmix", "vdn"]},
-    }  # fmt: skip
-    (tmp_path / "toy.yaml").write_text(yaml.safe_dump(values_of(tmp_path, space=space, direction="minimize")))
-    assert main(["sweep", str(tmp_path / "toy.yaml"), "--export-wandb", str(tmp_path / "wandb.yaml")]) == 0
-    found = yaml.safe_load((tmp_path / "wandb.yaml").read_text())
-    assert found["parameters"] == {
-        "lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1},
-        "gamma": {"distribution": "uniform", "min": 0.5, "max": 0.99},
-        "batch_size": {"distribution": "int_uniform", "min": 4, "max": 64},
-        "buffer_size": {"distribution": "q_log_uniform_values", "min": 64, "max": 512},
-        "n_starts": {"values": [2, 5, 8]},
-        "mixer": {"values": ["qmix", "vdn"]},
-        "seed": {"values": [1, 2]},
-    }
-    assert found["metric"] == {"name": "test_battle_won_mean", "goal": "minimize"}
-    assert found["run_cap"] == 24
-    words = found["command"]
-    assert words[:3] == ["python", "-m", "omagd"] and words[-1] == "${args_no_hyphens}"
-    assert "--config=qmix" in words and "test_interval=10000" in words and "use_wandb=True" in words
-    assert not (tmp_path / "toy").exists()
 
 
 def test_the_estimate_of_a_sweep_is_half_of_its_ends_each_and_leaves_nothing(tmp_path, monkeypatch, capsys):
