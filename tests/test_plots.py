@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from many_runs import STEPS, make_run, make_study
 from matplotlib import image
+from pictures import DRAWN
 
 from omagd.lab.analysis import curves as study_curves
 from omagd.lab.analysis import plot
@@ -24,6 +25,11 @@ from omagd.run.reporting.plots import (
     panels_of_maps,
     read_metrics,
 )
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch):
+    monkeypatch.setattr(plots, "save", DRAWN)
 
 
 def pixels(path):

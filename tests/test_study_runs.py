@@ -110,6 +110,7 @@ def test_a_study_goes_on_after_every_kill_and_ends_with_the_bits_of_runs_left_al
         assert str(tmp_path) not in json.dumps(line)
 
     assert differences(one, alone(file, tmp_path)) == []
+    assert (one / "plots" / "curves.png").stat().st_size > 10_000
 
 
 def test_slurm_tasks_outlive_the_process_that_submitted_them_and_are_followed_by_the_next(tmp_path):
