@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import time
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,12 +43,10 @@ def battles() -> Recording:
         ("skirmish", {"map_name": "3m,5m_vs_6m"}),
         ("snakes_3v3", {"obs": "entities", "sight": 4.0}),
         ("matrix_game", {}),
-        pytest.param("smax", {"map_name": "3m", "max_steps": 30}, marks=pytest.mark.skipif(
-            find_spec("jaxmarl") is None, reason="the extra [smax] is not installed")),
     ],
 )  # fmt: skip
 def test_a_recording_is_what_happens_when_its_actions_are_played_again(name, args):
-    recording, log, _ = play(name, episodes=2, slots=1 if name == "smax" else 2, **args)
+    recording, log, _ = play(name, episodes=2, **args)
     assert [episode.length for episode in recording.episodes] == [entry["length"] for entry in log]
     for episode, entry in zip(recording.episodes, log, strict=True):
         assert (episode.seed, episode.results["return"]) == (entry["seed"], entry["return"])
