@@ -80,7 +80,7 @@ def test_a_run_lets_no_gpu_round_float32_to_tf32(whole):
 
 
 @pytest.mark.parametrize(("words", "iterations"), [
-    ((), (0, 1, 2, 5, 7)),
+    ((), (0, 1, 5)),
     (("runner=stream", "use_team_obs=True"), (1, 4)),
     (("belief_loss=features",), (3,)),
     (("--config=mappo", "belief_loss=features", "t_max=200"), (2,)),
@@ -323,7 +323,7 @@ def test_a_checkpoint_of_another_configuration_is_rejected_in_one_line(whole, tm
 
 def test_nothing_grows_with_the_iterations(tmp_path, monkeypatch):
     torch.set_num_threads(1)
-    every, samples, boundary = 40, [], Checkpointer.boundary
+    every, samples, boundary = 25, [], Checkpointer.boundary
     iterations = iter(range(1, 8 * every + 1))
 
     def sampled(checkpointer, stage):
