@@ -323,7 +323,7 @@ def test_a_checkpoint_of_another_configuration_is_rejected_in_one_line(whole, tm
 
 def test_nothing_grows_with_the_iterations(tmp_path, monkeypatch):
     torch.set_num_threads(1)
-    every, samples, boundary = 25, [], Checkpointer.boundary
+    every, samples, boundary = 40, [], Checkpointer.boundary
     iterations = iter(range(1, 8 * every + 1))
 
     def sampled(checkpointer, stage):
