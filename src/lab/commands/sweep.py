@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omagd.lab.commands.study import add_common, continued, only_word, status_folder
+from omagd.lab.commands.study import add_common, continued, only_word
 from omagd.utils.errors import UserError
 from omagd.utils.signals import stoppable
 from omagd.utils.writing import print_out, print_warning
@@ -50,7 +52,7 @@ def _status(words: Sequence[str]) -> int:
     from omagd.lab.studies.state import StudyState
     from omagd.lab.studies.view import state_line
 
-    folder = status_folder(words, "sweep")
+    folder = Path(os.path.expanduser(only_word(words, "sweep")))
     try:
         table = (folder / "trials.md").read_text(encoding="utf-8")
     except (OSError, ValueError):
