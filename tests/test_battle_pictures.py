@@ -173,8 +173,6 @@ def test_the_chosen_agent_has_a_ring_and_its_sight_is_bright():
         cell = (enemy[0] - ally[0]) / 12
         assert 0.7 < bright[sight] / (np.pi * (sight * cell) ** 2) < 1.3, "and some grid lines"
     assert 2.5 < bright[6] / bright[3] < 5
-    dead = views(changed(**{**PLAIN, "alive": [False, True, True, False]}), 0)[1]
-    assert of_colour(dead, drawing.TEAMS[0])[2] == 0, "the dead see nothing"
 
 
 def test_the_dead_see_nothing_whatever_a_recording_says():

@@ -48,15 +48,6 @@ def test_each_run_has_its_row_on_request_and_where_a_seed_is_repeated(tmp_path):
     assert len(rows) == 4, "the same seed again is no repetition"
 
 
-def test_arms_of_two_studies_with_other_settings_are_two_rows(tmp_path):
-    for name, rate, seeds in (("mine", 0.001, (1, 2)), ("s3", 0.005, (3, 4))):
-        make_study(tmp_path / name / "runs", rates=(rate,), seeds=seeds)
-        jobs = [{"job": {"name": folder.name, "arm": "qmix"}} for folder in (tmp_path / name / "runs").iterdir()]
-        (tmp_path / name / "study.json").write_text(json.dumps({"jobs": jobs}))
-    _, rows, _ = rows_of(table(load([tmp_path / "mine", tmp_path / "s3"])))
-    assert [row[:4] for row in rows] == [["qmix (mine)", "0.001", "2", "1, 2"], ["qmix (s3)", "0.005", "2", "3, 4"]]
-
-
 def test_maps_are_apart_and_their_rows_are_compared_on_each_map(tmp_path):
     for map_name in ("3m", "8m"):
         for seed in (1, 2):

@@ -70,34 +70,12 @@ def test_tests_at_nearly_the_same_steps_are_one_point_and_others_are_interpolate
     assert line.y[1] == pytest.approx(np.mean(wanted))
 
 
-def test_the_wall_clock_axis_has_seconds_and_readable_units(tmp_path):
-    make_run(tmp_path / "1", seed=1, seconds_per_step=1.0)
-    found = curves.curve_panels(groups(load([tmp_path])), WON, "wall", None)
-    assert found[0].lines[0].x.tolist() == list(STEPS)
-    (panel,), label = plot._in_units(found, "wall-clock")
-    assert panel.lines[0].x[-1] == pytest.approx(30_100 / 3600) and label == "wall-clock hours"
-
-
-def test_metrics_that_are_no_shares_are_scaled_on_each_map_before_they_are_averaged(tmp_path):
-    make_study(tmp_path, rates=(0.001, 0.005), maps=("3m", "8m"), seeds=(1,))
-    found = curves.curve_panels(groups(load([tmp_path])), "test_return_mean", "steps", "mean")
-    assert [panel.normalised for panel in found] == [False, False, True]
-    assert found[2].lines[1].y[-1] == pytest.approx(1.0) and found[0].lines[1].y[-1] == pytest.approx(8.4)
-
-
 def test_a_seed_that_is_there_twice_counts_once(tmp_path):
     make_run(tmp_path / "long", seed=1)
     make_run(tmp_path / "short", (0.0, 1.0), seed=1)
     (group,), notes = curves.without_repeats(groups(load([tmp_path])))
     assert [run.label for run in group.runs] == ["long"]
     assert notes == ["qmix: the same map and seed again, left out: short"]
-
-
-def test_groups_with_another_card_are_marked(tmp_path):
-    make_run(tmp_path / "a", lr=0.001, seed=1)
-    make_run(tmp_path / "b", lr=0.002, seed=1, env_args__reward_sparse=True)
-    marked, notes = curves.incomparable(groups(load([tmp_path])))
-    assert len(marked) == 1 and notes[0].endswith("env_args.reward_sparse True, not the default")
 
 
 @pytest.mark.parametrize("kind", plot.KINDS)

@@ -187,15 +187,6 @@ def test_a_damaged_run_is_a_warning_and_jobs_that_failed_are_named(tmp_path, cap
     assert capsys.readouterr().err.count("\n") <= 1
 
 
-def test_a_folder_of_studies_names_the_failed_jobs_of_each(tmp_path):
-    for name in ("one", "two"):
-        make_study(tmp_path / name / "runs", rates=(0.001,), seeds=(1,))
-        jobs = [{"job": {"name": f"{name}_bad", "arm": "x"}, "state": "failed", "error": "no"}]
-        (tmp_path / name / "study.json").write_text(json.dumps({"jobs": jobs}))
-    text = "\n".join(report(tmp_path).lines)
-    assert "one_bad: failed: no" in text and "two_bad: failed: no" in text
-
-
 def test_the_page_of_a_results_file_is_beside_it(tmp_path, capsys):
     from omagd.lab.analysis.runs import load
     from omagd.lab.studies.executors import Job
