@@ -9,27 +9,14 @@ import numpy as np
 import pytest
 from many_runs import make_study
 from matplotlib import image
-from pictures import DRAWN
+from pictures import curves, evaluation
 
 from omagd.lab.analysis import curves as study_curves
 from omagd.lab.analysis import plot
 from omagd.lab.analysis.groups import groups
 from omagd.lab.analysis.runs import load
 from omagd.run.reporting import plots
-from omagd.run.reporting.plots import (
-    PANELS,
-    _lines,
-    _title,
-    curves,
-    evaluation,
-    panels_of_maps,
-    read_metrics,
-)
-
-
-@pytest.fixture(autouse=True)
-def drawn(monkeypatch):
-    monkeypatch.setattr(plots, "save", DRAWN)
+from omagd.run.reporting.plots import PANELS, _lines, _title, panels_of_maps, read_metrics
 
 
 def pixels(path):
