@@ -1,8 +1,9 @@
 """A process that starts the commands of one pytest process.
 
 `python src/main.py …` is forked from here, where its packages are loaded already: that saves each command some seconds
-and changes nothing else (arguments, variables, folder, session and exit code are its own). With `FORK_RANKS` in its
-environment its ranks are forked too. Every other command is executed as it is. Linux only.
+and changes nothing else (arguments, variables, folder, session and exit code are its own), except that pictures of
+curves are empty. With `FORK_RANKS` in its environment its ranks are forked too. Every other command is executed as it
+is. Linux only.
 """
 
 from __future__ import annotations
@@ -105,11 +106,14 @@ def _server(owner: int) -> tuple[subprocess.Popen, socket.socket]:
 
 def serve(connection: socket.socket) -> None:
     """Start what is asked for until the other side is gone; `reaper.py` ends what still runs then."""
+    from pictures import leave_pictures_empty
+
     import omagd.run.reporting.sacred_record  # noqa: F401 (imported here once, for all commands)
     from omagd.run.launch.processes import MODULES
 
     for name in MODULES:
         importlib.import_module(name)
+    leave_pictures_empty()
 
     at_start = _read_at_start(dict(os.environ))
     running: dict[int, tuple[int, int]] = {}  # pidfd -> process id, where its exit code goes

@@ -9,11 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import sc2_stand_in
 from command_harness import end_what_goes_on, train
+from pictures import leave_pictures_empty
 from reaper import watch_this_session
 
 # A shell that starts this suite in the background lets it, and all that it starts, ignore Ctrl-C; tests send that.
@@ -21,6 +23,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 watch_this_session()
+leave_pictures_empty()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -30,6 +33,12 @@ def pytest_runtest_makereport(item, call):
     if call.excinfo is not None and call.excinfo.errisinstance((subprocess.TimeoutExpired, TimeoutError)):
         said = f"{call.excinfo.value}: the load is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
         report.sections.append(("A limit of this test was too tight, or something hangs", said))
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files that start most processes: where files are dealt to workers, the last ones are short."""
+    started = Counter(item.path for item in items if item.get_closest_marker("processes"))
+    items.sort(key=lambda item: -started[item.path])
 
 
 @pytest.fixture(autouse=True)

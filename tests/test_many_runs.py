@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -252,12 +251,6 @@ def test_ranks_that_share_the_work_of_one_are_a_repetition_unless_they_scale_the
         write(f"scaled/{ranks}", ranks, config="qmix", lr_scaling="linear")
     assert differing(load([tmp_path / "scaled"]))["world_size"] == [1, 2]
     assert len(groups(load([tmp_path / "scaled"]))) == 2
-
-
-def test_load_runs_needs_no_torch(tmp_path):
-    make_run(tmp_path / "run")
-    code = f"import sys, omagd; omagd.load_runs({str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):

@@ -7,23 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from many_runs import STEPS, make_run, make_study
+from many_runs import make_study
 from matplotlib import image
+from pictures import curves, evaluation
 
 from omagd.lab.analysis import curves as study_curves
 from omagd.lab.analysis import plot
 from omagd.lab.analysis.groups import groups
 from omagd.lab.analysis.runs import load
 from omagd.run.reporting import plots
-from omagd.run.reporting.plots import (
-    PANELS,
-    _lines,
-    _title,
-    curves,
-    evaluation,
-    panels_of_maps,
-    read_metrics,
-)
+from omagd.run.reporting.plots import PANELS, _lines, _title, panels_of_maps, read_metrics
 
 
 def pixels(path):
@@ -171,11 +164,3 @@ def test_groups_have_one_colour_in_all_figures_and_their_bands(tmp_path):
     axis = figure_of([replace(panel, lines=tuple(many))], "curves", [str(i) for i in range(9)]).axes[0]
     looks = {(to_hex(line.get_color()), line.get_linestyle()) for line in axis.get_lines()}
     assert len(looks) == 9, "more groups than colours have other dashes"
-
-
-def test_the_part_that_not_all_seeds_reached_is_drawn_where_it_is(tmp_path):
-    make_run(tmp_path / "whole", (0.0, 0.2, 0.4, 0.6), seed=1)
-    make_run(tmp_path / "killed", (0.0, 0.4), seed=2)
-    (panel,) = study_curves.curve_panels(groups(load([tmp_path])), WON, "steps", None)
-    axis = figure_of([panel], "curves", ["qmix"]).axes[0]
-    assert [tuple(line.get_xdata()) for line in axis.get_lines()] == [STEPS[:2], STEPS[1:]]

@@ -1,6 +1,6 @@
 """Every registered learner on a simulated GPU: acting, reconstruction, updates, tests, saving and loading.
 
-All shipped configurations and all registered learners are tested.
+Shipped configurations of every kind and all registered learners are tested.
 """
 
 from __future__ import annotations

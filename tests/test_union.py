@@ -39,7 +39,10 @@ DEALINGS: dict[str, dict[str, Any]] = {
     "sharded": {"task_weights": {"2m_vs_1m": 2.0}},
     "queue": {"task_weights": {"3m_vs_2m": 0.5}},
 }
-CASES = [(preset, dealing) for preset in LEARNING for dealing in DEALINGS]
+CASES = [
+    ("hpn_mappo", "round_robin"), ("hpn_mappo", "queue"), ("hpn_qmix", "sharded"), ("rloo", "round_robin"),
+    ("rloo", "queue"),
+]  # fmt: skip
 
 
 def config_of(preset: str, dealing: str) -> Config:
@@ -101,7 +104,7 @@ def test_ranks_equal_one_process_with_all_that_they_played(preset, dealing, walk
         torch.testing.assert_close(states[0][name], value, atol=1e-10, rtol=0, msg=name)
     assert not equal(before, states[0]), "nothing was learned"
     if preset == "rloo":
-        assert sum(rank[preset, each][2] for rank in walks for each in DEALINGS), "no group was dropped"
+        assert sum(rank[case][2] for rank in walks for case in CASES if case[0] == preset), "no group was dropped"
 
 
 def test_every_learner_that_plays_sets_is_among_these():

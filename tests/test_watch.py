@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import time
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,12 +43,10 @@ def battles() -> Recording:
         ("skirmish", {"map_name": "3m,5m_vs_6m"}),
         ("snakes_3v3", {"obs": "entities", "sight": 4.0}),
         ("matrix_game", {}),
-        pytest.param("smax", {"map_name": "3m", "max_steps": 30}, marks=pytest.mark.skipif(
-            find_spec("jaxmarl") is None, reason="the extra [smax] is not installed")),
     ],
 )  # fmt: skip
 def test_a_recording_is_what_happens_when_its_actions_are_played_again(name, args):
-    recording, log, _ = play(name, episodes=2, slots=1 if name == "smax" else 2, **args)
+    recording, log, _ = play(name, episodes=2, **args)
     assert [episode.length for episode in recording.episodes] == [entry["length"] for entry in log]
     for episode, entry in zip(recording.episodes, log, strict=True):
         assert (episode.seed, episode.results["return"]) == (entry["seed"], entry["return"])
@@ -263,20 +260,19 @@ def test_a_video_needs_the_extra_and_has_all_moments(battles, tmp_path, capsys, 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("dark", "wide"), [(False, 1240), (True, 390)])
-def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path, dark, wide):
+def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path):
     page_file = tmp_path / "battle.html"
     page_file.write_text(formats.player_page(battles, agent=1), encoding="utf-8")
     last = battles.episodes[0].length
-    with opened(page_file, dark=dark, wide=wide) as (page, complaints):
+    with opened(page_file, dark=True, wide=390) as (page, complaints):
         page.locator("#clock", has_text="step").wait_for()
         text = lambda name: page.evaluate(f"document.getElementById('{name}').textContent")  # noqa: E731
         assert (text("clock"), page.evaluate("document.getElementById('agent').value")) == (f"step 0 / {last}", "1")
-        assert page.evaluate("document.documentElement.dataset.theme") == ("dark" if dark else "light")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
         for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowDown"):
             page.keyboard.press(key)
         assert text("clock") == f"step 1 / {last}" and text("belief").startswith("a2: what it sees and believes")
-        assert page.evaluate("document.documentElement.scrollWidth") <= wide
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
         canvas = "document.createElement('canvas').getContext('2d')"  # agents are round, opponents square
         corner = f"unit => {{ const c = {canvas}; shape(c, unit, [50, 50], 20); return c.isPointInPath(66, 66); }}"
         assert [page.evaluate(corner, unit) for unit in (0, 5)] == [False, True]
@@ -290,7 +286,7 @@ def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path, dar
         page.select_option("#episode", "1")
         assert text("clock") == f"step 0 / {battles.episodes[1].length}" and "<b>" in text("policy")
         page.click("#theme")
-        assert page.evaluate("document.documentElement.dataset.theme") == ("light" if dark else "dark")
+        assert page.evaluate("document.documentElement.dataset.theme") == "light"
         assert complaints == []
 
 

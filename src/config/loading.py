@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from omagd.config.checks import check, shorten, unknown_key, unusable, validation_messages
 from omagd.config.schema import ACTED_WITH, EXTENDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
 from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, foreign, unknown_name
+from omagd.utils.registry import installed
 from omagd.utils.storage import read_json
 
 # libyaml's loader where PyYAML was built with it: the same values, ten times as fast.
@@ -390,7 +391,7 @@ def config_names(kind: str) -> list[str]:
 
 def config_dirs() -> list[Path]:
     """Return the folders with `algs/` and `envs/`: this package's, then those of installed plug-ins."""
-    return [HERE, *(_plugin_dir(point) for point in entry_points(group=PLUGIN_GROUP))]
+    return [HERE, *(_plugin_dir(point) for point in installed(PLUGIN_GROUP))]
 
 
 def _plugin_dir(point: EntryPoint) -> Path:

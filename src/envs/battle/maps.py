@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from omagd.envs.battle.backend import Terrain
 from omagd.envs.battle.units import ARMY, UNIT_ID, UNITS
 from omagd.envs.task_sets import NAMED
 from omagd.utils.errors import UserError, nearest, unknown_name
+from omagd.utils.registry import installed
 
 # SMAC numbers the unit types of a map type from 0 in this order (`get_unit_type_id`), and sorts allies by it; not so in
 # SMACv2 (`*_gen`).
@@ -254,7 +255,7 @@ def is_custom(name: str) -> bool:
 
 def _custom_maps() -> Iterator[tuple[EntryPoint, str, Any]]:
     """Yield (entry point, name, parameters) of each map that installed packages add."""
-    for point in entry_points(group=GROUP):
+    for point in installed(GROUP):
         try:
             registry = point.load()
         except (ImportError, AttributeError) as error:

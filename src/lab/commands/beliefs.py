@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from omagd.utils.errors import UserError
@@ -16,7 +14,6 @@ from omagd.utils.writing import print_out
 if TYPE_CHECKING:
     from omagd.config.env_info import EnvInfo
     from omagd.config.schema import Config
-    from omagd.envs.protocol import BatchedEnv
     from omagd.learners.belief_metrics import Believer
     from omagd.utils.packing import PackedBatch
 
@@ -41,93 +38,66 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Play battles and print the table. Errors: UserError."""
-    run, episodes = options.reconstruction, options.episodes
+    run, episodes, words = options.reconstruction, options.episodes, options.words
     if not run:
         raise UserError("beliefs: name a run, as in: omagd beliefs --reconstruction results/<run>")
     if not episodes.isdecimal() or not 8 <= int(episodes) <= MOST_EPISODES:
         raise UserError(f"--episodes={episodes}: must be a number from 8 to {MOST_EPISODES:,}")
+    from omagd.run.cli.main import updates
     from omagd.run.reporting.report import aligned
+    from omagd.run.training.evaluate import evaluation_config
 
-    with stoppable(), _team(run, options.words, int(episodes)) as team:
-        rows = _rows(team.judged())
-        print_out("\n".join([team.title, *aligned(rows)]) + "\n")
+    words = words if not words or words[0] == "with" else ["with", *words]
+    config = evaluation_config(run, updates(words), "beliefs --reconstruction")
+    with stoppable():
+        title, table = _measured(config, int(episodes), f"--reconstruction={run}")
+    print_out("\n".join([title, *aligned(_rows(table))]) + "\n")
     return 0
 
 
-@dataclass
-class Team:
-    """A trained team in its environment, and what it believes.
-
-    Attributes:
-        episodes: battles that are measured, at least. counter: called with the number of episodes played.
-    """
-
-    env: BatchedEnv
-    config: Config
-    info: EnvInfo
-    policy: Any
-    believer: Believer
-    name: str
-    episodes: int
-    counter: Callable[[int], None]
-
-    @property
-    def title(self) -> str:
-        """What was measured, above the table."""
-        place = f"{self.info.name} {self.info.map_name}".strip()
-        return f"Error of position in cells (RMS), living units that an agent does not see: {place}, {self.name}"
-
-    def judged(self) -> dict[str, Any]:
-        """Return the table of what is believed, beside guesses that are fitted on other battles of the team."""
-        from omagd.learners.belief_baselines import fit_baselines
-        from omagd.learners.belief_metrics import judge
-        from omagd.utils.dist_utils import Dist
-
-        training = self._played("training", self.episodes)
-        validation = self._played("validation", -(-self.episodes // 4))
-        baselines = fit_baselines(lambda: training, lambda: validation, self.info, Dist())
-        return judge(self.believer, self._played("test", self.episodes), baselines, Dist())
-
-    def _played(self, purpose: str, wanted: int) -> list[PackedBatch]:
-        """Return at least `wanted` greedy episodes from starts of their own, in rounds of all slots."""
-        from omagd.runners.runner import Runner
-        from omagd.runners.starts import EpisodeSeeds
-        from omagd.utils.packing import pack_episodes
-
-        runner, batches = Runner(self.env, self.config, self.info, EpisodeSeeds(self.config.seed, purpose)), []
-        for _ in range(-(-wanted // self.env.n_slots)):
-            batches.append(pack_episodes(runner.run(self.policy, explore=None, full_obs=True).episodes))
-            self.counter(self.env.n_slots)
-        return batches
-
-
-@contextmanager
-def _team(run: str, words: list[str], episodes: int) -> Iterator[Team]:
-    """Build the environment, the team and what it believes. Errors: UserError."""
+def _measured(config: Config, episodes: int, source: str) -> tuple[str, dict[str, Any]]:
+    """Return what was measured, and the table of what a team believes beside guesses fitted on its other battles."""
     import torch
 
     from omagd.envs import REGISTRY
     from omagd.envs.factory import make_env
     from omagd.envs.protocol import MultiAgentEnv
+    from omagd.learners.belief_baselines import fit_baselines
+    from omagd.learners.belief_metrics import judge
     from omagd.run.checkpoint.weights import find_step_folder
-    from omagd.run.cli.main import updates
-    from omagd.run.training.evaluate import evaluation_config, load_mac, policy_name
+    from omagd.run.training.evaluate import load_mac, policy_name
+    from omagd.runners.runner import Runner
+    from omagd.runners.starts import EpisodeSeeds
+    from omagd.utils.dist_utils import Dist
+    from omagd.utils.packing import pack_episodes
 
-    source = f"--reconstruction={run}"
-    words = words if not words or words[0] == "with" else ["with", *words]
-    config = evaluation_config(run, updates(words), "beliefs --reconstruction")
     torch.set_num_threads(config.torch_threads)
     slots = min(config.batch_size_run if issubclass(REGISTRY.get(config.env), MultiAgentEnv) else SLOTS, episodes)
-    env = make_env(config.env, dict(config.env_args), slots, processes=False)
-    rounds = -(-episodes // slots)
-    with closing(env), closing(Progress(slots * (2 * rounds + -(-rounds // 4)), "episode", "beliefs")) as bar:
+    rounds, fewer = -(-episodes // slots), -(-episodes // (4 * slots))
+    with (
+        closing(make_env(config.env, dict(config.env_args), slots, processes=False)) as env,
+        closing(Progress(slots * (2 * rounds + fewer), "episode", "beliefs")) as bar,
+    ):
         info, step = env.info, find_step_folder(config.checkpoint_path, config.load_step)
         if info.layout is None or info.tasks:
             fix = "give one map" if info.tasks else f"env={info.name} has no list of units to be unseen"
             raise UserError(f"{source}: {fix}")
         mac = load_mac(config, info, torch.device("cpu"), step, source)
         believer = _believer(config, info, mac, step, source)
-        yield Team(env, config, info, mac, believer, policy_name(config, step), episodes, bar.update)
+
+        def played(purpose: str, rounds: int) -> list[PackedBatch]:
+            """Return greedy episodes from starts of their own, in rounds of all slots."""
+            runner, batches = Runner(env, config, info, EpisodeSeeds(config.seed, purpose)), []
+            for _ in range(rounds):
+                batches.append(pack_episodes(runner.run(mac, explore=None, full_obs=True).episodes))
+                bar.update(slots)
+            return batches
+
+        training, validation = played("training", rounds), played("validation", fewer)
+        baselines = fit_baselines(lambda: training, lambda: validation, info, Dist())
+        place, name = f"{info.name} {info.map_name}".strip(), policy_name(config, step)
+        title = f"Error of position in cells (RMS), living units that an agent does not see: {place}, {name}"
+        return title, judge(believer, played("test", rounds), baselines, Dist())
 
 
 def _believer(config: Config, info: EnvInfo, mac: Any, step: Any, source: str) -> Believer:

@@ -40,19 +40,12 @@ def _seconds(text: str) -> float:
 
 
 def only_word(words: Sequence[str], kind: str) -> str:
-    """Return the file of `study` or `sweep` (`kind`). Errors: UserError where it is missing or there are more words."""
+    """Return the file of a study or sweep (`kind`), or the folder after `status`. Errors: UserError for more words."""
     if len(words) != 1:
         raise UserError(
             f"{kind}: name one {kind} file, as in: omagd {kind} my_{kind}.yaml, or: omagd {kind} status FOLDER"
         )
     return words[0]
-
-
-def status_folder(words: Sequence[str], kind: str) -> Path:
-    """Return the folder of `study status` or `sweep status`. Errors: UserError as in `only_word`."""
-    if len(words) != 1:
-        raise UserError(f"{kind} status: name the folder of a {kind}, as in: omagd {kind} status results/my_{kind}")
-    return Path(os.path.expanduser(words[0]))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +107,7 @@ def _status(words: Sequence[str]) -> int:
     from omagd.lab.studies.state import StudyState
     from omagd.lab.studies.view import state_line, study_table
 
-    state = StudyState.read(status_folder(words, "study"))
+    state = StudyState.read(Path(os.path.expanduser(only_word(words, "study"))))
     who = state.leader()  # before the table: it says which runs still go on
     print_out(f"{study_table(state)}\n{state_line(state, 1)}; {who}\n")
     return 0

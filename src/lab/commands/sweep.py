@@ -1,16 +1,17 @@
-"""`omagd sweep FILE.yaml`: search the space of a sweep file, export it for W&B, or show how far a sweep is."""
+"""`omagd sweep FILE.yaml`: search the space of a sweep file, or show how far a sweep is."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omagd.lab.commands.study import add_common, continued, only_word, status_folder
+from omagd.lab.commands.study import add_common, continued, only_word
 from omagd.utils.errors import UserError
 from omagd.utils.signals import stoppable
-from omagd.utils.writing import print_out, print_warning, replace_file
+from omagd.utils.writing import print_out, print_warning
 
 if TYPE_CHECKING:
     from omagd.lab.studies.sweep_spec import Sweep
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sweep`."""
     add_common(parser, "sweep", "docs/sweeps.md")
-    parser.add_argument("--export-wandb", metavar="FILE", help="write the space as a W&B sweep file, and run nothing")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -30,8 +30,6 @@ def main(options: argparse.Namespace) -> int:
     from omagd.lab.studies.sweep_spec import load_sweep
 
     sweep = load_sweep(file, results=options.results, executor=options.executor)
-    if options.export_wandb is not None:
-        return _export(sweep, Path(options.export_wandb).expanduser())
     with stoppable():
         if options.dry_run:
             from omagd.lab.studies.estimate import estimate_sweep
@@ -50,22 +48,11 @@ def _run(sweep: Sweep) -> int:
     return 0 if found["best"] is not None else 1
 
 
-def _export(sweep: Sweep, path: Path) -> int:
-    from omagd.lab.studies.sweep_spec import wandb_file
-
-    try:
-        replace_file(path, wandb_file(sweep).encode())
-    except OSError as problem:
-        raise UserError(f"--export-wandb={path}: cannot be written ({problem.strerror}). Give another file") from None
-    print_out(f"{path}\nStart it: wandb sweep {path}\n")
-    return 0
-
-
 def _status(words: Sequence[str]) -> int:
     from omagd.lab.studies.state import StudyState
     from omagd.lab.studies.view import state_line
 
-    folder = status_folder(words, "sweep")
+    folder = Path(os.path.expanduser(only_word(words, "sweep")))
     try:
         table = (folder / "trials.md").read_text(encoding="utf-8")
     except (OSError, ValueError):

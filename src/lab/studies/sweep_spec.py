@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from omagd.config.checks import shorten
@@ -234,27 +233,3 @@ def _now(config: Config | None, key: str) -> Any:
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found
-
-
-def wandb_file(sweep: Sweep) -> str:
-    """Return the space as a W&B sweep file: one run per seed, since W&B does not average over seeds."""
-    values = {
-        "program": "omagd",
-        "command": ["python", "-m", "omagd", *sweep.words, "use_wandb=True", "${args_no_hyphens}"],
-        "method": "bayes",
-        "metric": {"name": sweep.file.metric, "goal": sweep.file.direction},
-        "run_cap": sweep.file.trials * len(sweep.seeds),
-        "parameters": {key: _wandb(each) for key, each in sweep.space.items()} | {"seed": {"values": [*sweep.seeds]}},
-    }
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _wandb(found: Any) -> dict[str, Any]:
-    if hasattr(found, "choices"):
-        return {"values": list(found.choices)}
-    whole = isinstance(found.low, int)
-    if found.step is not None and found.step != 1:  # W&B's steps are multiples of q, not low, low + q, …
-        return {"values": [found.low + i * found.step for i in range(round((found.high - found.low) / found.step) + 1)]}
-    kind = ("q_log_uniform_values" if whole else "log_uniform_values") if found.log else None
-    kind = kind or ("int_uniform" if whole else "uniform")
-    return {"distribution": kind, "min": found.low, "max": found.high}

@@ -193,7 +193,8 @@ def keys_named_by(parts: Collection[object]) -> set[str]:
         return set(OF_PARTS)
     names, found = {cls.__name__ for cls in classes}, set()
     for text in texts.values():
+        lines = text.split("\n")  # once: `ast.get_source_segment` would split the text for each node
         for node in ast.parse(text).body:
             if not isinstance(node, ast.ClassDef) or node.name in names:
-                found.update(re.findall(r"\bconfig\.(\w+)", ast.get_source_segment(text, node) or ""))
+                found.update(re.findall(r"\bconfig\.(\w+)", "\n".join(lines[node.lineno - 1 : node.end_lineno])))
     return found
