@@ -45,7 +45,7 @@ from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.runners.resident_runner import Captured, choose
-from omagd.runners.starts import EpisodeSeeds
+from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 
 WARM_UP = 3  # rounds

@@ -24,8 +24,7 @@ from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.runners.rollout import Rollout
-from omagd.runners.starts import EpisodeSeeds
+from omagd.runners.rollout import EpisodeSeeds, Rollout
 from omagd.utils.packing import RecordedEpisode
 
 CPU = torch.device("cpu")

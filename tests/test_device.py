@@ -17,8 +17,8 @@ from command_harness import MAIN
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
+from omagd.run.launchers import Plan
 from omagd.run.memory_budget import replay_bytes
-from omagd.run.topology import Plan
 from omagd.run.training import device
 from omagd.run.training.device import (
     check_machine,

@@ -28,8 +28,8 @@ from omagd.config.schema import Config
 from omagd.envs.sanity import MatrixGame
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch import launcher, watchdog
-from omagd.run.launch.group import naming_a_lost_rank
 from omagd.run.launch.launcher import Notes, verdict
+from omagd.run.launch.watchdog import naming_a_lost_rank
 from omagd.utils.dist_utils import Dist, Waits
 from omagd.utils.errors import RankFailed, UserError
 from omagd.utils.signals import Stopped

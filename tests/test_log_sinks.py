@@ -19,7 +19,7 @@ from sockets import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import assert_recorded_once, history, offline_files, records_in, rows_of
 
-from omagd.run.checkpoint.state import pack
+from omagd.run.checkpoint.store import pack
 from omagd.run.launch.launcher import Notes
 from omagd.run.launch.processes import Ranks
 from omagd.run.reporting import wandb_sink

@@ -20,8 +20,8 @@ from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.collection import shapers
+from omagd.runners.rollout import EpisodeSeeds
 from omagd.runners.runner import Runner
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Counters
 from omagd.utils.seeding import seed_everything

@@ -14,9 +14,8 @@ from graph_toys import toy_config, toy_episodes
 from omagd.controllers.scripted_mac import DividedPolicy
 from omagd.controllers.types import Decision
 from omagd.run.checkpoint.checkpointer import Checkpointer
-from omagd.run.training.session import Session
 from omagd.run.training.stages import pretraining
-from omagd.run.training.stages.base import PretrainedModules
+from omagd.run.training.stages.base import PretrainedModules, Session
 from omagd.run.training.stages.pretraining import PretrainStage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError

@@ -15,11 +15,11 @@ import pytest
 import torch
 from interruption import SAVED_AT, flip, json_of, plan_of, truncate
 
-from omagd.run.checkpoint import checkpointer, set_aside, writer
+from omagd.run.checkpoint import checkpointer, set_aside
 from omagd.run.checkpoint import store as checkpoint_store
+from omagd.run.checkpoint.checkpointer import CheckpointWriter
 from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.store import CheckpointStore
-from omagd.run.checkpoint.writer import CheckpointWriter
 from omagd.run.reporting.card import versions
 from omagd.utils import storage
 from omagd.utils.dist_utils import Dist
@@ -120,7 +120,7 @@ def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(run, mon
 
         monkeypatch.setattr(module, name, call)
 
-    for module in (checkpoint_store, writer, set_aside):
+    for module in (checkpoint_store, checkpointer, set_aside):
         record(module, "sync")
     record(Path, "rename")
     record(checkpoint_store, "write_json")

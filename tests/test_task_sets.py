@@ -21,10 +21,10 @@ from omagd.envs.protocol import BatchedEnv, ManyTasks, random_actions
 from omagd.envs.task_sets.sets import NAMED, TaskSet, task_set
 from omagd.envs.task_sets.task_set_env import TaskSetEnv
 from omagd.modules.agents import REGISTRY as AGENTS
-from omagd.run.checkpoint.state import pack, unpack
+from omagd.run.checkpoint.store import pack, unpack
 from omagd.run.cli.preflight import preflight
 from omagd.runners import REGISTRY
-from omagd.runners.starts import TaskStarts
+from omagd.runners.runner import TaskStarts
 from omagd.utils.errors import UserError
 
 SLOTS = 5

@@ -9,5 +9,5 @@ from omagd.utils.registry import Registry
 
 # A run mode is called as run(_run, config, log): Sacred's run, the resolved `Config`, a logging.Logger.
 REGISTRY: Registry[Callable[..., Any]] = Registry(
-    "run", "omagd.run", lazy={"default": "omagd.run.run:run", "ddp": "omagd.run.run_ddp:run"}
+    "run", "omagd.run", lazy=dict.fromkeys(("default", "ddp"), "omagd.run.run:run")
 )

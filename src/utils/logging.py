@@ -16,9 +16,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from omagd.utils.errors import visible
-from omagd.utils.storage import FolderGone
-from omagd.utils.writing import OUTPUT, STORAGE, AppendFile, drop_lost_output
+from omagd.utils.errors import drop_lost_output, visible
+from omagd.utils.storage import OUTPUT, STORAGE, AppendFile, FolderGone
 
 PACKAGE = "omagd"
 

@@ -8,10 +8,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, print_out
 from omagd.utils.logging import Progress
 from omagd.utils.signals import stoppable
-from omagd.utils.writing import print_out
 
 if TYPE_CHECKING:
     from omagd.config.env_info import EnvInfo
@@ -90,8 +89,8 @@ class Team:
 
     def _played(self, purpose: str, wanted: int) -> list[PackedBatch]:
         """Return at least `wanted` greedy episodes from starts of their own, in rounds of all slots."""
+        from omagd.runners.rollout import EpisodeSeeds
         from omagd.runners.runner import Runner
-        from omagd.runners.starts import EpisodeSeeds
         from omagd.utils.packing import pack_episodes
 
         runner, batches = Runner(self.env, self.config, self.info, EpisodeSeeds(self.config.seed, purpose)), []

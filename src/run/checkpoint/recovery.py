@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_file import EpisodeRange, load_range
+from omagd.components.episode_codec import EpisodeRange, load_range
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers import pretraining
 from omagd.run.checkpoint import store
@@ -25,7 +25,6 @@ from omagd.run.checkpoint.store import (
     read_saved,
 )
 from omagd.run.checkpoint.weights import AGENT_FILE, LEARNER_FILE, PREDICTOR_FILE, TOKENIZER_FILE
-from omagd.run.reporting.card import read_card, recorded_of, versions
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import OWN, RunFolder
@@ -251,12 +250,13 @@ class _Judged:
         return f"{found[0]} and {len(found) - 1} more file(s)" if len(found) > 1 else found[0] if found else ""
 
 
-def recover(folder: RunFolder, dist: Dist, config: Config) -> ResumePlan:
+def recover(folder: RunFolder, dist: Dist, config: Config, as_before: bool) -> ResumePlan:
     """Return what a run continues from. Changes nothing.
 
     Called on every rank; the ranks share the work of comparing checksums and get the same answer. The newest checkpoint
     is used if it is whole; else `resume` decides.
 
+    as_before: the last start had these ranks and versions; else its later output cannot be reproduced, and is kept.
     Errors: UserError, on all ranks, where something is there and `resume` does not allow to continue without it.
     """
     mode = config.resume
@@ -283,18 +283,8 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> ResumePlan:
     if found is None:
         raise _rejected(folder, mode, problems)
     older = bool(problems) or found.iteration < (completed or 0)
-    other = found.world_size != dist.world_size or _agreed(dist, _started_otherwise, folder, dist.world_size)
-    behind = older or found.kind != "exact" or other
+    behind = older or found.kind != "exact" or found.world_size != dist.world_size or not dist.broadcast(as_before)
     return ResumePlan(found, None, problems, behind, found.iteration, least, older)
-
-
-def _started_otherwise(folder: RunFolder, world_size: int) -> bool:
-    """Return whether the last start had other ranks or versions, which makes its later output impossible to reproduce.
-
-    Also True if there is no card.
-    """
-    facts = recorded_of(read_card(folder.path))
-    return not facts or (facts.get("ranks"), facts.get("versions")) != (world_size, versions())
 
 
 def _iteration(name: str) -> int:

@@ -41,8 +41,7 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE
 from omagd.utils.run_folder import FOLDER, RUN_FILE, RunFolder, rank_of, write_json
-from omagd.utils.storage import ABSENT, listed, make_folder, opened, read_entry, require_held, sync
-from omagd.utils.writing import atomic_file
+from omagd.utils.storage import ABSENT, atomic_file, listed, make_folder, opened, read_entry, require_held, sync
 
 OCCUPIED = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
 """Errors for a file in the place of a folder, or the other way round."""

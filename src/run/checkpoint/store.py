@@ -1,7 +1,7 @@
-"""The folder `checkpoints/` of a run. A checkpoint is complete or absent, and checked before use.
+"""What a checkpoint holds, and the folder `checkpoints/` of a run: a checkpoint is complete or absent, and checked.
 
     checkpoints/00000120/manifest.json          what belongs to it, with sizes and SHA-256; written last
-    checkpoints/00000120/common.th rank_0.th …  tensors and plain values
+    checkpoints/00000120/common.th rank_0.th …  tensors and plain values, which can be read without running code
     checkpoints/kept/…                          files that several checkpoints share: replayed episodes, trained modules
 
 A save is a folder `.<name>.<attempt>.partial` into which every rank writes its part and then `report_<rank>.json`; rank
@@ -19,19 +19,143 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from omagd.run.checkpoint.state import unpack
 from omagd.utils.run_folder import RunFolder, fingerprint, write_json
 from omagd.utils.storage import ABSENT, Unreadable, listed, patiently, read_json, sync
+
+Scope = Literal["shared", "rank"]
+"""`shared`: equal on all ranks, rank 0 writes it. `rank`: each rank writes and restores its own."""
+
+
+class Stateful(Protocol):
+    """An object that can be registered with a checkpointer.
+
+    An object of scope `rank` may also have `merge(states)`: where the number of ranks has changed, rank 0 calls it with
+    the states of all former ranks. Without it, and on the other ranks, the object stays as the stage made it.
+    """
+
+    def state_dict(self) -> Any:
+        """Return the state: nested dicts, lists and tuples of tensors, arrays, numbers, text, None."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Restore a state. Errors: KeyError, RuntimeError, TypeError, ValueError for one that does not fit."""
+
+
+class Group:
+    """Several objects that are registered under one name. members: by their own names."""
+
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        self.members = members
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by name."""
+        return {name: member.state_dict() for name, member in self.members.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore every member. Errors: KeyError where one is missing."""
+        for name, member in self.members.items():
+            member.load_state_dict(state[name])
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Merge what former ranks had into every member that can do that."""
+        for name, member in self.members.items():
+            if hasattr(member, "merge"):
+                member.merge([state[name] for state in states])
+
+
+class Attribute:
+    """One attribute of an object, with a plain value. owner: the object. name: of the attribute."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def state_dict(self) -> Any:
+        """Return the value."""
+        return getattr(self.owner, self.name)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Set the value."""
+        setattr(self.owner, self.name, state)
+
+
+def upgraded(shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shared state of a stage as this version reads it: earlier versions wrote none of these three."""
+    return {"health": [0, 0, 0], "opponents": {}, "tested": {}, **shared}
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """How a stage ended: `values` are its last and best numbers, `files` its artifacts by name."""
+
+    name: str
+    clock: dict[str, int]
+    values: dict[str, float]
+    files: dict[str, str]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+_ARRAY = "__ndarray__"
+
+
+def pack(tree: Any) -> Any:
+    """Return an independent copy of `tree`: tensors on the CPU, NumPy arrays as marked tensors.
+
+    tree: dicts, lists and tuples of tensors, arrays, numbers, text, bytes, None. Errors: TypeError for anything else.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, np.ndarray):
+        return {_ARRAY: torch.from_numpy(tree.copy())}
+    if isinstance(tree, np.generic):
+        return tree.item()
+    if isinstance(tree, Mapping):
+        return {pack(key): pack(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(pack(value) for value in tree)
+    if tree is None or type(tree) in {bool, int, float, str, bytes}:  # an enum is not: its class would be loaded
+        return tree
+    raise TypeError(f"{type(tree).__name__} has no place in a checkpoint")
+
+
+def unpack(tree: Any) -> Any:
+    """Return what `pack` was given: arrays are arrays again; tensors stay on the CPU."""
+    if isinstance(tree, Mapping):
+        if tree.keys() == {_ARRAY}:
+            return tree[_ARRAY].numpy()
+        return {key: unpack(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(unpack(value) for value in tree)
+    return tree
+
+
+def serialized(content: Mapping[str, Any]) -> bytes:
+    """Return tensors and plain values as the bytes of a file.
+
+    `torch.save` does not write the file itself: on a full disk it raises an error of another kind than OSError.
+    """
+    stream = io.BytesIO()
+    torch.save(dict(content), stream)
+    return stream.getvalue()
+
+
+def first_not_finite(tree: Any, path: str = "") -> str | None:
+    """Return the path of the first tensor in nested dicts and lists that is not finite, None if all are."""
+    if isinstance(tree, torch.Tensor):
+        return path if tree.is_floating_point() and not bool(tree.isfinite().all()) else None
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    found = (first_not_finite(value, f"{path}.{key}" if path else str(key)) for key, value in items)
+    return next((place for place in found if place is not None), None)
+
 
 FORMAT = 2
 """Of the manifest and the parts. 1 was `models/<t_env>/opt.th`, which `checkpoint_path` still reads."""

@@ -13,11 +13,10 @@ from torch import nn
 
 from omagd.learners.belief_loss import HEAD
 from omagd.learners.protocol import Trainable
-from omagd.run.checkpoint.state import first_not_finite, serialized
-from omagd.run.checkpoint.store import Damaged, read_part
+from omagd.run.checkpoint.store import Damaged, first_not_finite, read_part, serialized
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Counters
-from omagd.utils.writing import STORAGE
+from omagd.utils.storage import STORAGE
 
 AGENT_FILE, MIXER_FILE, LEARNER_FILE = "agent.th", "mixer.th", "opt.th"
 TOKENIZER_FILE, PREDICTOR_FILE = "tokenizer.th", "stage2_model.th"

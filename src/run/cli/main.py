@@ -23,14 +23,16 @@ from omagd.utils.errors import (
     RunFailed,
     UserError,
     collected,
+    drop_lost_output,
     exit_line,
     libraries_of,
     nearest,
+    print_out,
+    print_warning,
     visible,
 )
 from omagd.utils.plugins import explained, in_one_line
 from omagd.utils.signals import Stopped
-from omagd.utils.writing import drop_lost_output, print_out, print_warning
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config

@@ -12,7 +12,7 @@ from typing import Any
 from omagd.config.env_info import EnvInfo
 from omagd.config.messages import ArgsError
 from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
-from omagd.run.topology import Plan, make_plan
+from omagd.run.launchers import Plan, make_plan
 from omagd.utils.errors import Mistakes, Unreadable, UserError
 from omagd.utils.foreign import find_name
 from omagd.utils.plugins import in_one_line
@@ -149,7 +149,7 @@ def describe_env(config: Config) -> EnvInfo:
     from omagd.envs.factory import described_env, make_env
     from omagd.run.launch.watchdog import ended_if_hung
     from omagd.run.training.checks import check_args
-    from omagd.run.training.session import BUILDING, CLOSING
+    from omagd.run.training.stages.base import BUILDING, CLOSING
     from omagd.utils.dist_utils import Dist
     from omagd.utils.signals import stoppable
 

@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from omagd.run.memory_budget import resident_bytes
 from omagd.utils.dist_utils import Dist
 from omagd.utils.metrics import weighted_means
-from omagd.utils.storage import make_folder
-from omagd.utils.writing import STORAGE
+from omagd.utils.storage import STORAGE, make_folder
 
 Pairs = dict[str, tuple[float, float]]
 """(sum, count) by name, as `Metrics.add` takes them."""

@@ -22,9 +22,9 @@ from omagd.components.data import DataSource
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.envs.protocol import ManyTasks
-from omagd.run.training.session import Session
-from omagd.run.training.stages.base import Shaper
-from omagd.runners.starts import DealtStarts, EpisodeSeeds, StartPool, TaskStarts, next_in_turn
+from omagd.run.training.stages.base import Session, Shaper
+from omagd.runners.rollout import EpisodeSeeds
+from omagd.runners.runner import DealtStarts, StartPool, TaskStarts, next_in_turn
 from omagd.utils.dist_utils import Dist
 
 TOLERANCE = 0.05
