@@ -24,8 +24,9 @@ from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.runners.rollout import EpisodeSeeds, Rollout
+from omagd.runners.rollout import Rollout
 from omagd.utils.packing import RecordedEpisode
+from omagd.utils.seeding import EpisodeSeeds
 
 CPU = torch.device("cpu")
 FLAGS = {

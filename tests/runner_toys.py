@@ -18,9 +18,10 @@ from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.run.checkpoint.store import pack, serialized, unpack
 from omagd.runners import REGISTRY
-from omagd.runners.rollout import EpisodeSeeds, Rollout
+from omagd.runners.rollout import Rollout
 from omagd.runners.runner import Runner
 from omagd.utils.packing import Episode
+from omagd.utils.seeding import EpisodeSeeds
 
 LIMIT, AGENTS, ACTIONS = 9, 2, 4
 

@@ -27,8 +27,8 @@ from omagd.learners.nq_learner import NQLearner
 from omagd.run.checkpoint import checkpointer as snapshot_writer
 from omagd.run.checkpoint import store as checkpoint_store
 from omagd.run.checkpoint.checkpointer import Checkpointer
-from omagd.run.checkpoint.set_aside import whole_state
 from omagd.run.checkpoint.store import folders, read_checkpoint
+from omagd.run.checkpoint.weights import whole_state
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.memory_budget import resident_bytes

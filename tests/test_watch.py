@@ -26,10 +26,10 @@ from omagd.run.cli.main import main
 from omagd.run.recording import WRITERS
 from omagd.run.recording.recording import Recording, save_recording
 from omagd.run.reporting.log_sinks import make_logger
-from omagd.runners.rollout import EpisodeSeeds
 from omagd.runners.runner import Runner
 from omagd.utils.errors import UserError
 from omagd.utils.logging import RunFacts
+from omagd.utils.seeding import EpisodeSeeds
 
 
 @pytest.fixture(scope="module")

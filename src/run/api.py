@@ -27,9 +27,9 @@ from omagd.run.training import build
 from omagd.run.training.checks import require_same_map
 from omagd.run.training.evaluate import load_mac
 from omagd.run.training.stages.base import PretrainedModules
-from omagd.runners.rollout import EpisodeSeeds
 from omagd.utils.errors import UserError, unknown_name
 from omagd.utils.run_folder import RunFolder
+from omagd.utils.seeding import EpisodeSeeds
 
 
 class Team(Protocol):

@@ -14,8 +14,8 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
 from omagd.envs.protocol import BatchedEnv
-from omagd.runners.rollout import EpisodeSeeds, Origins, Recorder, Rollout, RolloutLoop, do_nothing
-from omagd.utils.seeding import stream_seed
+from omagd.runners.rollout import Recorder, Rollout, RolloutLoop, do_nothing
+from omagd.utils.seeding import EpisodeSeeds, Origins, stream_seed
 
 ENDLESS = 2**62
 

@@ -89,9 +89,9 @@ class Team:
 
     def _played(self, purpose: str, wanted: int) -> list[PackedBatch]:
         """Return at least `wanted` greedy episodes from starts of their own, in rounds of all slots."""
-        from omagd.runners.rollout import EpisodeSeeds
         from omagd.runners.runner import Runner
         from omagd.utils.packing import pack_episodes
+        from omagd.utils.seeding import EpisodeSeeds
 
         runner, batches = Runner(self.env, self.config, self.info, EpisodeSeeds(self.config.seed, purpose)), []
         for _ in range(-(-wanted // self.env.n_slots)):

@@ -30,8 +30,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from omagd.config.env_info import map_label
 from omagd.config.loading import read_saved, validate
 from omagd.config.schema import COMPONENT_ARGS, REMOVED, Config
-from omagd.run.checkpoint.set_aside import CONTINUED, continue_whole, free_finished
-from omagd.run.checkpoint.store import SAVED, digest
+from omagd.run.checkpoint.store import SAVED, digest, free_finished
+from omagd.run.checkpoint.weights import CONTINUED, continue_whole
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import PACKAGE, duration, setup_logging
 from omagd.utils.run_folder import (

@@ -14,13 +14,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import math
+import os
 import re
 import shutil
 import stat
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,8 +32,9 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from omagd.utils.run_folder import RunFolder, fingerprint, write_json
-from omagd.utils.storage import ABSENT, Unreadable, listed, patiently, read_json, sync
+from omagd.utils.logging import PACKAGE
+from omagd.utils.run_folder import FOLDER, RUN_FILE, RunFolder, fingerprint, write_json
+from omagd.utils.storage import ABSENT, Unreadable, listed, opened, patiently, read_entry, read_json, sync
 
 Scope = Literal["shared", "rank"]
 """`shared`: equal on all ranks, rank 0 writes it. `rank`: each rank writes and restores its own."""
@@ -161,6 +164,7 @@ FORMAT = 2
 """Of the manifest and the parts. 1 was `models/<t_env>/opt.th`, which `checkpoint_path` still reads."""
 
 MANIFEST, SAVED = "manifest.json", "saved.json"
+LOG = logging.getLogger(PACKAGE)
 NUMBERS = re.compile(r"[0-9]+(_[0-9]+)?")
 
 
@@ -372,6 +376,11 @@ def note_saved(folder: RunFolder, iteration: int) -> None:
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Stage = Literal["stage1", "stage2", "stage3"]
 LONGEST_NAME = 255
+STAGES = ("stage1", "stage2", "stage3")
+EVER = float("inf")
+Position = tuple[int, float]
+"""A stage's place among the three, and its clock: epochs, or environment steps in stage 3."""
+
 PLAIN = re.compile(r"[^./][^/]*/[^./][^/]*")
 
 
@@ -496,3 +505,59 @@ def _is_inside(name: str) -> bool:
     """Return whether a name is `<folder>/<file>`, both plain and of a length that a disk takes."""
     sizes = [len(part.encode(errors="replace")) for part in name.split("/")]
     return bool(PLAIN.fullmatch(name)) and name.isprintable() and max(sizes) <= LONGEST_NAME
+
+
+def link(source: Path, target: Path) -> None:
+    """Link a file that is never changed to another place; copy it if the disk has no hard links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        if not target.exists():
+            shutil.copy2(source, target)
+            sync(target)
+
+
+EPISODES = ".episodes"
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Return whether a run has ended and written everything."""
+    return bool(read_entry(folder.path / RUN_FILE).get("finished"))
+
+
+def free_replay(folder: RunFolder, remove: bool = True) -> tuple[int, int]:
+    """Remove the episodes of a finished run's checkpoints; return the number of files and the bytes that this frees.
+
+    Every folder is opened by its name in the one before, following no links. A file that another run shares by a hard
+    link frees nothing. remove: False only counts. Errors: OSError.
+    """
+    files = size = 0
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(opened(folder.path, FOLDER))
+            for name in ("checkpoints", "kept"):
+                handle = stack.enter_context(opened(name, FOLDER, handle))
+        except ABSENT:
+            return 0, 0
+        for name in sorted(os.listdir(handle)):
+            about = os.stat(name, dir_fd=handle, follow_symlinks=False)
+            if not name.endswith(EPISODES) or not stat.S_ISREG(about.st_mode):
+                continue
+            files, size = files + 1, size + about.st_size * (about.st_nlink == 1)
+            if remove:
+                os.unlink(name, dir_fd=handle)
+    return files, size
+
+
+def free_finished(folder: RunFolder) -> None:
+    """Remove the replay of a run that has just finished, and log how much that frees."""
+    try:
+        size = free_replay(folder)[1]
+    except OSError as problem:
+        LOG.warning(f"the replay of the finished run stays in its checkpoints: {problem}")
+        return
+    if size:
+        LOG.info(f"freed {size / 1e6:.1f} MB: the replay in the checkpoints (keep_checkpoints=True keeps it)")

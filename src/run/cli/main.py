@@ -179,7 +179,7 @@ def _main(argv: list[str]) -> int:
 
         print_out(f"omagd {__version__}\n")
     elif options.list:
-        from omagd.run.cli.listing import listing
+        from omagd.run.cli.preflight import listing
 
         print_out(listing())
     else:
@@ -253,7 +253,7 @@ def _run(
         for line in checked.warnings:
             print_warning(line)
     if options.dry_run:
-        from omagd.run.cli.listing import resolved
+        from omagd.run.cli.preflight import resolved
 
         print_out(resolved(config, checked))
         return

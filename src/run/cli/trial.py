@@ -17,13 +17,13 @@ from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import OF_PARTS, Config, recording
 from omagd.run.checkpoint.resuming import identity_of
-from omagd.run.checkpoint.set_aside import whole_state
 from omagd.run.checkpoint.weights import (
     PREDICTOR_FILE,
     find_step_folder,
     load_file,
     load_into,
     load_learner,
+    whole_state,
 )
 from omagd.run.training.build import (
     build_plain_mac,

@@ -14,9 +14,8 @@ import torch
 from omagd.config.schema import Config
 from omagd.learners.protocol import learner_class, updates_per_iteration
 from omagd.modules.graph_reconstructers import pretraining
-from omagd.run.checkpoint.recovery import ResumePlan, recover
+from omagd.run.checkpoint.recovery import ResumePlan, cut_back, recover
 from omagd.run.checkpoint.resuming import rank_at_work
-from omagd.run.checkpoint.set_aside import cut_back
 from omagd.run.checkpoint.store import StageResult
 from omagd.run.launchers import ranks_here
 from omagd.run.memory_budget import memory_warnings, oom_hint
