@@ -20,7 +20,7 @@ from omagd.run.checkpoint.store import sealed
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting import plots
-from omagd.run.reporting.card import read_card, recorded_of
+from omagd.run.reporting.card import is_of, read_card
 from omagd.run.training.build import build_session
 from omagd.run.training.stages.base import PretrainedModules, Stage
 from omagd.run.training.stages.rl import RLStage
@@ -147,7 +147,7 @@ class TornRun(RunFolder):
 def plan_of(folder: RunFolder, *words: str, dist: object = None) -> ResumePlan:
     """Return what a start with `COMMAND` would continue from."""
     dist = dist or Dist()
-    as_before = recorded_of(read_card(folder.path)).get("ranks") == dist.world_size
+    as_before = is_of(read_card(folder.path), dist.world_size)
     return recover(folder, dist, config_from([*COMMAND, *words]), as_before)
 
 

@@ -29,11 +29,7 @@ from omagd.run.launchers import (
 )
 from omagd.utils import dist_utils
 from omagd.utils.dist_utils import (
-    cleanup_distributed,
     open_rendezvous,
-    setup_distributed,
-    unwrap_model,
-    wrap_model_ddp,
 )
 from omagd.utils.errors import UserError
 
@@ -290,30 +286,3 @@ def test_without_an_agent_rank_0_holds_the_store_at_the_given_address():
     for member in [subprocess.Popen(command, env={**env, "RANK": rank}, **pipes) for rank in "01"]:
         out, err = member.communicate(timeout=60)
         assert (member.returncode, out) == (0, "{'127.0.0.1'}\n"), err
-
-
-class Branches(torch.nn.Module):
-    """A module that does not use one of its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x).sum()
-
-
-def test_the_documented_functions_work_without_a_gpu_by_their_defaults(machine, monkeypatch):
-    machine(0)
-    for name in GROUP:
-        monkeypatch.delenv(name)
-    setup_distributed(0, 1, port=str(free_port()))
-    try:
-        assert torch.distributed.get_backend() == "gloo"
-        wrapped = wrap_model_ddp(Branches(), 0)
-        for _ in range(2):  # without `find_unused_parameters` the second forward fails
-            wrapped(torch.ones(3, 2)).backward()
-        assert unwrap_model(wrapped).used.weight.grad.tolist() == [[6.0, 6.0]]
-        assert wrapped.find_unused_parameters
-    finally:
-        cleanup_distributed()

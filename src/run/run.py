@@ -25,17 +25,12 @@ from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json, make_token
 from omagd.utils.storage import OUTPUT, STORAGE, patiently, read_entry
 
 
-def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
-    """Train as the configuration says; with one device or `use_ddp=False`, `run=ddp` is the same as `run=default`.
+def run(_run: Any, _config: Mapping[str, Any] | Config, _log: Any = None) -> dict[str, Any]:
+    """Run once, or once for each of `seeds`; print the results and return them.
 
     Args:
         _run: Sacred's run, or None. _config: the resolved configuration. _log: Sacred's logger.
     """
-    return run_seeds(_run, _config)
-
-
-def run_seeds(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
-    """Run once, or once for each of `seeds`; print the results and return them."""
     try:
         return _run_all(_run, _config)
     finally:

@@ -199,8 +199,16 @@ class Dist:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.waits.note)
         self.waits.entered += 1
-        with _exchange(self.waits):
-            return wrap_model_ddp(module, self.device.index, find_unused_parameters=False, bucket_cap_mb=bucket_cap_mb)
+        with _exchange(self.waits), warnings.catch_warnings():
+            # torch 2.13 warns about a new name for this flag, which older supported versions do not have.
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+            return DistributedDataParallel(
+                module,
+                device_ids=[self.device.index] if next(module.parameters()).device.type == "cuda" else None,
+                broadcast_buffers=False,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,
+            )
 
     def backward(self, loss: Tensor, wrapped: nn.Module) -> None:
         """Compute the gradients of `loss`, an output of `wrapped`.
@@ -342,51 +350,3 @@ def abort_distributed(patience: float = 5.0) -> None:
     thread = threading.Thread(target=abort, name="abort", daemon=True)
     thread.start()
     thread.join(patience)
-
-
-def get_rank() -> int:
-    """Return this process's rank, 0 outside a group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def get_world_size() -> int:
-    """Return the number of ranks, 1 outside a group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def is_main_process() -> bool:
-    """Return whether this process is rank 0."""
-    return get_rank() == 0
-
-
-def reduce_mean(tensor: Tensor) -> Tensor:
-    """Return the mean of `tensor` over all ranks."""
-    size = get_world_size()
-    return Dist(world_size=size).sum(tensor) / size if size > 1 else tensor
-
-
-def wrap_model_ddp(
-    model: nn.Module, device_id: int | None, find_unused_parameters: bool = True, *, bucket_cap_mb: float = 25.0
-) -> nn.Module:
-    """Wrap `model` in DDP, which synchronises gradients but not buffers.
-
-    device_id: GPU of the model; ignored for a model on a CPU. find_unused_parameters: allow parameters that a forward
-        does not use, at the cost of a search in each one.
-    """
-    on_gpu = device_id is not None and next(model.parameters()).device.type == "cuda"
-    with warnings.catch_warnings():
-        # torch 2.13 warns about a new name for this flag, which older supported versions do not have.
-        warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
-        return DistributedDataParallel(
-            model,
-            device_ids=[device_id] if on_gpu else None,
-            broadcast_buffers=False,
-            find_unused_parameters=find_unused_parameters,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=True,
-        )
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the module without DDP, whose state has no `module.` prefix."""
-    return model.module if isinstance(model, DistributedDataParallel) else model

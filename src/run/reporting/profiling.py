@@ -29,14 +29,14 @@ class Phases:
     Work with its own timer (waiting for ranks, the reconstructor) is added by `watch` and subtracted from its phase.
 
     Args:
-        synchronise: called before every reading of the clock, to wait for an asynchronous device.
         mark: opens a named context around every phase, such as a profiler's annotation.
+
+    Attributes:
+        synchronise: called before every reading of the clock, to wait for an asynchronous device.
     """
 
-    def __init__(
-        self, synchronise: Callable[[], None] = lambda: None, mark: Callable[[str], Any] = nullcontext
-    ) -> None:
-        self.synchronise = synchronise
+    def __init__(self, mark: Callable[[str], Any] = nullcontext) -> None:
+        self.synchronise: Callable[[], None] = lambda: None
         self.mark = mark
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[str] = []

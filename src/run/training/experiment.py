@@ -24,13 +24,12 @@ from omagd.run.reporting.card import (
     beside_one_rank,
     changed_versions,
     final_card,
+    is_of,
     made_by,
     make_card,
     read_card,
-    recorded_of,
     resumed,
     start_lines,
-    versions,
     versions_of,
 )
 from omagd.run.reporting.log_sinks import make_logger
@@ -189,9 +188,7 @@ def _resume_plan(config: Config, dist: Dist, folder: RunFolder, before: Card | N
     """Return what the run continues from, after its files have been cut back to it. before: card of the last start."""
     if config.evaluate or not config.enable_checkpointing:
         return ResumePlan()
-    last = recorded_of(before)
-    as_before = (last.get("ranks"), last.get("versions")) == (dist.world_size, versions())
-    return cut_back(folder, dist, recover(folder, dist, config, as_before))
+    return cut_back(folder, dist, recover(folder, dist, config, is_of(before, dist.world_size)))
 
 
 def _with_weights(config: Config, plan: ResumePlan) -> Config:
