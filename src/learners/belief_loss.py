@@ -207,6 +207,11 @@ def heads_of(belief: BeliefLoss | None) -> dict[str, nn.Module]:
     return {} if belief is None else {HEAD: belief.head}
 
 
+def moments_of(belief: BeliefLoss | None) -> dict[str, Tensor]:
+    """Return the head's moments by their key in a learner's state, if there is one."""
+    return {} if belief is None else {"belief": belief.moments}
+
+
 class HeadBeliefs:
     """What the head believes in the episodes of a batch, for the metrics of belief_metrics.py.
 

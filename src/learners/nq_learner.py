@@ -16,7 +16,7 @@ from omagd.components.td_lambda import batch_targets
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import BeliefCases, belief_loss, counts, heads_of
+from omagd.learners.belief_loss import BeliefCases, belief_loss, counts, heads_of, moments_of
 from omagd.learners.fixed_updates import FixedUpdates
 from omagd.learners.protocol import Data, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, copy_if_finite, lr_scale
@@ -224,8 +224,7 @@ class NQLearner(SavesParts):
     def saved(self) -> dict[str, Any]:
         """Return optimizer, target networks and the belief head's moments, by their keys in `state_dict`."""
         targets = {"target_agent": self.target_agent, "target_mixer": self.target_mixer}
-        head = {} if self.belief is None else {"belief": self.belief.moments}
-        return {"optimizer": self.optimizer, **targets, **head}
+        return {"optimizer": self.optimizer, **targets, **moments_of(self.belief)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: the parts of `saved`, and counters."""

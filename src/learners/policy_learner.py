@@ -25,7 +25,7 @@ from omagd.components.action_selectors import LOG_PROB
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import BeliefCases, belief_loss, counts, heads_of
+from omagd.learners.belief_loss import BeliefCases, belief_loss, counts, heads_of, moments_of
 from omagd.learners.protocol import Data, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules import agents
@@ -392,7 +392,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     def saved(self) -> dict[str, Any]:
         """Return the optimizer and the belief head's moments, by their keys in `state_dict`."""
-        return {"optimizer": self.optimizer, **({"belief": self.belief.moments} if self.belief is not None else {})}
+        return {"optimizer": self.optimizer, **moments_of(self.belief)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: the optimizer and the numbers of steps."""
