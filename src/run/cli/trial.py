@@ -53,15 +53,16 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
     whole: tuple[Path, dict[str, Any]] | None = None
     folder: Path | None = None
     with found.caught(), in_one_line():
-        whole = whole_state(config, lambda found: (found.path, found.common()))
-        if whole is not None:
-            _require_same_maps(config, info, whole[0].parents[1])
-        elif config.checkpoint_path:
-            folder = find_step_folder(config.checkpoint_path, config.load_step)
-            load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
-            if config.evaluate:
-                load_pretrained(of_checkpoint(config, folder), info, cpu)
-                runners.REGISTRY.get(config.runner).check(config)
+        if config.checkpoint_path:
+            whole = whole_state(config, lambda found: (found.path, found.common()))
+            if whole is not None:
+                _require_same_maps(config, info, whole[0].parents[1])
+            else:
+                folder = find_step_folder(config.checkpoint_path, config.load_step)
+                load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
+                if config.evaluate:
+                    load_pretrained(of_checkpoint(config, folder), info, cpu)
+                    runners.REGISTRY.get(config.runner).check(config)
     if config.evaluate:
         return ("evaluate",), None
     with found.caught(), in_one_line():
