@@ -40,10 +40,10 @@ from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.runners.runner import ParallelRunner
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch
+from omagd.utils.seeding import EpisodeSeeds
 
 SMALL = {"last_seen": True, "code_features": True, "dropout": 0.0}
 # d_model, n_layers, n_heads, feedforward_dim

@@ -23,9 +23,8 @@ import yaml
 from omagd.config.env_info import EnvInfo
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, Observation
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.metrics import Every
-from omagd.utils.seeding import seed_everything
+from omagd.utils.seeding import EpisodeSeeds, seed_everything
 
 TEST_SLOTS = 128
 

@@ -45,8 +45,8 @@ from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.runners.resident_runner import Captured, choose
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
+from omagd.utils.seeding import EpisodeSeeds
 
 WARM_UP = 3  # rounds
 TICKS = 100  # of a round of battles without agents

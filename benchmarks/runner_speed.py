@@ -45,7 +45,7 @@ from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.envs.protocol import random_actions
 from omagd.envs.smac import make_smac
 from omagd.runners import REGISTRY
-from omagd.runners.starts import EpisodeSeeds
+from omagd.utils.seeding import EpisodeSeeds
 
 OURS = ("skirmish", "reference", "smax")
 COLOURS = {

@@ -15,7 +15,7 @@ import time
 import torch
 
 from omagd.run.cli.main import config_from
-from omagd.run.topology import make_plan
+from omagd.run.launchers import make_plan
 from omagd.utils.dist_utils import Dist, cleanup_distributed, setup_distributed
 
 SMALL, LARGE = 1, 4 << 20

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from omagd.run.launch.processes import temporary_folder
-from omagd.utils.writing import APPEND, STORAGE, AppendFile
+from omagd.utils.storage import APPEND, STORAGE, AppendFile
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 # nohup has it ignored, and so do those that this process starts.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from omagd.config.schema import Config
-from omagd.run.checkpoint import writer
+from omagd.run.checkpoint import checkpointer
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.recovery import ResumePlan, recover
 from omagd.run.checkpoint.resuming import RunLock, locked_folder
@@ -20,6 +20,7 @@ from omagd.run.checkpoint.store import sealed
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting import plots
+from omagd.run.reporting.card import is_of, read_card
 from omagd.run.training.build import build_session
 from omagd.run.training.stages.base import PretrainedModules, Stage
 from omagd.run.training.stages.rl import RLStage
@@ -139,13 +140,15 @@ class TornRun(RunFolder):
         path = self.checkpoint_folders[0] / f"{part}.th"
         state = torch.load(path, weights_only=True)
         change(state)
-        entry = {f"{path.parent.name}/{path.name}": writer.write_part(path, state)}
+        entry = {f"{path.parent.name}/{path.name}": checkpointer.write_part(path, state)}
         change_manifest(path.parent, files=manifest_of(path.parent)["files"] | entry)
 
 
 def plan_of(folder: RunFolder, *words: str, dist: object = None) -> ResumePlan:
     """Return what a start with `COMMAND` would continue from."""
-    return recover(folder, dist or Dist(), config_from([*COMMAND, *words]))
+    dist = dist or Dist()
+    as_before = is_of(read_card(folder.path), dist.world_size)
+    return recover(folder, dist, config_from([*COMMAND, *words]), as_before)
 
 
 def json_of(path: Path) -> dict:

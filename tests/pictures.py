@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from omagd.run.reporting import plots
-from omagd.utils.writing import STORAGE
+from omagd.utils.storage import STORAGE
 
 curves, evaluation = plots.curves, plots.evaluation  # as they are drawn
 

@@ -19,7 +19,7 @@ from omagd.config.schema import Config
 from omagd.controllers.types import Exploration
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.learners.protocol import records_full_obs
-from omagd.run.checkpoint.state import pack
+from omagd.run.checkpoint.store import pack
 from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.tasks import episode_starts

@@ -22,7 +22,7 @@ from omagd.modules.graph_reconstructers.belief_head import new_head
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.run.training.stages.health import held_in_common
+from omagd.run.training.stages.base import held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
 
@@ -77,8 +77,6 @@ def foggy(episode: dict[str, Tensor], dead: bool = True, sight: float = 0.8) -> 
 
 class HalvingReconstructor(Reconstructor):
     """Replaces the real one: halves what is seen; negative numbers among the first N features mark guessed nodes."""
-
-    new_predictor = None
 
     def __init__(self) -> None:
         super().__init__(LAYOUT, torch.device("cpu"))

@@ -25,8 +25,8 @@ from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.runners.rollout import Rollout
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.packing import RecordedEpisode
+from omagd.utils.seeding import EpisodeSeeds
 
 CPU = torch.device("cpu")
 FLAGS = {

@@ -16,12 +16,12 @@ from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.run.checkpoint.state import pack, serialized, unpack
+from omagd.run.checkpoint.store import pack, serialized, unpack
 from omagd.runners import REGISTRY
 from omagd.runners.rollout import Rollout
 from omagd.runners.runner import Runner
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.packing import Episode
+from omagd.utils.seeding import EpisodeSeeds
 
 LIMIT, AGENTS, ACTIONS = 9, 2, 4
 

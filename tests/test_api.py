@@ -490,6 +490,6 @@ def test_a_loaded_policy_acts_as_the_runs_own_controller(run, request):
 
 
 def test_the_function_omagd_run_has_the_modules_of_its_package():
-    import omagd.run.topology as topology
+    import omagd.run.launchers as topology
 
-    assert omagd.run.topology is topology and callable(omagd.run)
+    assert omagd.run.launchers is topology and callable(omagd.run)

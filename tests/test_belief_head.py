@@ -36,10 +36,10 @@ from omagd.run.training.build import PretrainedModules, build_mac
 from omagd.run.training.evaluate import evaluation_config, load_mac
 from omagd.runners import REGISTRY as RUNNERS
 from omagd.runners.runner import Runner
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
+from omagd.utils.seeding import EpisodeSeeds
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

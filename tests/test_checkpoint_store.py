@@ -14,20 +14,20 @@ import pytest
 import torch
 
 from omagd.config.loading import resolve
-from omagd.run.checkpoint.checkpointer import Checkpointer
+from omagd.run.checkpoint.checkpointer import Checkpointer, CheckpointWriter
 from omagd.run.checkpoint.recovery import RecoveredState, ResumePlan
-from omagd.run.checkpoint.state import pack, unpack
 from omagd.run.checkpoint.store import (
     Checkpoint,
     CheckpointStore,
     Damaged,
     clean,
     folders,
+    pack,
     read_checkpoint,
     read_part,
     sealed,
+    unpack,
 )
-from omagd.run.checkpoint.writer import CheckpointWriter
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from interruption import COMMAND
 
-from omagd.run.checkpoint.run_lock import take
+from omagd.run.checkpoint.resuming import take
 from omagd.run.cli.main import main
 
 

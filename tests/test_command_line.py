@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import yaml
 from command_budgets import BUDGETS
-from command_harness import run_command
 
 from omagd.config.loading import resolve, to_plain
 from omagd.run import run as run_module
@@ -189,25 +188,6 @@ def test_a_wrong_path_or_value_hides_no_other_mistake(capsys, empty_folder):
     starts = ("checkpoint_path", "pretrained_tokenizer_path", "pretrain_buffer_path", "learner", "belief_loss")
     lines = capsys.readouterr().err.splitlines()
     assert sorted(line.split("=")[0] for line in lines) == sorted(f"error: {key}" for key in starts), lines
-
-
-@pytest.mark.parametrize(
-    ("typed", "hint", "never"),
-    [
-        ("with map_name=5m_vs_6m", "'env_args.map_name'", "'name'"),
-        ("with learning_rate=1", "'lr'", "learner"),
-        ("with n_envs=8", "'batch_size_run'", "'env'"),
-        ("with hiden=8", "--dry-run", "Did you mean"),
-        ("with env=smac", "'sc2'", "'smax'"),
-        ("--config=coma", "not available here", "'omagd'"),
-        ("--config=qmix with seeds=[]", "seeds=[]", "Did you mean"),
-        ("--config=qmix with name=5m_vs_6m", "env_args.map_name=5m_vs_6m", "Did you mean"),
-    ],
-)
-def test_hints_are_what_a_word_is_here_or_nothing(typed, hint, never, capsys):
-    assert main([*typed.split(), "--dry-run"]) == 2
-    err = capsys.readouterr().err
-    assert hint in err and never not in err.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -386,13 +366,3 @@ def test_a_run_in_a_terminal_ends_without_a_traceback(empty_folder):
     os.close(outer)
     assert run.returncode == 0 and b"Completed after" in shown
     assert shown.rstrip().decode().splitlines()[-1].partition("]")[2].startswith(" Completed after")
-
-
-@pytest.mark.processes
-def test_a_run_without_numba_says_so_once(empty_folder):
-    """One line, and not one from every rank, of a mixer so large that kernels would compute it."""
-    words = "--config=qmix --env-config=matrix_game with run=ddp world_size=2 learner=nq_learner_ddp".split()
-    ended = run_command(
-        [sys.executable, str(MAIN), *words, *BUDGETS, "hypernet_embed=16384"], empty_folder, NUMBA_DISABLE_JIT="1"
-    )
-    assert ended.text.count("Numba is switched off by NUMBA_DISABLE_JIT") == 1

@@ -18,7 +18,7 @@ from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.mixers import REGISTRY as MIXERS
-from omagd.run.training.stages.health import check_replicas, held_in_common
+from omagd.run.training.stages.base import check_replicas, held_in_common
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 

@@ -15,8 +15,8 @@ from omagd.controllers.ddpg_mac import draw, softmax
 from omagd.controllers.types import Exploration, Tick
 from omagd.envs.protocol import Observation
 from omagd.learners.ddpg_learner import straight_through
-from omagd.run import topology
-from omagd.run.training.stages.health import held_in_common
+from omagd.run import launchers
+from omagd.run.training.stages.base import held_in_common
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 
@@ -180,12 +180,12 @@ def test_gpus_that_are_named_and_not_there_are_rejected(monkeypatch, tmp_path):
     cases = [("0,9", 1, True, True), ("9", 0, True, True), ("0,2", 2, True, False), ("", 0, True, False)]
     for named, cards, on_this_machine, rejected in [*cases, ("0,9", 0, False, False)]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-        monkeypatch.setattr(topology, "has_gpus", lambda answer=on_this_machine: answer)
+        monkeypatch.setattr(launchers, "has_gpus", lambda answer=on_this_machine: answer)
         with pytest.raises(UserError, match=f"={named}: only {cards} of these") if rejected else nullcontext():
-            topology._check_subset(cards)
+            launchers._check_subset(cards)
     monkeypatch.undo()
     for name in ("null", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert not topology.has_gpus(str(tmp_path))
+    assert not launchers.has_gpus(str(tmp_path))
     (tmp_path / "nvidia0").touch()
-    assert topology.has_gpus(str(tmp_path))
+    assert launchers.has_gpus(str(tmp_path))

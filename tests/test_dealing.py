@@ -21,8 +21,7 @@ from omagd.envs.factory import make_env
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.tasks import Tally, TrainingTasks, apportioned, balanced, excess, in_turn, largest_differencing
-from omagd.runners.runner import ParallelRunner
-from omagd.runners.starts import DealtStarts
+from omagd.runners.runner import DealtStarts, ParallelRunner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes

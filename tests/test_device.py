@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -17,8 +16,7 @@ from command_harness import MAIN
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
-from omagd.run.memory_budget import replay_bytes
-from omagd.run.topology import Plan
+from omagd.run.launchers import Plan
 from omagd.run.training import device
 from omagd.run.training.device import (
     check_machine,
@@ -148,17 +146,3 @@ def test_processes_are_counted_per_user_and_per_control_group(tmp_path, monkeypa
     monkeypatch.setattr(device, "processes_left", lambda: (left, why))
     with pytest.raises(UserError, match="world_size=2: 2 ranks need .* 10 are left .pids.max"):
         device._check_limits(config, plan)
-
-
-def test_limits_that_a_run_may_hit_later_are_named(tmp_path, monkeypatch):
-    """A checkpoint fits onto the disk once but not twice, and not into one file; NCCL's shared memory is full."""
-    config = resolve("qmix", "skirmish", {})
-    need, full = replay_bytes(config, INFO), tmp_path / "shm"
-    full.mkdir()
-    monkeypatch.setattr(device, "SHARED", full)
-    monkeypatch.setattr(device, "largest_file", lambda: need - 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if path == full else need * 1.5))
-    found = device.limit_warnings(config, INFO, tmp_path, on_gpus=True)
-    assert all(said in line for said, line in zip(("--shm-size", "ulimit -f", "twice"), found, strict=True)), found
-    off = config.model_copy(update={"enable_checkpointing": False})
-    assert device.limit_warnings(off, INFO, tmp_path, on_gpus=False) == []

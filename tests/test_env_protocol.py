@@ -24,7 +24,7 @@ from omagd.envs.protocol import BatchedEnv, random_actions
 from omagd.envs.task_set_env import TaskSetEnv
 from omagd.envs.task_sets import TaskSet
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
-from omagd.run.checkpoint.state import pack, unpack
+from omagd.run.checkpoint.store import pack, unpack
 
 SLOTS = 4
 SMALL_ARGS = {

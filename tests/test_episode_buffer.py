@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_codec import Codec, RuleBroken, spec_of
-from omagd.components.episode_file import MARK, load_range
+from omagd.components.episode_codec import MARK, Codec, RuleBroken, load_range, spec_of
 from omagd.utils.errors import UserError
 from omagd.utils.packing import (
     UNKNOWN,

@@ -17,7 +17,7 @@ from sockets import wait_until
 from omagd.lab.studies import slurm
 from omagd.lab.studies.executors import Ended, Job, Place
 from omagd.lab.studies.slurm import SlurmArgs, SlurmExecutor, SlurmRun
-from omagd.run.checkpoint.run_lock import start_ticks
+from omagd.run.checkpoint.resuming import start_ticks
 from omagd.utils.errors import UserError
 
 SAVES = "trap 'sleep 0.3; echo saved' TERM; echo ready; while :; do sleep 0.02; done"

@@ -109,7 +109,7 @@ EDITS: dict[str, Edits] = {
     },
     "log sink": {
         **component("run/reporting", SINK, "console", table="log_sinks", name="mine"),
-        "src/run/training/records.py": ('sinks = ["console", "jsonl"', 'sinks = ["mine", "console", "jsonl"'),
+        "src/run/training/experiment.py": ('sinks = ["console", "jsonl"', 'sinks = ["mine", "console", "jsonl"'),
     },
 }  # fmt: skip
 

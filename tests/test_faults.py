@@ -12,10 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,8 +27,8 @@ from omagd.config.schema import Config
 from omagd.envs.sanity import MatrixGame
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch import launcher, watchdog
-from omagd.run.launch.group import naming_a_lost_rank
-from omagd.run.launch.launcher import Notes, verdict
+from omagd.run.launch.launcher import verdict
+from omagd.run.launch.watchdog import naming_a_lost_rank
 from omagd.utils.dist_utils import Dist, Waits
 from omagd.utils.errors import RankFailed, UserError
 from omagd.utils.signals import Stopped
@@ -242,25 +241,6 @@ def test_the_end_of_the_fork_server_is_named_not_a_rank():
     found = verdict({1: 255, 0: 255}, [], 2)
     assert "forked from was killed" in str(found.error) and "auto_resume=True" in str(found.error) and not found.killed
     assert "rank 1 ended with exit code 255" in str(verdict({1: 255}, [], 2).error)
-
-
-def test_notes_mark_errors_of_exchanges_and_only_the_first_error_of_a_rank_counts():
-    """The error of an exchange may be the consequence of another rank's end."""
-    waits, sent = Dist().waits, []
-    for rank, kind in enumerate((RuntimeError, RuntimeError, torch.OutOfMemoryError)):
-        notes = Notes(rank, SimpleNamespace(send=sent.append))
-        try:
-            with waits.counted() if rank else nullcontext():
-                raise kind("connection closed")
-        except RuntimeError as error:
-            notes.error(error)
-            notes.error(ValueError("later"))
-    assert [found["exchange"] for found in sent] == [False, True, False]
-    assert "RuntimeError: connection closed" in sent[0]["trace"]
-    Notes(3, SimpleNamespace(send=sent.append)).hung("rank 1 hangs", "  File x\n")
-    found = verdict({0: 1, 2: 1, 1: -9}, [sent[3], {"rank": 2, "trace": "connection closed"}], 3)
-    assert isinstance(found.error, RankFailed) and found.killed == ""
-    assert str(found.error) == "rank 1 hangs; all ranks have been ended\n  File x"
 
 
 # --- in this process

@@ -18,9 +18,9 @@ from omagd.envs.protocol import random_actions
 from omagd.modules.graph_reconstructers.graphs import TeamView, obs_to_nodes
 from omagd.run.cli.preflight import preflight
 from omagd.runners import REGISTRY as RUNNERS
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
+from omagd.utils.seeding import EpisodeSeeds
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

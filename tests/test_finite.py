@@ -22,10 +22,10 @@ from omagd import learners
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.protocol import learner_class
 from omagd.learners.synced_optimizer import SKIPPED
-from omagd.run.checkpoint.state import first_not_finite
+from omagd.run.checkpoint.store import first_not_finite
 from omagd.run.checkpoint.weights import load_into
 from omagd.run.cli.main import config_from, main
-from omagd.run.training.stages.health import MOST_SKIPPED, Health
+from omagd.run.training.stages.base import MOST_SKIPPED, Health
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, pack_episodes
 from omagd.utils.run_folder import RunFolder

@@ -21,7 +21,7 @@ from omagd.components.data import ReplayData
 from omagd.components.episode_buffer import ROUNDING, FixedDraw
 from omagd.learners.fixed_updates import WARM_UP, uses_graph_updates
 from omagd.learners.nq_learner import NQGraphLearner, NQLearner
-from omagd.run.topology import Plan
+from omagd.run.launchers import Plan
 from omagd.run.training.device import check_machine
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError

@@ -23,17 +23,17 @@ from command_harness import ROOT, run_folders, summary_of
 from run_equality import differences
 
 from omagd.config.loading import resolve
-from omagd.run.checkpoint.writer import Snapshot, SnapshotWriter
+from omagd.run.checkpoint.checkpointer import Snapshot, SnapshotWriter
 from omagd.run.cli.main import main
 from omagd.run.reporting.log_sinks import EpisodeLog, JsonLinesSink
 from omagd.run.reporting.sacred_record import BoundedObserver, run_recorded
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils import logging as logging_module
-from omagd.utils import writing
+from omagd.utils import storage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Record, RunFacts, setup_logging
 from omagd.utils.run_folder import RunFolder
-from omagd.utils.writing import STORAGE, AppendFile, open_records
+from omagd.utils.storage import STORAGE, AppendFile, open_records
 
 NO_SPACE = os.strerror(errno.ENOSPC)
 INTERVALS = [f"{name}_interval=10" for name in ("log", "runner_log", "learner_log", "save_model")]
@@ -47,7 +47,7 @@ class Disk:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.room, self.code = 0, errno.ENOSPC
         self._write = os.write
-        patch.setattr(writing.os, "write", self.write)
+        patch.setattr(storage.os, "write", self.write)
 
     def write(self, handle: int, content: bytes) -> int:
         part = bytes(content[: self.room])
@@ -100,7 +100,7 @@ def test_a_half_line_that_cannot_be_taken_back_is_ended_before_the_next_one(disk
     file = AppendFile(tmp_path / "a.jsonl")
     disk.room = 5
     with monkeypatch.context() as patch:
-        patch.setattr(writing.os, "ftruncate", full)
+        patch.setattr(storage.os, "ftruncate", full)
         file.write(b'{"a": 1}\n')
     disk.room = 1000
     file.write(b'{"b": 2}\n')
@@ -130,7 +130,7 @@ def test_one_line_reports_a_failure_and_one_its_end(disk, log, tmp_path, code):
 
 
 def test_what_does_not_fit_into_memory_or_is_never_written_is_counted_as_lost(disk, log, tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "PENDING_BYTES", 50)
+    monkeypatch.setattr(storage, "PENDING_BYTES", 50)
     late, never, binary = (
         AppendFile(tmp_path / "a"),
         AppendFile(tmp_path / "b"),
@@ -169,11 +169,11 @@ def test_weights_are_written_later_in_their_order(log, tmp_path, monkeypatch):
     """The agent's file comes last: a folder that has it is complete."""
     step = tmp_path / "models" / "100"
     with monkeypatch.context() as patch:
-        patch.setattr(writing.os, "fsync", full)
+        patch.setattr(storage.os, "fsync", full)
         assert not STORAGE.write(step / "opt.th", b"0")
         assert list(step.iterdir()) == [], "nothing half written"
         patch.undo()
-        patch.setattr(writing, "replace_file", lambda path, content: full() if path.name == "opt.th" else None)
+        patch.setattr(storage, "replace_file", lambda path, content: full() if path.name == "opt.th" else None)
         assert [STORAGE.write(step / name, b"1") for name in ("mixer.th", "agent.th")] == [False, False]
     assert STORAGE.unwritten(tmp_path / "models") == []
     content = {path.name: path.read_bytes() for path in step.iterdir()}
@@ -181,8 +181,8 @@ def test_weights_are_written_later_in_their_order(log, tmp_path, monkeypatch):
 
 
 def test_old_weights_make_room_in_memory_and_are_counted_and_the_newest_stay(log, tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "KEPT_BYTES", 25)
-    monkeypatch.setattr(writing, "replace_file", full)
+    monkeypatch.setattr(storage, "KEPT_BYTES", 25)
+    monkeypatch.setattr(storage, "replace_file", full)
     files = [tmp_path / "models" / str(step) / name for step in (1, 2, 3) for name in ("opt.th", "agent.th")]
     for path in files:
         STORAGE.write(path, bytes(10 * int(path.parent.name)))

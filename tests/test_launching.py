@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import shlex
 import signal
@@ -175,21 +174,6 @@ def test_a_signal_is_forwarded_and_decides_the_exit_code_unless_nohup_ignores_it
         assert started.stdout.readline() == b"ready\n"
         started.send_signal(number)
         assert started.wait(20) == code
-
-
-@pytest.mark.processes
-def test_a_command_on_a_terminal_has_a_terminal(tmp_path):
-    outer, inner = pty.openpty()
-    script = "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), *os.get_terminal_size(1))"
-    os.system(f"stty rows 31 cols 97 < {os.ttyname(inner)}")
-    started = with_log(tmp_path, script, stdout=inner, stderr=subprocess.DEVNULL)
-    os.close(inner)
-    shown = ""
-    while not shown.endswith("\n"):
-        shown += os.read(outer, 1000).decode()
-    os.close(outer)
-    assert (started.wait(20), shown) == (0, "True False 97 31\r\n")
-    assert (tmp_path / "logs" / "a.log").read_text() == "True False 97 31\n"
 
 
 @pytest.fixture

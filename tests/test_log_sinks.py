@@ -19,15 +19,15 @@ from sockets import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import assert_recorded_once, history, offline_files, records_in, rows_of
 
-from omagd.run.checkpoint.state import pack
+from omagd.run.checkpoint.store import pack
 from omagd.run.launch.launcher import Notes
 from omagd.run.launch.processes import Ranks
 from omagd.run.reporting import wandb_sink
-from omagd.run.reporting.log_sinks import REGISTRY, SacredSink, make_logger, render_block
+from omagd.run.reporting.log_sinks import REGISTRY, SacredSink, make_logger
 from omagd.run.reporting.sacred_record import MOST, BoundedObserver
 from omagd.run.reporting.wandb_sink import WandbSink, choose_mode, has_key, names
 from omagd.utils.errors import UserError
-from omagd.utils.logging import Record, RunFacts, Sink
+from omagd.utils.logging import RunFacts, Sink
 
 LOG = logging.getLogger("omagd.test")
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -138,25 +138,6 @@ def test_faulty_plug_ins_are_switched_off_with_one_warning_each_and_states_are_k
     assert len(metrics_in(tmp_path)) == 2
     off = [record.getMessage() for record in caplog.records]
     assert sorted(line.split(" is off from here on: ")[0] for line in off) == sorted(faulty)
-
-
-def test_block_is_aligned_and_holds_every_value_but_those_of_single_features(tmp_path):
-    values = {"episode": 320.0, "test_return_mean": 19.5, "epsilon": 0.05, "loss_td": 1.23e-5, "q_taken_mean": math.nan}
-    values |= {f"metric_{i}": float(i) for i in range(8)} | {"eval/mse_ally_f3": 1.0}
-    for totals, at in (
-        ({"epoch": 200, "episode": 6250}, "t_env: 10,240 | Episode: 320 / 6,250"),
-        ({"t_env": 2_000_000}, "t_env: 10,240 / 2,000,000 | Episode: 320"),
-    ):
-        facts = RunFacts(tmp_path, env="skirmish", map_name="3m", totals=totals)
-        for width in (60, 100, 200):
-            head, *rows = render_block(Record(values, "stage3", "t_env", 10240), facts, width).splitlines()
-            assert head == f"Recent Stats | {at} | stage3 · skirmish 3m"
-            assert set(" ".join(rows).split()[::2]) == set(values) - {"episode", "eval/mse_ally_f3"}
-            assert all(len(row) <= max(width, 41) for row in rows)
-            ends = [[i for i, c in enumerate(row) if c != " " and row[i + 1 : i + 2] in ("", " ")] for row in rows]
-            numbers = {end for row in ends for end in row[1::2]}
-            assert len(numbers) == len(ends[0]) // 2, "numbers end in the same columns"
-            assert rows[0].split()[:2] == ["test_return_mean", "19.5000"]
 
 
 def test_sacred_gets_finite_values_with_the_stage_in_the_name(tmp_path):
@@ -397,54 +378,3 @@ def test_a_run_of_a_version_without_naming_stays_in_its_projects(tmp_path, monke
         (tmp_path / "wandb").mkdir() if used else (tmp_path / "wandb").rmdir()
         log_to(["wandb"], [("stage3", 7, {"a": 1.0})], facts)
     assert called[0] == ("ab", "3m_exp_ddp1") and called[1][0] != "ab" and called[1][1] == "skirmish_3m"
-
-
-class FakeWandb(SimpleNamespace):
-    """What `wandb.init` returns: `did` keeps the calls of all runs in their order."""
-
-    def log(self, values, step):
-        self.did.append((self.name, step, values))
-
-    def finish(self, exit_code):
-        self.did.append((self.name, "finish", exit_code))
-
-
-def test_each_stage_ends_before_the_next_and_pictures_go_to_the_one_at_work(tmp_path, monkeypatch, home):
-    did, inits = [], []
-
-    def init(**given):
-        inits.append(given)
-        return FakeWandb(did=did, name=given["name"])
-
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "Image", lambda path: ("image", path))
-    monkeypatch.setattr(wandb, "Video", lambda path, format: (format, path))
-    facts = RunFacts(tmp_path, "token", "qmix", "skirmish", "3m", config={"lr": 0.5}, wandb_entity="lab")
-    logger = make_logger(facts, ["wandb"], LOG)
-    png, gif = tmp_path / "a.png", tmp_path / "a.gif"
-    for file in (png, gif):
-        file.write_bytes(b"x")
-    logger.log({"a": 1.0}, stage="stage1", clock="epoch", t=7)
-    logger.log({"a": 2.0}, stage="stage3", clock="t_env", t=400)
-    logger.picture("still", png)
-    logger.picture("moving", gif)
-    logger.close("completed")
-    assert did == [
-        ("token_stage1", 7, {"a": 1.0}), ("token_stage1", "finish", 0), ("token_stage3", 400, {"a": 2.0}),
-        ("token_stage3", 400, {"still": ("image", str(png))}), ("token_stage3", 400, {"moving": ("gif", str(gif))}),
-        ("token_stage3", "finish", 0),
-    ]  # fmt: skip
-    assert [(each["job_type"], each["entity"], each["resume"]) for each in inits] == [
-        ("stage1", "lab", "allow"), ("stage3", "lab", "allow"),
-    ]  # fmt: skip
-    assert inits[0]["id"] != inits[1]["id"] and inits[0]["config"]["lr"] == 0.5
-
-
-def test_a_key_of_another_server_and_in_another_file_is_found(monkeypatch, home, tmp_path):
-    (tmp_path / "keys").write_text(f"machine wandb.example.org login me password {FAKE_KEY}\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "keys"))
-    assert not has_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
-    assert has_key()
-    monkeypatch.setenv("NETRC", str(home / ".netrc"))
-    assert not has_key()

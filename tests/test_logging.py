@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
-import mmap
 import time
 from types import SimpleNamespace
 
@@ -13,13 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from omagd.run.memory_budget import resident_bytes
 from omagd.run.reporting import profiling
-from omagd.run.reporting.log_sinks import render_block
-from omagd.run.reporting.profiling import OTHER, Phases, Profiler, Tracer, over_ranks, shares, usage
-from omagd.utils import logging as progress_module
+from omagd.run.reporting.profiling import OTHER, Phases, Profiler, Tracer, shares
 from omagd.utils.dist_utils import Dist
-from omagd.utils.logging import BarSafeHandler, Progress, Record, RunFacts, close_bars, setup_logging
+from omagd.utils.logging import setup_logging
 from omagd.utils.metrics import Counters, Every, Metrics
 
 
@@ -123,24 +118,6 @@ def test_a_record_has_shares_and_speed_since_the_last_one(clock):
     assert profiler.end() == {"wall": 18, "update": 6, "log": 2, "collect": 9, "reconstruct": 1}
 
 
-def test_memory_of_all_ranks(tmp_path):
-    before = resident_bytes()
-    held = mmap.mmap(-1, 64 << 20)  # new pages, whatever the allocator has kept
-    held.write(b"x" * (64 << 20))
-    assert 50e6 < resident_bytes() - before < 200e6
-    assert 50 < usage(torch.device("cpu"))["memory/rss_mb"] < 1e5
-    parts = [{"memory/rss_mb": 5.0}, {"memory/rss_mb": 9.0, "gpu/use": 0.5}]
-    highest = {"gpu/use": 0.5, "memory/rss_mb": 9.0}
-    assert over_ranks(parts, each=False) == highest
-    of_ranks = {"memory/rss_mb_rank0": 5.0, "memory/rss_mb_rank1": 9.0, "gpu/use_rank1": 0.5}
-    assert over_ranks(parts, each=True) == highest | of_ranks
-    values = {"time/collect": 0.25, "time/update": 0.7, "time/save": 0.0, "loss_td": 1.0} | highest | of_ranks
-    lines = render_block(Record(values, "stage3", "t_env", 7), RunFacts(tmp_path), width=120).splitlines()
-    assert "  time   update 70.0 % · collect 25.0 %" in lines
-    assert "  memory/rss_mb by rank: 5, 9" in lines
-    assert "time/" not in "\n".join(lines)
-
-
 def test_a_trace_is_bounded_and_holds_the_phases(tmp_path, monkeypatch):
     profiler = Profiler(traces=tmp_path / "profile")
     profiler.begin("stage1")
@@ -171,48 +148,3 @@ def test_rank_0_prints_and_every_rank_writes_its_file(tmp_path, capsys):
     for rank in (1, 0):
         lines = (tmp_path / f"rank_{rank}.log").read_text().splitlines()
         assert [line.split()[-2:] for line in lines] == [["hello", str(rank)], ["broken", str(rank)]]
-
-
-class Terminal(io.StringIO):
-    """A stream that is a terminal, of 70 columns."""
-
-    def isatty(self):
-        return True
-
-
-def bar_on(stream, monkeypatch, **options):
-    monkeypatch.setattr(progress_module.sys, "stderr", stream)
-    bar = Progress(1000, "step", "stage3", **options)
-    bar._bar.dynamic_ncols = lambda file: (70, 20)
-    return bar
-
-
-def write_line(stream, text):
-    BarSafeHandler(stream).emit(logging.LogRecord("omagd", logging.INFO, "", 0, text, None, None))
-
-
-def test_a_bar_shows_progress_on_a_terminal_and_log_lines_do_not_disturb_it(monkeypatch):
-    for stream, enabled in ((io.StringIO(), True), (Terminal(), False)):
-        bar = bar_on(stream, monkeypatch, enabled=enabled)
-        bar.update(5)
-        bar.close()
-        assert stream.getvalue() == ""
-    stream = Terminal()
-    bar = bar_on(stream, monkeypatch, initial=100)
-    time.sleep(0.3)
-    bar.set(600)
-    write_line(stream, "a line")
-    bar.set(1500)
-    assert bar._bar.n == 1000, "the position is at most the total"
-    bar.set(1600, total=2000)
-    assert (bar._bar.n, bar._bar.total) == (1600, 2000)
-    bars = stream.getvalue().split("\r")
-    assert any("stage3" in text and "60%" in text and "steps/s" in text for text in bars)
-    assert max(len(text) for text in bars if "stage3" in text) + len("^C") == 70, "space for what the terminal prints"
-    assert [line.strip() for line in "\n".join(bars).split("\n") if "a line" in line] == ["a line"]
-    stream.write("^C")
-    close_bars()
-    shown = len(stream.getvalue())
-    assert stream.getvalue().split("^C")[1].endswith("\r\x1b[K")
-    write_line(stream, "the last line")
-    assert stream.getvalue()[shown:] == "the last line\n"

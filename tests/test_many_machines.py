@@ -21,8 +21,8 @@ from command_harness import ROOT, Started, left_behind, records, run_command, ru
 from ddp_harness import run_ranks
 from sockets import free_port, wait_until
 
-from omagd.run.launch import group
-from omagd.run.launch.group import require_shared_folder
+from omagd.run.launch import watchdog as group
+from omagd.run.launch.watchdog import require_shared_folder
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 

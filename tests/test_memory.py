@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.envs.protocol import Observation
-from omagd.run import memory_budget as memory
 from omagd.run.memory_budget import asked_bytes, memory_warnings, oom_hint, pretraining_bytes, replay_bytes, replay_spec
 from omagd.runners.rollout import Recorder
 from omagd.utils.errors import UserError
@@ -82,14 +80,6 @@ def test_episodes_that_may_not_fit_are_reported_with_a_number_that_does():
     assert memory_warnings(only, INFO, 3, available=pretraining) == []
 
 
-def test_a_containers_limit_counts(tmp_path):
-    assert memory._cgroup(tmp_path) is None
-    for limit, left in (("max", None), ("1000", 300.0)):
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text("700\n")
-        assert memory._cgroup(tmp_path) == left
-
-
 ERRORS = (
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 1 GiB"), 2.5 * GB),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."), 4096),
@@ -129,16 +119,6 @@ def test_running_out_names_the_key_to_reduce(stage, phase, words):
         raise MemoryError("Unable to allocate 3.00 GiB for an array")
     assert all(word in error.value.message for word in [*words, stage, "3.0 GB", "holds"])
     assert "\n" not in error.value.render()
-
-
-def test_a_rank_that_reaches_its_limit_of_a_gpu_is_told_which_key_sets_it(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**31)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
-    for limit, words in ((2.0, "holds 2.0 GB of max_memory_per_gpu_gb=2."), (None, "of a GPU of 80.0 GB")):
-        made = config().model_copy(update={"max_memory_per_gpu_gb": limit})
-        with pytest.raises(UserError) as error, oom_hint(made, "stage3", "update", torch.device("cuda", 0)):
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
-        assert words in error.value.message
 
 
 def test_other_errors_pass():

@@ -20,8 +20,7 @@ from omagd.components.data import OnPolicyData
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.learners import REGISTRY as LEARNERS
-from omagd.run.cli.listing import facts
-from omagd.run.cli.preflight import preflight
+from omagd.run.cli.preflight import facts, preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.memory_budget import replay_bytes
 from omagd.run.training import device

@@ -21,10 +21,9 @@ from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.collection import shapers
 from omagd.runners.runner import Runner
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Counters
-from omagd.utils.seeding import seed_everything
+from omagd.utils.seeding import EpisodeSeeds, seed_everything
 
 torch.set_num_threads(1)
 SMALL = ("rnn_hidden_dim=8", "batch_size_run=2", "batch_size=4", "buffer_size=300", "test_nepisode=2", "use_cuda=False")

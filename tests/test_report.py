@@ -35,7 +35,7 @@ from omagd.run.reporting.card import (
     versions_of,
 )
 from omagd.run.reporting.report import next_command, render_summary, seeds_table, write_summary
-from omagd.run.training.records import complete_card
+from omagd.run.training.experiment import complete_card
 from omagd.utils.errors import UserError
 from omagd.utils.logging import duration
 from omagd.utils.run_folder import RunFolder, make_token, write_json

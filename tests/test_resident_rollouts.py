@@ -27,11 +27,10 @@ from omagd.envs.battle.maps import get_map
 from omagd.learners.nq_learner import NQLearner
 from omagd.runners import resident_runner
 from omagd.runners.resident_runner import LOOK_EVERY, WARM_UP, Captured, Watch, choose
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
-from omagd.utils.seeding import uniform
+from omagd.utils.seeding import EpisodeSeeds, uniform
 
 torch.set_num_threads(1)
 

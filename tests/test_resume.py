@@ -24,11 +24,11 @@ from omagd.lab.analysis.comparison import table
 from omagd.lab.analysis.runs import load
 from omagd.learners import PREDICTORS, REGISTRY
 from omagd.learners.nq_learner import NQLearner
+from omagd.run.checkpoint import checkpointer as snapshot_writer
 from omagd.run.checkpoint import store as checkpoint_store
-from omagd.run.checkpoint import writer as snapshot_writer
 from omagd.run.checkpoint.checkpointer import Checkpointer
-from omagd.run.checkpoint.set_aside import whole_state
 from omagd.run.checkpoint.store import folders, read_checkpoint
+from omagd.run.checkpoint.weights import whole_state
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.memory_budget import resident_bytes

@@ -20,9 +20,20 @@ from interruption import unfinished
 
 from omagd.config.loading import REMOVED
 from omagd.config.schema import Config
-from omagd.run.checkpoint import resuming, run_lock
-from omagd.run.checkpoint.resuming import ADDED, ELSEWHERE, identity_of, locked_folder, rank_at_work
-from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, busy_rank, mark_rank, start_ticks, take
+from omagd.run.checkpoint import resuming
+from omagd.run.checkpoint.resuming import (
+    ADDED,
+    ELSEWHERE,
+    Busy,
+    ProcessIdentity,
+    busy_rank,
+    identity_of,
+    locked_folder,
+    mark_rank,
+    rank_at_work,
+    start_ticks,
+    take,
+)
 from omagd.run.checkpoint.store import SAVED
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import _lock_together
@@ -51,7 +62,7 @@ def test_a_file_system_without_locks_is_no_error_and_named(tmp_path, monkeypatch
     def flock(handle, how):
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(resuming.fcntl, "flock", flock)
     locks = [take(tmp_path), mark_rank(tmp_path)]
     assert busy_rank(tmp_path) is None
     for lock in locks:

@@ -27,14 +27,13 @@ from omagd.controllers.types import Exploration
 from omagd.envs.protocol import LOST_IN_A_ROW
 from omagd.run.training.build import PURPOSES, build_session
 from omagd.run.training.evaluate import greedy_episodes
-from omagd.run.training.session import Session
+from omagd.run.training.stages.base import Session
 from omagd.runners.rollout import Recorder
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode
 from omagd.utils.run_folder import RunFolder
-from omagd.utils.seeding import stream_seed, stream_seeds
+from omagd.utils.seeding import EpisodeSeeds, stream_seed, stream_seeds
 
 torch.set_num_threads(1)
 

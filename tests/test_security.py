@@ -18,7 +18,7 @@ import torch
 from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, ROOT, Started, run_folders
 
-from omagd.components.episode_file import MARK, read_episodes
+from omagd.components.episode_codec import MARK, read_episodes
 from omagd.run.checkpoint.weights import load_file
 from omagd.run.cli.main import main
 from omagd.utils.errors import UserError

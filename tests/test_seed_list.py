@@ -14,7 +14,7 @@ from reference.battles import seeded_uniform
 from omagd.envs.snakes.engine import Engine
 from omagd.run.cli.main import config_from
 from omagd.run.launch import launcher as launching
-from omagd.run.run import run_seeds
+from omagd.run.run import run
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import write_json
 from omagd.utils.seeding import GOLDEN, splitmix64, uniform
@@ -53,7 +53,7 @@ def trainer(monkeypatch, tmp_path) -> Trainer:
 
 
 def start(*words: str) -> dict:
-    return run_seeds(None, config_from(["--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, *words]))
+    return run(None, config_from(["--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, *words]))
 
 
 def interrupt(trainer: Trainer, seed: int, *words: str) -> None:

@@ -15,11 +15,11 @@ import pytest
 import torch
 from interruption import SAVED_AT, flip, json_of, plan_of, truncate
 
-from omagd.run.checkpoint import checkpointer, set_aside, writer
+from omagd.run.checkpoint import checkpointer, recovery
 from omagd.run.checkpoint import store as checkpoint_store
-from omagd.run.checkpoint.set_aside import cut_back
+from omagd.run.checkpoint.checkpointer import CheckpointWriter
+from omagd.run.checkpoint.recovery import cut_back
 from omagd.run.checkpoint.store import CheckpointStore
-from omagd.run.checkpoint.writer import CheckpointWriter
 from omagd.run.reporting.card import versions
 from omagd.utils import storage
 from omagd.utils.dist_utils import Dist
@@ -69,7 +69,7 @@ def test_a_kill_at_any_step_of_setting_aside_is_harmless(run, tmp_path, monkeypa
         return step
 
     for name in ("sync", "link", "clean", "note_saved"):
-        monkeypatch.setattr(set_aside, name, counted(getattr(set_aside, name)))
+        monkeypatch.setattr(recovery, name, counted(getattr(recovery, name)))
     ends, last, killed = [], 0, True
     while killed:
         last, killed = last + 1, False
@@ -120,7 +120,7 @@ def test_names_are_on_the_disk_in_the_order_in_which_they_are_relied_on(run, mon
 
         monkeypatch.setattr(module, name, call)
 
-    for module in (checkpoint_store, writer, set_aside):
+    for module in (checkpoint_store, checkpointer, recovery):
         record(module, "sync")
     record(Path, "rename")
     record(checkpoint_store, "write_json")

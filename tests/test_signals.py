@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 import pytest
 
 from omagd.utils import signals
+from omagd.utils.errors import drop_lost_output
 from omagd.utils.logging import _show, close_bars
 from omagd.utils.signals import (
     Stopped,
@@ -25,7 +26,7 @@ from omagd.utils.signals import (
     stoppable,
     uninterrupted,
 )
-from omagd.utils.writing import STORAGE, drop_lost_output
+from omagd.utils.storage import STORAGE
 
 
 def send(number: int = signal.SIGTERM) -> None:

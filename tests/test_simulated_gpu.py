@@ -20,10 +20,10 @@ from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.ops import PackedGRU
-from omagd.run.checkpoint.state import pack
+from omagd.run.checkpoint.store import pack
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
 from omagd.run.training.build import new_predictor, new_tokenizer
-from omagd.run.training.stages.health import Health
+from omagd.run.training.stages.base import Health
 from omagd.utils import packing
 from omagd.utils.dist_utils import Dist
 from omagd.utils.metrics import Counters, Metrics

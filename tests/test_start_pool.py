@@ -7,7 +7,7 @@ import numpy as np
 from omagd.config.loading import resolve
 from omagd.run.cli.preflight import describe_env
 from omagd.run.training.tasks import episode_starts
-from omagd.runners.starts import StartPool
+from omagd.runners.runner import StartPool
 
 
 def test_mastered_starts_are_skipped_and_forgotten():

@@ -30,7 +30,7 @@ from omagd.lab.studies.spec import config_of, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, FAILED, RUNNING, WAITING, Record, StudyState, locked_study
 from omagd.lab.studies.study import run_study
 from omagd.lab.studies.view import seconds_left, study_table
-from omagd.run.checkpoint.run_lock import start_ticks
+from omagd.run.checkpoint.resuming import start_ticks
 from omagd.run.cli.main import config_from, main
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder

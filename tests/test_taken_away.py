@@ -14,7 +14,7 @@ from interruption import COMMAND
 from trap_env import TrapRun
 
 from omagd.run.checkpoint import resuming
-from omagd.run.checkpoint.writer import CheckpointWriter
+from omagd.run.checkpoint.checkpointer import CheckpointWriter
 from omagd.run.cli.main import main
 from omagd.run.training import experiment
 from omagd.run.training.stages.rl import RLStage

@@ -20,10 +20,10 @@ from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, ManyTasks, random_actions
 from omagd.envs.task_sets import NAMED, TaskSet, task_set
 from omagd.modules.agents import REGISTRY as AGENTS
-from omagd.run.checkpoint.state import pack, unpack
+from omagd.run.checkpoint.store import pack, unpack
 from omagd.run.cli.preflight import preflight
 from omagd.runners import REGISTRY
-from omagd.runners.starts import TaskStarts
+from omagd.runners.runner import TaskStarts
 from omagd.utils.errors import UserError
 
 SLOTS = 5

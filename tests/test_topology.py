@@ -17,8 +17,16 @@ from sockets import free_port, listening
 from omagd.config.loading import resolve
 from omagd.run.cli.main import main
 from omagd.run.launch.launcher import _require_one_configuration
-from omagd.run.launchers import is_main, join_tasks, local_rank, ranks_here, require_one_task, without_tasks
-from omagd.run.topology import make_plan, require_own_gpus
+from omagd.run.launchers import (
+    is_main,
+    join_tasks,
+    local_rank,
+    make_plan,
+    ranks_here,
+    require_one_task,
+    require_own_gpus,
+    without_tasks,
+)
 from omagd.utils import dist_utils
 from omagd.utils.dist_utils import (
     cleanup_distributed,

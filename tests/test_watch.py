@@ -26,9 +26,9 @@ from omagd.run.recording import WRITERS
 from omagd.run.recording.recording import Recording, save_recording
 from omagd.run.reporting.log_sinks import make_logger
 from omagd.runners.runner import Runner
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.errors import UserError
 from omagd.utils.logging import RunFacts
+from omagd.utils.seeding import EpisodeSeeds
 
 
 @pytest.fixture(scope="module")

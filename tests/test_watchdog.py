@@ -24,7 +24,7 @@ from omagd.envs.workers.vector import SerialEnvs
 from omagd.run.cli.preflight import describe_env
 from omagd.run.launch.watchdog import Heartbeat, Watchdog, ended_if_hung
 from omagd.run.reporting.profiling import Profiler
-from omagd.run.training.session import BUILDING, CLOSING, Session
+from omagd.run.training.stages.base import BUILDING, CLOSING, Session
 from omagd.utils.compiling import Compiler, compiled_or_reference
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
@@ -154,33 +154,6 @@ def test_a_rank_without_progress_is_named_with_slot_seed_and_stack():
     place = r"in stage3 \(collect\) for \d+ s, in slot 1 from seed 12"
     assert re.fullmatch(rf"rank 1 \(host \S+, process \d+\) hangs: {place}", line)
     assert "in stuck_in_step" in stack and "time.sleep(0.02)" in stack
-
-
-@pytest.mark.parametrize("call", ["reset", "observe", "step"])
-def test_slots_and_seeds_of_a_batched_environment_that_hangs_are_named(call):
-    """In the first call that is made for some of the slots only, where the call says for which."""
-    dist, env, asked = Dist(), FakeEnv(7), {}
-    runner = runner_of(env)
-    runner.ticked, runner.asked = dist.waits.played, dist.waits.ask
-
-    def play(stuck: Callable[[], None]) -> None:
-        real = getattr(env, call)
-
-        def stuck_in_call(*given):
-            slots = np.flatnonzero({"reset": given[0], "step": given[-1], "observe": np.ones(7)}[call]).tolist()
-            if not asked and (call == "observe" or len(slots) < 7):
-                asked.update({slot: (given[1] if call == "reset" else env.seed)[slot] for slot in slots})
-                stuck()
-            return real(*given)
-
-        setattr(env, call, stuck_in_call)
-        runner.run(Probe(), explore=None, episodes_per_slot=3)
-
-    ((line, stack),) = watch(dist, 0.2, play)
-    named = [f"slot {slot} from seed {seed}" for slot, seed in asked.items()]
-    assert line.endswith(f" s, in {', '.join(named[:4])}{', …' * (len(named) > 4)}")
-    assert "in stuck_in_call" in stack
-    assert dist.waits.asked is None, "nothing is asked for after the last step"
 
 
 @pytest.mark.parametrize("call, phase", [("__init__", BUILDING), ("close", CLOSING)])

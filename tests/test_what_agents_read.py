@@ -18,8 +18,8 @@ from omagd.modules.agents.agent import AgentInputs, Marks
 from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners import REGISTRY as RUNNERS
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.packing import pack_episodes
+from omagd.utils.seeding import EpisodeSeeds
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from omagd.envs.protocol import random_actions
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
 from omagd.run.recording.recorder import Recorder
 from omagd.run.recording.recording import Recording
-from omagd.runners.runner import Runner
-from omagd.runners.starts import EpisodeSeeds, TaskStarts
+from omagd.runners.runner import Runner, TaskStarts
+from omagd.utils.seeding import EpisodeSeeds
 
 
 class Oracle:

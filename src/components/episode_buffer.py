@@ -13,8 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.components.episode_codec import Codec, RuleBroken, Spec, StoredEpisode, spec_of
-from omagd.components.episode_file import EpisodeRange, Facts, read_episodes, write_episodes
+from omagd.components.episode_codec import (
+    Codec,
+    EpisodeRange,
+    Facts,
+    RuleBroken,
+    Spec,
+    StoredEpisode,
+    read_episodes,
+    spec_of,
+    write_episodes,
+)
 from omagd.utils.packing import BlockEpisode, Episode, EpisodeMeta, FixedPacking, PackedBatch, meta_of, time_order
 
 SHORT, TOGETHER = 8, 256

@@ -1,4 +1,4 @@
-"""Lossless encoding of episodes: a record of bytes for each row.
+"""Lossless encoding of episodes, a record of bytes for each row, and their files.
 
 Encodings of a field:
 
@@ -7,21 +7,31 @@ Encodings of a field:
 - shown: `obs` equals the stored `full_obs` where the agent sees something and is 0 elsewhere, so one bit per feature.
 
 Each encoded episode is checked against these rules. R is the width of a record in bytes.
+
+Files of episodes are a JSON header and raw arrays with checksums; reading one cannot execute code. Layout: 8 bytes
+mark, 8 bytes length of the header (little-endian), 32 bytes SHA-256 of the header, the header, then field after field
+the rows of all episodes. The header holds version, facts, rows and origin of each episode, and of each field dtype,
+shape of a row and SHA-256 of its bytes. Files of earlier versions hold no origin.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.utils.packing import Episode, EpisodeMeta
+from omagd.utils.errors import UserError
+from omagd.utils.packing import UNKNOWN, Episode, EpisodeMeta, RecordedEpisode, meta_of
+from omagd.utils.storage import ABSENT, Unreadable, atomic_file, patiently
 
 Spec = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Type and shape of a row of each field."""
@@ -225,3 +235,220 @@ def _unpack(packed: Tensor, count: int) -> Tensor:
     table = _table(packed.device)
     each = table.index_select(0, packed.reshape(-1).int()).view(torch.uint8)
     return each.view(len(packed), 8 * packed.shape[1])[:, :count]
+
+
+MARK = b"omagd-ep"
+VERSION = 1
+DTYPES = {
+    str(np.dtype(name)): getattr(torch, name)
+    for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
+}
+
+META: dict[str, Any] = asdict(UNKNOWN)
+"""The attributes of an origin with their defaults; NaN, for which JSON has no form, is null in a file."""
+
+Facts = Mapping[str, str | int | float | bool]
+"""Of the environment that the episodes belong to: name, map, shapes, ..."""
+
+
+def _bytes(values: Tensor) -> np.ndarray:
+    return values.detach().cpu().contiguous().numpy().reshape(-1).view(np.uint8)
+
+
+def _field(name: str, episodes: Sequence[Episode]) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    for episode in episodes:
+        digest.update(_bytes(episode[name]).data)
+    first = episodes[0][name]
+    dtype = next((key for key, kind in DTYPES.items() if kind == first.dtype), None)
+    if dtype is None:
+        raise ValueError(f"field {name} has dtype {first.dtype}, which episode files cannot hold")
+    return {"name": name, "dtype": dtype, "shape": list(first.shape[1:]), "sha256": digest.hexdigest()}
+
+
+def write_episodes(path: str | Path, episodes: Sequence[Episode], facts: Facts) -> None:
+    """Write `episodes` (all with the same fields) and `facts` to the file `path`, which appears whole or not at all."""
+    names = list(episodes[0]) if episodes else []
+    header = json.dumps(
+        {
+            "version": VERSION,
+            "facts": dict(facts),
+            "rows": [len(episode[names[0]]) for episode in episodes],
+            "fields": [_field(name, episodes) for name in names],
+            "meta": _meta_columns([meta_of(episode) for episode in episodes]),
+        }
+    ).encode()
+    with atomic_file(Path(path)) as file:
+        file.write(MARK + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header)
+        for name in names:
+            for episode in episodes:
+                file.write(_bytes(episode[name]).data)
+
+
+def read_episodes(path: str | Path, facts: Facts, key: str, most: int) -> list[Episode]:
+    """Return the episodes of the file `path` as CPU tensors of exact size.
+
+    Args:
+        facts: of this run; each must be the same in the file. key: configuration key to name in errors.
+        most: episodes that this run can keep.
+
+    Errors: UserError for a file that is missing, no episode file, damaged, of another run or too large.
+    """
+    try:
+        return _read_episodes(Path(path), facts, key, most)
+    except OSError as error:
+        raise UserError(f"{key}={path} cannot be read: {error.strerror}") from error
+
+
+def _read_episodes(path: Path, facts: Facts, key: str, most: int) -> list[Episode]:
+    """As `read_episodes`; errors of the system are OSError."""
+    with path.open("rb") as file:
+        header = _read_header(file, path, key)
+        for name, value in facts.items():
+            if header["facts"].get(name) != value:
+                there = header["facts"].get(name)
+                raise UserError(f"{key}={path} does not fit: {name} is {there} there and {value} in this run")
+        if len(header["rows"]) > most:
+            there = len(header["rows"])
+            raise UserError(f"{key}={path} holds {there} episodes, this run keeps {most}: allow more episodes")
+        episodes: list[dict[str, Tensor]] = [{} for _ in header["rows"]]
+        for field in header["fields"]:
+            _read_field(file, field, header["rows"], episodes, f"{key}={path}")
+    return [RecordedEpisode(episode, meta) for episode, meta in zip(episodes, header["meta"], strict=True)]
+
+
+def _meta_columns(meta: Sequence[EpisodeMeta]) -> dict[str, list[int | str | float | None]]:
+    """Return the origin of all episodes, by attribute; without attributes that all have their default."""
+    columns = {name: [_plain(getattr(each, name)) for each in meta] for name in META}
+    return {name: values for name, values in columns.items() if any(value != _plain(META[name]) for value in values)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a file holds it."""
+    return None if value != value else value
+
+
+def _meta_of_columns(columns: Mapping[str, list[Any]], count: int) -> list[EpisodeMeta]:
+    """Return the origin of each of `count` episodes; steps of one episode share an object. Errors: ValueError."""
+    for name, values in columns.items():
+        kinds = {type(META[name]), type(_plain(META[name]))}
+        if len(values) != count or any(type(value) not in kinds for value in values):
+            raise ValueError(f"meta {name}")
+    full = [columns.get(name) or [_plain(default)] * count for name, default in META.items()]
+    rows: list[tuple[Any, ...]] = list(zip(*full, strict=True))
+    known: dict[tuple[Any, ...], EpisodeMeta] = {}
+    for row in set(rows):
+        given: list[Any] = [math.nan if value is None else value for value in row]
+        known[row] = EpisodeMeta(*given)
+    return [known[row] for row in rows]
+
+
+def _read_header(file: BinaryIO, path: Path, key: str) -> dict[str, Any]:
+    """Return the checked header, the file standing at its first array."""
+    size = path.stat().st_size
+    start = file.read(48)
+    if start[:8] != MARK or len(start) < 48:
+        raise UserError(f"{key}={path} is no file of episodes: collect it with save_pretrain_buffer=True")
+    length = int.from_bytes(start[8:16], "little")
+    text = file.read(length) if length <= size else b""
+    if hashlib.sha256(text).digest() != start[16:48]:
+        raise UserError(f"{key}={path} is damaged (its header): collect it again")
+    try:
+        header = json.loads(text)
+        version, expected = header["version"], 0
+        if version == VERSION:
+            expected = 48 + length + _row_bytes(header) * sum(header["rows"])
+            header["meta"] = _meta_of_columns(header.get("meta", {}), len(header["rows"]))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # not written by this program
+        version, expected = VERSION, 0
+    if version != VERSION:
+        raise UserError(f"{key}={path} has another version than {VERSION}: collect it again")
+    if size != expected:
+        raise UserError(f"{key}={path} is damaged (its size or its fields are wrong): copy or collect it again")
+    return dict(header)
+
+
+def _row_bytes(header: dict[str, Any]) -> int:
+    """Return the bytes of one row of all fields. Errors: KeyError, TypeError, ValueError, AttributeError."""
+    for field in header["fields"]:
+        if field["dtype"] not in DTYPES or not isinstance(field["name"], str) or not isinstance(field["sha256"], str):
+            raise ValueError(f"field {field['name']}")
+    counts = [*header["rows"], *(length for field in header["fields"] for length in field["shape"])]
+    if any(type(count) is not int or count < 0 for count in counts) or 0 in header["rows"]:
+        raise ValueError("sizes")
+    if any(math.prod(max(length, 1) for length in field["shape"]) > 2**40 for field in header["fields"]):
+        raise ValueError("a shape that no memory holds")
+    header["facts"].items()
+    return sum(np.dtype(f["dtype"]).itemsize * math.prod(f["shape"]) for f in header["fields"])
+
+
+def _read_field(
+    file: BinaryIO, field: dict[str, Any], rows: list[int], episodes: list[dict[str, Tensor]], what: str
+) -> None:
+    """Read one field of all episodes into `episodes`."""
+    digest = hashlib.sha256()
+    for count, episode in zip(rows, episodes, strict=True):
+        values = torch.empty((count, *field["shape"]), dtype=DTYPES[field["dtype"]])
+        raw = _bytes(values)
+        if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
+            raise UserError(f"{what} is damaged (it ends too early): copy or collect it again")
+        digest.update(raw.data)
+        episode[field["name"]] = values
+    if digest.hexdigest() != field["sha256"]:
+        raise UserError(f"{what} is damaged (field {field['name']}): copy or collect it again")
+
+
+@dataclass(frozen=True)
+class EpisodeRange:
+    """Successive episodes of a buffer, in its encoding: number `first` to `first + len(records) - 1` of all ever added.
+
+    Attributes:
+        codec: of the records; None where there are none. records: of each episode, [L + 1, R] uint8. meta: its origin.
+    """
+
+    first: int
+    codec: Codec | None
+    records: tuple[Tensor, ...]
+    meta: tuple[EpisodeMeta, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """Return plain values that `load_range` needs beside the file."""
+        codec = None if self.codec is None else self.codec.state_dict()
+        return {"first": self.first, "count": len(self.records), "codec": codec}
+
+    def save(self, path: Path) -> None:
+        """Write the records to a file that appears whole or not at all."""
+        episodes = zip(self.records, self.meta, strict=True)
+        write_episodes(path, [RecordedEpisode({"records": records}, meta) for records, meta in episodes], {})
+
+    def from_number(self, number: int) -> EpisodeRange:
+        """Return the episodes from the `number`-th on."""
+        skipped = min(max(0, number - self.first), len(self.records))
+        return EpisodeRange(self.first + skipped, self.codec, self.records[skipped:], self.meta[skipped:])
+
+    def each(self) -> Iterator[EpisodeRange]:
+        """Yield the episodes one by one."""
+        for number, (records, meta) in enumerate(zip(self.records, self.meta, strict=True), self.first):
+            yield EpisodeRange(number, self.codec, (records,), (meta,))
+
+
+def load_range(path: Path, described: Mapping[str, Any]) -> EpisodeRange:
+    """Return the episodes of a file that `describe` has described.
+
+    Errors: ValueError for a file that does not fit; Unreadable where the system cannot read it.
+    """
+    try:
+        episodes = patiently(path, partial(_read_episodes, path, {}, "episodes", int(described["count"])))
+        records = [episode["records"] for episode in episodes]
+        codec = Codec.from_state(described["codec"])
+    except Unreadable:
+        raise
+    except UserError as problem:
+        raise ValueError(problem.message) from problem
+    except ABSENT as problem:
+        raise ValueError(f"{path.name} cannot be read: {problem.strerror}") from problem
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(f"the description of {path.name} is incomplete ({problem})") from problem
+    if len(records) != described["count"] or any(each.shape[1:] != (codec.width,) for each in records):
+        raise ValueError(f"{path.name} does not fit its description")
+    return EpisodeRange(int(described["first"]), codec, tuple(records), tuple(map(meta_of, episodes)))

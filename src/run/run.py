@@ -1,4 +1,7 @@
-"""`run=default`: train in this process; a list of seeds one after another."""
+"""`run=default`: train in this process. `run=ddp`: one process per device, or a rank of torchrun's group.
+
+A list of seeds is trained one after another.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,15 @@ from omagd.run.reporting.report import render_summary, seeds_table
 from omagd.utils.errors import UserError, readable, visible
 from omagd.utils.logging import setup_logging
 from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json, make_token
-from omagd.utils.storage import patiently, read_entry
-from omagd.utils.writing import OUTPUT, STORAGE
+from omagd.utils.storage import OUTPUT, STORAGE, patiently, read_entry
 
 
-def run(_run: Any, _config: Mapping[str, Any], _log: Any) -> dict[str, Any]:
-    """Train in this process.
+def run(_run: Any, _config: Mapping[str, Any] | Config, _log: Any = None) -> dict[str, Any]:
+    """Run once, or once for each of `seeds`; print the results and return them.
 
     Args:
         _run: Sacred's run, or None. _config: the resolved configuration. _log: Sacred's logger.
     """
-    return run_seeds(_run, _config)
-
-
-def run_seeds(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
-    """Run once, or once for each of `seeds`; print the results and return them."""
-    if _run is not None:  # hide Sacred's "Aborted after …": the command line ends with a better line
-        _run.run_logger.addFilter(lambda record: not str(record.msg).startswith("Aborted after"))
     try:
         return _run_all(_run, _config)
     finally:

@@ -28,10 +28,9 @@ from omagd.modules.graph_reconstructers import REGISTRY as PREDICTORS
 from omagd.modules.graph_reconstructers.token_reconstructor import ResidentReconstruction, TokenReconstructor
 from omagd.runners.rollout import Rollout, row_fields
 from omagd.runners.runner import Runner
-from omagd.runners.starts import Origins
 from omagd.utils.errors import UserError
 from omagd.utils.packing import BlockEpisode, EpisodeMeta, captured
-from omagd.utils.seeding import uniform
+from omagd.utils.seeding import Origins, uniform
 
 RETURN, LENGTH, END, RESULTS = range(4)
 """Columns of `ResidentLoop.results`: return, length, the tick at which the episode ended, then the game's results."""

@@ -17,9 +17,9 @@ from omagd.config.env_info import EnvInfo
 from omagd.controllers.types import Exploration, Policy, Tick
 from omagd.envs.outputs import OutputChecks, fault
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv, ManyTasks, Observation, StepResult
-from omagd.runners.starts import NO_GROUP, EpisodeSeeds, Origins
 from omagd.utils.packing import Episode, EpisodeMeta, RecordedEpisode
 from omagd.utils.registry import locate
+from omagd.utils.seeding import NO_GROUP, EpisodeSeeds, Origins
 
 OF_TASKS = ("return", "ep_length", "battle_won")  # results that are also counted for each task of a set
 

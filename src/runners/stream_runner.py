@@ -10,8 +10,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
 from omagd.runners.rollout import Recorder, Rollout, RolloutLoop
-from omagd.runners.runner import Runner
-from omagd.runners.starts import ENDLESS
+from omagd.runners.runner import ENDLESS, Runner
 from omagd.utils.packing import RecordedEpisode
 
 

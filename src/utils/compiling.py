@@ -23,8 +23,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import numpy as np
 
 from omagd.utils import seeding
-from omagd.utils.errors import UserError
-from omagd.utils.writing import print_note, print_warning, replace_file
+from omagd.utils.errors import UserError, print_note, print_warning
+from omagd.utils.storage import replace_file
 
 # Numba colours messages by colorama, which replaces sys.stdout: by Sacred's, which is closed when Python exits.
 os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -240,3 +243,41 @@ def import_library(module: str, command: str) -> Any:
     """Import a module of `LIBRARIES` for a command. Errors: UserError where the package is missing or broken."""
     with libraries_of(command):
         return import_module(module)
+
+
+def print_out(text: str) -> None:
+    """Write `text` to standard output; the reader may stop early (`| head`)."""
+    try:
+        sys.stdout.write(visible(text, kept="\n"))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # else Python reports the error again when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_note(line: str) -> None:
+    """Write a line to standard error, in a terminal over a progress bar, which another process may have drawn."""
+    over = "\r\x1b[K" if sys.stderr.isatty() else ""
+    sys.stderr.write(over + visible(f"{line}\n", kept="\n"))
+    sys.stderr.flush()
+
+
+def print_warning(line: str) -> None:
+    """Write a warning to standard error."""
+    print_note(f"warning: {line}")
+
+
+def drop_lost_output() -> None:
+    """Discard output to a closed terminal or to a pipe without a reader.
+
+    Otherwise every write there fails, and so does what Python has buffered, at the latest when it exits.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # not a file
+            handle = stream.fileno()
+            poll = select.poll()
+            poll.register(handle, select.POLLOUT)
+            if any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll(0)):
+                nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+                os.dup2(nothing, handle)
+                os.close(nothing)

@@ -16,9 +16,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from omagd.utils.errors import visible
-from omagd.utils.storage import FolderGone
-from omagd.utils.writing import OUTPUT, STORAGE, AppendFile, drop_lost_output
+from omagd.utils.errors import drop_lost_output, visible
+from omagd.utils.storage import OUTPUT, STORAGE, AppendFile, FolderGone
 
 PACKAGE = "omagd"
 
@@ -214,7 +213,7 @@ class Logger:
         self.sinks.clear()
 
 
-def setup_logging(log_file: str | Path | None, rank: int = 0, level: int = logging.INFO) -> logging.Logger:
+def setup_logging(log_file: str | Path | None, rank: int = 0) -> logging.Logger:
     """Return the package's Python logger: rank 0 prints on the console, every rank appends to `log_file`.
 
     Other ranks print only errors, with their number. May be called again: handlers are replaced.
@@ -223,9 +222,9 @@ def setup_logging(log_file: str | Path | None, rank: int = 0, level: int = loggi
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO)
     logger.propagate = False
-    console = BarSafeHandler(level=level if rank == 0 else logging.ERROR)
+    console = BarSafeHandler(level=logging.INFO if rank == 0 else logging.ERROR)
     prefix = "" if rank == 0 else f"rank {rank}: "
     console.setFormatter(_Formatter(f"[%(asctime)s] {prefix}%(label)s%(message)s", "%H:%M:%S"))
     logger.addHandler(console)

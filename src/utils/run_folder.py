@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.utils.errors import readable
-from omagd.utils.storage import opened, release
-from omagd.utils.writing import STORAGE, replace_file
+from omagd.utils.storage import STORAGE, opened, release, replace_file
 
 STUDY_FILE, STUDY_RUNS = "study.json", "runs"
 """In a study's folder: its state, and the folder of its runs."""

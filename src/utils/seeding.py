@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -160,3 +161,81 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+NO_GROUP = -1
+MANY = 8  # slots from which on their seeds cost less together than one by one
+
+
+@dataclass
+class Origins:
+    """Where the episodes of all slots come from: reset seed, task and group, each [B] int64; group -1: none."""
+
+    seed: np.ndarray
+    task: np.ndarray
+    group: np.ndarray
+
+    @classmethod
+    def of(cls, seed: np.ndarray) -> Origins:
+        """Return the origins of episodes of one task, each for itself."""
+        return cls(seed, np.zeros_like(seed), np.full_like(seed, NO_GROUP))
+
+    def where(self, which: np.ndarray, other: Origins) -> Origins:
+        """Return these in the slots `which` [B] bool, those of `other` elsewhere."""
+        return Origins(*(np.where(which, getattr(self, s.name), getattr(other, s.name)) for s in fields(self)))
+
+
+class EpisodeSeeds:
+    """Reset seeds of one purpose on one rank; an episode's seed is a function of its slot and its number there.
+
+    Args:
+        seed: the run's seed. purpose: "train", "test", "pretrain", ... rank: of this process.
+
+    Attributes:
+        per_round: episodes that each slot plays in one round of training.
+    """
+
+    per_round: ClassVar[int] = 1
+
+    def __init__(self, seed: int, purpose: str, rank: int = 0) -> None:
+        self._place = (seed, f"env/{purpose}", rank)
+        self._generation = 0
+        self._played: list[int] = []
+
+    def renew(self, generation: int) -> None:
+        """Draw from another stream from here on: that of the same place and `generation` > 0."""
+        self._generation = generation
+        self._played = []
+
+    def draw(self, which: np.ndarray) -> np.ndarray:
+        """Return the next seed of each slot in `which` [B] bool as [B] int64, 0 elsewhere."""
+        self._played += [0] * (len(which) - len(self._played))
+        seeds = np.zeros(len(which), np.int64)
+        seed, purpose, rank = self._place
+        if self._generation:
+            purpose = f"{purpose}/{self._generation}"
+        begun = np.flatnonzero(which)
+        if len(begun) >= MANY:
+            seeds[begun] = stream_seeds(seed, purpose, rank, begun, np.array(self._played, np.int64)[begun])
+        else:
+            seeds[begun] = [stream_seed(seed, purpose, rank, slot, self._played[slot]) for slot in begun.tolist()]
+        for slot in begun.tolist():
+            self._played[slot] += 1
+        return seeds
+
+    def begun(self, free: np.ndarray) -> np.ndarray:
+        """Return which slots [B] bool begin an episode now, where those in `free` [B] bool could: here, all of them."""
+        return free
+
+    def origins(self, which: np.ndarray) -> Origins:
+        """Return the origins of the next episodes of the slots `which` [B] bool; others hold anything."""
+        return Origins.of(self.draw(which))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many episodes each slot has begun, and in which generation."""
+        return {"played": list(self._played), "generation": self._generation}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the episodes of `state`."""
+        self._played = [int(count) for count in state["played"]]
+        self._generation = int(state["generation"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from omagd.utils.writing import drop_lost_output
+from omagd.utils.errors import drop_lost_output
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = frozenset({signal.SIGTERM, signal.SIGHUP})

@@ -1,26 +1,33 @@
-"""Read from disks that fail for a moment and from files that others may have made; hold the folders in use.
+"""Files of runs: read from disks that fail for a moment, written on disks that fill up; and the folders in use.
 
 A folder in use may be renamed, moved, deleted or replaced, by a person or by an environment. Writing by path would then
 make it again, and each place would hold half of the run: a write below a held folder that is gone ends the run.
+
+A full disk costs a line in the log, not the run. What cannot be written is kept in memory, within bounds, and written
+once there is room: records of files that are only appended to (`AppendFile`), and files that are replaced as a whole
+(`Storage.write`). One line reports what cannot be written, one that there is room again, one at the end what was lost.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
+import secrets
 import stat
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, readable
 
 T = TypeVar("T")
 RETRY_SECONDS = (0.1, 0.4, 1.6)
@@ -114,19 +121,6 @@ def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
             raise
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def try_folder(folder: Path) -> None:
-    """Raise OSError if a folder cannot be made, or nothing can be written in it; leave nothing behind."""
-    missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
-    finally:
-        for place in missing:
-            with suppress(OSError):
-                place.rmdir()
 
 
 def is_number(value: object) -> bool:
@@ -272,3 +266,325 @@ def make_folder(path: Path) -> None:
 
 def _identity(about: os.stat_result) -> Identity:
     return about.st_dev, about.st_ino
+
+
+KEPT_BYTES = 256 << 20
+"""Of files that could not be written, the newest ones stay in memory up to this size."""
+
+PENDING_BYTES = 16 << 20
+"""Of each file that is appended to."""
+
+REMIND_SECONDS, AGAIN_SECONDS = 600.0, 60.0
+"""Pauses between two messages: about what stays impossible, and about what comes and goes."""
+
+NAMES_SHOWN = 6
+APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Storage:
+    """What this process could not write, and what it keeps to write later."""
+
+    def __init__(self) -> None:
+        self._base: Path | None = None
+        self._over = False
+        self._guard = threading.RLock()  # never held while something is logged: log files are written here too
+        self._files = threading.RLock()
+        self._local = threading.local()
+        self._postponed: deque[tuple[int, str]] = deque(maxlen=20)
+        self._kept: dict[Path, bytes] = {}
+        self.open: set[AppendFile] = set()
+        self._broken: dict[str, str] = {}
+        self._lost: dict[str, int] = {}
+        self._reasons: set[str] = set()  # of what was lost
+        self._completed: set[str] = set()
+        self._logged: dict[str, float] = {}  # when a reason was last logged
+        self._announced = False  # a failure was logged since everything could last be written
+
+    def begin(self, base: Path) -> None:
+        """Begin a run; names are shown relative to its folder `base`."""
+        self._base, self._over = base, False
+
+    def write(self, path: Path, content: bytes) -> bool:
+        """Replace a file as a whole; return whether that was possible. Files of one folder are written in order."""
+        with self._files:
+            if self._kept:
+                self.retry()
+            before = [other for other in self._kept if other.parent == path.parent and other != path]
+            for other in before[:1]:
+                self._broken.setdefault(self.name(path), self.why(other))
+            if before or not self._replace(path, content):
+                self._keep(path, content)
+                return False
+            self._kept.pop(path, None)
+        return True
+
+    def retry(self) -> None:
+        """Try again to write what is kept. Called wherever a run logs."""
+        for file in list(self.open):
+            file.flush()
+        self._emit()
+        with self._files:
+            for path, content in list(self._kept.items()):
+                if not self._replace(path, content):
+                    return
+                self._kept.pop(path, None)
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Within, log messages are postponed: handlers of the log would wait for each other."""
+        self._local.silent = True
+        try:
+            yield
+        finally:
+            self._local.silent = False
+
+    @contextmanager
+    def attempt(self, name: str, *kinds: type[Exception]) -> Iterator[None]:
+        """Continue if the block cannot write (OSError, or `kinds`): its output is lost."""
+        try:
+            yield
+        except Exception as problem:
+            if not isinstance(problem, (OSError, *kinds)):
+                raise
+            self.failed(name, problem)
+            self.lost(name)
+
+    def unwritten(self, folder: Path) -> list[Path]:
+        """Return the files below a folder that could not be written, after another try."""
+        self.retry()
+        return [path for path in self._kept if path.is_relative_to(folder)]
+
+    def size(self, path: Path) -> int:
+        """Return the bytes of a file that is appended to, with those that wait to be written."""
+        waiting = sum(file.waiting for file in list(self.open) if file.path == path)
+        return waiting + (path.stat().st_size if path.exists() else 0)
+
+    def why(self, path: Path) -> str:
+        """Return why a file cannot be written; empty where it can."""
+        return self._broken.get(self.name(path), "")
+
+    def name(self, path: Path) -> str:
+        """Return how a file is called in the log."""
+        base = self._base
+        return readable(str(path.relative_to(base) if base is not None and path.is_relative_to(base) else path))
+
+    def failed(self, name: str, problem: BaseException) -> None:
+        """Note that something cannot be written; log the first failure of a kind, then at intervals."""
+        reason = readable(str(getattr(problem, "strerror", None) or problem) or type(problem).__name__)[:200]
+        with self._guard:
+            first = reason not in self._broken.values()
+            self._broken[name] = reason
+            now, pause = time.monotonic(), AGAIN_SECONDS if first else REMIND_SECONDS
+            due = not self._over and now - self._logged.get(reason, -math.inf) >= pause
+            if due:
+                self._logged[reason], self._announced = now, True
+            names = [each for each, why in self._broken.items() if why == reason]
+        if due:
+            self._log(
+                logging.WARNING, f"cannot be written ({reason}): {_listed(names)}; training continues and tries again"
+            )
+
+    def wrote(self, name: str) -> None:
+        """Note that something could be written; log once that everything can."""
+        with self._guard:
+            if self._broken.pop(name, None) is None:
+                return
+            self._completed.add(name)
+            if self._broken or not self._announced or self._over:
+                return
+            names = sorted(self._completed)
+            self._completed, self._announced = set(), False
+        self._log(logging.WARNING, f"there is room again: {_listed(names)} could be written")
+
+    def lost(self, name: str, records: int = 0) -> None:
+        """Count what is lost: records of a file, or the whole file."""
+        with self._guard:
+            self._lost[name] = self._lost.get(name, 0) + records
+            self._reasons |= {reason} if (reason := self._broken.get(name)) else set()
+            if not records:
+                self._broken.pop(name, None)
+
+    def close(self) -> None:
+        """Try for the last time, log what was lost, and forget it. Nothing is logged after that."""
+        with suppress(FolderGone):  # its error ends the run
+            self.retry()
+        for file in list(self.open):
+            file.close()
+        with self._guard:
+            for path in self._kept:
+                self.lost(self.name(path))
+            lost = [f"{name} ({count} lines)" if count else name for name, count in sorted(self._lost.items())]
+            why = ", ".join(sorted(self._reasons))
+            for found in (self._kept, self._broken, self._lost, self._reasons, self._completed, self._logged):
+                found.clear()
+            already, self._over, self._announced = self._over, True, False
+        if lost and not already:
+            self._log(logging.ERROR, f"lost, since it could not be written ({why}): {_listed(lost)}")
+
+    def _log(self, level: int, text: str) -> None:
+        self._postponed.append((level, text))
+        self._emit()
+
+    def _emit(self) -> None:
+        while self._postponed and not getattr(self._local, "silent", False):
+            logging.getLogger("omagd").log(*self._postponed.popleft())
+
+    def _replace(self, path: Path, content: bytes) -> bool:
+        try:
+            replace_file(path, content)
+        except OSError as problem:
+            self.failed(self.name(path), problem)
+            return False
+        self.wrote(self.name(path))
+        return True
+
+    def _keep(self, path: Path, content: bytes) -> None:
+        self._kept[path] = content
+        older = [other for other in self._kept if other.parent != path.parent]
+        while older and sum(map(len, self._kept.values())) > KEPT_BYTES:
+            oldest = older.pop(0)
+            del self._kept[oldest]
+            self.lost(self.name(oldest))
+
+
+class AppendFile:
+    """A file of records that is only appended to; a record is in it whole or not at all.
+
+    Args:
+        path: made with the first record. opens: opens it for appending, `open_lines` if None.
+
+    Attributes:
+        waiting: bytes that wait to be written.
+    """
+
+    def __init__(self, path: Path, opens: Callable[[Path], int] | None = None) -> None:
+        self.path, self.waiting = path, 0
+        self._opens = opens or open_lines
+        self._handle: int | None = None
+        self._size = 0
+        self._pending: deque[bytes] = deque()
+        self._guard = threading.RLock()
+
+    def write(self, record: bytes) -> None:
+        """Append a record of whole lines; where that is impossible, later."""
+        STORAGE.open.add(self)
+        with self._guard:
+            self._pending.append(record)
+            self.waiting += len(record)
+        self.flush()
+        with self._guard:
+            while self.waiting > PENDING_BYTES:
+                self._lose()
+
+    def flush(self) -> None:
+        """Write what is pending, if possible. Errors: FolderGone."""
+        name = STORAGE.name(self.path)
+        with self._guard:
+            if not self._pending:
+                return
+            try:
+                require_held(self.path)
+                if self._handle is None:
+                    self._handle = self._opens(self.path)
+                    self._size = os.fstat(self._handle).st_size
+                while self._pending:
+                    self._append(self._pending[0])
+                    self._drop()
+                problem = None
+            except OSError as found:
+                self._release()
+                problem = found
+        STORAGE.wrote(name) if problem is None else STORAGE.failed(name, problem)
+
+    def close(self) -> None:
+        """Write what is pending, if possible, and close the file. May be called twice."""
+        try:
+            self.flush()
+        except FolderGone:  # its error ends the run
+            self._pending.clear()
+        with self._guard:
+            while self._pending:
+                self._lose()
+            self._release()
+        STORAGE.open.discard(self)
+
+    def _append(self, record: bytes) -> None:
+        assert self._handle is not None
+        left = memoryview(record)
+        try:
+            while left:
+                left = left[os.write(self._handle, left) :]
+        except OSError:
+            with suppress(OSError):  # else the next opening ends the half line
+                os.ftruncate(self._handle, self._size)
+            raise
+        self._size += len(record)
+
+    def _drop(self) -> bytes:
+        record = self._pending.popleft()
+        self.waiting -= len(record)
+        return record
+
+    def _lose(self) -> None:
+        STORAGE.lost(STORAGE.name(self.path), self._drop().count(b"\n"))
+
+    def _release(self) -> None:
+        if self._handle is not None:
+            with suppress(OSError):
+                os.close(self._handle)
+            self._handle = None
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file whole or not at all: into a temporary file beside it, which then takes its name.
+
+    Errors: OSError, FolderGone.
+    """
+    make_folder(path.parent)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        require_held(path)  # writing may have taken long
+        os.replace(beside, path)
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all. Errors: OSError."""
+    with atomic_file(path) as file:
+        file.write(content)
+
+
+def open_records(path: Path) -> int:
+    """Open a file for appending, and return its descriptor."""
+    make_folder(path.parent)
+    return os.open(path, APPEND, 0o644)
+
+
+def open_lines(path: Path) -> int:
+    """Open a file of lines for appending; the half line that a kill left stays one bad line."""
+    handle = open_records(path)
+    try:
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            os.write(handle, b"\n")
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+OUTPUT = "standard output"
+STORAGE = Storage()
+"""Of this process."""

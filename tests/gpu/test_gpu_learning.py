@@ -19,7 +19,7 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.fixed_updates import WARM_UP
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
-from omagd.run.training.stages.health import Health
+from omagd.run.training.stages.base import Health
 from omagd.utils.dist_utils import Dist
 from omagd.utils.metrics import Counters, Metrics
 from omagd.utils.packing import pack_episodes

@@ -22,7 +22,7 @@ from omagd.modules.agents.agent import AgentInputs
 from omagd.run.cli.main import config_from, main
 from omagd.run.memory_budget import replay_spec
 from omagd.run.training.build import read_env_info
-from omagd.run.training.stages.health import check_replicas
+from omagd.run.training.stages.base import check_replicas
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 

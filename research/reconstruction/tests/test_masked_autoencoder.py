@@ -28,10 +28,10 @@ from omagd.run.training.build import build_mac, new_predictor
 from omagd.run.training.evaluate import evaluation_config
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners import REGISTRY as RUNNERS
-from omagd.runners.starts import EpisodeSeeds
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode, PackedBatch, pack_episodes
+from omagd.utils.seeding import EpisodeSeeds
 from omagd_reconstruction.masked_autoencoder import InferringReconstructor
 
 torch.set_num_threads(1)

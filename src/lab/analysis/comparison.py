@@ -15,9 +15,8 @@ from omagd.lab.analysis.runs import Run, load
 from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, interval, mean
 from omagd.run.reporting.card import marks
 from omagd.run.reporting.report import aligned, number_text, stage_value, value_columns, value_head
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, print_out
 from omagd.utils.logging import duration
-from omagd.utils.writing import print_out
 
 KEYS_SHOWN = 6
 """Most differing keys that have a column, and most others that a footnote names."""

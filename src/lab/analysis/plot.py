@@ -21,8 +21,8 @@ from omagd.lab.analysis.curves import LABELS, STATISTIC, Panel
 from omagd.lab.analysis.groups import Group, groups
 from omagd.lab.analysis.runs import load
 from omagd.lab.analysis.statistics import FEW, FEW_SEEDS
-from omagd.utils.errors import UserError
-from omagd.utils.writing import print_out, replace_file
+from omagd.utils.errors import UserError, print_out
+from omagd.utils.storage import replace_file
 
 LOG = logging.getLogger("omagd")
 KINDS = ("curves", "final", "profile", "improvement")

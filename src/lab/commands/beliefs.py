@@ -6,10 +6,9 @@ import argparse
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, print_out
 from omagd.utils.logging import Progress
 from omagd.utils.signals import stoppable
-from omagd.utils.writing import print_out
 
 if TYPE_CHECKING:
     from omagd.config.env_info import EnvInfo
@@ -67,9 +66,9 @@ def _measured(config: Config, episodes: int, source: str) -> tuple[str, dict[str
     from omagd.run.checkpoint.weights import find_step_folder
     from omagd.run.training.evaluate import load_mac, policy_name
     from omagd.runners.runner import Runner
-    from omagd.runners.starts import EpisodeSeeds
     from omagd.utils.dist_utils import Dist
     from omagd.utils.packing import pack_episodes
+    from omagd.utils.seeding import EpisodeSeeds
 
     torch.set_num_threads(config.torch_threads)
     slots = min(config.batch_size_run if issubclass(REGISTRY.get(config.env), MultiAgentEnv) else SLOTS, episodes)

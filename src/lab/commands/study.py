@@ -13,9 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omagd.utils.errors import Mistakes, UserError, readable
+from omagd.utils.errors import Mistakes, UserError, print_out, print_warning, readable
 from omagd.utils.signals import Stopped, stoppable
-from omagd.utils.writing import print_out, print_warning
 
 if TYPE_CHECKING:
     from omagd.lab.studies.spec import Study
@@ -128,8 +127,8 @@ def _examined(words: Sequence[str], local: bool, checked: bool) -> dict[str, Any
     from omagd.run.checkpoint.resuming import identity_of
     from omagd.run.cli.main import config_from
     from omagd.run.cli.preflight import preflight
+    from omagd.run.launchers import make_plan
     from omagd.run.reporting.card import make_card
-    from omagd.run.topology import make_plan
 
     mistakes = Mistakes()
     try:

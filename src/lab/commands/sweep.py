@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omagd.lab.commands.study import add_common, continued, only_word
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, print_out, print_warning
 from omagd.utils.signals import stoppable
-from omagd.utils.writing import print_out, print_warning
 
 if TYPE_CHECKING:
     from omagd.lab.studies.sweep_spec import Sweep

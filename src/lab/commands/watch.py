@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omagd.run.recording import WRITERS
-from omagd.utils.errors import UserError
-from omagd.utils.writing import print_out
+from omagd.utils.errors import UserError, print_out
 
 if TYPE_CHECKING:
     from omagd.run.recording.recording import Recording

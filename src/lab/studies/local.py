@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from omagd.lab.studies.executors import Ended, Job, Place
 from omagd.run.launchers import without_tasks
 from omagd.utils.errors import UserError, readable, visible
-from omagd.utils.writing import open_lines
+from omagd.utils.storage import open_lines
 
 PR_SET_PDEATHSIG = 1
 STOP_SECONDS = 45.0

@@ -6,7 +6,9 @@ import fcntl
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from omagd.lab.analysis.runs import read_records
@@ -14,8 +16,7 @@ from omagd.lab.studies.executors import Job
 from omagd.run.reporting.card import recorded_of
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, plain
-from omagd.utils.storage import is_number, opened, read_entry, try_folder
-from omagd.utils.writing import open_lines
+from omagd.utils.storage import is_number, open_lines, opened, read_entry
 
 Key = tuple[str, str]
 
@@ -123,3 +124,16 @@ def append(path: Path, entry: dict[str, Any]) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def try_folder(folder: Path) -> None:
+    """Raise OSError if a folder cannot be made, or nothing can be written in it; leave nothing behind."""
+    missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    finally:
+        for place in missing:
+            with suppress(OSError):
+                place.rmdir()

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from omagd.lab.studies.executors import Ended, Job, Place
 from omagd.lab.studies.local import kill_group, last_error, start_run
-from omagd.run.checkpoint.run_lock import start_ticks
+from omagd.run.checkpoint.resuming import start_ticks
 from omagd.utils.errors import UserError, import_extra, readable
 
 MOST = 10_000

@@ -15,11 +15,11 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from omagd.lab.studies.executors import Job
-from omagd.run.checkpoint.run_lock import Busy, ProcessIdentity, take
+from omagd.lab.studies.results import try_folder
+from omagd.run.checkpoint.resuming import Busy, ProcessIdentity, take
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, write_json
-from omagd.utils.storage import held, read_entry, read_json, try_folder
-from omagd.utils.writing import replace_file
+from omagd.utils.storage import held, read_entry, read_json, replace_file
 
 STATE, COPY, RUNS, LOGS = STUDY_FILE, "study.yaml", STUDY_RUNS, "logs"
 FORMAT = 1

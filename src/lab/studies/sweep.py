@@ -30,8 +30,7 @@ from omagd.lab.studies.sweep_spec import Sweep, Value, optuna
 from omagd.lab.studies.view import ConsoleView
 from omagd.utils.errors import UserError, import_library, nearest
 from omagd.utils.run_folder import closed_to_others, write_json
-from omagd.utils.storage import is_number, read_json
-from omagd.utils.writing import replace_file
+from omagd.utils.storage import is_number, read_json, replace_file
 
 if TYPE_CHECKING:
     from optuna.study import Study as OptunaStudy

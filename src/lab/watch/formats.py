@@ -14,8 +14,7 @@ from omagd.lab.watch.drawing import pictures, seen_by, sheet
 from omagd.lab.watch.panel import FIELD, FOG, HEAL, LINE, MUTED, PAGE, SHIELD, TEAMS, TEXT, WALL
 from omagd.run.recording.recording import Episode, Recording
 from omagd.utils.errors import UserError
-from omagd.utils.storage import make_folder
-from omagd.utils.writing import STORAGE, atomic_file, replace_file
+from omagd.utils.storage import STORAGE, atomic_file, make_folder, replace_file
 
 PLAYER = Path(__file__).with_name("player.html")
 MS, LAST_MS = 160, 2000

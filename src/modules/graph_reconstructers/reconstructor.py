@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers.graphs import GraphTables
+from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
     from omagd.components.episode_codec import Spec
@@ -84,9 +85,12 @@ class Reconstructor(ABC):
         self.columns = GraphTables(layout, device)
 
     @classmethod
-    @abstractmethod
     def new_predictor(cls, config: Config, info: EnvInfo) -> nn.Module:
-        """Return an untrained predictor."""
+        """Return an untrained predictor; every kind of `mask_predictor_config` has one."""
+        raise UserError(
+            f"mask_predictor_config.kind={config.mask_predictor_config.kind}: {cls.__name__} has no"
+            " new_predictor(config, info). See docs/extending.md"
+        )
 
     @classmethod
     def fields(cls, config: Config, info: EnvInfo) -> Spec:

@@ -1,40 +1,51 @@
 """Find what a run continues from: a checkpoint, weights without one, or nothing.
 
-A file that exists but cannot be read is never treated as missing.
+A file that exists but cannot be read is never treated as missing. Then cut the run's files back to there.
+
+A run that continues from its newest complete checkpoint repeats what came after it, so later output is removed. In
+every other case (an older checkpoint, lost episodes, weights alone, other ranks or versions) it is moved to
+`set_aside/<time>_<attempt>/`, under the same names. Each step may be the last one before a kill: files are
+linked before they are cut, checkpoints move after everything else, and the next start repeats what is left.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import secrets
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.components.episode_file import EpisodeRange, load_range
+from omagd.components.episode_codec import EpisodeRange, load_range
 from omagd.config.schema import Config
-from omagd.modules.graph_reconstructers import pretraining
 from omagd.run.checkpoint import store
 from omagd.run.checkpoint.store import (
+    EVER,
+    SAVED,
+    STAGES,
     Checkpoint,
     Damaged,
+    Position,
+    clean,
     episode_files,
     folders,
+    link,
+    note_saved,
     read_checkpoint,
     read_part,
     read_saved,
 )
-from omagd.run.checkpoint.weights import AGENT_FILE, LEARNER_FILE, PREDICTOR_FILE, TOKENIZER_FILE
-from omagd.run.reporting.card import read_card, recorded_of, versions
+from omagd.run.checkpoint.weights import SavedWeights, saved_weights
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import OWN, RunFolder
-from omagd.utils.storage import Unreadable, listed
-
-STAGES = ("stage1", "stage2", "stage3")
-EVER = float("inf")
-Position = tuple[int, float]
-"""A stage's place among the three, and its clock: epochs, or environment steps in stage 3."""
+from omagd.utils.run_folder import OWN, RunFolder, rank_of
+from omagd.utils.storage import Unreadable, atomic_file, listed, make_folder, require_held, sync
 
 
 @dataclass(frozen=True)
@@ -124,23 +135,6 @@ class RecoveredState:
 
 
 @dataclass(frozen=True)
-class SavedWeights:
-    """Weights in `models/` that this run continues from, without a checkpoint.
-
-    Attributes:
-        step: folder of stage 3's weights, None before that stage. trained: files of finished stages by name.
-    """
-
-    step: Path | None
-    trained: Mapping[str, Path]
-
-    @property
-    def position(self) -> Position:
-        """Stage and clock at which they were written."""
-        return (2, float(self.step.name)) if self.step is not None else (max(map(STAGES.index, self.trained)), EVER)
-
-
-@dataclass(frozen=True)
 class ResumePlan:
     """What a start continues from, equal on all ranks except for the ranks' own parts.
 
@@ -221,7 +215,6 @@ def unusable(path: Path | str, problem: BaseException) -> UserError:
 
 
 NEW_FOLDER = "auto_resume=False begins from scratch in a new folder"
-PRETRAINED = {"stage1": TOKENIZER_FILE, "stage2": PREDICTOR_FILE}
 
 
 @dataclass(frozen=True)
@@ -251,12 +244,13 @@ class _Judged:
         return f"{found[0]} and {len(found) - 1} more file(s)" if len(found) > 1 else found[0] if found else ""
 
 
-def recover(folder: RunFolder, dist: Dist, config: Config) -> ResumePlan:
+def recover(folder: RunFolder, dist: Dist, config: Config, as_before: bool) -> ResumePlan:
     """Return what a run continues from. Changes nothing.
 
     Called on every rank; the ranks share the work of comparing checksums and get the same answer. The newest checkpoint
     is used if it is whole; else `resume` decides.
 
+    as_before: the last start had these ranks and versions; else its later output cannot be reproduced, and is kept.
     Errors: UserError, on all ranks, where something is there and `resume` does not allow to continue without it.
     """
     mode = config.resume
@@ -277,24 +271,14 @@ def recover(folder: RunFolder, dist: Dist, config: Config) -> ResumePlan:
         problems[judged.path] = judged.problem
     least = max([completed or 0, 1, *map(_iteration, names)])
     if mode == "weights" and (found is None or found.kind == "weights"):
-        weights = _agreed(dist, _saved_weights, folder, config)
+        weights = _agreed(dist, saved_weights, folder, config)
         if weights is not None and (found is None or weights.position > found.position):
             return ResumePlan(None, weights, problems, behind=True, completed=least, least=least)
     if found is None:
         raise _rejected(folder, mode, problems)
     older = bool(problems) or found.iteration < (completed or 0)
-    other = found.world_size != dist.world_size or _agreed(dist, _started_otherwise, folder, dist.world_size)
-    behind = older or found.kind != "exact" or other
+    behind = older or found.kind != "exact" or found.world_size != dist.world_size or not dist.broadcast(as_before)
     return ResumePlan(found, None, problems, behind, found.iteration, least, older)
-
-
-def _started_otherwise(folder: RunFolder, world_size: int) -> bool:
-    """Return whether the last start had other ranks or versions, which makes its later output impossible to reproduce.
-
-    Also True if there is no card.
-    """
-    facts = recorded_of(read_card(folder.path))
-    return not facts or (facts.get("ranks"), facts.get("versions")) != (world_size, versions())
 
 
 def _iteration(name: str) -> int:
@@ -388,34 +372,6 @@ def _read(checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -
     return RecoveredState(checkpoint, common, None, everyone, kind, lost)
 
 
-def _saved_weights(folder: RunFolder, config: Config) -> SavedWeights | None:
-    """Return the newest readable weights in `models/` with all modules that they need; None if there are none."""
-    trained: dict[str, Path] = {}
-    given = {"stage1": config.pretrained_tokenizer_path, "stage2": config.pretrained_mask_predictor_path}
-    needed = [name for name in pretraining(config) if config.stage in {"all", name} and not given[name]]
-    for name in needed if config.use_graph_reconstruction else ():
-        files = [folder.pretrained(name, best) / PRETRAINED[name] for best in (True, False)]
-        readable = [path for path in files if _can_be_read(path)]
-        if not readable:
-            return SavedWeights(None, trained) if trained else None
-        trained[name] = readable[0]
-    for t_env in reversed(folder.saved_steps()):
-        step = folder.step(t_env)
-        files = [Path(entry.path) for entry in listed(step) if entry.name.endswith(".th")]
-        if {AGENT_FILE, LEARNER_FILE} <= {path.name for path in files} and all(map(_can_be_read, files)):
-            return SavedWeights(step, trained)
-    return SavedWeights(None, trained) if trained else None
-
-
-def _can_be_read(path: Path) -> bool:
-    """Return whether a file of weights is whole. Errors: Unreadable."""
-    try:
-        read_part(path)
-    except Damaged:
-        return False
-    return True
-
-
 def _rejected(folder: RunFolder, mode: str, problems: Mapping[Path, str]) -> UserError:
     """Return the error for a run with files of which none can be used."""
     if problems:
@@ -430,3 +386,186 @@ def _rejected(folder: RunFolder, mode: str, problems: Mapping[Path, str]) -> Use
         "weights": "there are no whole weights either",
     }
     return UserError(f"resume={mode}: {what}. Nothing was changed: {ways[mode]}, {NEW_FOLDER}")
+
+
+OCCUPIED = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+"""Errors for a file in the place of a folder, or the other way round."""
+
+
+def cut_back(folder: RunFolder, dist: Dist, plan: ResumePlan) -> ResumePlan:
+    """Cut a run's files back to what `plan` continues from; return the plan with `aside` and `missing`.
+
+    Half-written files of killed starts are removed too. Called on every rank, while no rank of another start is alive;
+    rank 0 does the work, and no rank returns before. Errors: UserError, on all ranks, where the disk fails.
+    """
+    own = plan.state.own if plan.state is not None else None
+    sizes = dist.gather(None if own is None else int(own["episode_bytes"]))
+    missing: dict[str, int] = {}
+    aside, problem = "", ""
+    if dist.is_main:
+        try:
+            aside, missing = _cut(folder, plan, sizes)
+        except OSError as error:
+            fix = "move it away" if error.errno in OCCUPIED else "free the disk or correct the permissions"
+            problem = f"{error.filename or folder.path} ({error.strerror or error}); {fix}"
+        except UserError as error:
+            problem = error.message
+    aside, missing, problem = dist.broadcast((aside, missing, problem))
+    if problem:
+        raise UserError(f"the run cannot be prepared to continue: {problem}, then start again: nothing is lost")
+    return replace(plan, aside=aside, missing=missing)
+
+
+def _cut(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> tuple[str, dict[str, int]]:
+    """Cut on rank 0; return the folder of what was set aside, and the missing bytes by file."""
+    require_held(folder.path)
+    aside = Aside(folder)
+    for path in [*folder.files(), folder.path / SAVED, *folder.episode_logs()]:
+        if path.exists() and not path.is_file():  # for example a folder: the run could not write its file
+            aside.move(path)
+    missing = _cut_lines(folder, plan, sizes, aside)
+    later = [folder.step(step) for step in folder.saved_steps() if step > plan.t_env]
+    if plan.behind:
+        for path in [folder.summary_json, *later, *_pretrained_behind(folder, plan)]:
+            aside.move(path)
+        _keep_checkpoints(folder, plan, aside)
+    else:
+        folder.summary_json.unlink(missing_ok=True)
+        for path in later:
+            shutil.rmtree(path, ignore_errors=True)
+    clean(folder.checkpoints)
+    for half in folder.half_written():
+        half.unlink(missing_ok=True)
+    if plan.completed is not None and plan.completed != read_saved(folder):
+        note_saved(folder, plan.completed)
+    return str(aside.path) if aside.path.exists() else "", missing
+
+
+def _cut_lines(folder: RunFolder, plan: ResumePlan, sizes: list[int | None], aside: Aside) -> dict[str, int]:
+    """Cut the files that are appended to; return how many bytes are missing before the cut, by name."""
+    missing = {}
+    for path, size in _ends(folder, plan, sizes):
+        there = path.stat().st_size if path.exists() else 0
+        if there < size:
+            missing[str(path.relative_to(folder.path))] = size - there
+        elif plan.behind:
+            aside.tail(path, size)
+        elif there > size:
+            os.truncate(path, size)
+    return missing
+
+
+def _ends(folder: RunFolder, plan: ResumePlan, sizes: list[int | None]) -> Iterator[tuple[Path, int]]:
+    """Yield the files that are appended to, and how many of their bytes stay."""
+    found, logs = plan.state, folder.episode_logs()
+    if plan.position is not None:  # weights alone: no checkpoint has the lengths of the files
+        yield folder.metrics_jsonl, _bytes_until(folder.metrics_jsonl, plan.position)
+        for path in logs:
+            yield path, _bytes_until(path, (2, plan.t_env - 0.5))  # `t_env` of a line is when its iteration began
+        return
+    if found is None:
+        yield from ((path, 0) for path in (folder.metrics_jsonl, *logs))
+        return
+    run = found.common["run"]
+    yield folder.metrics_jsonl, int(run["metrics_bytes"])
+    each = sizes if found.own is not None else [int(part["episode_bytes"]) for part in found.everyone]
+    ends = {rank: size or 0 for rank, size in enumerate(each)}
+    if "earlier_ranks" in run:  # checkpoints of earlier versions do not note them: then those logs stay
+        ends = {**{rank_of(path): 0 for path in logs}, **run["earlier_ranks"], **ends}
+    yield from ((folder.episode_log(rank), ends[rank]) for rank in sorted(ends))
+
+
+def _bytes_until(path: Path, position: Position) -> int:
+    """Return the bytes of the lines that were written until a position of the run."""
+    size = 0
+    if not path.exists():
+        return size
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+                stage = STAGES.index(record.get("stage", "stage3"))
+                when = stage, float(record["t_env" if stage == 2 else "epoch"])
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                return size
+            if when > position:
+                return size
+            size += len(line)
+    return size
+
+
+def _pretrained_behind(folder: RunFolder, plan: ResumePlan) -> list[Path]:
+    """Return the folders of modules whose stage was not finished where the run continues."""
+    behind = [stage for stage in STAGES[:2] if stage not in plan.finished]
+    paths = [folder.pretrained(stage, best) for stage in behind for best in (False, True)]
+    return [path for path in paths if path.exists()]
+
+
+def _keep_checkpoints(folder: RunFolder, plan: ResumePlan, aside: Aside) -> None:
+    """Set aside what is newer than the checkpoint that the run continues from, and a copy of that if it is damaged."""
+    for path in folders(folder.checkpoints):
+        source = plan.state is not None and plan.state.checkpoint.path == path
+        if source and plan.kind != "exact":
+            aside.checkpoint(path, stays=True)
+        if source or (plan.state is None and path not in plan.problems):
+            return
+        aside.checkpoint(path, stays=False)
+
+
+class Aside:
+    """A new folder `set_aside/<time>_<attempt>/` of a run, made when something comes into it."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.root = folder.path
+        name = f"{time.strftime('%Y%m%d_%H%M%S')}_{secrets.token_hex(4)}"
+        self.path = folder.path / "set_aside" / name
+
+    def _place(self, path: Path) -> Path:
+        """Return the new place of a path of the run, and create its folder."""
+        target, is_new = self.path / path.relative_to(self.root), not self.path.exists()
+        make_folder(target.parent)
+        for changed in (self.path, self.path.parent, self.root) if is_new else ():
+            sync(changed)
+        return target
+
+    def move(self, path: Path) -> None:
+        """Move a file or a folder."""
+        if not os.path.lexists(path):
+            return
+        target = self._place(path)
+        path.rename(target)
+        for changed in (target.parent, path.parent):
+            sync(changed)
+
+    def tail(self, path: Path, size: int) -> None:
+        """Keep a whole file here, and its first `size` bytes where it was."""
+        if not path.exists() or path.stat().st_size <= size:
+            return
+        if size == 0:
+            self.move(path)
+            return
+        target = self._place(path)
+        link(path, target)
+        sync(target.parent)
+        with atomic_file(path) as head, path.open("rb") as all_of_it:
+            shutil.copyfileobj(all_of_it, head)
+            head.truncate(size)
+        sync(path.parent)
+
+    def checkpoint(self, path: Path, stays: bool) -> None:
+        """Keep a checkpoint with the shared files that it names, so that it is complete here; or move it."""
+        try:
+            names = {name for name in read_checkpoint(path).manifest["files"] if name.startswith("kept/")}
+        except Damaged:
+            names = {f"kept/{entry.name}" for entry in listed(path.parent / "kept")}
+        for name in sorted(names):
+            if (path.parent / name).is_file():
+                link(path.parent / name, self._place(path.parent / name))
+        if not stays:
+            self.move(path)
+            return
+        for entry in listed(path):
+            if entry.is_file(follow_symlinks=False):
+                link(path / entry.name, self._place(path / entry.name))
+            else:  # something else in the place of a file
+                self.move(path / entry.name)

@@ -1,7 +1,7 @@
-"""The folder `checkpoints/` of a run. A checkpoint is complete or absent, and checked before use.
+"""What a checkpoint holds, and the folder `checkpoints/` of a run: a checkpoint is complete or absent, and checked.
 
     checkpoints/00000120/manifest.json          what belongs to it, with sizes and SHA-256; written last
-    checkpoints/00000120/common.th rank_0.th …  tensors and plain values
+    checkpoints/00000120/common.th rank_0.th …  tensors and plain values, which can be read without running code
     checkpoints/kept/…                          files that several checkpoints share: replayed episodes, trained modules
 
 A save is a folder `.<name>.<attempt>.partial` into which every rank writes its part and then `report_<rank>.json`; rank
@@ -14,29 +14,157 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import math
+import os
 import re
 import shutil
 import stat
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from omagd.run.checkpoint.state import unpack
-from omagd.utils.run_folder import RunFolder, fingerprint, write_json
-from omagd.utils.storage import ABSENT, Unreadable, listed, patiently, read_json, sync
+from omagd.utils.logging import PACKAGE
+from omagd.utils.run_folder import FOLDER, RUN_FILE, RunFolder, fingerprint, write_json
+from omagd.utils.storage import ABSENT, Unreadable, listed, opened, patiently, read_entry, read_json, sync
+
+Scope = Literal["shared", "rank"]
+"""`shared`: equal on all ranks, rank 0 writes it. `rank`: each rank writes and restores its own."""
+
+
+class Stateful(Protocol):
+    """An object that can be registered with a checkpointer.
+
+    An object of scope `rank` may also have `merge(states)`: where the number of ranks has changed, rank 0 calls it with
+    the states of all former ranks. Without it, and on the other ranks, the object stays as the stage made it.
+    """
+
+    def state_dict(self) -> Any:
+        """Return the state: nested dicts, lists and tuples of tensors, arrays, numbers, text, None."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Restore a state. Errors: KeyError, RuntimeError, TypeError, ValueError for one that does not fit."""
+
+
+class Group:
+    """Several objects that are registered under one name. members: by their own names."""
+
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        self.members = members
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states by name."""
+        return {name: member.state_dict() for name, member in self.members.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore every member. Errors: KeyError where one is missing."""
+        for name, member in self.members.items():
+            member.load_state_dict(state[name])
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Merge what former ranks had into every member that can do that."""
+        for name, member in self.members.items():
+            if hasattr(member, "merge"):
+                member.merge([state[name] for state in states])
+
+
+class Attribute:
+    """One attribute of an object, with a plain value. owner: the object. name: of the attribute."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def state_dict(self) -> Any:
+        """Return the value."""
+        return getattr(self.owner, self.name)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Set the value."""
+        setattr(self.owner, self.name, state)
+
+
+def upgraded(shared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shared state of a stage as this version reads it: earlier versions wrote none of these three."""
+    return {"health": [0, 0, 0], "opponents": {}, "tested": {}, **shared}
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """How a stage ended: `values` are its last and best numbers, `files` its artifacts by name."""
+
+    name: str
+    clock: dict[str, int]
+    values: dict[str, float]
+    files: dict[str, str]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+_ARRAY = "__ndarray__"
+
+
+def pack(tree: Any) -> Any:
+    """Return an independent copy of `tree`: tensors on the CPU, NumPy arrays as marked tensors.
+
+    tree: dicts, lists and tuples of tensors, arrays, numbers, text, bytes, None. Errors: TypeError for anything else.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, np.ndarray):
+        return {_ARRAY: torch.from_numpy(tree.copy())}
+    if isinstance(tree, np.generic):
+        return tree.item()
+    if isinstance(tree, Mapping):
+        return {pack(key): pack(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(pack(value) for value in tree)
+    if tree is None or type(tree) in {bool, int, float, str, bytes}:  # an enum is not: its class would be loaded
+        return tree
+    raise TypeError(f"{type(tree).__name__} has no place in a checkpoint")
+
+
+def unpack(tree: Any) -> Any:
+    """Return what `pack` was given: arrays are arrays again; tensors stay on the CPU."""
+    if isinstance(tree, Mapping):
+        if tree.keys() == {_ARRAY}:
+            return tree[_ARRAY].numpy()
+        return {key: unpack(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(unpack(value) for value in tree)
+    return tree
+
+
+def serialized(content: Mapping[str, Any]) -> bytes:
+    """Return tensors and plain values as the bytes of a file.
+
+    `torch.save` does not write the file itself: on a full disk it raises an error of another kind than OSError.
+    """
+    stream = io.BytesIO()
+    torch.save(dict(content), stream)
+    return stream.getvalue()
+
+
+def first_not_finite(tree: Any, path: str = "") -> str | None:
+    """Return the path of the first tensor in nested dicts and lists that is not finite, None if all are."""
+    if isinstance(tree, torch.Tensor):
+        return path if tree.is_floating_point() and not bool(tree.isfinite().all()) else None
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    found = (first_not_finite(value, f"{path}.{key}" if path else str(key)) for key, value in items)
+    return next((place for place in found if place is not None), None)
+
 
 FORMAT = 2
 """Of the manifest and the parts. 1 was `models/<t_env>/opt.th`, which `checkpoint_path` still reads."""
 
 MANIFEST, SAVED = "manifest.json", "saved.json"
+LOG = logging.getLogger(PACKAGE)
 NUMBERS = re.compile(r"[0-9]+(_[0-9]+)?")
 
 
@@ -248,6 +376,11 @@ def note_saved(folder: RunFolder, iteration: int) -> None:
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Stage = Literal["stage1", "stage2", "stage3"]
 LONGEST_NAME = 255
+STAGES = ("stage1", "stage2", "stage3")
+EVER = float("inf")
+Position = tuple[int, float]
+"""A stage's place among the three, and its clock: epochs, or environment steps in stage 3."""
+
 PLAIN = re.compile(r"[^./][^/]*/[^./][^/]*")
 
 
@@ -372,3 +505,59 @@ def _is_inside(name: str) -> bool:
     """Return whether a name is `<folder>/<file>`, both plain and of a length that a disk takes."""
     sizes = [len(part.encode(errors="replace")) for part in name.split("/")]
     return bool(PLAIN.fullmatch(name)) and name.isprintable() and max(sizes) <= LONGEST_NAME
+
+
+def link(source: Path, target: Path) -> None:
+    """Link a file that is never changed to another place; copy it if the disk has no hard links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        if not target.exists():
+            shutil.copy2(source, target)
+            sync(target)
+
+
+EPISODES = ".episodes"
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Return whether a run has ended and written everything."""
+    return bool(read_entry(folder.path / RUN_FILE).get("finished"))
+
+
+def free_replay(folder: RunFolder, remove: bool = True) -> tuple[int, int]:
+    """Remove the episodes of a finished run's checkpoints; return the number of files and the bytes that this frees.
+
+    Every folder is opened by its name in the one before, following no links. A file that another run shares by a hard
+    link frees nothing. remove: False only counts. Errors: OSError.
+    """
+    files = size = 0
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(opened(folder.path, FOLDER))
+            for name in ("checkpoints", "kept"):
+                handle = stack.enter_context(opened(name, FOLDER, handle))
+        except ABSENT:
+            return 0, 0
+        for name in sorted(os.listdir(handle)):
+            about = os.stat(name, dir_fd=handle, follow_symlinks=False)
+            if not name.endswith(EPISODES) or not stat.S_ISREG(about.st_mode):
+                continue
+            files, size = files + 1, size + about.st_size * (about.st_nlink == 1)
+            if remove:
+                os.unlink(name, dir_fd=handle)
+    return files, size
+
+
+def free_finished(folder: RunFolder) -> None:
+    """Remove the replay of a run that has just finished, and log how much that frees."""
+    try:
+        size = free_replay(folder)[1]
+    except OSError as problem:
+        LOG.warning(f"the replay of the finished run stays in its checkpoints: {problem}")
+        return
+    if size:
+        LOG.info(f"freed {size / 1e6:.1f} MB: the replay in the checkpoints (keep_checkpoints=True keeps it)")

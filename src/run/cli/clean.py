@@ -7,12 +7,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from omagd.run.checkpoint.run_lock import Busy, busy_run, take
-from omagd.run.checkpoint.set_aside import free_replay, is_finished
-from omagd.utils.errors import UserError, readable
+from omagd.run.checkpoint.resuming import Busy, busy_run, take
+from omagd.run.checkpoint.store import free_replay, is_finished
+from omagd.utils.errors import UserError, print_out, print_warning, readable
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
-from omagd.utils.writing import print_out, print_warning
 
 MEGABYTE = 1e6
 

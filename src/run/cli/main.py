@@ -23,14 +23,16 @@ from omagd.utils.errors import (
     RunFailed,
     UserError,
     collected,
+    drop_lost_output,
     exit_line,
     libraries_of,
     nearest,
+    print_out,
+    print_warning,
     visible,
 )
 from omagd.utils.registry import explained, in_one_line
 from omagd.utils.signals import Stopped
-from omagd.utils.writing import drop_lost_output, print_out, print_warning
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
@@ -177,7 +179,7 @@ def _main(argv: list[str]) -> int:
 
         print_out(f"omagd {__version__}\n")
     elif options.list:
-        from omagd.run.cli.listing import listing
+        from omagd.run.cli.preflight import listing
 
         print_out(listing())
     else:
@@ -251,7 +253,7 @@ def _run(
         for line in checked.warnings:
             print_warning(line)
     if options.dry_run:
-        from omagd.run.cli.listing import resolved
+        from omagd.run.cli.preflight import resolved
 
         print_out(resolved(config, checked))
         return

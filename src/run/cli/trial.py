@@ -17,13 +17,13 @@ from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import OF_PARTS, Config, recording
 from omagd.run.checkpoint.resuming import identity_of
-from omagd.run.checkpoint.set_aside import whole_state
 from omagd.run.checkpoint.weights import (
     PREDICTOR_FILE,
     find_step_folder,
     load_file,
     load_into,
     load_learner,
+    whole_state,
 )
 from omagd.run.training.build import (
     build_plain_mac,
@@ -52,15 +52,16 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
     whole: tuple[Path, dict[str, Any]] | None = None
     folder: Path | None = None
     with found.caught(), in_one_line():
-        whole = whole_state(config, lambda found: (found.path, found.common()))
-        if whole is not None:
-            _require_same_maps(config, info, whole[0].parents[1])
-        elif config.checkpoint_path:
-            folder = find_step_folder(config.checkpoint_path, config.load_step)
-            load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
-            if config.evaluate:
-                load_pretrained(of_checkpoint(config, folder), info, cpu)
-                runners.REGISTRY.get(config.runner).check(config)
+        if config.checkpoint_path:
+            whole = whole_state(config, lambda found: (found.path, found.common()))
+            if whole is not None:
+                _require_same_maps(config, info, whole[0].parents[1])
+            else:
+                folder = find_step_folder(config.checkpoint_path, config.load_step)
+                load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
+                if config.evaluate:
+                    load_pretrained(of_checkpoint(config, folder), info, cpu)
+                    runners.REGISTRY.get(config.runner).check(config)
     if config.evaluate:
         return ("evaluate",), None
     with found.caught(), in_one_line():

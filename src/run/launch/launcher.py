@@ -23,22 +23,25 @@ from typing import Any
 from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import RunLock, locked_folder
 from omagd.run.checkpoint.store import SAVED
-from omagd.run.launch.group import exit_code, joined_group, naming_a_lost_rank, require_shared_folder
 from omagd.run.launch.processes import Ranks, end_with_launcher, end_with_parent
-from omagd.run.launch.watchdog import ended_if_hung, leave_hung
-from omagd.run.launchers import is_main, local_rank
+from omagd.run.launch.watchdog import (
+    ended_if_hung,
+    exit_code,
+    joined_group,
+    leave_hung,
+    naming_a_lost_rank,
+    require_shared_folder,
+)
+from omagd.run.launchers import Plan, is_main, local_rank, make_plan
 from omagd.run.reporting.card import read_card
-from omagd.run.topology import Plan, make_plan
-from omagd.run.training.experiment import run_experiment
-from omagd.run.training.records import first_summary
+from omagd.run.training.experiment import first_summary, run_experiment
 from omagd.utils.dist_utils import Dist, broken_exchange, open_rendezvous
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, RunFailed, UserError, exit_line
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, RunFailed, UserError, drop_lost_output, exit_line
 from omagd.utils.logging import append_to_log, setup_logging
 from omagd.utils.registry import explained
 from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json
 from omagd.utils.signals import SAVING, Stopped, stop_requested, stoppable, uninterrupted
-from omagd.utils.storage import FolderGone, hold, read_entry, require_held
-from omagd.utils.writing import STORAGE, drop_lost_output
+from omagd.utils.storage import STORAGE, FolderGone, hold, read_entry, require_held
 
 ENDED = "all ranks have been ended"
 OUT_OF_MEMORY = " (the system does that when memory runs out: lower buffer_size, batch_size_run or world_size)"

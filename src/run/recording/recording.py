@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from omagd.envs.frames import AGENTS, OPPONENTS, THINGS, Scene
 from omagd.run.recording import WRITERS
 from omagd.utils.errors import UserError
-from omagd.utils.writing import replace_file
+from omagd.utils.storage import replace_file
 
 SUFFIX = ".json.gz"
 LARGEST = 1 << 28

@@ -222,6 +222,12 @@ def read_card(folder: str | Path) -> Card | None:
     return card if is_card(card) else None
 
 
+def is_of(card: Card | None, ranks: int) -> bool:
+    """Return whether a card is of a start with so many ranks and with the versions of this process."""
+    facts = recorded_of(card)
+    return (facts.get("ranks"), facts.get("versions")) == (ranks, versions())
+
+
 def resumed(card: Card | None) -> list[dict[str, Any]]:
     """Return the entries for the later starts of a resumed run."""
     entries = (card or {}).get("resumed", [])

@@ -22,7 +22,7 @@ from typing import Any
 from omagd.utils.logging import Logger, Record, RunFacts, Sink, warn_off
 from omagd.utils.registry import Registry
 from omagd.utils.run_folder import RunFolder, plain, unlinked
-from omagd.utils.writing import STORAGE, AppendFile, open_records
+from omagd.utils.storage import STORAGE, AppendFile, open_records
 
 BUILT_IN = {
     "console": "omagd.run.reporting.log_sinks:ConsoleSink",

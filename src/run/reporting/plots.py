@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.run.reporting.card import recorded_of
-from omagd.utils.storage import read_entry
-from omagd.utils.writing import STORAGE
+from omagd.utils.storage import STORAGE, read_entry
 
 INK, GRID, FAINT = "#1c2733", "#e3e8ee", "#6b7b8c"
 TRAINING = "#8796a5"

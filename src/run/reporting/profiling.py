@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from omagd.run.memory_budget import resident_bytes
 from omagd.utils.dist_utils import Dist
 from omagd.utils.metrics import weighted_means
-from omagd.utils.storage import make_folder
-from omagd.utils.writing import STORAGE
+from omagd.utils.storage import STORAGE, make_folder
 
 Pairs = dict[str, tuple[float, float]]
 """(sum, count) by name, as `Metrics.add` takes them."""
@@ -30,14 +29,14 @@ class Phases:
     Work with its own timer (waiting for ranks, the reconstructor) is added by `watch` and subtracted from its phase.
 
     Args:
-        synchronise: called before every reading of the clock, to wait for an asynchronous device.
         mark: opens a named context around every phase, such as a profiler's annotation.
+
+    Attributes:
+        synchronise: called before every reading of the clock, to wait for an asynchronous device.
     """
 
-    def __init__(
-        self, synchronise: Callable[[], None] = lambda: None, mark: Callable[[str], Any] = nullcontext
-    ) -> None:
-        self.synchronise = synchronise
+    def __init__(self, mark: Callable[[str], Any] = nullcontext) -> None:
+        self.synchronise: Callable[[], None] = lambda: None
         self.mark = mark
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[str] = []

@@ -20,8 +20,7 @@ from omagd.config.schema import Config
 from omagd.run.launchers import in_group
 from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE, setup_logging
-from omagd.utils.storage import FolderGone, hold, release
-from omagd.utils.writing import STORAGE, AppendFile, open_records
+from omagd.utils.storage import STORAGE, AppendFile, FolderGone, hold, open_records, release
 
 MOST = 500
 """Values kept for each name; with more, only every second one, then every fourth, …, and always the last."""
@@ -155,8 +154,9 @@ def run_recorded(
         _run.info["result"] = returned[0]
 
     experiment.main(main)
-    logger = logging.getLogger("omagd")
-    logger.addFilter(_is_needed)
+    experiment.logger = logging.getLogger(PACKAGE)
+    sacreds = experiment.logger.getChild(experiment.path)
+    sacreds.addFilter(_is_needed)
     try:
         experiment.run(options={**(options or {}), "--unobserved": not observe})
     except UserError:
@@ -166,7 +166,7 @@ def run_recorded(
                 observer.discard()
         raise
     finally:
-        logger.removeFilter(_is_needed)
+        sacreds.removeFilter(_is_needed)
         STORAGE.close()
         for observer in experiment.observers:
             release(Path(str(observer.dir)))
@@ -175,8 +175,7 @@ def run_recorded(
 
 def _is_needed(record: logging.LogRecord) -> bool:
     """Return False for Sacred's messages on the start and the failure of a run, which the program reports itself."""
-    sacreds = "sacred" in Path(record.pathname).parts and record.module == "run"
-    return not (sacreds and str(record.msg).startswith(("Running command", "Started", "Failed after", "Aborted after")))
+    return not str(record.msg).startswith(("Running command", "Started", "Failed after", "Aborted after"))
 
 
 def _records(config: Config, folder: str | None) -> Path:

@@ -25,8 +25,7 @@ from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file
 from omagd.run.recording import WRITERS
 from omagd.run.recording.recorder import Views, seen_and_believed, units_of_nodes
 from omagd.run.recording.recording import Episode, Moment, Recording
-from omagd.run.training.session import Session
-from omagd.run.training.stages.base import PretrainedModules
+from omagd.run.training.stages.base import PretrainedModules, Session
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics

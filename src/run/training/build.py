@@ -34,8 +34,7 @@ from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.checks import complete_args, require_same_map
 from omagd.run.training.device import compile_ahead
-from omagd.run.training.session import BUILDING, Session
-from omagd.run.training.stages.base import PretrainedModules
+from omagd.run.training.stages.base import BUILDING, PretrainedModules, Session
 from omagd.run.training.tasks import episode_starts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError

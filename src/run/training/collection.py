@@ -10,11 +10,9 @@ from omagd.components.opponent_schedules import REGISTRY
 from omagd.controllers.types import MAC
 from omagd.envs.protocol import ChangingOpponents
 from omagd.run.training.checks import EVASION, change
-from omagd.run.training.session import Session
-from omagd.run.training.stages.base import Shaper, Task
-from omagd.run.training.stages.health import MOST_SKIPPED
+from omagd.run.training.stages.base import MOST_SKIPPED, Session, Shaper, Task
 from omagd.run.training.tasks import training_tasks
-from omagd.runners.starts import DealtStarts, TaskStarts
+from omagd.runners.runner import DealtStarts, TaskStarts
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Counters, Every
 

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 from omagd import runners
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.run.launchers import ranks_here
+from omagd.run.launchers import Plan, ranks_here
 from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
-from omagd.run.topology import Plan
 from omagd.utils import compiling
 from omagd.utils.errors import UserError
 

@@ -16,21 +16,19 @@ from omagd.config.loading import apply_texts, read_saved, validate
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.envs.factory import make_env
-from omagd.run.checkpoint.state import StageResult
+from omagd.run.checkpoint.store import StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.recording.recorder import Recorder
 from omagd.run.recording.recording import Recording, save_recording
 from omagd.run.reporting.card import Card, read_card
 from omagd.run.training.build import build_mac, load_agent, load_pretrained, of_checkpoint
-from omagd.run.training.session import Session
-from omagd.run.training.stages.health import require_same_weights
+from omagd.run.training.stages.base import Session, require_same_weights
 from omagd.run.training.tasks import episode_starts
-from omagd.runners.runner import Runner
-from omagd.runners.starts import TaskStarts
+from omagd.runners.runner import Runner, TaskStarts
 from omagd.utils.errors import Mistakes, UserError, collected
 from omagd.utils.metrics import Metrics
 from omagd.utils.run_folder import RunFolder
-from omagd.utils.writing import STORAGE
+from omagd.utils.storage import STORAGE
 
 
 def record_battles(config: Config, episodes: int = 1, source: str = "checkpoint_path") -> Recording:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omagd.run.checkpoint.state import StageResult
+from omagd.run.checkpoint.store import StageResult
 from omagd.run.training.stages.base import Stage
 
 
@@ -13,6 +13,7 @@ def fit(stage: Stage) -> StageResult:
     with stage.phase("prepare"):
         stage.prepare()
         checkpointer.restore(stage)
+        stage.restored()
     with checkpointer.until_boundary():
         while not stage.done():
             checkpointer.ask()

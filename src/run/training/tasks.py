@@ -22,10 +22,10 @@ from omagd.components.data import DataSource
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.envs.protocol import ManyTasks
-from omagd.run.training.session import Session
-from omagd.run.training.stages.base import Shaper
-from omagd.runners.starts import DealtStarts, EpisodeSeeds, StartPool, TaskStarts, next_in_turn
+from omagd.run.training.stages.base import Session, Shaper
+from omagd.runners.runner import DealtStarts, StartPool, TaskStarts, next_in_turn
 from omagd.utils.dist_utils import Dist
+from omagd.utils.seeding import EpisodeSeeds
 
 TOLERANCE = 0.05
 """How far the busiest rank may be above the mean before tasks are dealt again or divided, as a share of the mean."""

@@ -26,7 +26,7 @@ from omagd.envs.battle.compiled.rules import NEGATIVE, Prices, Results
 from omagd.envs.battle.compiled.starts import Starts
 from omagd.envs.battle.compiled.tables import Array, Episodes, Orders, State, Tables
 from omagd.utils.compiling import files_of_kernels, remove_earlier_versions
-from omagd.utils.writing import print_note, print_warning
+from omagd.utils.errors import print_note, print_warning
 
 cuda: Any = numba.cuda  # without types
 if not hasattr(np, "row_stack"):  # numba-cuda names it at import, to 0.30.4 at least; NumPy 2.5 has `vstack` only

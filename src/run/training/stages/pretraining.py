@@ -23,18 +23,16 @@ from omagd.learners.protocol import PretrainingLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers import training_fields
 from omagd.modules.graph_reconstructers.pretrained import describe
-from omagd.run.checkpoint.state import Attribute, StageResult
+from omagd.run.checkpoint.store import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
 from omagd.run.training.beliefs import picture, reconstructor_of, saved_baselines, says_of_units
 from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy
-from omagd.run.training.session import Session
-from omagd.run.training.stages.base import PretrainedModules, Stage, Task
-from omagd.run.training.stages.health import require_same_weights
+from omagd.run.training.stages.base import PretrainedModules, Session, Stage, Task, require_same_weights
 from omagd.utils.logging import Progress, duration
 from omagd.utils.metrics import Every, Metrics
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import generator, seed_everything
-from omagd.utils.writing import STORAGE
+from omagd.utils.storage import STORAGE
 
 REHEARSAL_EPISODES = 8
 TOGETHER = 32  # episodes that are read together

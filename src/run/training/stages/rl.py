@@ -16,14 +16,12 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
-from omagd.run.checkpoint.state import Attribute, StageResult
+from omagd.run.checkpoint.store import Attribute, StageResult
 from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
 from omagd.run.training.build import build_learner
 from omagd.run.training.collection import shapers
 from omagd.run.training.evaluate import Tests, means
-from omagd.run.training.session import Session
-from omagd.run.training.stages.base import PretrainedModules, Shaper, Stage, Task
-from omagd.run.training.stages.health import require_same_weights
+from omagd.run.training.stages.base import PretrainedModules, Session, Shaper, Stage, Task, require_same_weights
 from omagd.runners.rollout import Rollout
 from omagd.utils.dist_utils import Pending
 from omagd.utils.logging import Progress, duration
