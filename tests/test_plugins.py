@@ -355,7 +355,7 @@ def test_an_agent_without_chunks_is_rejected_where_a_learner_cuts_episodes(plug,
 
 def test_a_package_adds_a_command_that_help_shows(tmp_path, capsys, monkeypatch):
     files = {
-        "my_tool.py": "from omagd.run.cli import Command\nfrom omagd.utils.storage import print_out\n"
+        "my_tool.py": "from omagd.run.cli import Command\nfrom omagd.utils.errors import print_out\n"
         "GREET = Command('greet NAME', 'greets somebody', __name__)\n"
         "def arguments(parser): parser.add_argument('name')\n"
         "def main(options): print_out(f'Hello {options.name}\\n'); return 3\n",
