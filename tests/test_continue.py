@@ -373,3 +373,25 @@ def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
     assert stage.score() == 0.2, "of the weights as they are"
     assert stage.tests.best["best_test_battle_won_mean"] == 0.9
     stage.session.close()
+
+
+def test_a_best_test_during_a_save_is_saved_after_it(tmp_path, monkeypatch):
+    stage = stage_of(qmix(tmp_path, "checkpoint_interval=1000"), tmp_path / "run")
+    checkpointer, busy, begun = stage.session.checkpointer, [True, False], []
+    monkeypatch.setattr(type(checkpointer), "_busy", property(lambda _: busy[0]))
+    monkeypatch.setattr(checkpointer, "_begin", lambda *_: begun.append(checkpointer.iteration))
+    for improved in (True, False):
+        stage.tests.improved = improved
+        checkpointer.ask()
+        checkpointer.boundary(stage)
+        busy.pop(0)
+    assert begun == [2]
+    stage.session.close()
+
+
+def test_lost_episodes_of_all_ranks_are_counted_on_by_another_number_of_ranks(tmp_path):
+    stage = stage_of(qmix(tmp_path), tmp_path / "run")
+    ranks = [{"past": {"restarts": 1.0}, "runners": {"train": {"lost": lost}}} for lost in (2, 3)]
+    stage.session.checkpointer._merge_ranks(stage, ranks, inside=False)
+    assert stage.session.failure_counts() == {"restarts": 2.0, "lost_episodes": 5.0}
+    stage.session.close()

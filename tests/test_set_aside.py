@@ -38,7 +38,7 @@ def add_late_weights(folder: RunFolder) -> None:
 
 def test_where_the_newest_checkpoint_is_gone_what_came_after_the_one_before_is_kept(run, tmp_path):
     """`saved.json` names it, so its absence is noticed."""
-    newest, older = run.checkpoint_folders
+    newest, older, *_ = run.checkpoint_folders
     newest.rename(tmp_path / "moved")
     add_late_weights(run)
     plan = plan_of(run)

@@ -233,7 +233,7 @@ def deferred(seconds: float = BOUNDARY_SECONDS) -> Iterator[None]:
 
 
 def stop_wanted() -> bool:
-    """Return whether a SIGTERM or SIGHUP is pending; it then waits for the save. Call it at the end of an iteration."""
+    """Return whether a SIGTERM or SIGHUP is pending; it then waits for the save. Call it once for each iteration."""
     if _received.waits:
         saving()
     return _received.waits

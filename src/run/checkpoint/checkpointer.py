@@ -102,6 +102,7 @@ class Checkpointer:
         self._failed = ""
         self._saved_at = time.monotonic()
         self._flags: Pending | None = None
+        self._urgent = False
         self._sums: dict[str, str] = {}
 
     def start_stage(self) -> None:
@@ -140,6 +141,7 @@ class Checkpointer:
             return
         assert self._flags is not None
         stop, due, busy = self._flags.wait().tolist()
+        self._urgent |= stage.urgent()  # until it is saved, also where a save is in progress now
         if not self._busy:
             self.finish()  # raises what the thread could not handle
         if stop or stage.done():
@@ -148,7 +150,7 @@ class Checkpointer:
             self.finish()
             self._begin(stage, stage.buffers())
             self.finish()
-        elif (due or stage.urgent()) and not busy:
+        elif (due or self._urgent) and not busy:
             self._begin(stage, stage.buffers())
         if stop:
             self._log_saved(stage.session)
@@ -206,8 +208,11 @@ class Checkpointer:
             "past": session.logged_failures,
             "episode_bytes": session.episode_log.size(),
         }
+        draft = CheckpointWriter(self._writer.store, self.iteration)
+        # One name for all ranks: on a network disk they may see different folders.
+        draft.final = draft.final.with_name(self.dist.broadcast(draft.final.name))
         snapshot = Snapshot(
-            draft=CheckpointWriter(self._writer.store, self.iteration),
+            draft=draft,
             own=pack(own),
             common=pack(self._common(stage, over)) if self.dist.is_main else None,
             modules=self._new_modules(stage.pretrained) if self.dist.is_main else {},
@@ -222,7 +227,7 @@ class Checkpointer:
             },
             flushed={path: STORAGE.size(path) for path in (self.folder.metrics_jsonl, session.episode_log.path)},
         )
-        self._saved_at = time.monotonic()
+        self._saved_at, self._urgent = time.monotonic(), False
         self._saving = self._thread.submit(self._writer.write, snapshot, session.logger)
 
     def _states(self, scope: Scope) -> dict[str, Any]:
@@ -335,6 +340,8 @@ class Checkpointer:
         if not self.dist.is_main:
             return
         stage.session.resume_counting(added([part["past"] for part in everyone]))
+        for name, runner in stage.session.runners.items():
+            runner.lost += sum(part["runners"].get(name, {}).get("lost", 0) for part in everyone)
         for name, stateful in self._registered["rank"].items() if inside and everyone else ():
             if hasattr(stateful, "merge"):
                 stateful.merge([part["stage"][name] for part in everyone])
@@ -432,7 +439,8 @@ class CheckpointWriter:
             facts: of the manifest. patience: seconds to wait for the other ranks.
         Errors: OSError where something could not be written or a rank did not report: then there is no checkpoint.
         """
-        reports = [self._report_of(rank, time.monotonic() + patience) for rank in range(self.store.world_size)]
+        deadline = time.monotonic() + patience
+        reports = [self._report_of(rank, deadline) for rank in range(self.store.world_size)]
         files = {name: entry for report in reports for name, entry in report["files"].items()}
         logs = [report["facts"] for report in reports]
         manifest = plain({**facts, "world_size": self.store.world_size, "logs": logs, "files": files})

@@ -95,7 +95,7 @@ def save_learner(learner: Trainable, clock: Counters, folder: Path) -> None:
     """
     # The agent's file comes last: a folder that has it is complete.
     keep_file(folder / LEARNER_FILE, {"learner": learner.state_dict(), "clock": clock.state_dict()})
-    for name, module in sorted(learner.modules().items(), reverse=True):
+    for name, module in sorted(learner.modules().items(), key=lambda entry: entry[0] == "agent"):
         keep_file(folder / f"{name}.th", module.state_dict())
 
 
