@@ -16,6 +16,7 @@ from omagd.learners.nq_learner import NQLearner
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.cli.main import main
 from omagd.run.training import experiment
+from omagd.run.training.stages.rl import RLStage
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -60,7 +61,7 @@ def test_a_plain_run_loads_nothing_of_lab(tmp_path):
 @pytest.fixture
 def executed(tmp_path) -> dict[str, list[str] | set[str]]:
     """Run a small training; return the files of an update and of checkpoints, and the call chain to the loop."""
-    codes: dict[str, set[CodeType]] = {"update": set(), "checkpoint": set()}
+    codes: dict[str, set[CodeType]] = {"update": set(), "rollout": set(), "checkpoint": set()}
     chain: list[CodeType] = []
 
     def noted(name: str, method: Callable) -> Callable:
@@ -90,6 +91,7 @@ def executed(tmp_path) -> dict[str, list[str] | set[str]]:
     loop = experiment.fit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NQLearner, "update", noted("update", NQLearner.update))
+        patch.setattr(RLStage, "collect", noted("rollout", RLStage.collect))
         for name in ("boundary", "restore"):
             patch.setattr(Checkpointer, name, noted("checkpoint", getattr(Checkpointer, name)))
         patch.setattr(experiment, "fit", fit)
@@ -100,7 +102,7 @@ def executed(tmp_path) -> dict[str, list[str] | set[str]]:
     # Files of run/checkpoint/ that run when nothing is resumed.
     saved = {path for path in sources(codes["checkpoint"]) if path.startswith("src/run/checkpoint/")}
     return {
-        "One QMIX update": updated, "One checkpoint": saved,
+        "One QMIX update": updated, "One rollout": set(sources(codes["rollout"])), "One checkpoint": saved,
         "One launch": ["src/main.py", *sources(chain), "src/run/training/loop.py"],
     }  # fmt: skip
 
@@ -110,4 +112,5 @@ def test_the_reading_lists_name_the_files_that_run(executed):
     assert [title for title, files in lists.items() if not 4 <= len(files) <= 8] == []
     assert executed["One launch"] == lists["One launch"]  # in the order of the calls
     assert executed["One QMIX update"] == set(lists["One QMIX update"])
+    assert {path for path in lists["One rollout"] if "/envs/" not in path} <= executed["One rollout"]
     assert executed["One checkpoint"] == set(lists["One checkpoint"][1:3])

@@ -19,7 +19,8 @@ class Counters:
     """The counters of one stage, equal on every rank and part of the checkpoint.
 
     Attributes:
-        epoch: updates of a pre-training stage, iterations of stage 3. t_env: environment steps. episodes: episodes played for training.
+        epoch: updates of a pre-training stage, iterations of stage 3. t_env: environment steps.
+        episodes: episodes played for training.
         updates: optimisation steps.
     """
 
