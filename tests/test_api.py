@@ -124,6 +124,8 @@ def test_evaluations_of_a_studys_runs_are_not_among_its_runs(trained, tmp_path):
     (study / "study.json").write_text("{}")
     assert evaluation_config(str(run), {}).local_results_path == str(study / "evaluations")
     assert evaluation_config(str(run), {"local_results_path": "x"}).local_results_path == "x"
+    (run / "config.json").write_text(json.dumps({**json_of(run / "config.json"), "max_memory_per_gpu_gb": 20.0}))
+    assert evaluation_config(str(run), {}).max_memory_per_gpu_gb is None, "of the machine that trained"
 
 
 def test_documented_evaluations_are_understood_also_of_a_run_without_todays_keys(trained, tmp_path, capsys):

@@ -142,9 +142,9 @@ def stop_requested() -> bool:
 
 
 def orphaned() -> bool:
-    """Return whether the process that started this one has ended."""
+    """Return whether the launcher that has spawned this rank has ended."""
     parent = multiprocessing.parent_process()
-    return os.getppid() != STARTED_BY if parent is None else not parent.is_alive()
+    return parent is not None and not parent.is_alive()
 
 
 def ending() -> bool:

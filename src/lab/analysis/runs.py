@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from omagd.utils.storage import is_number, read_entry, read_json
 
 LOG = logging.getLogger("omagd")
 LONGEST_STUDY = 1 << 28
-SACRED_FILE = "info.json"
+SACRED_FILES = ("metrics.json", "info.json")
 NO_SETTING = frozenset({"name", "seed", "env", "unique_token", "local_results_path", "label", "repeat_id"})
 DEEPEST = 5
 """Levels of folders below a path in which such folders are looked for, as in results/sacred/qmix/3m/1."""
@@ -165,7 +166,7 @@ def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -
         if place.suffix == ".jsonl" and os.path.isfile(place):
             problems += _add_lines(runs, path, place)
             continue
-        place = place.parent if place.name == SACRED_FILE else place
+        place = place.parent if place.name in SACRED_FILES else place
         folders = folders_of_runs(place) or dict.fromkeys(sacred_folders(place), ("", ""))
         if not folders:
             problems.append(f"{path}: holds no run: no config.json and no summary.json that can be read")
@@ -173,8 +174,8 @@ def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -
             run = _read(folder, study)
             if run is None:
                 wrong = "neither its config.json nor its summary.json can be read"
-                if os.path.isfile(folder / SACRED_FILE):
-                    wrong = f"no values can be read from its {SACRED_FILE}"
+                if names := _sacred_files(folder):
+                    wrong = f"no values can be read from its {' or '.join(names)}"
                 problems.append(f"{folder}: {wrong}")
             else:
                 runs.setdefault(folder, run)
@@ -283,12 +284,17 @@ def _arms(study: Path) -> dict[str, str]:
         return {}
 
 
+def _sacred_files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder that another program may have recorded a run in."""
+    return [name for name in SACRED_FILES if os.path.isfile(folder / name)]
+
+
 def _read(folder: Path, of: tuple[str, str]) -> Run | None:
     """Return the run in a folder, None if neither its configuration nor its summary can be read. of: study, arm."""
     files = RunFolder(folder)
     config, summary = read_entry(files.config_json), read_entry(files.summary_json)
     summary = summary if _is_summary(summary) else {}
-    if not os.path.lexists(files.metrics_jsonl) and os.path.isfile(folder / SACRED_FILE):
+    if not os.path.lexists(files.metrics_jsonl) and _sacred_files(folder):
         if (other := read_sacred(folder)) is None:
             return None
         config, records = other
@@ -367,8 +373,8 @@ def natural(text: str) -> list[tuple[float, str]]:
 
 # Runs of other programs, from the folders of Sacred's FileStorageObserver: PyMARL, EPyMARL and their relatives.
 #
-# `info.json` has for each value a list, and the list `<value>_T` of environment steps. `config.json` beside it has
-# `name`, `env`, `env_args` and `seed`.
+# `info.json` has for each value a list, and the list `<value>_T` of environment steps; `metrics.json` has `steps`,
+# `values` and `timestamps`. `config.json` beside them has `name`, `env`, `env_args` and `seed`.
 
 
 def sacred_folders(place: Path) -> list[Path]:
@@ -376,16 +382,17 @@ def sacred_folders(place: Path) -> list[Path]:
     found: set[Path] = set()
     for depth in range(DEEPEST + 1):
         with contextlib.suppress(OSError):  # a name that is too long, a folder that is closed
-            found |= {file.parent for file in place.glob("*/" * depth + SACRED_FILE)}
+            found |= {file.parent for name in SACRED_FILES for file in place.glob("*/" * depth + name)}
     return sorted(found)
 
 
 def read_sacred(folder: Path) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]] | None:
     """Return the configuration of a run and its records by environment steps; None if there are none."""
-    with contextlib.suppress(OSError, ValueError):
-        content = read_json(folder / SACRED_FILE, LONGEST_STUDY)
-        if isinstance(content, dict) and (records := _records(content)):
-            return read_entry(folder / "config.json"), records
+    for name in SACRED_FILES:
+        with contextlib.suppress(OSError, ValueError):
+            content = read_json(folder / name, LONGEST_STUDY)
+            if isinstance(content, dict) and (records := _records(content)):
+                return read_entry(folder / "config.json"), records
     return None
 
 
@@ -412,15 +419,36 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _records(content: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     by_steps: dict[float, dict[str, Any]] = {}
-    for name, values in content.items():
-        steps = content.get(f"{name}_T")
-        if isinstance(steps, list) and isinstance(values, list):
-            for step, value in zip(map(_plain, steps), map(_plain, values), strict=False):
-                if is_number(step) and is_number(value):
-                    by_steps.setdefault(step, {"stage": "stage3", "t_env": step})[name] = value
+    began: float | None = None
+    for name, found in content.items():
+        if isinstance(found, dict):
+            steps, values = found.get("steps"), found.get("values")
+            times = [_seconds(text) for text in found.get("timestamps") or ()]
+        else:
+            steps, values, times = content.get(f"{name}_T"), found, []
+        if not isinstance(steps, list) or not isinstance(values, list):
+            continue
+        known = [time for time in times if time is not None]
+        began = min([*known, *([] if began is None else [began])], default=None)
+        for number, (step, value) in enumerate(zip(map(_plain, steps), map(_plain, values), strict=False)):
+            if is_number(step) and is_number(value):
+                record = by_steps.setdefault(step, {"stage": "stage3", "t_env": step})
+                record[name] = value
+                if number < len(times) and times[number] is not None:
+                    record.setdefault("wall_seconds", times[number])
+    for record in by_steps.values():
+        if "wall_seconds" in record and began is not None:
+            record["wall_seconds"] -= began
     return tuple(by_steps[step] for step in sorted(by_steps))
 
 
 def _plain(value: Any) -> Any:
     """Return a number as it is; one of NumPy is a dictionary with `value`."""
     return value.get("value") if isinstance(value, dict) else value
+
+
+def _seconds(text: Any) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        return None

@@ -215,7 +215,6 @@ def _holder(handle: int) -> ProcessIdentity | None:
         return None
 
 
-LOG = logging.getLogger(PACKAGE)
 ELSEWHERE = frozenset(
     {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
     | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "wandb_naming"}

@@ -17,7 +17,7 @@ from sacred.serializer import flatten
 
 from omagd.config.loading import to_plain
 from omagd.config.schema import Config
-from omagd.run.launchers import in_group
+from omagd.run.launchers import in_group, is_main
 from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE, setup_logging
 from omagd.utils.storage import STORAGE, AppendFile, FolderGone, hold, open_records, release
@@ -154,7 +154,7 @@ def run_recorded(
         _run.info["result"] = returned[0]
 
     experiment.main(main)
-    experiment.logger = logging.getLogger(PACKAGE)
+    experiment.logger = setup_logging(None, rank=0 if is_main() else 1)
     sacreds = experiment.logger.getChild(experiment.path)
     sacreds.addFilter(_is_needed)
     try:

@@ -198,7 +198,7 @@ FIXED = {
 """Values that an evaluation does not take from the evaluated run's `config.json`."""
 
 HERE = {
-    "run": "default", "world_size": None, "dist_backend": None, "precision": "float32",
+    "run": "default", "world_size": None, "dist_backend": None, "max_memory_per_gpu_gb": None, "precision": "float32",
     "buffer_cpu_only": True, "graph_updates": None,
 }  # fmt: skip
 """Values for one process on any machine, instead of those of the training run."""
