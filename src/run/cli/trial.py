@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from omagd import runners
+from omagd import learners, runners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import OF_PARTS, Config, recording
@@ -76,6 +76,9 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
     if {"stage1", "stage2"} & set(stages):
         with found.caught(), in_one_line():
             _check_policies(config, info)
+    if "stage2" in stages:
+        with found.caught(), in_one_line():
+            learners.PREDICTORS.get(config.mask_predictor_config.kind)
     return stages, _check_learner(config, info, whole, folder) if "stage3" in stages else None
 
 

@@ -98,9 +98,7 @@ def new_tokenizer(config: Config, info: EnvInfo, device: torch.device) -> Tokeni
 def new_predictor(config: Config, info: EnvInfo, device: torch.device) -> torch.nn.Module:
     """Return an untrained predictor of the configured kind, the same on every rank."""
     seed_everything(config.seed, "predictor")
-    kind = config.mask_predictor_config.kind
-    learners.PREDICTORS.get(kind)  # before a run has a folder, and not only when stage 2 begins
-    return reconstructers.REGISTRY.get(kind).new_predictor(config, info).to(device)
+    return reconstructers.REGISTRY.get(config.mask_predictor_config.kind).new_predictor(config, info).to(device)
 
 
 PRETRAINED: dict[str, tuple[str, str, str, Callable[[Config, EnvInfo, torch.device], torch.nn.Module]]] = {
