@@ -1,7 +1,7 @@
 """Log sinks, the outputs for a run's values: console, `metrics.jsonl`, TensorBoard, Sacred; and the log of episodes.
 
-W&B is in `wandb_sink.py`. To add a sink, derive a class from `omagd.utils.logging.Sink` and
-name it in `BUILT_IN` and in `training/experiment.py`, or in the entry-point group `omagd.log_sinks` of an installed package.
+W&B is in `wandb_sink.py`. To add a sink, derive a class from `omagd.utils.logging.Sink` and name it in
+`BUILT_IN` and in `training/experiment.py`, or in the entry-point group `omagd.log_sinks` of an installed package.
 """
 
 from __future__ import annotations
