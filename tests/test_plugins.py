@@ -121,10 +121,26 @@ class PymarlLearner:
     def update(self, batch): ...
 
 
+class Formless(nn.Module):
+    def __init__(self, config, info):
+        super().__init__()
+
+
+class ScalarLoss(QLoss):
+    def error_loss(self, error, values):
+        return error.square().mean()
+
+
+class BareLoss(QLoss):
+    def forward(self, *arguments):
+        return super().forward(*arguments)[0]
+
+
 MISFITS: dict[str, tuple[type, str]] = {
     "env": (PymarlEnv, "no subclass of omagd.envs.protocol.MultiAgentEnv; has no args_model; cannot be built .*; "
             "reset takes no seed; get_obs takes no no_range_limit"),
     "learner": (PymarlLearner, "has no .*warm_up.*load_state_dict; update takes no episodes"),
+    "mixer": (Formless, "has no forward"),
 }  # fmt: skip
 
 
@@ -229,6 +245,19 @@ def test_a_class_that_does_not_fit_is_told_all_it_lacks_in_one_line(key, plug, t
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(rf"{key}=my_{key}: {kind.__name__} \({re.escape(__file__)}:\d+\).*{message}", line), line
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (ScalarLoss, r"error_loss returned \[\], not a loss of each error"),
+        (BareLoss, r"BareLoss .*: forward must return"),
+    ],
+)
+def test_a_loss_of_a_wrong_shape_is_told_before_training(loss, message, plug, tmp_path, capsys):
+    plug(learner=type("Own", (NQLearner,), {"loss_class": loss}))
+    assert main(words(tmp_path / "results", "learner=my_learner")) != 0
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_all_that_this_repository_and_the_example_register_fits():

@@ -182,9 +182,7 @@ class SyncedOptimizer:
                 returned = self._wrapped(*batch)
                 if not (isinstance(returned, tuple) and len(returned) == 2):
                     kind = type(self.loss_module)
-                    raise UserError(
-                        f"{kind.__name__} ({defined_at(kind)}): forward returns no (sum of the loss, stats)"
-                    )
+                    raise UserError(f"{kind.__name__} ({defined_at(kind)}): forward must return (sum of losses, stats)")
                 loss, _ = returned
                 # Gradients of 0: the pass shows which parameters take part, and fixes DDP's order of sums.
                 (loss * 0.0).sum().backward()
