@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -142,9 +143,9 @@ def stop_requested() -> bool:
 
 
 def orphaned() -> bool:
-    """Return whether the launcher that has spawned this rank has ended."""
+    """Return whether the launcher that has spawned this rank has ended; its sockets close a little before."""
     parent = multiprocessing.parent_process()
-    return parent is not None and not parent.is_alive()
+    return parent is not None and bool(multiprocessing.connection.wait([parent.sentinel], timeout=0.2))
 
 
 def ending() -> bool:

@@ -115,9 +115,11 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
         require_weights(folder)
         exit_state = "completed"
     except BaseException as error:
-        # Ranks whose launcher is gone end one by one: a later one may see only the broken connection.
-        stopped = isinstance(error, KeyboardInterrupt) or stop_requested() or (broken_exchange(error) and orphaned())
-        exit_state = "interrupted" if stopped else "failed"
+        with uninterrupted():  # the signal may arrive now
+            # Ranks whose launcher is gone end one by one: a later one first sees the broken connection.
+            gone = broken_exchange(error) and orphaned()
+            stopped = gone or isinstance(error, KeyboardInterrupt) or stop_requested()
+            exit_state = "interrupted" if stopped else "failed"
         _explain(error, config, dist, folder)
         dist.waits.on_error(error)
         raise
