@@ -30,7 +30,7 @@ def command_of(kind):
 
 
 def runs_in(place):
-    return sorted(path.parent for path in place.glob("results/**/logs") if (path.parent / "run.json").exists())
+    return sorted(path.parent for path in place.glob("results/*/logs") if (path.parent / "run.json").exists())
 
 
 def is_under_way(run):

@@ -298,8 +298,7 @@ class CheckpointStore:
             with suppress(Damaged, Unreadable):
                 known.append(read_checkpoint(path))
         scored = [found for found in known if found.manifest.get("score") is not None]
-        # Later checkpoints have the same score until the next test: the oldest one holds the weights that were tested.
-        best = max(reversed(scored), key=lambda found: found.manifest["score"], default=None)
+        best = max(scored, key=lambda found: found.manifest["score"], default=None)
         old = [found for found in known[self.keep :] if best is None or found.path != best.path]
         needed = {name for found in known if found not in old for name in found.manifest["files"]}
         for each in old:
