@@ -85,7 +85,7 @@ class TokenReconstructor(Reconstructor):
         return {"tokens": (torch.int16, (info.n_agents, info.layout.n_nodes))}
 
     def begin(self, n_slots: int) -> None:
-        """Start with empty histories in `n_slots` slots, and without dropout, whoever has trained meanwhile."""
+        """Start with empty histories in `n_slots` slots, and in eval mode: training may have switched dropout on."""
         self.tokenizer.eval()
         self.predictor.eval()
         shape = (n_slots, self.n_agents, self.layout.n_nodes)
