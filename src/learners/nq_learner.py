@@ -26,7 +26,7 @@ from omagd.modules.ops import autocast_bf16, no_autocast
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing, batch_targets
-from omagd.utils.registry import defined_at
+from omagd.utils.registry import described
 
 MakeTargets = Callable[[Tensor], Tensor]
 
@@ -88,9 +88,8 @@ class QLoss(AgentLoss):
         # QMIX, eq. 6, still a sum: `SyncedOptimizer` divides by the steps of all ranks, whose numbers differ.
         losses = self.error_loss(error, values)
         if losses.shape != error.shape:  # another one would be broadcast, and the sum be wrong
-            kind = type(self)
             shapes = f"{list(losses.shape)}, not a loss of each error, {list(error.shape)}"
-            raise UserError(f"{kind.__name__} ({defined_at(kind)}): error_loss returned {shapes}")
+            raise UserError(f"{described(type(self))}: error_loss returned {shapes}")
         loss = (losses * valid_mask).sum() / n_values
         with torch.no_grad():
             count = valid_mask.sum()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from omagd.config.schema import Config
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.registry import defined_at, owner_of
+from omagd.utils.registry import described, owner_of
 
 if TYPE_CHECKING:
     from omagd.modules.agents.agent import AgentInputs, Remembers
@@ -181,8 +181,7 @@ class SyncedOptimizer:
             for _ in range(WARM_UP_PASSES):
                 returned = self._wrapped(*batch)
                 if not (isinstance(returned, tuple) and len(returned) == 2):
-                    kind = type(self.loss_module)
-                    raise UserError(f"{kind.__name__} ({defined_at(kind)}): forward must return (sum of losses, stats)")
+                    raise UserError(f"{described(type(self.loss_module))}: forward must return (sum of losses, stats)")
                 loss, _ = returned
                 # Gradients of 0: the pass shows which parameters take part, and fixes DDP's order of sums.
                 (loss * 0.0).sum().backward()
@@ -260,8 +259,7 @@ class SyncedOptimizer:
             module = getattr(module, part)
             if owner := owner_of(type(module)):
                 return owner, ".".join(parts[number:])
-        kind = type(self.loss_module)
-        return f"{kind.__name__} ({defined_at(kind)})", name
+        return described(type(self.loss_module)), name
 
     def replayed(self) -> None:
         """Count what a call would have counted on the host; a CUDA graph of a call does only its work on the device."""

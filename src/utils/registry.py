@@ -41,6 +41,11 @@ def defined_at(found: Any) -> str:
     return str(getattr(found, "__module__", "unknown place"))
 
 
+def described(found: Any) -> str:
+    """Return the name of a class or function and where it is defined, as errors show it."""
+    return f"{getattr(found, '__name__', found)} ({defined_at(found)})"
+
+
 def faults(found: Any, protocol: type) -> list[str]:
     """Return what keeps `found` from serving as `protocol`, in words; attributes that have defaults there are set.
 
@@ -277,7 +282,7 @@ def built(owner: str, kind: Any, *args: Any, protocol: type | None = None) -> An
         missing = missing_parts(made, protocol) if protocol is not None else []
     if missing:
         raise UserError(
-            f"{owner}: {kind.__name__} ({defined_at(kind)}) sets no {', '.join(missing)} in its constructor"
+            f"{owner}: {described(kind)} sets no {', '.join(missing)} in its constructor"
         )
     return made
 
@@ -391,7 +396,7 @@ class Registry(Generic[T]):
         NAMES[found] = f"{self.kind}={name}"
         protocol = self._protocol_of(found)
         if protocol is not None and (wrong := faults(found, protocol)):
-            what = f"{self.kind}={name}: {getattr(found, '__name__', found)} ({defined_at(found)})"
+            what = f"{self.kind}={name}: {described(found)}"
             raise UserError(
                 f"{what} {'; '.join(wrong)}. See {protocol.__module__}.{protocol.__name__}, docs/extending.md"
             )
