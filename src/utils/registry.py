@@ -281,9 +281,7 @@ def built(owner: str, kind: Any, *args: Any, protocol: type | None = None) -> An
         made = kind(*args)
         missing = missing_parts(made, protocol) if protocol is not None else []
     if missing:
-        raise UserError(
-            f"{owner}: {described(kind)} sets no {', '.join(missing)} in its constructor"
-        )
+        raise UserError(f"{owner}: {described(kind)} sets no {', '.join(missing)} in its constructor")
     return made
 
 
