@@ -16,8 +16,6 @@ import numpy as np
 
 from omagd.config.env_info import EnvInfo
 
-MAX_INFO = 32  # numbers that an environment may report in its info
-MAX_PATH = 4096
 RANDOM = "random"  # the scripted policy that is drawn by the caller, for all slots at once
 
 Specs = dict[str, tuple[tuple[int, ...], str]]
@@ -42,13 +40,10 @@ def array_specs(info: EnvInfo, n_slots: int) -> Specs:
         "terminated": ((b,), "bool"),
         "truncated": ((b,), "bool"),
         "lost": ((b,), "bool"),
-        "info": ((b, MAX_INFO), "float64"),
         "actions": ((b, n), "int64"),
         "scripted": ((b, len(slot_scripts(info.scripted_policies)), n), "int64"),
         "seeds": ((b,), "int64"),
         "want_full": ((1,), "bool"),
-        "folder": ((MAX_PATH,), "uint8"),
-        "commands": ((b,), "uint8"),
     }
 
 
