@@ -103,7 +103,7 @@ def test_killed_workers_change_no_result():
 @pytest.mark.processes
 def test_a_batched_environment_plays_the_same_episodes_in_processes():
     """By scripts in rounds, with a kill in between, and as a stream that continues from a snapshot."""
-    plain, env = (make_env("skirmish", {"map_name": "3m"}, SLOTS, processes=processes) for processes in (False, True))
+    plain, env = (make_env("skirmish", {"map_name": "3m"}, 2, processes=processes) for processes in (False, True))
     with workers(env):
         assert type(env) is ProcessEnvs and env.info == plain.info
         timer = threading.Timer(0.05, kill, (env, 1))
@@ -164,7 +164,6 @@ def test_a_hung_worker_is_reported_killed_and_replayed(how, tmp_path, caplog, ca
 @pytest.mark.parametrize(
     ("kind", "call", "how", "message"),
     [
-        (Walk, "step", "kill", "worker 0 died 3 times"),
         (Walk, "reset", "kill", "worker 0 died 3 times"),
         (SteadyWalk, "step 2", "kill", "worker 0 died 3 times"),
         (SteadyWalk, "step 2", "hang", "worker 0 hung repeatedly without"),
