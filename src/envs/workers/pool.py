@@ -85,7 +85,7 @@ class WorkerPool:
         theirs.close()
         return process, conn
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Any:
         """Return the first worker's description of the environment, once all workers have sent it.
 
         A worker that is killed before is replaced. Errors: as `message`, and EnvWorkerError if one exits by itself.
@@ -100,7 +100,7 @@ class WorkerPool:
                 LOG.warning("environment worker %d died (%s) during its start and is restarted", number, how)
                 self._respawn(number)
             found[number] = message[1]
-        return dict(found[0])
+        return found[0]
 
     def share(self, specs: Specs) -> None:
         """Create the arrays, and let all workers map them."""

@@ -10,13 +10,15 @@ import numpy as np
 from omagd.envs.outputs import fault, numeric_array, wrong_flag, wrong_number, zeros_and_ones
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.envs.single import OneSlot
-from omagd.envs.workers.shared_memory import Arrays, slot_scripts
+from omagd.envs.workers.shared_memory import Arrays
 from omagd.utils.errors import UserError
 from omagd.utils.registry import locate, owner_of
 from omagd.utils.seeding import generator
 
 RESET, STEP, SHOW_FULL, STATS, REPLAY, CHOOSE, FRAME = 1, 2, 3, 4, 5, 6, 7
 """Commands to a slot; 0: none. REPLAY takes the folder."""
+RANDOM = "random"
+"""The scripted policy that is drawn by the caller, for all slots at once."""
 UNSUPPORTED = "unsupported"
 """Reply to REPLAY of an environment without replays."""
 
@@ -37,7 +39,7 @@ class EnvSlot:
         self.arrays = arrays
         self._seed = self._steps = 0
         self._counted_before: dict[str, float] = {}
-        names = ("obs", "full_obs", "state", "avail", "actions", "scripted", "agent_reward")
+        names = ("obs", "full_obs", "state", "avail", "actions", "agent_reward")
         self._row = {name: arrays[name][slot] for name in names}
 
     def execute(self, command: int, argument: Any = None) -> Any:
@@ -65,8 +67,8 @@ class EnvSlot:
             return {name: value - before.get(name, 0.0) for name, value in self._stats().items()}
         elif command == CHOOSE:
             rng = generator(self._seed, "script", self._steps)
-            for place, policy in enumerate(slot_scripts(self.env.scripted_policies)):
-                self._row["scripted"][place] = self.env.get_scripted_actions(policy, rng)
+            own = (policy for policy in self.env.scripted_policies if policy != RANDOM)
+            return {policy: self.env.get_scripted_actions(policy, rng) for policy in own}
         elif command == FRAME:
             return self.env.get_frame()
         elif command == REPLAY:

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult, random_actions
 from omagd.envs.single import env_info_from_dict, single_env
-from omagd.envs.workers.shared_memory import RANDOM, Arrays, array_specs, slot_scripts
-from omagd.envs.workers.slot import CHOOSE, FRAME, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot
+from omagd.envs.workers.shared_memory import Arrays, array_specs
+from omagd.envs.workers.slot import CHOOSE, FRAME, RANDOM, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot
 
 
 class ActionLog:
@@ -72,7 +72,7 @@ class VectorEnv(BatchedEnv):
         self._replies: dict[int, Any] = {}
         self._infos: list[dict[str, float]] = [{} for _ in range(self.n_slots)]  # of each slot's last step
         self._info_order: dict[str, None] = {}  # names in the infos of ended episodes, in order of appearance
-        self._chosen = False  # whether the array `scripted` belongs to the current observations
+        self._choices: list[Any] = []  # each slot's scripted actions by policy, for the current observations
         label = name or env_cls.__name__
         self.info = env_info_from_dict(label, args.model_dump().get("map_name"), facts)
         self._log = ActionLog(self.n_slots, self.info.n_agents) if self.deterministic else None
@@ -91,7 +91,7 @@ class VectorEnv(BatchedEnv):
         self._wait(slots)
         chosen = np.asarray(seeds)[slots]
         self._arrays["seeds"][slots] = chosen
-        self._chosen = False
+        self._choices = []
         if self._log is not None:
             self._log.begin(slots, chosen)
         self._start(RESET, slots)
@@ -107,7 +107,7 @@ class VectorEnv(BatchedEnv):
         self._wait(slots)
         chosen = np.asarray(actions)[slots]
         self._arrays["actions"][slots] = chosen
-        self._chosen = False
+        self._choices = []
         if self._log is not None:
             self._log.add(slots, chosen)
         self._start(STEP, slots)
@@ -176,10 +176,9 @@ class VectorEnv(BatchedEnv):
         if policy == RANDOM:
             self._wait(self._starting())
             return random_actions(self._arrays["avail"], rng)
-        if not self._chosen:
-            self._ask(CHOOSE)
-            self._chosen = True
-        return self._arrays["scripted"][:, slot_scripts(self.info.scripted_policies).index(policy)].copy()
+        self._choices = self._choices or self._ask(CHOOSE)
+        nothing = np.zeros(self.info.n_agents, np.int64)  # of a slot whose episode is lost
+        return np.stack([nothing if own is None else np.asarray(own[policy], np.int64) for own in self._choices])
 
     def snapshot(self) -> dict[str, Any]:
         """Return the action log. Errors: NotImplementedError if the environment is not deterministic."""
