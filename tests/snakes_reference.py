@@ -114,8 +114,6 @@ def observation(slow: Slow, agent: int, args: dict) -> list[float]:
         return entities(slow, agent, args.get("sight"))
     if name == "near":
         return near(slow, agent)
-    if name == "planes":
-        return planes(slow, agent, args["centred"])
     raw = flat(name.removesuffix("_raw"), slow, agent)
     return [x / scale for x, scale in zip(raw, SCALES[name], strict=True)] if args.get("normalise") else raw
 
@@ -199,18 +197,6 @@ def near(slow: Slow, agent: int) -> list[float]:
     window = [beside(head, r, c) for r in range(-3, 4) for c in range(-3, 4) if r or c]
     lead = sum(slow.lengths[:3]) - sum(slow.lengths[3:])
     return [*out, lead / 20, slow.steps / 200, *map(slow.snake_at, window)]
-
-
-def planes(slow: Slow, agent: int, centred: bool) -> list[float]:
-    out, head = np.zeros((11, HEIGHT, WIDTH)), slow.bodies[agent][0]
-    out[4] = 1 - slow.steps / 200
-    marks = [(0, bean) for bean in slow.beans]
-    for i, body in enumerate(slow.bodies):
-        first = 1 if i == agent else 5 if i < 3 else 8
-        marks += [(first, body[0]), (first + 2, body[-1]), *((first + 1, part) for part in body)]
-    for plane, place in marks:
-        out[(plane, *(beside(place, 5 - head[0], 10 - head[1]) if centred else place))] = 1
-    return out.reshape(-1).tolist()
 
 
 def rewards(kind: str, was: Slow, now: Slow, lead: int, over: bool) -> list[float]:

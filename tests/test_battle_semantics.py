@@ -10,7 +10,6 @@ import pytest
 from reference.battles import Simulator
 
 from omagd.envs.battle.args import BattleArgs
-from omagd.envs.battle.backend import Order
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.reward import Ending, RewardLedger, judge
 from omagd.envs.battle.semantics import BattleSemantics
@@ -87,27 +86,6 @@ def test_a_death_is_rewarded_once():
     assert paid == [6 + 10, 0, 0]
 
 
-def test_orders_of_every_action():
-    semantics, _ = make_battle("MMM2")
-    order, target, dest = semantics.orders(np.array([[1, 2, 3, 4, 5, 6, 17, 8, 1, 9]]), ON)
-    assert order[0].tolist() == [Order.STOP, *[Order.MOVE] * 4, *[Order.ATTACK] * 3, Order.STOP, Order.HEAL]
-    assert target[0, [5, 6, 7, 9]].tolist() == [10, 21, 12, 3]
-    assert dest[0, 1:5].tolist() == [[10.25, 10.5], [10.25, 6.5], [12.25, 8.5], [8.25, 8.5]]
-
-
-def test_unavailable_actions_are_rejected():
-    first = np.array([True, False])
-    semantics, _ = make_battle("5m_vs_6m", 2, first)
-    for actions, active, words in (
-        ([1, 1, 1, 0, 1], first, "slot 0, agent 3: action 0"),
-        ([12, 1, 1, 1, 1], first, "action 12"),
-        ([1] * 5, np.ones(2, bool), r"\[1\] have ended"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            semantics.orders(np.array([actions] * 2), active)
-    semantics.orders(np.array([[1] * 5, [99] * 5]), first)
-
-
 def ending(name, alive, steps=1, **flags):
     """Play `steps` steps, of which the last leaves the units `alive` [U]; return its reward, and what is true of it."""
     semantics, units = make_battle(name, **flags)
@@ -147,13 +125,6 @@ def test_the_step_limit_terminates_or_truncates():
         ["terminated", "truncated", "episode_limit"],
     )
     assert ending("5m_vs_6m", WIN, 10, continuing_episode=True)[1] == ["terminated", "battle_won"]
-
-
-def test_sparse_rewards():
-    best = 200 + 6 * 10 + 6 * 45
-    assert ending("5m_vs_6m", WIN, reward_sparse=True)[0] == pytest.approx(20 / best)
-    assert ending("5m_vs_6m", ~WIN, reward_sparse=True, reward_scale=False)[0] == -1
-    assert ending("5m_vs_6m", EVERYONE, reward_sparse=True)[0] == 0
 
 
 def test_regenerating_enemy_shields_are_rewarded_unless_fixed():

@@ -110,7 +110,7 @@ def test_every_flag_is_obeyed_alike(map_name, flags):
     play(both(map_name=map_name, **FLAGS[flags]), 24, seed=1)
 
 
-@pytest.mark.parametrize(("number", "map_name"), list(enumerate(MAPS)))
+@pytest.mark.parametrize(("number", "map_name"), list(enumerate(MAPS))[::3])
 def test_every_start_and_sight_is_played_alike(number, map_name):
     start = "formation" if MAPS[map_name].wall else ("mixed", "hidden")[number % 2]
     play(both(map_name=map_name, start=start, sight_range=(6, 4.3, 12, 5, 2)[number % 5]), 12, seed=2)
@@ -371,23 +371,6 @@ def test_a_kernel_contains_only_source_that_its_folder_is_named_after(monkeypatc
     compiler.function(splitmix64)  # of all kernels
 
 
-def test_one_process_at_a_time_compiles_and_the_caches_of_others_stay_theirs(monkeypatch, tmp_path):
-    numba = pytest.importorskip("numba")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    locks, before = [], numba.config.CACHE_DIR
-    monkeypatch.setattr(fcntl, "flock", lambda lock, how: locks.append(how))
-    compiler = compiling.Compiler(source_of(tmp_path / "source", 0), "sums", "1 s")
-    one = compiler.kernel(number_one)
-    assert numba.config.CACHE_DIR == before
-    (compiler.folder / "done").write_text("[1]")  # not what is written there
-    compiler.prepare(one)
-    assert locks == [fcntl.LOCK_EX] and one() == 1 and len(list(compiler.folder.rglob("*.nbc"))) == 1
-
-
-def number_one():
-    return 1
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("damage", ["other", "unfinished"])
 def test_damaged_files_of_the_cache_are_compiled_again(tmp_path, damage):
@@ -404,20 +387,14 @@ def test_damaged_files_of_the_cache_are_compiled_again(tmp_path, damage):
     out, err = run_adder(source, cache)
     assert out[:3] == ["7 0", "bonus 0", "no other types"] and "Compiling the sums, once" in err
     assert ("damaged files" in err) == (damage != "unfinished")
-    assert run_adder(source, cache) == (["7 1", "bonus 0", "no other types", ""], "")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("problem", ["no folder", "full disk", "no folder inside"])
+@pytest.mark.parametrize("problem", ["no folder", "full disk"])
 def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, problem):
     cache, source = tmp_path / "cache", source_of(tmp_path / "source", 0)
     if problem == "no folder":
         cache.write_text("a file where a folder should be")
-    elif problem == "no folder inside":  # of another user, perhaps
-        run_adder(source, cache)
-        (inside,) = (path for path in cache.glob("omagd/compiled/sums-*/*") if path.is_dir())
-        shutil.rmtree(inside)
-        inside.write_text("")
     else:  # Numba's own write fails
         patch = "import numba.core.caching as c\ndef full(*_): raise OSError(28, 'No space left on device')\n"
         (source / "adder.py").write_text(patch + "c.IndexDataCacheFile.save = full\n" + SOURCE)
@@ -427,20 +404,17 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, problem):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("problem", ["", "full disk"])
-def test_kernels_that_save_little_are_compiled_in_silence_and_only_where_they_can_be_kept(tmp_path, problem):
+def test_kernels_that_save_little_are_compiled_in_silence_and_only_where_they_can_be_kept(tmp_path):
     cache, source = tmp_path / "cache", source_of(tmp_path / "source", 0)
-    text = SOURCE.replace('"1 s")', '"1 s", quiet=True)')
-    if problem:
-        text = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))\n{text}"
-    (source / "adder.py").write_text(text)
+    limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, -1))\n"
+    (source / "adder.py").write_text(limited + SOURCE.replace('"1 s")', '"1 s", quiet=True)'))
     code = (
         f"import sys, numpy as np\nsys.path.insert(0, {str(source)!r})\nfrom adder import compiler, add\n"
         "print(compiler.prepare(lambda: add(np.array([1, 2]))))"
     )
     env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
-    assert (done.stdout, done.stderr) == (f"{not problem}\n", "")
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 @pytest.mark.processes
@@ -465,17 +439,6 @@ def test_an_empty_variable_is_none_and_a_folder_of_somebody_else_is_not_used(mon
     monkeypatch.setattr(compiling.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(compiling.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "own"))
     assert compiling._own_temporary_folder() == tmp_path / "own"
-
-
-@pytest.mark.parametrize(
-    ("version", "switched_off", "problem"),
-    [("0.68.1", 0, ""), ("1.0", 0, ""), ("0.67.9", 0, "too old"), ("0.68.1", 1, "NUMBA_DISABLE_JIT")],
-)
-def test_why_numba_cannot_be_used_is_said(monkeypatch, version, switched_off, problem):
-    monkeypatch.setattr("numba.__version__", version)
-    monkeypatch.setattr("numba.config.DISABLE_JIT", switched_off)
-    said = compiling.numba_problem()
-    assert problem in said and bool(said) == bool(problem)
 
 
 @pytest.mark.processes

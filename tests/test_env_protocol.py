@@ -175,6 +175,8 @@ def test_an_episode_follows_from_its_seed_and_its_actions(name, seeded):
 
 
 def test_a_batch_is_many_single_battles(name, seeded):
+    if name == "smax":
+        pytest.skip("test_smax.py compares a batch with a single battle, without compiling one")
     seeds, single = [21, 22, 23, 24], _build(name, 1)
     _assert_same(_play(seeded, seeds), [_play(single, [seed])[0] for seed in seeds])
 

@@ -121,15 +121,14 @@ def test_the_table_names_the_files_that_are_edited_here():
     assert named == {what: set(edits) for what, edits in EDITS.items()}
 
 
-def python(cwd: Path, *words: str, path: Path, code: int = 0) -> str:
-    """Run Python in `cwd` with `path` before the usual packages; return what it wrote."""
+def python(cwd: Path, *words: str, path: Path) -> None:
+    """Run Python in `cwd` with `path` before the usual packages."""
     search = os.pathsep.join(part for part in (str(path), os.environ.get("PYTHONPATH", "")) if part)
     env = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     done = subprocess.run(
         [sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -183,21 +182,6 @@ def example(tmp_path_factory) -> Path:
 
 
 @pytest.mark.processes
-def test_tests_that_walk_registries_pass_beside_installed_packages(example, tmp_path):
-    """The protocol's tests include their environments; tests of the number of names count ours alone."""
-    plugin_toys.install(tmp_path)
-    tests = ["test_env_protocol.py", "test_docs.py", "test_runners.py", "test_command_line.py"]
-    names = "crossroads or my_env or my_batched or is_current or one_slot or run_modes"
-    command = ["-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-v", "-k", names, "-m", "not processes"]
-    site = Path(os.pathsep.join([str(example), str(tmp_path)]))
-    shown = python(tmp_path, *command, *(str(ROOT / "tests" / name) for name in tests), path=site)
-    for name in ("crossroads", "my_env", "my_batched"):
-        assert f"test_an_episode_is_well_formed[{name}] PASSED" in shown
-    follows = "test_an_episode_follows_from_its_seed_and_its_actions"
-    assert f"{follows}[my_env] SKIPPED" in shown and f"{follows}[my_batched] PASSED" in shown
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("env", ["my_env", "my_batched"])
 def test_a_run_with_nothing_optional(env, tmp_path, monkeypatch):
     plugin_toys.install(tmp_path / "site")
@@ -233,8 +217,8 @@ def test_the_complete_examples_of_the_page_learn_to_remember(tmp_path, monkeypat
 
 @pytest.mark.processes
 def test_environment_and_learner_of_another_package_train_in_two_workers(example, tmp_path):
-    updates = "run=ddp world_size=2 use_cuda=False seed=3 t_max=960 test_interval=480 batch_size_run=2 batch_size=4"
-    updates += " test_nepisode=8 log_interval=240 save_model=True env_processes=True use_wandb=False"
+    updates = "run=ddp world_size=2 use_cuda=False seed=3 t_max=240 test_interval=240 batch_size_run=1 batch_size=2"
+    updates += " test_nepisode=2 log_interval=80 save_model=True env_processes=True use_wandb=False"
     command = [str(ROOT / "src" / "main.py"), "--env-config=crossroads", "--config=soft_qmix", "with", *updates.split()]
     python(tmp_path, *command, f"local_results_path={tmp_path}", path=example)
     (summary,) = tmp_path.glob("*/summary.json")
@@ -242,6 +226,4 @@ def test_environment_and_learner_of_another_package_train_in_two_workers(example
     lines = records(summary.parent)
     losses = [line["loss_td"] for line in lines if line.get("loss_td") is not None]
     assert losses and all(loss > 0 for loss in losses)
-    assert lines[-1]["t_env"] >= 960 and list(summary.parent.glob("models/*/agent.th"))
-    unknown = python(tmp_path, *command[:2], "--config=qmix", "--dry-run", path=tmp_path, code=2)  # not installed
-    assert "--env-config=crossroads" in unknown
+    assert lines[-1]["t_env"] >= 240 and list(summary.parent.glob("models/*/agent.th"))

@@ -94,20 +94,20 @@ def _of_keys() -> Iterator[tuple[str, Malformed]]:
     """Yield mistakes in every key of the schema, with their family."""
     for number, (key, kinds) in enumerate(sorted(_schema().items())):
         for family, texts in (("wrong types", wrong_texts(kinds)), ("out of range", out_of_range(kinds))):
-            if texts:
+            if texts and (number + len(family)) % 2:  # one or the other of each key
                 yield family, Malformed((*GRAPHS, f"{key}={texts[number % len(texts)]}"))
-        if number % 3:  # of the other mistakes a third of the keys shows as much
+        if number % 6:  # of the other mistakes a sixth of the keys shows as much
             continue
-        types = {kind["type"] for kind in kinds}
+        types, turn = {kind["type"] for kind in kinds}, number // 6
         if not types & {"null", "string"}:
-            yield "no value", Malformed((*GRAPHS, f"{key}={('None', 'null', 'NULL')[number % 3]}"))
-        yield "unknown keys", Malformed((*(GRAPHS, PLAIN)[number % 2], f"{key[:-1]}q{key[-1]}={('1', '')[number % 2]}"))
+            yield "no value", Malformed((*GRAPHS, f"{key}={('None', 'null', 'NULL')[turn % 3]}"))
+        yield "unknown keys", Malformed((*(GRAPHS, PLAIN)[turn % 2], f"{key[:-1]}q{key[-1]}={('1', '')[turn % 2]}"))
         values: list[object] = [[1, [2]], {"inner": {"deep": 1}}, float("inf"), b"\x00", {1: 2}]
         values += [3, 0.5, True, ["omagd"]] if "string" in types else ["1e-3x"]
         if "object" in types:
             values = [[1], 3, "3m", {"map_name": ["3m"]}]
         section, _, name = key.rpartition(".")
-        value: object = {name: values[number % len(values)]}
+        value: object = {name: values[turn % len(values)]}
         text, path = yaml.safe_dump({section: value} if section else value), f"given_{number}.yaml"
         yield "wrong values in files", Malformed((f"--config={path}",), {}, {path: text.encode()})
 

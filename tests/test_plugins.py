@@ -319,8 +319,8 @@ def test_an_error_of_an_environment_shows_its_own_lines_and_the_episode(
     env, fails_in, processes, where, plug, tmp_path, capsys
 ):
     plug(env=env)
-    given = f"env_processes={processes}"
-    shown, log = failed_run(tmp_path / "results", capsys, given, env=clock(tmp_path, fails_in))
+    given = ("env_processes=True", "batch_size_run=1") if processes else ()
+    shown, log = failed_run(tmp_path / "results", capsys, *given, env=clock(tmp_path, fails_in))
     assert re.match(rf"error: env=my_env, {where}LookupError: no luck in {fails_in} \(.*rank_0.log\)", shown[-1]), shown
     files = {line.split('"')[1] for line in shown if line.startswith("  File")}
     assert files == {__file__}

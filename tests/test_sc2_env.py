@@ -67,7 +67,7 @@ def play_on(env, rng, active=ONE):
 
 @pytest.mark.parametrize(
     ("map_name", "version", "flags"),
-    [("MMM2", "4.6.2", EVERY_FLAG), ("3s5z_vs_3s6z", "4.10", EVERY_FLAG), ("2c_vs_64zg", "4.10", {})],
+    [("MMM2", "4.6.2", EVERY_FLAG), ("3s5z_vs_3s6z", "4.10", {})],
 )
 def test_battles_are_those_of_the_simulator_behind_the_game(game, map_name, version, flags):
     """Two battles: units keep their columns though the game lists them in other orders with other tags."""
@@ -117,12 +117,11 @@ def test_a_lost_game_voids_its_episode_only(game, monkeypatch, tmp_path, fault, 
 
 
 @pytest.mark.parametrize(
-    ("fault", "value", "seconds", "words"),
-    [("REFUSE", "exit", 60.0, ["asked not to start", "exit code 3"]), ("REFUSE", "1", 0.7, ["did not listen within"]),
-     ("DIE_ON", "join_game", 60.0, ["exit code 1"])],
-)  # fmt: skip
-def test_a_game_that_never_starts_is_reported_in_one_line(game, monkeypatch, fault, value, seconds, words):
-    monkeypatch.setenv(f"SC2_STAND_IN_{fault}", value)
+    ("value", "seconds", "words"),
+    [("exit", 60.0, ["asked not to start", "exit code 3"]), ("1", 0.5, ["did not listen within"])],
+)
+def test_a_game_that_never_starts_is_reported_in_one_line(game, monkeypatch, value, seconds, words):
+    monkeypatch.setenv("SC2_STAND_IN_REFUSE", value)
     with pytest.raises(UserError) as caught:
         SC2Env(SmacArgs(game_timeout=seconds)).reset(seed=1)
     text = caught.value.render()
@@ -143,12 +142,12 @@ def test_slow_starts_are_waited_for_and_failed_ones_repeated(game, monkeypatch, 
 
 
 def test_each_worker_has_its_own_game_and_replay(game, tmp_path):
-    env, everyone = make_env("sc2", {"map_name": "3m"}, 3, processes=True), np.ones(3, bool)
-    env.reset(everyone, np.arange(3))
-    assert len(np.unique(env.observe().obs.reshape(3, -1), axis=0)) == len(running(game)) == 3
+    env, everyone = make_env("sc2", {"map_name": "3m"}, 2, processes=True), np.ones(2, bool)
+    env.reset(everyone, np.arange(2))
+    assert len(np.unique(env.observe().obs.reshape(2, -1), axis=0)) == len(running(game)) == 2
     env.save_replay(str(tmp_path / "replays"))
     replays = list((tmp_path / "replays").glob("3m_*.SC2Replay"))
-    assert [json.loads(path.read_bytes())["map"] for path in replays] == ["3m"] * 3
+    assert [json.loads(path.read_bytes())["map"] for path in replays] == ["3m"] * 2
     env.close()
     args = {"map_name": "3m", "replay_dir": "mine", "replay_prefix": "best"}
     env = make_env("sc2", args, 1, processes=False)
@@ -202,9 +201,10 @@ def test_late_units_are_waited_for_and_missing_ones_drawn_again(game, monkeypatc
     env.reset(seed=1)
     assert attempts == [0] and env.get_obs().any()
     monkeypatch.setattr(backend, "PATIENCE", 2)
+    monkeypatch.setattr(backend, "ATTEMPTS", 2)
     with pytest.raises(UserError, match="0 of 5 enemies"):
         env.reset(seed=1)
-    assert attempts[1:] == 5 * list(range(v2_backend.DRAWS))
+    assert attempts[1:] == 2 * list(range(v2_backend.DRAWS))
 
 
 class Killer(ScriptedPolicy):
@@ -226,24 +226,16 @@ class Killer(ScriptedPolicy):
         return super().act(tick, explore)
 
 
-@pytest.mark.parametrize("name", ["parallel", "stream"])
-def test_killed_games_and_workers_lose_only_their_episodes(killed_game, name):
+def test_killed_games_and_workers_lose_only_their_episodes(killed_game):
     env = make_env("sc2", {"map_name": "3m"}, 2, processes=True)
     try:
-        killer, runner = Killer(env, killed_game), runner_of(env, name=name)
-        if name == "stream":
-            rollouts = [runner.collect(killer, explore=None), runner.drain(killer, explore=None)]
-        else:
-            rollouts = [runner.run(killer, explore=None, episodes_per_slot=2, full_obs=True)]
-        episodes = [episode for rollout in rollouts for episode in rollout.episodes]
-        n_episodes = sum(rollout.n_episodes for rollout in rollouts)
-        assert n_episodes == len(episodes) and (n_episodes >= 3 if name == "stream" else n_episodes == 4)
-        assert sum(rollout.lost for rollout in rollouts) == runner.lost == 2
-        lengths = sum(rollout.stats["ep_length"][0] for rollout in rollouts)
-        assert sum(rollout.steps for rollout in rollouts) == lengths
-        assert sum(len(episode["reward"]) - 1 for episode in episodes) == lengths
-        assert sum(rollout.stats["battle_won"][1] for rollout in rollouts) == n_episodes
-        assert all(episode["terminated"].sum() == 1 for episode in episodes)
+        killer, runner = Killer(env, killed_game), runner_of(env, name="parallel")
+        rollout = runner.run(killer, explore=None, episodes_per_slot=2, full_obs=True)
+        assert rollout.n_episodes == len(rollout.episodes) == rollout.stats["battle_won"][1] == 4
+        assert rollout.lost == runner.lost == 2
+        lengths = [len(episode["reward"]) - 1 for episode in rollout.episodes]
+        assert rollout.steps == rollout.stats["ep_length"][0] == sum(lengths)
+        assert all(episode["terminated"].sum() == 1 for episode in rollout.episodes)
         stats = env.get_stats()
         assert (stats["worker_restarts"], stats["restarts"]) == (1, 1) and len(running(killed_game)) == 2
     finally:
@@ -257,7 +249,7 @@ def test_killed_games_and_workers_lose_only_their_episodes(killed_game, name):
 def start(cwd: Path, ranks: int, slots: int, **variables: str) -> Started:
     how = [f"world_size={ranks}", "run=ddp"] if ranks > 1 else ["run=default"]
     words = ["env_args.map_name=3m", *how, *BUDGETS, "save_model=False", f"batch_size_run={slots}", "max_restarts=0"]
-    length = "t_max=400" if variables else "t_max=1000000"
+    length = "t_max=120" if variables else "t_max=1000000"
     return Started([PYTHON, MAIN, "--config=qmix", "--env-config=sc2", "with", *words, length], cwd, **variables)
 
 
@@ -271,8 +263,8 @@ def wait_for_games(started: Started, folder: Path, n: int) -> list[int]:
 def test_two_ranks_continue_when_games_and_workers_are_killed(killed_game, tmp_path):
     """One game dies at its 40th step, and the worker of another one is killed; the run ends by itself."""
     once = tmp_path / "once"
-    started = start(tmp_path, 2, 2, SC2_STAND_IN_DIE_AFTER="40", SC2_STAND_IN_ONCE=str(once))
-    games = wait_for_games(started, killed_game, 4)
+    started = start(tmp_path, 2, 1, SC2_STAND_IN_DIE_AFTER="40", SC2_STAND_IN_ONCE=str(once))
+    games = wait_for_games(started, killed_game, 2)
     assert wait_for(lambda: once.exists() and once.read_text())
     os.kill(parent_of(next(pid for pid in games if pid != int(once.read_text()))), signal.SIGKILL)
     ended = started.wait()
@@ -284,16 +276,15 @@ def test_two_ranks_continue_when_games_and_workers_are_killed(killed_game, tmp_p
     reached = summary["stages"]["stage3"]
     values, clock = reached["values"], reached["clock"]
     assert values["worker_restarts"] == values["restarts"] == 1 and 1 <= values["lost_episodes"] <= 2
-    assert clock["t_env"] >= 400 and clock["episodes"] % 4 == 0
+    assert clock["t_env"] >= 120 and clock["episodes"] % 2 == 0
     assert records(folder)[-1]["lost_episodes"] == values["lost_episodes"]
     assert "lost episodes" in ended.text and "workers restarted" in ended.text
 
 
 @pytest.mark.parametrize(
     ("ranks", "receiver", "number", "code"),
-    [(2, "group", signal.SIGINT, 130), (2, "launcher", signal.SIGKILL, -9), (2, "rank", signal.SIGKILL, 1),
-     (1, "launcher", signal.SIGTERM, 143)],
-)  # fmt: skip
+    [(2, "launcher", signal.SIGKILL, -9), (2, "rank", signal.SIGKILL, 1), (1, "group", signal.SIGINT, 130)],
+)
 def test_no_game_outlives_the_command(killed_game, tmp_path, ranks, receiver, number, code):
     """A worker is killed first, so one of the games belongs to a worker that was started later."""
     started = start(tmp_path, ranks, 2 // ranks)

@@ -31,10 +31,9 @@ assert api_implementation.Type() != "python"
 """
 
 
-@pytest.mark.parametrize("module", ["install", "game", "backend"])
-def test_each_module_can_be_imported_first_and_pysc2_uses_its_messages(module):
+def test_modules_can_be_imported_first_and_pysc2_uses_their_messages():
     """Without the environment variable that selects protobuf's slow implementation."""
-    code = f"from omagd.envs.sc2 import {module}, install\nassert install.known_versions()['4.10.0'] == 75689"
+    code = "from omagd.envs.sc2 import backend, install\nassert install.known_versions()['4.10.0'] == 75689"
     env = {key: value for key, value in os.environ.items() if not key.startswith("PROTOCOL_BUFFERS")}
     done = subprocess.run([sys.executable, "-c", code + SAME_MESSAGES], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -76,10 +75,9 @@ def test_folders_of_dead_owners_are_removed(sc2_game):
     assert not os.path.exists(left) and mine.path.is_dir() and other.path.is_dir()
     mine.log.write_text("out of\nmemory\n")
     assert mine.last_words() == "out of memory"
-    kept = mine.keep_log()
     mine.close()
     other.close()
-    assert not mine.path.exists() and kept.read_text() == "out of\nmemory\n"
+    assert not mine.path.exists() and not other.path.exists()
 
 
 @pytest.mark.parametrize("bits", [1, 8])

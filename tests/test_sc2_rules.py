@@ -125,16 +125,6 @@ def test_agents_that_observe_first_see_less():
     assert look(second, [[1, 0, 0], [0, 0, 0]], [0, 1])[0] == [0, 0, 0]
 
 
-def test_orders_of_observing_follow_from_the_seed():
-    def orders():
-        visibility = EnemyVisibility(1.0, 1, 9, 3)
-        visibility.begin(ON, np.array([5]))
-        return [visibility.order(0).tolist() for _ in range(5)]
-
-    drawn = orders()
-    assert drawn == orders() and drawn[0] != drawn[1]
-
-
 RANGES = [  # flags, sight, reach, whether a unit exactly at the limit of sight is seen
     ({}, 9.0, 6.0, False),
     ({"use_unit_ranges": True}, 9.0, 5.0, False),  # of a marine

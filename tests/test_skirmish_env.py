@@ -59,13 +59,6 @@ def test_random_script_is_uniform_over_available_actions():
         np.testing.assert_allclose(share[avail[agent]], 1 / avail[agent].sum(), atol=0.03)
 
 
-def test_the_layout_names_the_column_of_health():
-    env, _ = started(SkirmishEnv(SkirmishArgs(map_name="2s3z"), 1))
-    layout, shown = env.info.layout, env.observe(full=True).full_obs[0, 0]
-    assert layout.health < layout.enemy_dim and shown[layout.move_dim + layout.health] == 1.0
-    assert SkirmishEnv(SkirmishArgs(obs_all_health=False), 1).info.layout.health == -1
-
-
 @pytest.mark.parametrize(
     ("map_name", "flags"),
     [

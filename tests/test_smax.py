@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -108,26 +105,3 @@ def test_wins_limits_and_the_order_of_scripts(env):
         fighting = alive[:, :3].any(1) & alive[:, 3:].any(1)
         np.testing.assert_array_equal(result.terminated[fighting], t == 25)
         assert not result.truncated.any()
-
-
-SIX_STEPS = """
-rng = np.random.default_rng(0)
-env.reset(np.ones(8, bool), np.arange(8))
-for _ in range(6): env.step(env.scripted_actions("random", rng), np.ones(8, bool))
-"""
-ELSEWHERE = f"""
-import sys, json, numpy as np
-from omagd.envs.factory import make_env
-streams = sys.stdout, sys.stderr
-env = make_env("smax", {{"map_name": "3m", "max_steps": 25}}, 8, False)
-assert (sys.stdout, sys.stderr) == streams
-{SIX_STEPS}
-print(json.dumps(env.observe().state.astype(float).tolist()))
-"""
-
-
-@pytest.mark.processes
-def test_another_process_plays_the_same_battle_and_keeps_stdout(env):
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=True)
-    exec(SIX_STEPS, {"np": np, "env": env})
-    np.testing.assert_array_equal(env.observe().state, np.array(json.loads(done.stdout), np.float32))

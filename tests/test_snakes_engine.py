@@ -165,7 +165,7 @@ def test_full_boards_lay_what_beans_they_can_and_are_shown(free):
     assert board.beans[0].tolist() == (expected + [-1] * 5)[:5]
     paid = ledger.pay(outcome, board, row, row, before)
     shown = [state_features(board, row), paid]
-    for obs in ("26", "30", "35", "near", "planes", "entities"):
+    for obs in ("26", "30", "35", "near", "entities"):
         shown += [Observer(obs).observe(board, row + team)[0] for team in (0, 1)]
     assert all(np.isfinite(values).all() for values in shown)
     acts = np.concatenate([script.act(board, row) for script in SCRIPTS.values()])

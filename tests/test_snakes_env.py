@@ -68,8 +68,7 @@ def test_the_random_script_draws_all_actions_for_each_snake_board_and_step():
 
 OBSERVATIONS = [
     *({"obs": name, "normalise": normalise} for name in ("26", "30", "35") for normalise in (True, False)),
-    {"obs": "26_raw"}, {"obs": "near"}, {"obs": "planes", "centred": True}, {"obs": "planes", "centred": False},
-    {"obs": "entities"}, {"obs": "entities", "sight": 4.0},
+    {"obs": "26_raw"}, {"obs": "near"}, {"obs": "entities"}, {"obs": "entities", "sight": 4.0},
 ]  # fmt: skip
 
 

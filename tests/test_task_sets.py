@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -28,21 +27,15 @@ from omagd.utils.errors import UserError
 
 SLOTS = 5
 MARINES = {"map_name": "3m,5m_vs_6m,1m,9m", "state_last_action": True, "state_timestep_number": True}
-needs_smax = pytest.mark.skipif(find_spec("jaxmarl") is None, reason="the extra [smax] is not installed")
 CASES = {
-    "marines": ("skirmish", MARINES, False),
-    "stalkers and zealots": ("skirmish", {"map_name": "1s3z,2s3z,3s5z_vs_3s6z", "obs_timestep_number": True}, False),
-    "healers": ("skirmish", {"map_name": "2M3m1d,MMM,4m2d_vs_3m"}, False),
-    "smax": ("smax", {"map_name": "3m,5m_vs_6m", "max_steps": 20}, False),
-    "in processes": ("skirmish", {"map_name": "3m,5m_vs_6m,1m"}, True),
+    "marines": MARINES,
+    "stalkers and zealots": {"map_name": "1s3z,2s3z,3s5z_vs_3s6z", "obs_timestep_number": True},
+    "healers": {"map_name": "2M3m1d,MMM,4m2d_vs_3m"},
 }
 
 
-MARKS = {"in processes": [pytest.mark.processes], "smax": [needs_smax]}
-
-
-@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, [])) for name in CASES])
-def case(request) -> tuple[str, dict[str, Any], bool]:
+@pytest.fixture(params=CASES)
+def args(request) -> dict[str, Any]:
     return CASES[request.param]
 
 
@@ -64,10 +57,10 @@ def columns(info: EnvInfo, of_set: EnvInfo) -> tuple[list[int], list[int]]:
 class Twins:
     """A set's environment, and an environment of each map, in whose slots the same episodes are played."""
 
-    def __init__(self, name: str, args: dict[str, Any], processes: bool) -> None:
-        self.env = make_env(name, args, SLOTS, processes)
+    def __init__(self, args: dict[str, Any]) -> None:
+        self.env = make_env("skirmish", args, SLOTS, False)
         maps = self.env.info.tasks
-        self.plain = [make_env(name, {**args, "map_name": of_map}, SLOTS, False) for of_map in maps]
+        self.plain = [make_env("skirmish", {**args, "map_name": of_map}, SLOTS, False) for of_map in maps]
         self.task = np.zeros(SLOTS, int)
         self.rngs = [np.random.default_rng(slot) for slot in range(SLOTS)]
 
@@ -130,18 +123,15 @@ class Twins:
             env.close()
 
 
-def test_each_slot_plays_its_map_as_the_plain_environment_does(case):
+def test_each_slot_plays_its_map_as_the_plain_environment_does(args):
     """Also after a change of maps in the midst of others' episodes, and on maps that no slot had at the start."""
-    twins, everyone = Twins(*case), np.ones(SLOTS, bool)
+    twins, everyone = Twins(args), np.ones(SLOTS, bool)
     info, n = twins.env.info, len(twins.env.info.tasks)
     assert isinstance(twins.env, ManyTasks) and info.padded
     assert (twins.env.n_slots, info.map_name) == (SLOTS, "+".join(info.tasks))
     assert info.episode_limit == max(env.info.episode_limit for env in twins.plain)
     twins.reset(everyone, np.arange(SLOTS) % n, np.arange(SLOTS) + 10)
     twins.play(3)
-    if info.name == "smax":  # more environments mean more compilation
-        assert twins.play(info.episode_limit).all()
-        return
     for turn, which in enumerate(([True, False, True, False, True], [False, True, True, True, False])):
         tasks = (np.arange(SLOTS) * 2 + turn + 1) % n
         twins.reset(np.array(which), tasks, np.arange(SLOTS) + 100 * turn)
@@ -165,12 +155,8 @@ def battles(env: BatchedEnv, steps: int, seed: int) -> list[np.ndarray]:
     return found
 
 
-def test_a_snapshot_continues_in_a_new_environment_and_in_a_used_one(case):
-    name, args, processes = case
-    if name == "smax":
-        pytest.skip("the same parts, and more compilation")
-    slots = 2 if processes else SLOTS  # each slot starts a process for each map that it plays
-    envs = [make_env(name, args, slots, processes) for _ in range(3)]
+def test_a_snapshot_continues_in_a_new_environment_and_in_a_used_one(args):
+    slots, envs = SLOTS, [make_env("skirmish", args, SLOTS, False) for _ in range(3)]
     n, everyone = len(envs[0].info.tasks), np.ones(slots, bool)
     for env, tasks in ((envs[0], np.full(slots, n - 1)), (envs[2], np.full(slots, 0))):
         env.reset(everyone, np.arange(slots))
@@ -260,7 +246,6 @@ def test_sets_are_lists_or_files(tmp_path):
         ("3m,5n", ["env_args.map_name=3m,5n: map_name=5n is not known"]),
         ("marine-easy,3m", ["map_name=marine-easy,3m: marine-easy is a set of maps. Give its maps, or the set alone"]),
         ("[,]", ["map_name=[,]: is no list of maps", "[3m,5m]"]),
-        ("3m,5m,3m_vs_3m", ["3m and 3m_vs_3m are the same map"]),
         ("3m,2s3z", ["2s3z and 3m cannot be in one set", "enemy_dim is 8 and 5"]),
         ("3m3s", ["3m3s mixes races", "m marine"]),
         ("3m_vs_2s3z", ["enemies of another race must be of one type"]),
@@ -295,7 +280,6 @@ def test_wrong_maps_and_sets_are_rejected_at_the_start(map_name, words, tmp_path
         ({"share_parameters": False}, ["share_parameters=False", "share_parameters=True"]),
         ({"env_args.obs_last_action": True}, ["cannot be in one set", "ally_dim"]),
         ({"env_args.obs_instead_of_state": True}, ["a state without units"]),
-        pytest.param({"env": "smax", "env_args": {"map_name": "3m,5m"}}, ["map_name=5m"], marks=needs_smax),
         ({"task_weights.3m": 1e308}, ["task_weights.3m=1e+308", "at most 1000000000"]),
     ],
 )
@@ -319,7 +303,7 @@ def rejected(updates: dict[str, Any], words: list[str]) -> None:
 
 @pytest.mark.processes
 def test_the_game_plays_a_set(sc2_game):
-    env = make_env("sc2", {"map_name": "3m,8m"}, 2, processes=False)
+    env = make_env("sc2", {"map_name": "3m,8m"}, 2, processes=True)
     assert (env.info.n_agents, env.info.n_actions, env.info.padded, env.deterministic) == (8, 14, True, False)
     env.reset(np.ones(2, bool), np.arange(2))
     env.set_tasks(np.array([True, False]), np.array([1, 0]))

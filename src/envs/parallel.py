@@ -34,8 +34,6 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         env: an environment with one slot; this object closes it.
     """
 
-    render_mode = None
-
     def __init__(self, env: BatchedEnv) -> None:
         if env.n_slots != 1:
             raise ValueError(f"a ParallelBattle has one slot, not {env.n_slots}")
@@ -51,21 +49,6 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         self._masks = np.zeros((env.info.n_agents, env.info.n_actions), np.int8)
         self._state = np.zeros(env.info.state_dim, np.float32)
         self._spaces: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {}
-
-    @property
-    def unwrapped(self) -> ParallelBattle:
-        """This object itself."""
-        return self
-
-    @property
-    def num_agents(self) -> int:
-        """Number of agents in the current episode; 0 between its end and the next reset."""
-        return len(self.agents)
-
-    @property
-    def max_num_agents(self) -> int:
-        """Number of agents, n."""
-        return len(self.possible_agents)
 
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
@@ -136,10 +119,6 @@ class ParallelBattle(_Base):  # type: ignore[misc]
     def state_space(self) -> spaces.Space[Any]:
         """Space of the global state. Errors: UserError without gymnasium."""
         return _gymnasium().Box(-np.inf, np.inf, (self.info.state_dim,), np.float32)
-
-    def render(self) -> None:
-        """Raise NotImplementedError: there are no render modes."""
-        raise NotImplementedError(f"{self.metadata['name']} has no render mode")
 
     def close(self) -> None:
         """Close the environment. May be called twice."""

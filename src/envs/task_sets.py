@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from omagd.config.checks import shorten, validation_messages
 from omagd.config.env_info import map_label
 from omagd.config.loading import parse_yaml, read_yaml
-from omagd.envs.battle.units import ARMY
 from omagd.utils.errors import UserError
 
 FORM = "Give a YAML file with the keys training and held_out, each a list of maps"
@@ -152,7 +150,6 @@ def _checked(found: TaskSet, key: str) -> TaskSet:
     """Return `found` if it consists of different single maps. Errors: UserError."""
     if not found.training:
         raise UserError(f"{key}: the list of maps is empty. Give at least one, such as [3m,5m]")
-    by_units: dict[object, str] = {}
     for name in found.maps:
         if not isinstance(name, str) or not PLAIN.fullmatch(name):
             what = shorten(repr(name))
@@ -160,25 +157,9 @@ def _checked(found: TaskSet, key: str) -> TaskSet:
         if name in NAMED or is_file(name):
             what = "set" if name in NAMED else "file"
             raise UserError(f"{key}: {name} is a {what} of maps. Give its maps, or the {what} alone")
-        other = by_units.setdefault(_units(name), name)
-        if other == name and found.maps.count(name) > 1:
+        if found.maps.count(name) > 1:
             raise UserError(f"{key}: the map {name} is named twice")
-        if other != name:
-            raise UserError(f"{key}: {other} and {name} are the same map. Give one of the two")
     return found
-
-
-def _units(name: str) -> object:
-    """Return the units that the name of a map describes, such as 3s5z_vs_3s6z, in one order; else the name itself."""
-    ours, _, theirs = name.partition("_vs_")
-    armies = (ours, theirs or ours)
-    if not all(map(ARMY.fullmatch, armies)):
-        return name
-    counts = [Counter[str]() for _ in armies]
-    for count, army in zip(counts, armies, strict=True):
-        for number, letter in re.findall(r"(\d+)(\D)", army):
-            count[letter] += int(number)
-    return tuple(frozenset(count.items()) for count in counts)
 
 
 def _read(given: str) -> dict[str, Any]:

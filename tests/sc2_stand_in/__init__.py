@@ -19,7 +19,6 @@ What it plays
 Environment variables SC2_STAND_IN_<name>, read when the process starts (n counts its step requests from 1):
 - DIE_AFTER=n, HANG_AFTER=n, ERROR_AFTER=n, GARBLE_AFTER=n: at the n-th step request end without an answer, never answer
   again, answer with an error, answer with bytes that are no message
-- DIE_ON=name: end at the first request of that name (create_game, join_game, game_info, debug, ...)
 - REFUSE=1: live, but never listen; REFUSE=exit: end at once with a line on stderr (exit status 3)
 - DELAY=seconds: listen only after that time. LATE_UNITS=n: the enemies of a battle appear only after n step requests
 - ONCE=path: the faults above happen only in the process that creates this file and writes its pid

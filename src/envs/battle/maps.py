@@ -274,16 +274,6 @@ def _origin(point: EntryPoint) -> str:
 
 NAME = re.compile(rf"(?P<map>.+?)(?:_(?P<start>{MIXED}|{HIDDEN}))?(?:_sight(?P<sight>\d+(?:\.\d+)?))?")
 
-PRESETS = {
-    "class a, constants of the map, which any policy learns": ("8m", "3m", "5m_vs_6m"),
-    "class b, specific to the battle, inferable from what is seen": (
-        "3m_mixed_sight6", "5m_mixed_sight6", "8m_mixed_sight6", "2s3z_mixed_sight6", "2s3z_mixed_sight4", "3s_vs_5z",
-        "3s_vs_5z_sight5",
-    ),
-    "class c, specific to the battle, hardly inferable": ("3m_hidden", "5m_vs_6m_hidden"),
-}  # fmt: skip
-"""Maps by the class of what agents do not see (docs/beliefs.md); docs/skirmish.md has figures."""
-
 
 def named_fog(values: dict[str, Any]) -> dict[str, Any]:
     """Return `env_args` whose map name says nothing about sight and start, but the keys do.

@@ -240,7 +240,7 @@ class Game:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 parts.append(f"exit code {self._process.popen.wait(0.2)}")
         if self._scratch is not None and (words := self._scratch.last_words()):
-            parts += [f'"{words}"', f"log: {self._scratch.keep_log()}"]
+            parts.append(f'"{words}"')
         self.close(politely=False)
         return ", ".join(parts)
 

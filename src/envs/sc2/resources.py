@@ -1,7 +1,7 @@
 """A port and a temporary folder for each game; both are released however their owner ends.
 
 Folders are in `<temporary folder>/omagd-sc2-<user>`. Each owner locks a file in its folder, and the next game removes
-folders whose lock is free. Logs of games that died are kept there for a week.
+folders whose lock is free.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import shutil
 import socket
 import stat
 import tempfile
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +46,6 @@ def claimed_port() -> Iterator[int]:
     raise OSError(f"no free port between {LOWEST} and {HIGHEST}")
 
 
-KEEP_LOGS_SECONDS = 7 * 86400.0
 LAST_WORDS = 300
 
 
@@ -74,13 +72,6 @@ class Scratch:
         text = self.log.read_bytes()[-LAST_WORDS:] if self.log.is_file() else b""
         return " ".join(text.decode(errors="replace").split())
 
-    def keep_log(self) -> Path | None:
-        """Move the log out of the folder; return its new path, None if it is empty."""
-        if not self.log.is_file() or not self.log.stat().st_size:
-            return None
-        kept = self._root / f"died-{time.strftime('%Y%m%d-%H%M%S')}-{self.path.name}.log"
-        return Path(shutil.move(self.log, kept))
-
     def close(self) -> None:
         """Remove the folder. May be called twice."""
         self._finalizer()
@@ -104,10 +95,7 @@ def _remove(lock: IO[bytes], path: Path) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Remove old logs, and folders whose owner is gone."""
-    for log in root.glob("died-*.log"):
-        if time.time() - log.stat().st_mtime > KEEP_LOGS_SECONDS:
-            log.unlink(missing_ok=True)
+    """Remove folders whose owner is gone."""
     for folder in root.glob("game-*"):
         with contextlib.suppress(OSError), (folder / "lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

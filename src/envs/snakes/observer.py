@@ -11,11 +11,11 @@ from omagd.config.env_info import EntityLayout
 from omagd.envs.snakes import flat, near, views
 from omagd.envs.snakes.board import N_BEANS, N_SNAKES, N_TEAM, Board
 
-ObsName = Literal["26", "26_raw", "30", "35", "near", "planes", "entities"]
+ObsName = Literal["26", "26_raw", "30", "35", "near", "entities"]
 EVERYTHING = 10.0  # distances are divided by the sight, or by this without a limit
 DIMS = {
     **{name: len(scale) for name, scale in flat.SCALES.items()},
-    "26_raw": len(flat.SCALES["26"]), "near": near.NEAR_DIM, "planes": views.PLANES_DIM, "entities": views.ENTITY_DIM,
+    "26_raw": len(flat.SCALES["26"]), "near": near.NEAR_DIM, "entities": views.ENTITY_DIM,
 }  # fmt: skip
 
 
@@ -32,7 +32,6 @@ class Observer:
 
     obs: ObsName = "26"
     normalise: bool = True
-    centred: bool = True
     sight: float | None = None
 
     @property
@@ -59,8 +58,6 @@ class Observer:
         out = np.empty((len(board), N_TEAM, self.obs_dim), np.float32)
         if self.obs == "entities":
             views.entities(arrays, side, np.float32(self.sight or EVERYTHING), np.float32(sight), out)
-        elif self.obs == "planes":
-            views.planes(arrays, side, self.centred, out)
         elif self.obs == "near":
             steps, (far, order) = np.empty((N_SNAKES, N_BEANS), np.int64), np.empty((2, N_SNAKES - 1), np.int64)
             near.near(arrays, side, steps, far, order, out)

@@ -199,7 +199,8 @@ class NetworkOpponent:
     @classmethod
     def from_snapshot(cls, snapshot: dict[str, Any]) -> NetworkOpponent:
         """Return the opponent of a `snapshot`."""
-        return cls(snapshot["name"], snapshot["layers"], Observer(**snapshot["observer"]), snapshot["sample"])
+        seen = {key: value for key, value in snapshot["observer"].items() if key != "centred"}  # of earlier versions
+        return cls(snapshot["name"], snapshot["layers"], Observer(**seen), snapshot["sample"])
 
 
 class OpponentPool:

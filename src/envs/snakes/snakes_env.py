@@ -46,7 +46,7 @@ class SnakesArgs(BaseModel):
         obs: observation of a snake; flat.py, near.py and views.py list the columns. "26_raw" is "26" without
             `normalise`.
         normalise: whether "26", "30" and "35" are divided by the size of the board, codes by 7.
-        centred: whether "planes" are shifted on the torus so that the own head is in row 5, column 10.
+        centred: no effect; accepted because earlier runs have it.
         sight: distance (cells, on the torus) up to which "entities" shows others; None: no limit.
         reward: "score", the change of the difference between the teams' scores; "potential", the same with
             potential-based shaping; "baseline", as published. rewards.py has the formulas.
@@ -124,7 +124,7 @@ class Snakes3v3(BatchedEnv):
 
     def __init__(self, args: SnakesArgs, n_slots: int) -> None:
         self.n_slots, self._args = n_slots, args
-        self._observer = Observer(args.obs, args.normalise, args.centred, args.sight)
+        self._observer = Observer(args.obs, args.normalise, args.sight)
         prepare()
         self._engine = Engine(n_slots)
         prices = Prices(args.reward, args.potential_scale, args.potential_gamma, args.reward_win)
@@ -266,7 +266,7 @@ def _play_one_step() -> None:
     engine, ledger = Engine(1), Ledger(Prices("potential", 1.0, 1.0, 1.0), 1)
     row = team = np.zeros(1, np.int64)
     engine.reset(row, row)
-    names: tuple[ObsName, ...] = "26", "near", "planes", "entities"
+    names: tuple[ObsName, ...] = "26", "near", "entities"
     for obs in names:
         Observer(obs).observe(engine.board, team)
     state_features(engine.board, team)

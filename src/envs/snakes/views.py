@@ -1,11 +1,8 @@
-"""The observations "entities" (for graph agents) and "planes" (for convolutions) as kernels over boards.
+"""The observation "entities" (for graph agents) as a kernel over boards.
 
 "entities", 138: free neighbour cells (4); three opponents, then five beans, 12 each, and two mates, 11 each: visible,
 distance, dx, dy (up), length, direction one-hot, tail dx, dy and, except for mates, is bean; own features, 16: length,
 direction one-hot, tail dx, dy, step, snakes on the cells two steps away. Units beyond the sight are zero.
-
-"planes", 11 of 10 x 20, one after the other: 0 beans; 1, 2, 3 own head, body, tail; 4 share of the game left; 5, 6, 7
-mates' and 8, 9, 10 opponents' heads, bodies, tails; shifted so that the own head is in row 5, column 10 if `centred`.
 """
 
 from __future__ import annotations
@@ -13,20 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from omagd.envs.snakes.board import (
-    BEAN,
-    COL,
-    EMPTY,
     EPISODE_LIMIT,
     FIRST_SNAKE,
-    HEIGHT,
     N_ACTIONS,
     N_BEANS,
-    N_CELLS,
     N_SNAKES,
     N_TEAM,
     NEXT_CELL,
-    ROW,
-    WIDTH,
     Array,
     Boards,
     distance,
@@ -40,8 +30,6 @@ from omagd.envs.snakes.board import (
 from omagd.envs.snakes.flat import LONG
 
 UNIT_DIM, OWN_DIM, MOVE_DIM = 12, 16, 4
-N_PLANES, MIDDLE_ROW, MIDDLE_COL = 11, 5, 10
-PLANES_DIM = N_PLANES * N_CELLS
 _AWAY = np.array([(-2, 0), (-1, -1), (-1, 1), (0, -2), (0, 2), (1, -1), (1, 1), (2, 0)]).T
 TWO_AWAY = np.sort(shifted(*_AWAY), 1).astype(np.uint8)  # [200, 8]: the cells two steps from each
 N_TWO_AWAY = TWO_AWAY.shape[1]
@@ -51,7 +39,6 @@ MATES_AT = BEANS_AT + N_BEANS * UNIT_DIM
 OWN_AT = MATES_AT + (N_TEAM - 1) * (UNIT_DIM - 1)
 ENTITY_DIM = OWN_AT + OWN_DIM
 IS_BEAN = UNIT_DIM - 1
-HEAD, BODY, TAIL, SHARE, MATES, OPPONENTS = 1, 2, 3, 4, 4, 7  # planes; of others, those of the own snake are added
 
 
 @function
@@ -107,52 +94,3 @@ def entities(g: Boards, team: Array, scale: np.float32, sight: np.float32, out: 
                 if show_unit(own, g.beans[b, n], scale, sight, seen[at : at + UNIT_DIM]):
                     seen[at + IS_BEAN] = ONE
             show_self(g, b, me, own, scale, seen[OWN_AT:])
-
-
-@function
-def plane_of(code: np.int64, team: int, me: int) -> int:
-    """Return what is added to the own snake's planes for those of the snake with this code."""
-    snake = np.int64(code - FIRST_SNAKE)
-    if snake == me:
-        return 0
-    return MATES if snake // N_TEAM == team else OPPONENTS
-
-
-@function
-def window(centred: bool, own: int, cell: int) -> int:
-    """Return where a cell is shown, in reading order of the planes."""
-    if not centred:
-        return cell
-    row, col = ROW[cell] - ROW[own] + MIDDLE_ROW + HEIGHT, COL[cell] - COL[own] + MIDDLE_COL + WIDTH
-    return row % HEIGHT * WIDTH + col % WIDTH
-
-
-@kernel
-def planes(g: Boards, team: Array, centred: bool, out: Array) -> None:
-    """Write the planes of the snakes of `team` [B] into `out` [B, 3, 2200]."""
-    for b in range(len(team)):
-        share = np.float32(1 - g.steps[b] / EPISODE_LIMIT)
-        for i in range(N_TEAM):
-            seen, me = out[b, i], seat(team[b], i)
-            own = g.heads[b, me]
-            for n in range(N_PLANES * N_CELLS):
-                seen[n] = ZERO
-            for n in range(N_CELLS):
-                seen[SHARE * N_CELLS + n] = share
-                code = np.int64(g.codes[b, n])
-                if code == BEAN:
-                    seen[window(centred, own, n)] = ONE
-                elif code != EMPTY:
-                    seen[(BODY + plane_of(code, team[b], me)) * N_CELLS + window(centred, own, n)] = ONE
-            for snake in range(N_SNAKES):
-                if g.lengths[b, snake]:
-                    mark(g, b, team[b], me, HEAD, g.heads[b, snake], window(centred, own, g.heads[b, snake]), seen)
-                    mark(g, b, team[b], me, TAIL, g.tails[b, snake], window(centred, own, g.tails[b, snake]), seen)
-
-
-@function
-def mark(g: Boards, b: int, team: int, me: int, plane: int, cell: int, shown: int, out: Array) -> None:
-    """Mark the cell of a head or a tail in the plane of the snake that is drawn there."""
-    code = np.int64(g.codes[b, cell])
-    if code >= FIRST_SNAKE:
-        out[(plane + plane_of(code, team, me)) * N_CELLS + shown] = ONE

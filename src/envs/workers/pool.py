@@ -1,4 +1,4 @@
-"""A pool of worker processes: start, wake, listen, replace the dead, and leave none behind."""
+"""A pool of worker processes: start, command, listen, replace the dead, and leave none behind."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import multiprocessing
 import os
 import pickle
 import select
+import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from omagd.envs.workers.shared_memory import AnonymousMemory, Arrays, Specs, array_views, total_size
-from omagd.envs.workers.slot import CLOSE, History
-from omagd.envs.workers.worker import FAILED, NOTE, Links, stack_of, work
+from omagd.envs.workers.slot import History
+from omagd.envs.workers.worker import FAILED, REPLY, work
 from omagd.utils.registry import carrying
 
 CLOSE_GRACE_SECONDS = 5.0
@@ -27,7 +29,7 @@ DEATHS_OF_A_HANG = 5
 """A hang counts as so many deaths, since waiting for it takes long."""
 
 LOG = logging.getLogger("omagd")
-_MOST_NOTES = 512 * NOTE.size
+STACK_SECONDS = 0.2  # in which hung workers write their stacks
 _SINGLE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "PJRT_NPROC"), "1"
 )
@@ -42,121 +44,103 @@ class WorkerPool:
 
     Attributes:
         arrays: shared with all workers, from `share` to `close`; worker k plays slot k.
-        processes, conns, wakes: one of each per worker; a byte in `wakes` makes the worker execute its commands.
-        owed: notes that each worker still owes. deaths: deaths of each worker since it last completed an episode.
+        processes, conns: one of each per worker.
+        owed: whether each worker owes a reply. deaths: deaths of each worker since it last completed an episode.
         replaced: number of workers replaced so far. timeout: seconds without an answer before a worker is killed.
     """
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
         self.conns: list[Connection] = []
-        self.wakes: list[Connection] = []
         self.arrays: Arrays = {}
-        self.owed: list[int] = []
+        self.owed: list[bool] = []
         self.deaths: list[int] = []
         self.replaced = 0
         self.timeout = math.inf
         self._hung: set[int] = set()
         self.memory = AnonymousMemory()
-        self._done, self._note = multiprocessing.get_context("spawn").Pipe(duplex=False)
         self._poll = select.poll()
-        self._poll.register(self._done.fileno(), select.POLLIN)
         self._number: dict[int, int] = {}
         self._payload = b""
-        self._specs: Specs | None = None
+        self._specs: Specs = {}
 
     def start(self, payload: bytes, slots: int) -> None:
         """Start one worker for each slot. payload: pickled function that creates an environment."""
         self._payload = payload
-        self.owed, self.deaths = [0] * slots, [0] * slots
+        self.owed, self.deaths = [False] * slots, [0] * slots
         for number in range(slots):
-            process, conn, wake = self._spawn(number)
+            process, conn = self._spawn(number)
             self.processes.append(process)
             self.conns.append(conn)
-            self.wakes.append(wake)
 
-    def _spawn(self, number: int) -> tuple[BaseProcess, Connection, Connection]:
+    def _spawn(self, number: int) -> tuple[BaseProcess, Connection]:
         context = multiprocessing.get_context("spawn")
-        conn, their_conn = context.Pipe()
-        their_wake, wake = context.Pipe(duplex=False)
-        links = Links(their_conn, their_wake, self._note, self.memory)
-        args = (links, number, os.getpid(), self._payload, self._specs)
+        conn, theirs = context.Pipe()
+        args = (theirs, self.memory, number, os.getpid(), self._payload)
         process = context.Process(target=work, args=args, daemon=True, name=f"env-{number}")
         self._number[conn.fileno()] = number
-        self._poll.register(conn.fileno(), 0)  # reports a hang-up only
+        self._poll.register(conn.fileno(), select.POLLIN)
         with _environment(_SINGLE_THREAD):
             process.start()
-        their_conn.close()
-        their_wake.close()
-        return process, conn, wake
+        theirs.close()
+        return process, conn
 
-    def facts(self) -> bytes:
-        """Return the first worker's description of the environment, once all workers have sent it."""
-        return [self._first_message(number) for number in range(len(self.conns))][0]
+    def facts(self) -> Any:
+        """Return the first worker's description of the environment, once all workers have sent it.
+
+        A worker that is killed before is replaced. Errors: as `message`, and EnvWorkerError if one exits by itself.
+        """
+        found = {}
+        for number in range(len(self.conns)):
+            while (message := self.message(number)) is None:
+                how = self._join(number)
+                self.deaths[number] += 1
+                if (self.processes[number].exitcode or 0) >= 0 or self.deaths[number] >= DEATHS_IN_A_ROW:
+                    raise EnvWorkerError(f"environment worker {number} died ({how})")
+                LOG.warning("environment worker %d died (%s) during its start and is restarted", number, how)
+                self._respawn(number)
+            found[number] = message[1]
+        return found[0]
 
     def share(self, specs: Specs) -> None:
-        """Create the arrays and wait until all workers have mapped them. Errors: as `message`."""
-        self.memory.resize(total_size(specs))
-        for number in range(len(self.conns)):
-            self._send(number, specs)
-        for number in range(len(self.conns)):
-            while self.message(number) is None:
-                self._restart(number)
-                self._first_message(number)
-                self._send(number, specs)
+        """Create the arrays, and let all workers map them."""
         self._specs = specs
+        self.memory.resize(total_size(specs))
         self.arrays.update(array_views(self.memory.map(), specs))
+        for number in range(len(self.conns)):
+            self._send(number, (specs, None))
 
     def _send(self, number: int, value: object) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `message` and `notes` find that it has died
-            self.conns[number].send_bytes(pickle.dumps(value))
-
-    def _first_message(self, number: int) -> bytes:
-        """Return a worker's first message; restart it if it was killed before."""
-        while (message := self.message(number)) is None:
-            self._restart(number)
-        return message[1]
-
-    def _restart(self, number: int) -> None:
-        """Replace a worker that was killed during its start. Errors: EnvWorkerError if it exited by itself."""
-        how = self._join(number)
-        self.deaths[number] += 1
-        if (self.processes[number].exitcode or 0) >= 0 or self.deaths[number] >= DEATHS_IN_A_ROW:
-            raise EnvWorkerError(f"environment worker {number} died ({how})")
-        LOG.warning("environment worker %d died (%s) during its start and is restarted", number, how)
-        self._respawn(number)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `replies` finds that it has died
+            self.conns[number].send_bytes(pickle.dumps(value))  # `send` pickles at a third of the speed
 
     def _respawn(self, number: int) -> None:
-        old = self.processes[number], self.conns[number], self.wakes[number]
+        old = self.processes[number], self.conns[number]
         self._poll.unregister(old[1].fileno())
-        self.owed[number] = 0
-        self.processes[number], self.conns[number], self.wakes[number] = self._spawn(number)
+        self.owed[number] = False
+        self.processes[number], self.conns[number] = self._spawn(number)
         for part in old:
             part.close()
         self.replaced += 1
 
-    def wake(self, number: int) -> None:
-        """Make a worker execute its commands; it owes one more note."""
-        self.owed[number] += 1
-        with contextlib.suppress(BrokenPipeError):  # `notes` finds that it has died
-            os.write(self.wakes[number].fileno(), b".")
+    def command(self, number: int, command: int, argument: object = None) -> None:
+        """Make a worker execute a command; it owes a reply."""
+        self.owed[number] = True
+        self._send(number, (command, argument))
 
-    def notes(self) -> tuple[list[tuple[int, int]], list[int]]:
-        """Wait, then return the notes, each (worker, number of its messages), or without notes the dead workers."""
-        here = self._done.fileno()
-        found: list[tuple[int, int]] = []
+    def replies(self) -> tuple[list[tuple[int, Any]], list[int]]:
+        """Wait, then return replies, each (worker, reply), and the workers that have died. Errors: as `message`."""
+        found: list[tuple[int, Any]] = []
         dead: list[int] = []
-        events = self._wait()
-        if here not in dict(events):
-            events = self._poll.poll(0)  # a worker may have written a note after the first look, and then died
-        for place, _ in events:
-            if place == here:
-                found += NOTE.iter_unpack(os.read(here, _MOST_NOTES))
-            else:
-                dead.append(self._number[place])
-        for number, _ in found:
-            self.owed[number] -= 1
-        return found, [] if found else dead  # notes of a dead worker come first
+        for place, _ in self._wait():
+            number = self._number[place]
+            message = self.message(number)
+            if message is None:
+                dead.append(number)
+            elif message[0] == REPLY:  # not the facts, which one that replaces another sends again
+                self.owed[number] = False
+                found.append((number, message[1]))
+        return found, dead
 
     def _wait(self) -> list[tuple[int, int]]:
         """Wait for events; kill workers that have owed an answer for longer than the timeout.
@@ -174,39 +158,38 @@ class WorkerPool:
         return events
 
     def _kill_hung_workers(self, seconds: float) -> None:
-        for number, process in enumerate(self.processes):
-            if not self.owed[number] or process.pid is None:
-                continue
-            state, stack = stack_of(process.pid)
-            seed, shown = self.arrays["seeds"][number], f"\n{stack}".rstrip()
-            what = f"environment worker {number} (process {process.pid}, slot {number} from seed {seed}; {state})"
-            LOG.error("%s has not answered for %.0f s and is killed%s", what, seconds, shown)
+        hung = [number for number, owed in enumerate(self.owed) if owed]
+        for number in hung:
+            pid, seed = self.processes[number].pid or 0, self.arrays["seeds"][number]
+            what = f"environment worker {number} (process {pid}, slot {number} from seed {seed})"
+            LOG.error("%s has not answered for %.0f s and is killed; its stack is on stderr", what, seconds)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+        for number in hung:
             self.deaths[number] += DEATHS_OF_A_HANG - 1
             self._hung.add(number)
-            process.kill()
+            self.processes[number].kill()
 
-    def message(self, number: int) -> tuple[bytes, bytes] | None:
-        """Return type and content of a worker's next message; None if it has died.
+    def message(self, number: int) -> tuple[str, Any] | None:
+        """Return kind and content of a worker's next message; None if it has died.
 
         Errors: EnvWorkerError, or the worker's own UserError, if that is the message.
         """
         try:
-            message = self.conns[number].recv_bytes()
+            kind, content = self.conns[number].recv()
         except (EOFError, ConnectionResetError):
             return None
-        kind, content = message[:1], message[1:]
         if kind == FAILED:
-            text, user_error, crash = pickle.loads(content)
+            text, user_error, crash = content
             raise user_error or carrying(EnvWorkerError(f"environment worker {number} failed:\n{text}"), crash)
         return kind, content
 
     def replace(self, number: int, history: History | None) -> None:
         """Replace a worker that died; the new one first replays its `history`; None: its episode is lost.
 
-        Errors: EnvWorkerError after too many deaths; the errors of `message` if it sent one.
+        Errors: EnvWorkerError after too many deaths.
         """
-        while self.message(number) is not None:  # sent but never noted: it will be sent again, or is void
-            pass
         how = self._join(number)
         self.deaths[number] += 1
         if self.deaths[number] >= DEATHS_IN_A_ROW:
@@ -215,7 +198,7 @@ class WorkerPool:
         fate = "starts; its episode is lost" if history is None else "replays its episode"
         LOG.warning("environment worker %d died (%s); a new worker %s", number, how, fate)
         self._respawn(number)
-        self._send(number, history)
+        self._send(number, (self._specs, history))
 
     def _join(self, number: int, seconds: float = CLOSE_GRACE_SECONDS) -> str:
         """Wait for the end of a worker, and kill it after `seconds`; return its exit code in words."""
@@ -227,20 +210,13 @@ class WorkerPool:
         return f"exit code {process.exitcode}"
 
     def close(self) -> None:
-        """Ask the workers to close, kill those that do not, and free the shared memory."""
-        if self.arrays:
-            self.arrays["commands"][:] = CLOSE
-        for conn, wake in zip(self.conns, self.wakes, strict=True):
-            with contextlib.suppress(OSError):
-                os.write(wake.fileno(), b".")
-            wake.close()
+        """Let the workers end, kill those that do not, and free the shared memory."""
+        for conn in self.conns:
             conn.close()
         deadline = time.monotonic() + CLOSE_GRACE_SECONDS
         for number, process in enumerate(self.processes):
             self._join(number, deadline - time.monotonic())
             process.close()
-        self._done.close()
-        self._note.close()
         self.arrays.clear()
         self.memory.close()
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import weakref
 from functools import partial
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
@@ -43,6 +44,7 @@ class ProcessEnvs(VectorEnv):
     def __init__(self, env_cls: type, args: BaseModel, n_slots: int, name: str | None = None) -> None:
         self.n_slots = n_slots
         self._pending = np.zeros(n_slots, np.uint8)  # last command of each slot until it is known to be executed
+        self._argument: Any = None  # of the last command
         self._void = np.zeros(n_slots, bool)  # slots whose episode was lost with their worker
         self._counted: dict[int, dict[str, float]] = {}  # last counters of each slot
         self._counted_before: dict[str, float] = {}  # counters of workers that died
@@ -51,7 +53,7 @@ class ProcessEnvs(VectorEnv):
         self._finalizer = weakref.finalize(self, self._workers.close)
         try:
             self._workers.start(pickle.dumps(partial(single_env, env_cls, args, name or env_cls.__name__)), n_slots)
-            self._setup(env_cls, args, pickle.loads(self._workers.facts()), name)
+            self._setup(env_cls, args, self._workers.facts(), name)
             self._workers.share(array_specs(self.info, n_slots))
         except BaseException:
             self.close()
@@ -88,16 +90,15 @@ class ProcessEnvs(VectorEnv):
             total[name] = total.get(name, 0.0) + value
         return {**total, "worker_restarts": self._workers.replaced}
 
-    def _start(self, command: int, slots: np.ndarray) -> None:
+    def _start(self, command: int, slots: np.ndarray, argument: Any = None) -> None:
         self._require_open()
         if command == RESET:
             self._void[slots] = False
         elif self._void.any():
             slots = slots[~self._void[slots]]  # without an episode there is nothing to step or show
-        self._pending[slots] = command
-        self._arrays["commands"][slots] = command
+        self._pending[slots], self._argument = command, argument
         for slot in slots.tolist():
-            self._workers.wake(slot)
+            self._workers.command(slot, command, argument)
 
     def _wait(self, slots: np.ndarray) -> None:
         self._require_open()
@@ -106,22 +107,15 @@ class ProcessEnvs(VectorEnv):
             os.sched_yield()  # with few cores, let the workers run before this process starts to poll
         try:
             while any(owed[number] for number in numbers):
-                notes, dead = self._workers.notes()
-                for number, messages in notes:
-                    for _ in range(messages):
-                        self._receive(number)
+                replies, dead = self._workers.replies()
+                for number, reply in replies:
+                    self._store(number, self._pending[number], reply)
                 for number in dead:
                     self._replace(number)
         except BaseException:
             self.close()
             raise
         self._pending[slots] = 0
-
-    def _receive(self, number: int) -> None:
-        """Store one message of a worker, unless it died while sending it."""
-        message = self._workers.message(number)
-        if message is not None:
-            self._store_message(*message)
 
     def _replace(self, slot: int) -> None:
         """Replace a dead worker; its slot replays its episode and repeats a pending command, or becomes void."""
@@ -131,24 +125,23 @@ class ProcessEnvs(VectorEnv):
                 self._counted_before[name] = self._counted_before.get(name, 0.0) + counted
         if not self.deterministic:
             self._drop_episode(slot)
-        self._arrays["commands"][slot] = self._pending[slot]
         if self._pending[slot]:
-            self._workers.wake(slot)
+            self._workers.command(slot, int(self._pending[slot]), self._argument)
 
     def _history(self, slot: int) -> History:
         """Return the episode of a slot without a pending step."""
         log, pending = self._log, self._pending[slot]
         assert log is not None
         seed = int(log.seeds[slot]) if log.started[slot] and pending != RESET else None
-        return History(seed, log.actions(slot, leave_out=int(pending == STEP)), self._names[slot])
+        return History(seed, log.actions(slot, leave_out=int(pending == STEP)))
 
     def _drop_episode(self, slot: int) -> None:
         """Mark the episode of a slot as lost, unless its reset is pending."""
-        for name in ("reward", "agent_reward", "truncated", "info"):
+        for name in ("reward", "agent_reward", "truncated"):
             self._arrays[name][slot] = 0
         for name in ("terminated", "lost"):
             self._arrays[name][slot] = True
-        self._names[slot] = []
+        self._infos[slot] = {}
         self._void[slot] = self._pending[slot] != RESET
         if self._void[slot]:
             self._pending[slot] = 0

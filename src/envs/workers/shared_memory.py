@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable
 from itertools import accumulate
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -16,17 +15,8 @@ import numpy as np
 
 from omagd.config.env_info import EnvInfo
 
-MAX_INFO = 32  # numbers that an environment may report in its info
-MAX_PATH = 4096
-RANDOM = "random"  # the scripted policy that is drawn by the caller, for all slots at once
-
 Specs = dict[str, tuple[tuple[int, ...], str]]
 Arrays = dict[str, np.ndarray]
-
-
-def slot_scripts(policies: Iterable[str]) -> list[str]:
-    """Return the scripted policies that each slot computes itself, in the order of their rows in `scripted`."""
-    return [policy for policy in policies if policy != RANDOM]
 
 
 def array_specs(info: EnvInfo, n_slots: int) -> Specs:
@@ -42,13 +32,9 @@ def array_specs(info: EnvInfo, n_slots: int) -> Specs:
         "terminated": ((b,), "bool"),
         "truncated": ((b,), "bool"),
         "lost": ((b,), "bool"),
-        "info": ((b, MAX_INFO), "float64"),
         "actions": ((b, n), "int64"),
-        "scripted": ((b, len(slot_scripts(info.scripted_policies)), n), "int64"),
         "seeds": ((b,), "int64"),
         "want_full": ((1,), "bool"),
-        "folder": ((MAX_PATH,), "uint8"),
-        "commands": ((b,), "uint8"),
     }
 
 

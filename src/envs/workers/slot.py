@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,56 +10,53 @@ import numpy as np
 from omagd.envs.outputs import fault, numeric_array, wrong_flag, wrong_number, zeros_and_ones
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.envs.single import OneSlot
-from omagd.envs.workers.shared_memory import MAX_INFO, Arrays, slot_scripts
+from omagd.envs.workers.shared_memory import Arrays
 from omagd.utils.errors import UserError
 from omagd.utils.registry import locate, owner_of
 from omagd.utils.seeding import generator
 
-# Commands to a slot (0: none). CLOSE ends the worker process.
-RESET, STEP, SHOW_FULL, STATS, REPLAY, CHOOSE, CLOSE, FRAME = 1, 2, 3, 4, 5, 6, 7, 8
-# First byte of a message from a slot: what cannot be expressed in the arrays.
-UNSUPPORTED, NAMES, COUNTERS, UNITS = b"u", b"n", b"g", b"f"
+RESET, STEP, SHOW_FULL, STATS, REPLAY, CHOOSE, FRAME = 1, 2, 3, 4, 5, 6, 7
+"""Commands to a slot; 0: none. REPLAY takes the folder."""
+RANDOM = "random"
+"""The scripted policy that is drawn by the caller, for all slots at once."""
+UNSUPPORTED = "unsupported"
+"""Reply to REPLAY of an environment without replays."""
 
 
 class History(NamedTuple):
-    """Episode of a slot whose worker died: reset seed (None: no episode), [T, n] actions, names in its info."""
+    """Episode of a slot whose worker died: reset seed (None: no episode), [T, n] actions."""
 
     seed: int | None
     actions: np.ndarray
-    names: list[str]
 
 
 class EnvSlot:
-    """A single environment whose outputs go into row `slot` of the arrays.
-
-    Attributes:
-        info_names: names of the columns of `info`. messages: waiting to be sent, each a type byte and a JSON list
-            [slot, content].
-    """
+    """A single environment whose outputs go into row `slot` of the arrays."""
 
     def __init__(self, env: MultiAgentEnv, slot: int, arrays: Arrays) -> None:
         self.env = env
         self.slot = slot
         self.arrays = arrays
-        self.info_names: list[str] = []
-        self.messages: list[bytes] = []
         self._seed = self._steps = 0
         self._counted_before: dict[str, float] = {}
-        names = ("obs", "full_obs", "state", "avail", "actions", "info", "scripted", "agent_reward")
+        names = ("obs", "full_obs", "state", "avail", "actions", "agent_reward")
         self._row = {name: arrays[name][slot] for name in names}
 
-    def execute(self, command: int) -> None:
-        """Execute one command; CLOSE is the worker's own. An error of the environment names slot, seed and step."""
+    def execute(self, command: int, argument: Any = None) -> Any:
+        """Execute one command; return the reply: of STEP the numbers in the info, of others what is not in arrays.
+
+        An error of the environment names slot, seed and step.
+        """
         try:
-            self._execute(command)
+            return self._execute(command, argument)
         except Exception as error:
             locate(error, [(self.slot, self._seed, self._steps)])
             raise
 
-    def _execute(self, command: int) -> None:
+    def _execute(self, command: int, argument: Any) -> Any:
         if command == STEP:
-            self._step()
-        elif command == RESET:
+            return self._step()
+        if command == RESET:
             self._seed, self._steps = int(self.arrays["seeds"][self.slot]), 0
             self.env.reset(seed=self._seed)
             self._show()
@@ -68,19 +64,19 @@ class EnvSlot:
             self._show_full()
         elif command == STATS:
             before = self._counted_before
-            self._send(COUNTERS, {name: value - before.get(name, 0.0) for name, value in self._stats().items()})
+            return {name: value - before.get(name, 0.0) for name, value in self._stats().items()}
         elif command == CHOOSE:
             rng = generator(self._seed, "script", self._steps)
-            for place, policy in enumerate(slot_scripts(self.env.scripted_policies)):
-                self._row["scripted"][place] = self.env.get_scripted_actions(policy, rng)
+            own = (policy for policy in self.env.scripted_policies if policy != RANDOM)
+            return {policy: self.env.get_scripted_actions(policy, rng) for policy in own}
         elif command == FRAME:
-            frame = self.env.get_frame()
-            self._send(UNITS, None if frame is None else frame.to_dict())
+            return self.env.get_frame()
         elif command == REPLAY:
             try:
-                self.env.save_replay(bytes(self.arrays["folder"]).rstrip(b"\0").decode())
+                self.env.save_replay(argument)
             except NotImplementedError:
-                self._send(UNSUPPORTED, None)
+                return UNSUPPORTED
+        return None
 
     def release(self) -> None:
         """Drop all views of the arrays, so that their memory can be unmapped."""
@@ -88,7 +84,6 @@ class EnvSlot:
 
     def replay(self, history: History) -> None:
         """Replay the episode of a worker that died. Its counters were counted there and are not counted again."""
-        self.info_names = list(history.names)
         if history.seed is None:
             return
         self._seed, self._steps = history.seed, len(history.actions)
@@ -100,10 +95,7 @@ class EnvSlot:
     def _stats(self) -> dict[str, float]:
         return {name: float(value) for name, value in (self.env.get_stats() or {}).items()}
 
-    def _send(self, kind: bytes, content: Any) -> None:
-        self.messages.append(kind + json.dumps([self.slot, content]).encode())
-
-    def _step(self) -> None:
+    def _step(self) -> dict[str, float]:
         arrays, slot = self.arrays, self.slot
         returned = self.env.step(self._row["actions"].copy())
         self._steps += 1
@@ -124,11 +116,9 @@ class EnvSlot:
         limit = TRUNCATED if TRUNCATED in info else "episode_limit"
         arrays["truncated"][slot] = bool(terminated) and self._flag(info, limit)
         arrays["lost"][slot] = bool(terminated) and self._flag(info, "lost")
-        if info:
-            self._write_info(info)
-        elif self.info_names:
-            self._row["info"][:] = 0.0
+        numbers = self._numbers(info)
         self._show()
+        return numbers
 
     def _flag(self, info: Mapping[str, Any], name: str) -> bool:
         """Return a flag of `info`; False if it is missing."""
@@ -165,24 +155,15 @@ class EnvSlot:
         name = owner_of(kind).removeprefix("env=") or kind.__name__
         return fault(name, self.slot, self._seed, self._steps, what)
 
-    def _write_info(self, info: Mapping[str, Any]) -> None:
-        """Write the numbers in `info`, each name into its own column; skip other values.
-
-        Errors: UserError for more than MAX_INFO numbers, or a `battle_won` that is not a number.
-        """
-        known, row = len(self.info_names), self._row["info"]
-        row[:] = 0.0
+    def _numbers(self, info: Mapping[str, Any]) -> dict[str, float]:
+        """Return the numbers in `info`, without other values. Errors: UserError if `battle_won` is not a number."""
+        found = {}
         for name, value in info.items():
             if name in ("lost", TRUNCATED, AGENT_REWARD):
                 continue
-            if wrong := wrong_number(value):
-                if name == "battle_won":  # skipping it would silently drop the win rate
-                    raise self._fault(f"info['battle_won'] {wrong}")
-                continue
-            if name not in self.info_names:
-                if len(self.info_names) == MAX_INFO:
-                    raise self._fault(f"info holds more than {MAX_INFO} numbers; one too many is {name!r}")
-                self.info_names.append(name)
-            row[self.info_names.index(name)] = float(value)
-        if len(self.info_names) > known:
-            self._send(NAMES, self.info_names)
+            wrong = wrong_number(value)
+            if not wrong:
+                found[name] = float(value)
+            elif name == "battle_won":  # skipping it would silently drop the win rate
+                raise self._fault(f"info['battle_won'] {wrong}")
+        return found

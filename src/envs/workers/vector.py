@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from typing import Any
 
@@ -12,8 +11,8 @@ from pydantic import BaseModel
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult, random_actions
 from omagd.envs.single import env_info_from_dict, single_env
-from omagd.envs.workers.shared_memory import MAX_PATH, RANDOM, Arrays, array_specs, slot_scripts
-from omagd.envs.workers.slot import CHOOSE, FRAME, NAMES, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot
+from omagd.envs.workers.shared_memory import Arrays, array_specs
+from omagd.envs.workers.slot import CHOOSE, FRAME, RANDOM, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot
 
 
 class ActionLog:
@@ -71,15 +70,15 @@ class VectorEnv(BatchedEnv):
         self.args_model = type(args)  # type: ignore[misc]
         self.deterministic = env_cls.deterministic  # type: ignore[misc, attr-defined]
         self._replies: dict[int, Any] = {}
-        self._names: list[list[str]] = [[] for _ in range(self.n_slots)]  # of the columns of `info` in each slot
+        self._infos: list[dict[str, float]] = [{} for _ in range(self.n_slots)]  # of each slot's last step
         self._info_order: dict[str, None] = {}  # names in the infos of ended episodes, in order of appearance
-        self._chosen = False  # whether the array `scripted` belongs to the current observations
+        self._choices: list[Any] = []  # each slot's scripted actions by policy, for the current observations
         label = name or env_cls.__name__
         self.info = env_info_from_dict(label, args.model_dump().get("map_name"), facts)
         self._log = ActionLog(self.n_slots, self.info.n_agents) if self.deterministic else None
 
     @abstractmethod
-    def _start(self, command: int, slots: np.ndarray) -> None:
+    def _start(self, command: int, slots: np.ndarray, argument: Any = None) -> None:
         """Let the slot numbers `slots` start to execute a command."""
 
     @abstractmethod
@@ -92,7 +91,7 @@ class VectorEnv(BatchedEnv):
         self._wait(slots)
         chosen = np.asarray(seeds)[slots]
         self._arrays["seeds"][slots] = chosen
-        self._chosen = False
+        self._choices = []
         if self._log is not None:
             self._log.begin(slots, chosen)
         self._start(RESET, slots)
@@ -108,7 +107,7 @@ class VectorEnv(BatchedEnv):
         self._wait(slots)
         chosen = np.asarray(actions)[slots]
         self._arrays["actions"][slots] = chosen
-        self._chosen = False
+        self._choices = []
         if self._log is not None:
             self._log.add(slots, chosen)
         self._start(STEP, slots)
@@ -130,11 +129,11 @@ class VectorEnv(BatchedEnv):
 
     def _episode_info(self, terminated: np.ndarray) -> dict[str, np.ndarray]:
         slots = np.flatnonzero(terminated).tolist()
-        self._info_order.update(dict.fromkeys(name for slot in slots for name in self._names[slot]))
+        self._info_order.update(dict.fromkeys(name for slot in slots for name in self._infos[slot]))
         found = {name: np.zeros(self.n_slots, np.float32) for name in self._info_order}
         for slot in slots:
-            for column, name in enumerate(self._names[slot]):
-                found[name][slot] = self._arrays["info"][slot, column]
+            for name, value in self._infos[slot].items():
+                found[name][slot] = value
         return found
 
     def observe(self, full: bool = False) -> Observation:
@@ -154,25 +153,21 @@ class VectorEnv(BatchedEnv):
         """Return the slot numbers whose reset has not been waited for."""
         return np.empty(0, np.int64)
 
-    def _ask(self, command: int) -> list[Any]:
-        """Broadcast a command and return the replies in slot order, None for slots that sent none."""
-        return self._ask_slots(command, np.arange(self.n_slots))
-
-    def _ask_slots(self, command: int, slots: np.ndarray) -> list[Any]:
-        """Send a command to the slot numbers `slots`; return their replies, None for slots that sent none."""
-        self._wait(slots)
+    def _ask(self, command: int, slots: np.ndarray | None = None, argument: Any = None) -> list[Any]:
+        """Send a command to the slot numbers `slots`, None: to all; return their replies, None for lost slots."""
+        chosen = np.arange(self.n_slots) if slots is None else slots
+        self._wait(chosen)
         self._replies.clear()
-        self._start(command, slots)
-        self._wait(slots)
-        return [self._replies.get(slot) for slot in slots.tolist()]
+        self._start(command, chosen, argument)
+        self._wait(chosen)
+        return [self._replies.get(slot) for slot in chosen.tolist()]
 
-    def _store_message(self, kind: bytes, body: bytes) -> None:
-        """Store a message of a slot."""
-        slot, content = json.loads(body)
-        if kind == NAMES:
-            self._names[slot] = content
+    def _store(self, slot: int, command: int, reply: Any) -> None:
+        """Store a slot's reply to a command."""
+        if command == STEP:
+            self._infos[slot] = reply
         else:
-            self._replies[slot] = UNSUPPORTED if kind == UNSUPPORTED else content
+            self._replies[slot] = reply
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
         """Return [B, n] actions: "random" is drawn here, other policies are computed by each environment."""
@@ -181,10 +176,9 @@ class VectorEnv(BatchedEnv):
         if policy == RANDOM:
             self._wait(self._starting())
             return random_actions(self._arrays["avail"], rng)
-        if not self._chosen:
-            self._ask(CHOOSE)
-            self._chosen = True
-        return self._arrays["scripted"][:, slot_scripts(self.info.scripted_policies).index(policy)].copy()
+        self._choices = self._choices or self._ask(CHOOSE)
+        nothing = np.zeros(self.info.n_agents, np.int64)  # of a slot whose episode is lost
+        return np.stack([nothing if own is None else np.asarray(own[policy], np.int64) for own in self._choices])
 
     def snapshot(self) -> dict[str, Any]:
         """Return the action log. Errors: NotImplementedError if the environment is not deterministic."""
@@ -222,16 +216,12 @@ class VectorEnv(BatchedEnv):
 
     def frame(self, slot: int) -> Frame:
         """Return the units of a slot; without places where the environment shows none, or its process has died."""
-        (found,) = self._ask_slots(FRAME, np.array([slot]))
-        return super().frame(slot) if found is None else Frame.from_dict(found)
+        (found,) = self._ask(FRAME, np.array([slot]))
+        return super().frame(slot) if found is None else found
 
     def save_replay(self, folder: str) -> None:
         """Let each environment write its replay into `folder`. Errors: NotImplementedError."""
-        self._wait(np.arange(self.n_slots))
-        path = np.frombuffer(folder.encode()[:MAX_PATH], np.uint8)
-        self._arrays["folder"][:] = 0
-        self._arrays["folder"][: len(path)] = path
-        if UNSUPPORTED in self._ask(REPLAY):
+        if UNSUPPORTED in self._ask(REPLAY, argument=folder):
             super().save_replay(folder)
 
 
@@ -247,14 +237,10 @@ class SerialEnvs(VectorEnv):
         self._running: int | None = None
         self._slots = [EnvSlot(env, slot, self._arrays) for slot, env in enumerate(self._envs)]
 
-    def _start(self, command: int, slots: np.ndarray) -> None:
+    def _start(self, command: int, slots: np.ndarray, argument: Any = None) -> None:
         for number in slots.tolist():
             self._running = number
-            slot = self._slots[number]
-            slot.execute(command)
-            for message in slot.messages:
-                self._store_message(message[:1], message[1:])
-            slot.messages.clear()
+            self._store(number, command, self._slots[number].execute(command, argument))
         self._running = None
 
     def busy_slots(self) -> dict[int, int]:

@@ -329,15 +329,14 @@ def _named_by_run(config: Config, key: str) -> str:
 
 def listing() -> str:
     """Return all names that the command line accepts, one paragraph per kind (`--list`)."""
-    from omagd.envs.battle.maps import MAPS, PRESETS
+    from omagd.envs.battle.maps import MAPS
     from omagd.envs.smax import MapName as SMAX_MAPS
     from omagd.envs.task_sets import NAMED as SETS
 
     lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
     lines += [_paragraph(key, registry_of(package).names()) for key, package in NAMED.items()]
-    lines.append(_paragraph("env_args.map_name (skirmish)", [*SETS, *MAPS]))
-    lines += [_paragraph(f"env_args.map_name (skirmish) whose unseen units are of {words}", list(names))
-              for words, names in PRESETS.items()]  # fmt: skip
+    shown = "3m_mixed_sight6", "3m_hidden"  # of the starts and sights that the name of any map can have
+    lines.append(_paragraph("env_args.map_name (skirmish)", [*SETS, *MAPS, *shown]))
     lines.append(_paragraph("env_args.map_name (smax)", list(get_args(SMAX_MAPS))))
     return "\n".join(lines) + "\n"
 
