@@ -28,7 +28,6 @@ from torch.autograd.function import once_differentiable
 
 from omagd.config.env_info import EntityLayout
 from omagd.modules.kernels import kernels_for
-from omagd.utils.compiling import compiled_or_reference
 
 NODES_AT_ONCE = 2048  # nodes of a chunk of graphs
 
@@ -44,14 +43,11 @@ def graph_kernels_for(features: Tensor, n_numbers: int) -> ModuleType | None:
 
 
 @cache
-def _kernels() -> ModuleType | None:
-    def load() -> ModuleType | None:
-        from omagd.modules.kernels import compiled_graphs
+def _kernels() -> ModuleType:
+    from omagd.modules.kernels import compiled_graphs
 
-        compiled_graphs.prepare()
-        return compiled_graphs
-
-    return compiled_or_reference(load, None)
+    compiled_graphs.prepare()
+    return compiled_graphs
 
 
 class Part(NamedTuple):
