@@ -28,7 +28,6 @@ def draws(count: int, seed: int = 0) -> list[list[int]]:
     return [rng.choice(HELD, BATCH, replace=False).tolist() for _ in range(count)]
 
 
-CODES = {f"tokenizer_config.{key}": size for key, size in (("n_codes", 6), ("code_dim", 4), ("hidden_dim", 8))}
 METHODS: dict[str, dict[str, Any]] = {
     "qmix": {},
     "qmix, no lambda, single Q, layer norm": {
@@ -39,7 +38,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "in parts": {"accumulate": 3, "td_lambda": 0.8},
     "beliefs": {"belief_loss": "features", "td_lambda": 0.8},
     "all beliefs in parts": {"belief_loss": "features", "belief_units": "all", "belief_every": 1, "accumulate": 2},
-    "tokens": {"belief_loss": "tokens", "pretrained_tokenizer_path": "given", **CODES},
     "without memory": {"agent": "ff", "td_lambda": 0.8},
     "graphs": {"mac": "gnn_graph_mac", "agent": "gnn_rnn", **GRAPH},
     "units": {"agent": "hpn_rnn", "mixer": "set_qmix", "obs_agent_id": False},

@@ -21,7 +21,6 @@ from omagd.learners.synced_optimizer import Stats
 from omagd.modules.graph_reconstructers.belief_head import new_head
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
-from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.training.stages.base import held_in_common
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
@@ -109,9 +108,6 @@ def make_learner(
     mac.agent.to(dtype)
     if config.belief_loss != "none":
         mac.head = new_head(config, info, next(mac.agent.parameters()))
-    if config.belief_loss == "tokens":
-        with torch.random.fork_rng():  # the mixer begins as it does without
-            mac.head.learn_codes(Tokenizer(config.tokenizer_config, LAYOUT).eval().to(device))
     learner: NQLearner = LEARNERS.get(config.learner)(mac, config, info, dist or Dist())
     learner.warm_up()
     return learner

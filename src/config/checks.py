@@ -136,11 +136,6 @@ def _belief(config: Config) -> Iterator[str]:
     for key in ("use_graph_reconstruction", "use_full_obs", "use_team_obs"):
         if getattr(config, key):
             yield f"{given}: is for agents that read what they see, and {key}=True shows more. Add {key}=False"
-    if config.belief_loss == "tokens" and not config.pretrained_tokenizer_path and not config.evaluate:
-        yield (
-            f"{given}: predicts the codes of stage 1, and pretrained_tokenizer_path is empty. Train one with"
-            " --config=omagd_small with reconstructer_stage=stage1, and give its models/pretrain_stage1_best/"
-        )
 
 
 def _reconstruction(config: Config) -> Iterator[str]:

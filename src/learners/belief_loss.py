@@ -1,11 +1,11 @@
 """The loss of the belief head: agents learn to remember what says something of the units that they do not see.
 
 For a living agent, each unit that it does not see now (or each unit at all, `belief_units: all`) is a case. Its truth
-is in `full_obs`, which is read here and nowhere else. The loss of a case is, with `belief_loss: features`,
+is in `full_obs`, which is read here and nowhere else. The loss of a case is
 
     [u lives] mean over varying features of (z_u - (x_u - m_u) / s_u)²  +  binary cross-entropy of "u lives"
 
-and with `tokens` the cross-entropy of the code that stage 1 gives the unit, or of ABSENT. The total loss is
+and the total loss is
 
     L = L_RL + belief_weight * (mean over the cases of all ranks)
 
@@ -47,7 +47,7 @@ class BeliefCases:
 
     Attributes:
         rows: [R] int64, their places among the S rows; None: all rows in order.
-        counted: [R, n, U] bool, the cases. living: [R, n, U] bool. truth: features [R, n, U, D], or codes [R, n, U].
+        counted: [R, n, U] bool, the cases. living: [R, n, U] bool. truth: features [R, n, U, D].
     """
 
     rows: Tensor | None
@@ -120,22 +120,16 @@ class BeliefLoss(nn.Module):
             exists = self._columns.sight(batch["full_obs"][: batch.packing.n_episodes])[0].any(1)[:, None, 1:]
             episode = batch.packing.episode.to(batch.device, non_blocking=True)
             counted = counted & exists[episode if rows is None else episode[rows]]
-        truth = self._columns.nodes(full)[..., 1:, :]
-        if self.head.tokens:
-            return BeliefCases(rows, counted, living, self.head.codes_of(truth, living))
-        return BeliefCases(rows, counted, living, truth[..., : self.head.dim])
+        return BeliefCases(rows, counted, living, self._columns.nodes(full)[..., 1:, : self.head.dim])
 
     def blank(self, n_rows: int, n_agents: int, like: Tensor) -> BeliefCases:
         """Return no case in `n_rows` rows, with the float type and device of `like`."""
         none = torch.zeros(n_rows, n_agents, self.head.n_units, dtype=torch.bool, device=like.device)
-        truth = none.long() if self.head.tokens else like.new_zeros(*none.shape, self.head.dim)
-        return BeliefCases(None, none, none, truth)
+        return BeliefCases(None, none, none, like.new_zeros(*none.shape, self.head.dim))
 
     @torch.no_grad()
     def observe(self, found: Sequence[BeliefCases], dist: Dist) -> None:
         """Let mean and deviation follow the living units of an update's cases, of all ranks. A collective."""
-        if self.head.tokens:
-            return
         sums = torch.zeros_like(self.moments)
         for cases in found:
             lives = (cases.counted & cases.living).unsqueeze(-1).double()
@@ -155,20 +149,14 @@ class BeliefLoss(nn.Module):
     def forward(self, hidden: Tensor, cases: BeliefCases) -> tuple[Tensor, Stats]:
         """Return the loss of the cases, summed and weighted, from hidden states [S, n, H], and stats per case."""
         read = hidden if cases.rows is None else hidden.index_select(0, cases.rows)
-        told = [part.to(self._kind) for part in self.head(read)]
-        counted = cases.counted.to(self._kind)
-        if self.head.tokens:
-            # As in BERT (Devlin et al. 2019): a distribution over codes can say that a unit is here or there.
-            each = F.cross_entropy(told[0].flatten(0, -2), cases.truth.flatten(), reduction="none")
-            parts = {"loss_belief": (each * counted.flatten()).sum()}
-        else:
-            lives = cases.living.to(self._kind)
-            # -log p of whether the unit lives; a dead one has no features to say.
-            alive = F.binary_cross_entropy_with_logits(told[0], lives, weight=counted, reduction="sum")
-            # Squared error of standardised features: -log of a normal density with deviation s, up to a constant.
-            z, weight = self._standardised(cases.truth, counted * lives)
-            error = ((told[1] - z).square() * weight).sum()
-            parts = {"loss_belief": alive + error, "belief_alive": alive, "belief_features": error}
+        logits, features = (part.to(self._kind) for part in self.head(read))
+        counted, lives = cases.counted.to(self._kind), cases.living.to(self._kind)
+        # -log p of whether the unit lives; a dead one has no features to say.
+        alive = F.binary_cross_entropy_with_logits(logits, lives, weight=counted, reduction="sum")
+        # Squared error of standardised features: -log of a normal density with deviation s, up to a constant.
+        z, weight = self._standardised(cases.truth, counted * lives)
+        error = ((features - z).square() * weight).sum()
+        parts = {"loss_belief": alive + error, "belief_alive": alive, "belief_features": error}
         count = counted.sum()
         return self.weight * parts["loss_belief"], {name: (part.detach(), count) for name, part in parts.items()}
 

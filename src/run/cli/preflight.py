@@ -293,21 +293,14 @@ def unread(config: Config, given: Collection[str], read: set[str] | None) -> Ite
     if of_parts:
         parts = " ".join(f"{key}={getattr(config, key)}" for key in ("learner", "mac", "agent", "mixer"))
         yield f"{', '.join(of_parts)}: nothing in this run reads {'it' if len(of_parts) == 1 else 'them'} ({parts})"
-    of_graphs = [key for key in given if key.startswith(OF_GRAPHS) and not key.startswith(_of_head(config))]
+    has_head = config.belief_loss != "none"
+    judged = "graph_pretrain_eval_episodes" if has_head else None  # by which the head is judged at the end
+    of_graphs = [key for key in given if key.startswith(OF_GRAPHS) and key != judged]
     of_graphs = [] if config.use_graph_reconstruction else of_graphs
-    of_head = [key for key in given if key in OF_HEAD] if config.belief_loss == "none" else []
+    of_head = [] if has_head else [key for key in given if key in OF_HEAD]
     for keys, why in ((sorted(of_graphs), "use_graph_reconstruction=False"), (sorted(of_head), "belief_loss=none")):
         if keys:
             yield f"{', '.join(keys)}: nothing in this run reads {'it' if len(keys) == 1 else 'them'} ({why})"
-
-
-def _of_head(config: Config) -> tuple[str, ...]:
-    """Return the keys of `OF_GRAPHS` that a run with a belief head reads, or how they begin."""
-    return {
-        "none": (),
-        "features": ("graph_pretrain_eval_episodes",),
-        "tokens": ("graph_pretrain_eval_episodes", "pretrained_tokenizer_path", "tokenizer_config"),
-    }[config.belief_loss]
 
 
 def registry_of(package: str) -> Registry[Any]:

@@ -105,17 +105,11 @@ PRETRAINED: dict[str, tuple[str, str, str, Callable[[Config, EnvInfo, torch.devi
 """What stages train: its name, the key of its path, the name of its file, and the function that makes it."""
 
 
-def _learns_codes(config: Config) -> bool:
-    return config.belief_loss == "tokens" and not config.evaluate  # a trained head knows what they stand for
-
-
 def load_pretrained(config: Config, info: EnvInfo, device: torch.device) -> PretrainedModules:
     """Return the pre-trained modules whose paths are given, frozen. Errors: UserError for what does not fit."""
     pretrained = PretrainedModules()
     for name, key, file, make in PRETRAINED.values():
-        if not config.use_graph_reconstruction and not (name == "tokenizer" and _learns_codes(config)):
-            continue
-        if given := getattr(config, key):
+        if config.use_graph_reconstruction and (given := getattr(config, key)):
             from omagd.modules.graph_reconstructers.pretrained import check
 
             path = pretrained_file(key, given, file)
@@ -175,8 +169,6 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
         from omagd.modules.graph_reconstructers.belief_head import new_head
 
         mac.head = new_head(config, info, next(mac.agent.parameters()))
-        if config.belief_loss == "tokens" and pretrained is not None and pretrained.tokenizer is not None:
-            mac.head.learn_codes(pretrained.tokenizer)
     return mac
 
 
