@@ -170,7 +170,7 @@ def test_compiled_graphs_equal_the_layers_in_values_and_gradients(monkeypatch, u
 @pytest.mark.parametrize("agent", ["n_rnn", "rnn", "gnn_rnn"])
 def test_updates_with_kernels_equal_updates_of_torch(monkeypatch, agent):
     batches = [[random_episode(10 * i + k, 3 + k) for k in range(6)] for i in range(20)]
-    keys = {"agent": agent, "obs_last_action": agent != "rnn"}
+    keys = {"agent": agent, "obs_last_action": agent != "rnn", "gnn_hidden_dim": 16}
     learners = [make_learner(toy_config(**keys)) for _ in range(2)]
     norms: list[list[float]] = [[], []]
     for episodes in batches:
