@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -54,18 +51,3 @@ def test_adam_takes_no_step_where_a_gradient_has_overflowed():
     optimizer.found_inf = torch.ones(())
     steps(optimizer, weights, 0, 1)
     assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
-
-
-@pytest.mark.processes
-def test_a_process_that_learns_does_not_load_torchs_compiler():
-    code = (
-        "import sys, torch\n"
-        "from q_toys import make_learner, random_episode, toy_config\n"
-        "from omagd.utils.packing import pack_episodes\n"
-        "learner = make_learner(toy_config())\n"
-        "learner.warm_up()\n"
-        "learner.update(pack_episodes([random_episode(1, 4)]), episodes=1)\n"
-        "learner.load_state_dict(learner.state_dict())\n"
-        "sys.exit('torch._dynamo' in sys.modules)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from interruption import TornRun, interrupted_run
 from run_equality import differences, reproducible_lines
 
 from omagd.config.schema import Config
-from omagd.learners.predictor_learner import PredictorLearner
 from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
 from omagd.run.cli.main import config_from, main
@@ -196,14 +194,3 @@ def test_what_cannot_be_measured_is_one_line(words, message, qmix_run, capfd):
     assert main(["beliefs", *(word.replace("RUN", str(qmix_run)) for word in words)]) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert message.replace("RUN", str(qmix_run)) in line
-
-
-def test_what_a_learner_does_once_counts_as_preparation_not_as_updates(tmp_path, monkeypatch):
-    begin = PredictorLearner.begin
-
-    def slow(self, batches):
-        time.sleep(1.5)
-        begin(self, batches)
-
-    monkeypatch.setattr(PredictorLearner, "begin", slow)
-    assert launch(config(tmp_path), "run")["stages"]["stage2"]["phases"]["prepare"] >= 1.5

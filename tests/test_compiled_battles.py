@@ -1,14 +1,11 @@
 """Compiled battles equal the NumPy reference bit for bit: every map, every flag, snapshots, mistakes, the cache."""
 
 import copy
-import fcntl
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import textwrap
-import time
 
 import numpy as np
 import pytest
@@ -332,27 +329,6 @@ def test_kernels_are_compiled_once_until_their_source_changes(tmp_path):
     # Numba alone would not notice: the value is another file's.
     changed = run_adder(source_of(source, 10), cache)
     assert changed[0][0] == "17 0" and "Compiling the sums, once" in changed[1]
-
-
-@pytest.mark.processes
-def test_folders_of_earlier_versions_are_removed_when_nobody_has_used_them_for_long(tmp_path):
-    cache, source = tmp_path / "cache", source_of(tmp_path / "source", 0)
-    run_adder(source, cache)
-    (first,) = (cache / "omagd" / "compiled").iterdir()
-    names = ("sums-00000000", "sums-11111111", "sums-22222222", "sums-of-ours", "others-00000000")
-    recent, used, filled, named, others = (first.with_name(name) for name in names)
-    for folder in (recent, used, filled, named, others):
-        shutil.copytree(first, folder)
-    (filled / "notes").write_text("somebody's")
-    long_ago = time.time() - (compiling.KEPT_DAYS + 1) * 86400
-    for folder in (first, used, filled, named, others):
-        os.utime(folder / "lock", (long_ago, long_ago))
-    first.with_name("sums-33333333").symlink_to(others)
-    with (used / "lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        run_adder(source_of(source, 10), cache)
-    assert not first.exists() and (filled / "notes").read_text() == "somebody's"
-    assert all(list(folder.rglob("*.nbc")) for folder in (recent, used, named, others))
 
 
 def test_a_kernel_contains_only_source_that_its_folder_is_named_after(monkeypatch, tmp_path):

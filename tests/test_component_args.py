@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from command_budgets import BUDGETS
-from interruption import interrupted_run
 from plugin_toys import CONFIGS, add_example
 from pydantic import BaseModel
 from q_toys import INFO, toy_config
-from run_equality import differences
 
 import omagd
 from omagd.config import loading
@@ -135,18 +132,6 @@ def test_qplex_is_maximal_only_at_the_agents_greedy_actions():
         joint = mix(mixer, MixerInputs(*inputs))
         best = q.masked_fill(~available, -torch.inf).argmax(-1)
         assert torch.equal(allowed[joint.argmax()], best) and (joint == joint.max()).sum() == 1
-
-
-def test_qplex_trains_and_resumes_bit_for_bit(words, tmp_path):
-    more = "t_max=120 test_interval=1000 log_interval=24 learner_log_interval=24 checkpoint_interval=0".split()
-    command = [*words, "--env-config=crossroads", *more, "auto_resume=True"]
-    whole, cut = (config_from([*command, f"local_results_path={tmp_path}/{name}"]) for name in "ab")
-    summary = omagd.run(whole)
-    interrupted_run(preflight(cut).config, 3)
-    folders = [Path(one["folder"]) for one in (summary, omagd.run(cut))]
-    assert differences(*folders) == []
-    assert any(json.loads(line).get("loss_td") for line in (folders[0] / "metrics.jsonl").open())
-    assert len(list((tmp_path / "b").glob("*"))) == 1, "continued, not begun again"
 
 
 @pytest.mark.parametrize("section", ["", " 5"])

@@ -29,7 +29,7 @@ Q = {
     "qmix": PLAIN,
     "alone": {**PLAIN, "mixer": "none", "agent": "ff"},
     "parts": {**PLAIN, "accumulate": 3},  # the second rank has two episodes, so two parts
-    "graph": {**PLAIN, **GRAPH, "mac": "gnn_graph_mac", "agent": "gnn_rnn", "gnn_readout": "entity"},
+    "graph": {**PLAIN, **GRAPH, "mac": "gnn_graph_mac", "agent": "gnn_rnn"},
     "flat_graph": {**PLAIN, **GRAPH, "mac": "n_graph_mac", "learner": "nq_graph_learner_ddp", "mixer": "vdn"},
     "team": {**PLAIN, "use_team_obs": True},
     "belief": {**PLAIN, "belief_loss": "features", "belief_every": 3},

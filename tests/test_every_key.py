@@ -24,7 +24,7 @@ TINY: dict[str, Any] = {
 NETWORKS: dict[str, Any] = {"rnn_hidden_dim": 8, "mixing_embed_dim": 4, "hypernet_embed": 6}
 STAGES: dict[str, Any] = {
     **TINY, **NETWORKS, "run": "default", "deterministic": True, "learner": "nq_graph_learner", "mac": "gnn_graph_mac",
-    "agent": "gnn_rnn", "gnn_hidden_dim": 8, "gnn_layer_num": 1, "gnn_readout": "entity", "mark_guesses": True,
+    "agent": "gnn_rnn", "gnn_hidden_dim": 8, "gnn_layer_num": 1,
     "tokenizer_config": {
         "n_codes": 8, "code_dim": 4, "hidden_dim": 8, "n_layers": 1, "dropout": 0.2, "distance": "cosine",
         "ema_decay": 0.5, "commitment": 0.25, "dead_code_threshold": 0.2, "revive_interval": 1,

@@ -20,7 +20,6 @@ from q_toys import equal, state_of
 import omagd
 from omagd import learners
 from omagd.learners.nq_learner import NQLearner
-from omagd.learners.protocol import learner_class
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.run.checkpoint.store import first_not_finite
 from omagd.run.checkpoint.weights import load_into
@@ -156,10 +155,6 @@ def test_a_loss_under_any_name_is_checked(tmp_path, monkeypatch) -> None:
         def update(self, batch: PackedBatch, *, episodes: int) -> Any:
             return {"loss_td": torch.ones(1), "objective": 1.0}
 
-    class Nothing(Plugin):
-        def update(self, batch: PackedBatch, *, episodes: int) -> Any:
-            """Return nothing."""
-
     class NotALearner:
         update = warm_up = None
 
@@ -167,25 +162,12 @@ def test_a_loss_under_any_name_is_checked(tmp_path, monkeypatch) -> None:
         ("plugin", Plugin, "objective=(inf|nan) is not finite"),
         ("unnamed", Unnamed, "loss_name=loss_td .*objective"),
         ("no_pairs", NoPairs, "learner=no_pairs: .*loss_td=tensor.*sum, count"),
-        ("nothing", Nothing, "learner=nothing: .* returns None"),
         ("not_a_learner", NotALearner, "learner=not_a_learner: .*warm_up, update, modules"),
     ):
         monkeypatch.setitem(learners.REGISTRY._objects, name, kind)
         with pytest.raises(UserError, match=message):
             train(tmp_path / name, f"learner={name}")
         assert all("completed" not in file.read_text() for file in tmp_path.glob(f"{name}/*/summary.json"))
-
-    class Old:
-        warm_up, update = NQLearner.warm_up, NQLearner.update
-        modules, state_dict, load_state_dict = NQLearner.modules, NQLearner.state_dict, NQLearner.load_state_dict
-
-        def __init__(self, mac: Any, config: Any, info: Any, dist: Any) -> None: ...
-
-    monkeypatch.setitem(learners.REGISTRY._objects, "old", Old)
-    assert learner_class("old").data == "replay" and Old.loss_name == "loss_td"
-    monkeypatch.setitem(learners.REGISTRY._objects, "old", type("Neither", (Old,), {"data": "neither"}))
-    with pytest.raises(UserError, match="learner=old: .*neither.*replay, on_policy"):
-        learner_class("old")
 
 
 def test_a_checkpoint_never_holds_what_is_not_finite(tmp_path, monkeypatch) -> None:

@@ -100,7 +100,8 @@ def learner_on_gpu(seed: int = 0, **updates: Any) -> NQLearner:
     return make_learner(toy_config(**updates), Dist(device=DEVICE), seed=seed, device=DEVICE)
 
 
-ON_GPU = {name: METHODS[name] for name in ("qmix", "vdn", "beliefs", "tokens", "graphs", "units", "attention")}
+CHEAP = {"mixer": "vdn", "agent": "ff"}
+ON_GPU = {name: METHODS[name] for name in ("qmix", "beliefs", "graphs", "units")}
 ON_GPU |= {"in parts, bf16": {"accumulate": 2, "precision": "bf16", "mixer": "none"}}
 
 
@@ -138,8 +139,7 @@ def on_cpu(learner: NQLearner) -> dict[str, Tensor]:
 def test_graphs_are_made_again_where_what_they_read_has_moved():
     """The optimizer's state of a checkpoint, the memory of a cleared replay, another learning rate, longer episodes."""
     with simulated_gpu(), simulated_graphs() as graphs:
-        learner, buffer = learner_on_gpu(mixer="vdn"), replay(DEVICE)
-        plain = learner_on_gpu(mixer="vdn")
+        learner, plain, buffer = learner_on_gpu(**CHEAP), learner_on_gpu(**CHEAP), replay(DEVICE)
         plain._fixed._captures = False
         by_length = np.argsort([len(episode["reward"]) for episode in buffer.episodes]).tolist()
         drawn = [by_length[:2]]
@@ -179,7 +179,7 @@ def test_what_cannot_be_captured_is_learned_without_a_graph(caplog, late):
     learners = []
     for graphs_there in (False, True):
         with simulated_gpu(), simulated_graphs() if graphs_there else contextlib.nullcontext() as graphs:
-            learner, buffer = learner_on_gpu(grad_norm_clip=1e9), replay(DEVICE, longest=6)
+            learner, buffer = learner_on_gpu(**CHEAP, grad_norm_clip=1e9), replay(DEVICE, longest=6)
             if late:
                 learner.optimizer._step_supports_amp_scaling = False
             else:
@@ -218,7 +218,7 @@ def test_a_step_without_samples_changes_nothing_where_only_the_device_knows():
 def test_a_graph_that_learns_something_else_is_not_used(caplog, monkeypatch):
     monkeypatch.setattr(Capture, "replay", lambda self: self.launched.clear())
     with simulated_gpu(), simulated_graphs() as graphs:
-        learner, plain, buffer = learner_on_gpu(), learner_on_gpu(), replay(DEVICE, longest=6)
+        learner, plain, buffer = learner_on_gpu(**CHEAP), learner_on_gpu(**CHEAP), replay(DEVICE, longest=6)
         plain._fixed._captures = False
         for indices in draws(WARM_UP + 2):
             for each in (learner, plain):

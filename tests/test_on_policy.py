@@ -74,7 +74,7 @@ def test_minibatches_keep_rows_and_origin_of_their_episodes():
     assert all(torch.equal(part[name], expected[name]) for name in expected.data)
 
 
-@pytest.mark.parametrize(("runner", "tests"), [("parallel", 10**6), ("stream", 100), ("episode", 100)])
+@pytest.mark.parametrize(("runner", "tests"), [("parallel", 10**6), ("stream", 100)])
 def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, monkeypatch):
     """Also those in flight when a test begins; the batch needs more than one round of the runner."""
     kind, learned = LEARNERS.get("example_mappo"), []
@@ -87,7 +87,7 @@ def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, mon
     left = len(played) - len(seeds)
     assert seeds == sorted(set(seeds), key=seeds.index) and set(seeds) <= set(played)
     assert 0 <= left <= (3 if runner == "stream" else 0), "only episodes finished for the last test"
-    assert {meta.slot for batch in learned for meta in batch} == set(range(1 if runner == "episode" else 3))
+    assert {meta.slot for batch in learned for meta in batch} == set(range(3))
     assert all(len(batch) >= 4 for batch in learned) and (runner == "stream" or {len(b) for b in learned} <= {4, 6})
     clock = summary["stages"]["stage3"]["clock"]
     assert clock["updates"] == 10 * len(learned) and clock["episodes"] == len(played)
@@ -97,14 +97,13 @@ def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, mon
     assert "10 update(s) per on-policy batch" in (folder / "logs" / "rank_0.log").read_text()
 
 
-@pytest.mark.parametrize("runner", ["parallel", "stream"])
-def test_it_resumes_bit_for_bit(runner, tmp_path):
-    sizes = {**SIZES, "runner": runner, "t_max": 400, "test_interval": 100}
+def test_it_resumes_bit_for_bit(tmp_path):
+    sizes = {**SIZES, "runner": "stream", "t_max": 400, "test_interval": 100}
     whole = launch(config_of(tmp_path / "whole", **sizes), "whole")["folder"]
     given = config_of(tmp_path / "cut", auto_resume=True, **sizes)
     pending = [len(interrupted_run(given, iteration)[1].data.buffer) for iteration in (2, 3, 5)]
     assert differences(Path(whole), Path(launch(given, "cut")["folder"])) == []
-    assert any(pending) is (runner == "stream"), "episodes that a test had finished are in the checkpoint"
+    assert any(pending), "episodes that a test had finished are in the checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -112,9 +111,6 @@ def test_it_resumes_bit_for_bit(runner, tmp_path):
     [
         ({"buffer_size": 100}, ["buffer_size=100", "on-policy", "buffer_size=5000"]),
         ({"updates_per_iteration": 2}, ["updates_per_iteration=2"]),
-        ({"epsilon_anneal_time": 7}, ["epsilon_anneal_time=7"]),
-        ({"runner": "ticks"}, ["runner=ticks", "runner=parallel"]),
-        ({"learner_args": {"clipp": 1}}, ["learner_args.clipp", "clip"]),
         ({"learner": "nq_learner", "learner_args": {}, "batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
         ({"batch_size": 200, "t_max": 199}, ["batch_size=200", "t_max=199"]),
         ({"batch_size": 5, "max_episodes": 4}, ["batch_size=5", "max_episodes=4"]),

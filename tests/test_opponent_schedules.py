@@ -152,7 +152,7 @@ SELVES, LEARN = "opponent_difficulty_strategy=self_play", "learner=nq_learner ma
         (f"{SELVES} obs_agent_id=True use_full_obs=True", ["agent=ddpg", "obs_agent_id=False, use_full_obs=False"]),
         (f"{SELVES} {LEARN} agent=n_rnn", ["agent=n_rnn", "agent=ddpg", "agent=ff"]),
         ("use_graph_reconstruction=True env_args.obs=entities learner=nq_graph_learner", ["mac=ddpg_mac"]),
-        (f"{SELVES} mark_guesses=True env_args.obs=entities", ["agent=ddpg", "mark_guesses=False"]),
+        (f"{SELVES} use_full_obs=True env_args.obs=entities", ["agent=ddpg", "use_full_obs=False"]),
         ("mac=n_mac", ["learner=ddpg_learner", "mac=ddpg_mac", "mac=n_mac"]),
         ("agent=ff", ["learner=ddpg_learner", "agent=ddpg", "agent=bicnet", "agent=ff"]),
         ("obs_last_action=True", ["obs_last_action=True", "obs_last_action=False"]),

@@ -111,20 +111,6 @@ def test_dead_codes_come_back_from_the_batch_but_not_at_the_end() -> None:
     assert tokenizer.dead().tolist() == [3]
 
 
-def test_training_lowers_the_error_and_its_parts_add_up() -> None:
-    stage, held_out = graph_learner("stage1", graph_lr=0.01), pack_episodes(toy_episodes(8, seed=7))
-    before = stage.evaluate(held_out)["mse"]
-    for seed in range(40):
-        stage.update(pack_episodes(toy_episodes(8, seed=seed + 10)))
-    stats = stage.evaluate(held_out)
-    assert stats["mse"][0] / stats["mse"][1] < 0.8 * before[0] / before[1]
-    parts = [stats[f"mse_{name}"] for name in ("self", "ally", "enemy")]
-    assert sum(float(total) for total, _ in parts) == pytest.approx(float(stats["mse"][0]), rel=1e-6)
-    by_feature = [stats[f"mse_enemy_f{i}"] for i in range(LAYOUT.enemy_dim)]
-    assert sum(float(t) for t, _ in by_feature) / LAYOUT.enemy_dim == pytest.approx(float(parts[2][0]), rel=1e-6)
-    assert 1 <= float(stats["perplexity"][0]) <= float(stats["codes_in_use"][0]) <= 12
-
-
 @pytest.mark.parametrize(("counts", "wanted"), [([5, 5, 0, 5], 3), ([1, 3], 4 / 3**0.75)])
 def test_perplexity_is_the_exponential_of_the_entropy(counts: list[int], wanted: float) -> None:
     stats = perplexity_stats(torch.tensor(counts))

@@ -11,7 +11,6 @@ import torch
 from ddpg_toys import make_ddpg
 from graph_toys import graph_learner
 from q_toys import (
-    GRAPH,
     INFO,
     LAYOUT,
     SMALL,
@@ -276,7 +275,6 @@ def test_ranks_begin_with_equal_weights_and_different_random_numbers(monkeypatch
 
 
 FLAT = EnvInfo("flat", "flat", 3, 9, LAYOUT.obs_dim, 7, 12)
-ODD = EnvInfo("odd", "odd", 3, 11, INFO.obs_dim, 7, 12, n_normal_actions=6, layout=INFO.layout)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +285,6 @@ ODD = EnvInfo("odd", "odd", 3, 11, INFO.obs_dim, 7, 12, n_normal_actions=6, layo
         ("mac=gnn_graph_mac .* entity layout", FLAT, {"mac": "gnn_graph_mac"}, None),
         ("mac=n_mac", INFO, {}, HalvingReconstructor()),
         ("agent=gnn_rnn .* entity layout", FLAT, {"agent": "gnn_rnn"}, None),
-        ("gnn_readout=pool", ODD, {"agent": "gnn_rnn", "gnn_readout": "entity"}, None),
     ],
 )
 def test_components_name_what_they_need(message, info, updates, given):
@@ -300,27 +297,6 @@ def tick_of(episodes, t):
     rows = [{name: value[min(t, len(value) - 1)].numpy() for name, value in e.items()} for e in episodes]
     obs, state, available = (np.stack([row[name] for row in rows]) for name in ("obs", "state", "avail_actions"))
     return Tick(Observation(obs, state, available.astype(bool), -obs), np.full(len(rows), t), np.ones(len(rows), bool))
-
-
-@pytest.mark.parametrize("marks", [False, True])
-@pytest.mark.parametrize(("mac_name", "agent"), [("n_graph_mac", "n_rnn"), ("gnn_graph_mac", "gnn_rnn")])
-def test_learner_reads_what_the_controller_acted_on(mac_name, agent, marks):
-    config = toy_config(**GRAPH, mac=mac_name, agent=agent, mark_guesses=marks)
-    reconstructor = HalvingReconstructor()
-    mac = MACS.get(mac_name)(config, INFO, CPU, reconstructor)
-    episodes = [random_episode(i, 4) for i in range(3)]
-    mac.begin(3)
-    mac.reset(np.ones(3, bool))
-    assert reconstructor.resets == [[True, True, True]]
-    for t in range(5):
-        decision = mac.act(tick_of(episodes, t), None)
-        for i, episode in enumerate(episodes):
-            episode["actions"][t] = torch.from_numpy(decision.actions[i])
-            assert torch.equal(episode["recon"][t], torch.from_numpy(decision.extras["recon"][i]))
-    batch = pack_episodes(episodes)
-    q = mac.agent(mac.inputs(batch), batch.packing).detach()
-    best = q.masked_fill(batch["avail_actions"] == 0, -torch.inf).argmax(-1)
-    assert torch.equal(best, batch["actions"].long())
 
 
 def test_the_copy_that_acts_is_brought_up_to_date():
@@ -352,7 +328,6 @@ def test_reset_forgets_one_slot_and_leaves_the_other(learned, monkeypatch):
     ("preset", "env", "wanted", "updates"),
     [
         ("vdn", "matrix_game", 8.0, "env_args.payoff=monotonic t_max=2560 epsilon_anneal_time=1280"),
-        ("iql", "matrix_game", 8.0, "env_args.payoff=monotonic t_max=2560 epsilon_anneal_time=1280"),
         ("qmix", "memory_game", 1.0, "t_max=14400 epsilon_anneal_time=7200"),
     ],
 )

@@ -298,20 +298,6 @@ def test_a_picture_shows_an_agent_for_which_something_is_hidden() -> None:
     assert beliefs._best_view(*views, LAYOUT) == (0, 1)
 
 
-def test_a_picture_is_made_of_the_actions_before_each_step(tmp_path, monkeypatch) -> None:
-    parts, episodes, taken, step = trained(), toy_episodes(3, seed=31), [], TokenReconstructor.step
-
-    def noted(self, obs, now, active, actions):
-        taken.append(actions[0])
-        return step(self, obs, now, active, actions)
-
-    monkeypatch.setattr(TokenReconstructor, "step", noted)
-    shown, _ = picture_of(monkeypatch, tmp_path, parts, pack_episodes(episodes))
-    assert len(taken) == len(shown.moments) > 2 and (taken[0] == -1).all()
-    played = [episode["actions"][: len(taken) - 1] for episode in episodes]
-    assert any(torch.equal(torch.stack(taken[1:]), actions) for actions in played)
-
-
 def test_the_picture_of_beliefs_shows_what_is_seen_believed_and_true(tmp_path, monkeypatch) -> None:
     """Of a set of maps it names all units, whatever map a slot is on. Places are relative to the agent."""
     parts, episodes = trained(), toy_episodes(5, seed=31)

@@ -27,9 +27,9 @@ GRAPHS = [
     GUESSED,
     {**GUESSED, "mask_predictor_config.decode": "argmax"},
     {**GUESSED, "mask_predictor_config.use_gru": True, "mask_predictor_config.last_seen": False},
-    {**GUESSED, "mask_predictor_config.stacked_steps": 1, "mark_guesses": True},
+    {**GUESSED, "mask_predictor_config.stacked_steps": 1},
     {**GUESSED, "acting_precision": "bf16"},
-    {**GUESSED, "mac": "gnn_graph_mac", "agent": "gnn_rnn", "mark_guesses": True},
+    {**GUESSED, "mac": "gnn_graph_mac", "agent": "gnn_rnn"},
 ]
 FLAT = [{"agent": "ff", "obs_last_action": False}, {"share_parameters": False}, {"agent": "hpn_rnn"}]
 NO_TEAM = {"ddpg", "bicnet"}  # of mac=ddpg_mac

@@ -25,7 +25,8 @@ from omagd.run.cli.preflight import describe_env
 from omagd.run.launch.watchdog import Heartbeat, Watchdog, ended_if_hung
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.stages.base import BUILDING, CLOSING, Session
-from omagd.utils.compiling import Compiler, compiled_or_reference
+from omagd.utils import compiling
+from omagd.utils.compiling import Compiler
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
 from omagd.utils.signals import Stopped, stoppable, uninterrupted
@@ -118,7 +119,8 @@ def test_kernels_that_take_longer_than_the_limit_are_no_hang(how, tmp_path, monk
     def work(_: object) -> None:
         with dist.waits.doing(BUILDING):
             if how == "loading":
-                compiled_or_reference(lambda: time.sleep(0.5), None)
+                monkeypatch.setattr(compiling, "numba_problem", lambda: time.sleep(0.5))
+                compiling.require_numba("this test")
             elif how == "no cache":
                 compiler.prepare(lambda: time.sleep(0.5))
             else:

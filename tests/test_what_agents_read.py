@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graph_toys import INFO, LAYOUT, noting, toy_config
+from graph_toys import noting
 
 from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration, Tick
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import Observation
-from omagd.modules.agents.agent import AgentInputs, Marks
 from omagd.run.training.build import build_mac, new_predictor, new_tokenizer
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.runners import REGISTRY as RUNNERS
@@ -23,19 +22,6 @@ from omagd.utils.seeding import EpisodeSeeds
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-
-
-def test_marks_follow_the_features_node_by_node() -> None:
-    """Saved agents depend on this order."""
-    marks = Marks(toy_config(mark_guesses=True), INFO)
-    features = torch.rand(2, INFO.n_agents, INFO.obs_dim)
-    guessed = torch.rand(2, INFO.n_agents, LAYOUT.n_nodes) < 0.5
-    last = torch.zeros(2, INFO.n_agents, dtype=torch.int64)
-    flat = marks.flat(AgentInputs(features, last, guessed))
-    blind = marks.flat(AgentInputs(features, last))  # without reconstruction
-    assert marks.n == LAYOUT.n_nodes
-    assert torch.equal(flat, torch.cat([features, guessed.float()], dim=-1))
-    assert torch.equal(blind, torch.cat([features, torch.zeros_like(guessed, dtype=torch.float32)], dim=-1))
 
 
 def marks_of(inputs: Any) -> set[bytes]:
@@ -63,7 +49,7 @@ def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
 
 @pytest.mark.parametrize("changes", [
     {},
-    {"mac": "gnn_graph_mac", "agent": "gnn_rnn", "mark_guesses": True},
+    {"mac": "gnn_graph_mac", "agent": "gnn_rnn"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("runner", ["parallel", "stream"])
 def test_learners_read_the_guesses_on_which_agents_acted(runner: str, changes: dict[str, Any]) -> None:

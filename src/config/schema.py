@@ -107,11 +107,13 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "use_per": (False, "prioritised replay is not implemented; leave it out"),
     "graph_pretrain_policy_path": ("", "give the run as graph_pretrain_policy, or leave it out"),
     "graph_pretrain_policy_share": (0.5, "leave it out"),
+    "mark_guesses": (False, "agents read reconstructed features as they read seen ones; leave it out"),
+    "gnn_readout": ("pool", "hpn_rnn and attention_rnn value each attack by its enemy; leave it out"),
     "graph_pretrain_patience": (0, "stages 1 and 2 keep their best model; leave it out"),
 }
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
 may hold them; unfinished runs continue where the key had its default."""
-ACTED_WITH = ("fill_unseen", "reconstructor_refresh")
+ACTED_WITH = ("fill_unseen", "reconstructor_refresh", "gnn_readout", "mark_guesses")
 """Removed keys without which a team that was trained with them would act on other inputs."""
 COMPONENT_ARGS = ("learner_args", "agent_args", "mixer_args")
 """Sections whose keys the component defines, by a pydantic model in its class (`args_model`)."""
@@ -120,7 +122,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "mask_predictor_config": MaskPredictorConfig,
 }
 OF_PARTS = frozenset(
-    "mixer mixing_embed_dim hypernet_embed gnn_hidden_dim gnn_layer_num gnn_readout use_layer_norm use_orthogonal tau"
+    "mixer mixing_embed_dim hypernet_embed gnn_hidden_dim gnn_layer_num use_layer_norm use_orthogonal tau"
     " critic_lr gumbel_softmax td_lambda double_q target_update_interval target_update_updates".split()
 )
 """Keys that only learners, agents and mixers read, each its own ones."""
@@ -229,12 +231,10 @@ class Config(Frozen):
     hypernet_embed: Width  # qmix: hidden width of the hypernetworks
     gnn_hidden_dim: Width  # gnn_rnn: features of an embedded node
     gnn_layer_num: Layers  # gnn_rnn: graph convolutions
-    gnn_readout: Literal["pool", "entity"]  # gnn_rnn: values from the mean over nodes, or of `attack i` from node i
 
     use_graph_reconstruction: bool  # run stages 1 and 2; agents of stage 3 act on reconstructions
     use_full_obs: bool  # agents see everything: an upper bound, not a method
     use_team_obs: bool  # agents tell one another: each also reads the units that any living ally sees; communication
-    mark_guesses: bool  # add a flag for reconstructed nodes to the agent's input
     belief_loss: BeliefKind  # a loss by which agents learn to say from memory what unseen units are like
     belief_weight: Positive  # weight of that loss beside the one of reinforcement learning
     belief_units: Literal["unseen", "all"]  # units that count in it

@@ -109,9 +109,6 @@ LEAST_SPREAD = 1e-3
 FIT_OPERATIONS = 1e12
 """About how many multiplications the regressions may take; maps with many units use a part of the frames."""
 
-GRAM_BYTES = 1 << 28
-"""Memory for the sums of the regressions; on maps with many units nodes are taken in several passes."""
-
 
 @dataclass(frozen=True)
 class Baselines:
@@ -309,35 +306,36 @@ def _hats(at: Tensor, knots: Tensor) -> Tensor:
 
 @dataclass
 class _Normal:
-    """Normal equations of some nodes: [.., P, P], [.., P, D] and [.., D], sums over living unseen units."""
+    """Normal equations of all nodes: [N, P, P], [N, P, D] and [N, D], sums over living unseen units."""
 
     gram: Tensor
     cross: Tensor
     square: Tensor
 
     @classmethod
-    def of(cls, batches: Iterable[PackedBatch], nodes: range, info: EnvInfo, every: int, dist: Dist) -> _Normal:
+    def of(cls, batches: Iterable[PackedBatch], info: EnvInfo, every: int, dist: Dist) -> _Normal:
         """Return the sums of all ranks."""
         layout, p = info.layout, _n_inputs(info)
         assert layout is not None
-        shapes = (len(nodes), p, p), (len(nodes), p, layout.node_dim), (len(nodes), layout.node_dim)
+        n, dim = layout.n_nodes, layout.node_dim
+        shapes = (n, p, p), (n, p, dim), (n, dim)
         sums = cls(*(torch.zeros(shape, dtype=torch.float64, device=dist.device) for shape in shapes))
         for batch in batches:
             cases = cases_of(batch, layout)
             inputs, frame = _inputs(cases, layout, info.episode_limit, every)
-            for at, node in enumerate(nodes):
+            for node in range(1, n):
                 where = (cases.node == node) & cases.living & (frame >= 0)
                 x, y = inputs[frame[where]], cases.truth[where].double()
-                sums.gram[at] += x.T @ x
-                sums.cross[at] += x.T @ y
-                sums.square[at] += y.square().sum(0)
+                sums.gram[node] += x.T @ x
+                sums.cross[node] += x.T @ y
+                sums.square[node] += y.square().sum(0)
         return cls(dist.sum(sums.gram), dist.sum(sums.cross), dist.sum(sums.square))
 
-    def error(self, weights: Tensor, at: int) -> Tensor:
-        """Return the squared errors [D], summed over samples, of weights [P, D] for node `at`."""
+    def error(self, weights: Tensor, node: int) -> Tensor:
+        """Return the squared errors [D], summed over samples, of weights [P, D] for a node."""
         # |y - Xw|² = y'y - 2 w'X'y + w'X'Xw: no samples are kept, only their sums.
-        fitted = (weights * (self.gram[at] @ weights)).sum(0)
-        return self.square[at] - 2 * (weights * self.cross[at]).sum(0) + fitted
+        fitted = (weights * (self.gram[node] @ weights)).sum(0)
+        return self.square[node] - 2 * (weights * self.cross[node]).sum(0) + fitted
 
 
 def _fit_ridge(
@@ -350,20 +348,16 @@ def _fit_ridge(
     """
     assert info.layout is not None
     p, n_nodes, dim = _n_inputs(info), info.layout.n_nodes, info.layout.node_dim
-    together = max(1, GRAM_BYTES // (16 * p * p))
     found = torch.zeros((len(PENALTIES), n_nodes, p, dim), dtype=torch.float64, device=dist.device)
     errors = torch.zeros((len(PENALTIES), n_nodes), dtype=torch.float64, device=dist.device)
     counts = torch.zeros(n_nodes, dtype=torch.float64, device=dist.device)
     share = varies.double() / varies.sum(-1, keepdim=True).clamp(min=1)
-    for first in range(1, n_nodes, together):
-        nodes = range(first, min(n_nodes, first + together))
-        fitted = _Normal.of(training(), nodes, info, every, dist)
-        judged = _Normal.of(validation(), nodes, info, every, dist)
-        for at, node in enumerate(nodes):
-            for i, weights in enumerate(_solutions(fitted.gram[at], fitted.cross[at])):
-                found[i, node] = weights
-                errors[i, node] = (judged.error(weights, at) * share[node]).sum()
-            counts[node] = judged.gram[at, 0, 0]
+    fitted, judged = (_Normal.of(batches(), info, every, dist) for batches in (training, validation))
+    for node in range(1, n_nodes):
+        for i, weights in enumerate(_solutions(fitted.gram[node], fitted.cross[node])):
+            found[i, node] = weights
+            errors[i, node] = (judged.error(weights, node) * share[node]).sum()
+        counts[node] = judged.gram[node, 0, 0]
     # Hoerl & Kennard 1970 leave the penalty open: the one that predicts held-out episodes best.
     best = torch.where(counts > 0, errors.argmin(0), errors.sum(1).argmin())
     nodes_at = torch.arange(n_nodes, device=best.device)

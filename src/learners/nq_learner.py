@@ -22,7 +22,7 @@ from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, Syn
 from omagd.modules import mixers
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
-from omagd.modules.ops import autocast_bf16, no_autocast
+from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing, batch_targets
@@ -76,7 +76,7 @@ class QLoss(AgentLoss):
         with autocast_bf16(taken.state.device, self.bf16):
             q, belief = self.unroll(inputs, taken.packing, cases)
             # y is a constant of the loss: its gradient would pull targets towards predictions (DQN, Mnih et al. 2015).
-            with torch.no_grad(), no_autocast(taken.state.device):
+            with torch.no_grad(), autocast_bf16(taken.state.device, False):
                 target = targets(q.detach().to(taken.state.dtype))
             # Q_tot of the actions that were taken; each agent's value comes from its own observations alone.
             values = MixerInputs(q, taken.actions, taken.avail_actions, taken.state)

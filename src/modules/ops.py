@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from omagd.modules.kernels import kernels_for, transformer
 from omagd.modules.kernels.gru import Unroll
-from omagd.modules.kernels.linear import PADDING, BF16Linear, LookupReLU, OneDNNLinear, prefers_onednn
+from omagd.modules.kernels.linear import LookupReLU, OneDNNLinear, prefers_onednn
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
 
 SMALL = 1 << 28  # products of fewer float operations stay with torch: oneDNN's set-up for a new shape costs more
 R = TypeVar("R")
-_bf16_on_cpu = False
 
 # cuDNN copies the weights, four parameters, side by side in each call; that takes no measurable time.
 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk of memory")
@@ -69,7 +66,7 @@ def faster_by(form: Callable[..., R | None]) -> Callable[[Callable[..., R]], Cal
         @wraps(plain)
         def computed(self: nn.Module, *given: Any) -> R:
             # Kernels compute in float32; in bf16 the plain form multiplies as its layers say.
-            made = None if _bf16_on_cpu else form(self, *given)
+            made = None if torch.is_autocast_enabled("cpu") else form(self, *given)
             return plain(self, *given) if made is None else made
 
         return computed
@@ -77,43 +74,9 @@ def faster_by(form: Callable[..., R | None]) -> Callable[[Callable[..., R]], Cal
     return decorate
 
 
-@contextmanager
-def autocast_bf16(device: torch.device, bf16: bool) -> Iterator[None]:
-    """Multiply matrices in bf16 in this block, if `bf16`: a GPU by autocast, a CPU in `fast_linear` alone."""
-    global _bf16_on_cpu
-    if device.type == "cpu":
-        before, _bf16_on_cpu = _bf16_on_cpu, bf16
-        try:
-            yield
-        finally:
-            _bf16_on_cpu = before
-    elif bf16:
-        with torch.autocast(device.type, torch.bfloat16):
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def no_autocast(device: torch.device) -> Iterator[None]:
-    """Suspend `autocast_bf16` in this block: products have the type of their factors."""
-    if device.type == "cpu":
-        with autocast_bf16(device, False):
-            yield
-    else:
-        with torch.autocast(device.type, enabled=False):
-            yield
-
-
-def recomputed(compute: Callable[..., R], *given: Any) -> R:
-    """Return compute(*given); backward computes its activations again instead of keeping them, in bf16 if this does."""
-    bf16 = _bf16_on_cpu  # torch restores its own autocast in backward, not this
-
-    def again(*given: Any) -> R:
-        with autocast_bf16(torch.device("cpu"), bf16):
-            return compute(*given)
-
-    return cast(R, checkpoint(again, *given, use_reentrant=False))
+def autocast_bf16(device: torch.device, bf16: bool) -> torch.autocast:
+    """Return a context in which matrix products are in bf16, if `bf16`."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -121,17 +84,14 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     float32 on a CPU: large products go through oneDNN where `prefers_onednn`. The result differs from `F.linear` only
     by the order of sums (about 1e-6 relative). Gradients can be taken once, not twice.
-    In a block of `autocast_bf16`: see `BF16Linear`. Products of fewer than `PADDING` rows
-    stay in float32, where they are faster.
     """
     # A rule of sizes alone: the same batch gives the same bits at every call.
     rows = math.prod(x.shape[:-1])
     plain = x.dtype != torch.float32 or x.device.type != "cpu" or weight.dtype != x.dtype or rows == 0
-    in_bf16 = not plain and _bf16_on_cpu and rows >= PADDING
-    if not in_bf16 and (plain or 2 * rows * weight.numel() < SMALL or not prefers_onednn()):
+    small = 2 * rows * weight.numel() < SMALL
+    if plain or small or not prefers_onednn() or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
-    form = BF16Linear if in_bf16 else OneDNNLinear
-    out: Tensor = form.apply(x.reshape(rows, -1), weight, bias)  # type: ignore[no-untyped-call]
+    out: Tensor = OneDNNLinear.apply(x.reshape(rows, -1), weight, bias)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], -1)
 
 
@@ -148,7 +108,7 @@ def lookup_relu(x: Tensor, weight: Tensor, table: Tensor, index: Tensor) -> Tens
 
     A one-hot times a matrix picks one of its rows, so this is a linear layer over features and one-hots, then ReLU.
     """
-    if _bf16_on_cpu:
+    if torch.is_autocast_enabled("cpu"):
         return F.relu(fast_linear(x, weight) + F.embedding(index, table))
     flat, places = x.reshape(-1, x.shape[-1]), index.reshape(-1)
     acts = torch.is_inference_mode_enabled()  # batches are small, and their sizes differ from tick to tick
@@ -172,12 +132,12 @@ def gru(
     bf16 is asked for, and gradients of large batches underflow there: so it has the type of the weights.
     """
     kernels, x = kernels_for(w_hh, len(x) * w_hh.shape[1]), x.to(w_hh.dtype)
-    if kernels is not None:
-        # All steps as one operation: autograd keeps one node for them, and backward runs over them by itself.
-        made = Unroll.apply(kernels, rows, x, before, w_ih, w_hh, b_ih, b_hh)  # type: ignore[no-untyped-call]
-        return cast(Tensor, made)
-    start = x.new_zeros(1, rows[0], w_hh.shape[1]) if before is None else before.to(x.dtype)[None]
-    with no_autocast(x.device):
+    with autocast_bf16(x.device, False):
+        if kernels is not None:
+            # All steps as one operation: autograd keeps one node for them, and backward runs over them by itself.
+            made = Unroll.apply(kernels, rows, x, before, w_ih, w_hh, b_ih, b_hh)  # type: ignore[no-untyped-call]
+            return cast(Tensor, made)
+        start = x.new_zeros(1, rows[0], w_hh.shape[1]) if before is None else before.to(x.dtype)[None]
         # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps
         # what backward needs), bidirectional.
         more = start, [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, torch.is_grad_enabled(), False
@@ -231,7 +191,7 @@ def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
     n_frames, _, d = query.shape
     kv = key_value.view(n_frames, key_value.shape[1], 2, n_heads, d // n_heads).permute(2, 0, 3, 1, 4)
     q = query.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-    if query.device.type == "cpu" and n_frames and not p:
+    if query.device.type == "cpu" and n_frames and not p and not torch.is_autocast_enabled("cpu"):
         k, v = kv.contiguous().flatten(1, 2)
         mixed = transformer.Attention.apply(q.contiguous().flatten(0, 1), k, v)  # type: ignore[no-untyped-call]
         mixed = mixed.unflatten(0, (n_frames, n_heads))

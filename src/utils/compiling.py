@@ -12,10 +12,9 @@ import json
 import os
 import re
 import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -36,28 +35,12 @@ NO_C: dict[str, Any] = {"no_cfunc_wrapper": True}  # C calls nothing
 NO_PYTHON: dict[str, Any] = {"no_cpython_wrapper": True, **NO_C}
 OLDEST = 0, 68  # version of Numba
 SWITCHED_OFF = "is switched off by NUMBA_DISABLE_JIT"
-SLOWER = "updates take half as long again"
 SHARED = Path(__file__).resolve(), Path(seeding.__file__).resolve()  # source of all kernels
-KEPT_DAYS = 60  # folders of earlier versions that nobody has used for so long are removed
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 _functions: list[Any] = []  # of all packages, since kernels of one may contain functions of another
-_calls: list[Callable[[], None]] = []  # see `when_compiling`
 _under_way: list[bool] = []  # one for each block of `_no_hang`
-_warnings: list[bool] = []  # what has been said, see `warn_no_more`
 T = TypeVar("T")
-
-
-def compiled_or_reference(compiled: Callable[[], T], reference: T) -> T:
-    """Return what `compiled` loads or, where Numba is missing, the `reference`, with one warning for all kernels."""
-    with _no_hang():
-        problem = numba_problem()
-        if not problem:
-            return compiled()
-    if not _warnings:
-        print_warning(f"Numba {problem}: {SLOWER}{_cure(problem)}")
-    warn_no_more()
-    return reference
 
 
 def require_numba(what: str) -> None:
@@ -65,11 +48,9 @@ def require_numba(what: str) -> None:
     with _no_hang():
         problem = numba_problem()
     if problem:
-        raise UserError(f"{what} needs Numba, which {problem}{_cure(problem) or '. Unset that variable'}")
-
-
-def _cure(problem: str) -> str:
-    return "" if problem == SWITCHED_OFF else f". pip install 'numba~={'.'.join(map(str, OLDEST))}.0'"
+        install = f"pip install 'numba~={'.'.join(map(str, OLDEST))}.0'"
+        cure = "Unset that variable" if problem == SWITCHED_OFF else install
+        raise UserError(f"{what} needs Numba, which {problem}. {cure}")
 
 
 def under_way() -> bool:
@@ -84,16 +65,6 @@ def _no_hang() -> Iterator[None]:
         yield
     finally:
         _under_way.pop()
-
-
-def warn_no_more() -> None:
-    """Let others say that Numba is missing: another rank on this machine."""
-    _warnings[:] = [True]
-
-
-def when_compiling(call: Callable[[], None]) -> None:
-    """Call this once, as soon as kernels have to be compiled."""
-    _calls[:] = [call]
 
 
 def numba_problem() -> str:
@@ -219,30 +190,6 @@ def _digest(file: Path) -> int | None:
 def files_of_kernels(folder: Path) -> list[Path]:
     """Return the files that Numba has left."""
     return [file for file in folder.rglob("*") if file.suffix in (".nbi", ".nbc")]
-
-
-def remove_kernels(folder: Path) -> None:
-    """Remove a folder of kernels, but nothing that is not theirs. Errors: OSError, also where something is left."""
-    files = files_of_kernels(folder)
-    for file in (*files, folder / "done", folder / "lock"):
-        file.unlink(missing_ok=True)
-    for inner in {file.parent for file in files} - {folder}:
-        inner.rmdir()
-    folder.rmdir()
-
-
-def remove_earlier_versions(folder: Path) -> None:
-    """Remove other versions of a folder of kernels that nobody has used for `KEPT_DAYS`; use holds or touches `lock`.
-
-    Names of versions end in eight hexadecimal digits.
-    """
-    name = re.compile(re.escape(folder.name[:-8]) + "[0-9a-f]{8}")
-    for other in folder.parent.iterdir():
-        if name.fullmatch(other.name) and other != folder and not other.is_symlink():
-            with suppress(OSError), (other / "lock").open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.stat(lock.fileno()).st_mtime > KEPT_DAYS * 86400:
-                    remove_kernels(other)
 
 
 class Compiler:
@@ -376,13 +323,10 @@ class Compiler:
             print_note(
                 f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}."
             )
-            while _calls:
-                _calls.pop()()
         self._compile(call_all)
         found = {file.relative_to(self.folder).as_posix(): _digest(file) for file in files_of_kernels(self.folder)}
         if found != kept:
             replace_file(self.folder / "done", json.dumps(found).encode())
-            remove_earlier_versions(self.folder)
 
     def _kept(self) -> dict[str, int]:
         """Return the digests of the files that a whole compilation has left, by name."""

@@ -85,7 +85,7 @@ def round_of(case, device, epsilon, monkeypatch, graphs=True):
 
 @pytest.mark.parametrize("epsilon", [1.0, 0.3, None])
 @pytest.mark.parametrize("case", ROUNDS)
-def test_rounds_are_those_of_the_cpu(case, epsilon, monkeypatch, apart):
+def test_rounds_are_those_of_the_cpu(case, epsilon, monkeypatch):
     """Captured ticks give the bits of uncaptured ones. Greedy choices may differ from the CPU's where values tie."""
     graph, plain = (round_of(case, GPU, epsilon, monkeypatch, graphs) for graphs in (True, False))
     assert graph.keys() == plain.keys()
@@ -95,7 +95,6 @@ def test_rounds_are_those_of_the_cpu(case, epsilon, monkeypatch, apart):
         found, equal = graph[seed], True
         for key, value in wanted.items():
             if key == "recon" and found[key].shape == value.shape:
-                apart((found[key].double() - value.double()).abs().max())
                 equal &= torch.allclose(found[key].float(), value.float(), atol=4e-3, rtol=4e-3)
             else:
                 equal &= torch.equal(found[key], value)

@@ -52,7 +52,7 @@ def learn_without_waiting(learner, batch):
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize(("preset", "learner"), cases())
-def test_a_preset_plays_learns_and_is_loaded_on_either_device(preset, learner, precision, tmp_path, apart):
+def test_a_preset_plays_learns_and_is_loaded_on_either_device(preset, learner, precision, tmp_path):
     config = config_of(preset, learner=learner, precision=precision)
     on_cpu = Made(config_of(preset, learner=learner), CPU)
     episodes = on_cpu.play()
@@ -74,7 +74,7 @@ def test_a_preset_plays_learns_and_is_loaded_on_either_device(preset, learner, p
 
 
 @pytest.mark.parametrize(("preset", "learner"), cases())
-def test_the_weights_of_two_updates_are_those_of_the_cpu(preset, learner, apart):
+def test_the_weights_of_two_updates_are_those_of_the_cpu(preset, learner):
     config = config_of(preset, learner=learner)
     on_cpu, made = Made(config, CPU), Made(config, GPU)
     episodes = on_cpu.play()
@@ -83,8 +83,6 @@ def test_the_weights_of_two_updates_are_those_of_the_cpu(preset, learner, apart)
             each.learner.update(each.batch(episodes), episodes=0)
     found = made.weights()
     for name, value in on_cpu.weights().items():
-        if value.numel():
-            apart((found[name].double().cpu() - value.double()).abs().max())
         torch.testing.assert_close(found[name].cpu(), value, atol=2e-4, rtol=1e-3, msg=name)
 
 
@@ -97,7 +95,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_captured_updates_are_plain_ones_bit_for_bit(method, caplog, apart):
+def test_captured_updates_are_plain_ones_bit_for_bit(method, caplog):
     config, drawn = toy_config(**METHODS[method], target_update_updates=4), fixed_toys.draws(WARM_UP + 8)
     replay = fixed_toys.replay(GPU, longest=6)
     graph, plain, packed = (make_learner(config, Dist(device=GPU), device=GPU) for _ in range(3))
@@ -110,7 +108,6 @@ def test_captured_updates_are_plain_ones_bit_for_bit(method, caplog, apart):
     assert caplog.records == []
     of_graph, of_packed = state_of(graph), state_of(packed)
     assert equal(of_graph, state_of(plain))
-    apart(max(float((of_graph[n].double() - v.double()).abs().max()) for n, v in of_packed.items() if v.numel()))
     if config.precision == "float32":
         for name, value in of_packed.items():
             torch.testing.assert_close(of_graph[name], value, atol=3e-4, rtol=1e-2, msg=name)
@@ -132,12 +129,11 @@ def gradients(device, episodes, **updates):
 
 
 @pytest.mark.parametrize(("updates", "bound"), [({}, 2e-5), ({"precision": "bf16"}, 0.1)])
-def test_gradients_are_those_of_the_cpu(updates, bound, apart):
+def test_gradients_are_those_of_the_cpu(updates, bound):
     info = qmix_update.MAPS["5m_vs_6m"]
     episodes = qmix_update.make_episodes(128, np.random.default_rng(0), info, "play")
     wanted, found, again = gradients(CPU, episodes), *(gradients(GPU, episodes, **updates) for _ in range(2))
     assert all(map(torch.equal, found, again))
     one, other = (torch.cat([part.flatten() for part in parts]) for parts in (found, wanted))
     relative = float((one - other).norm() / other.norm())
-    apart(relative)
     assert relative < bound

@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
@@ -23,10 +24,8 @@ from omagd.modules.ops import (
     fast_linear,
     is_only,
     lookup_relu,
-    recomputed,
     require_step,
 )  # fmt: skip
-from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
 
 STEPS_AT_ONCE = 10  # time steps whose activations gradient checkpointing recomputes together
@@ -73,36 +72,23 @@ class AgentInputs:
         return replace(self, **chosen, kept={})
 
 
-class Marks:
-    """What agents read beside features: of each node whether it is a guess (`mark_guesses`), and what they infer
-    (`n_inferred` of a kind of predictor).
+class Inferences:
+    """What a kind of predictor infers (`n_inferred`), which agents read behind their features.
 
     Attributes:
-        width: numbers of a node. n: numbers of all nodes and inferred ones, which follow the features of a flat input.
+        n: numbers of each agent.
     """
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
-        self._n_nodes = 0 if info.layout is None else info.layout.n_nodes
-        self.width = int(config.mark_guesses)
-        self._n_inferred = n_inferred(config, info.layout)
-        self.n = self._n_nodes * self.width + self._n_inferred
+        self.n = n_inferred(config, info.layout)
 
-    def of(self, inputs: AgentInputs) -> Tensor:
-        """Return [S, n, N, width] in the type of the features; zeros without reconstruction."""
+    def behind(self, inputs: AgentInputs) -> Tensor:
+        """Return the features [S, n, d], followed by what is inferred; zeros without reconstruction."""
         features = inputs.features
-        if not self.width or inputs.guessed is None:
-            return features.new_zeros(*features.shape[:-1], self._n_nodes, self.width)
-        # An agent that knows what is a guess can trust it less than what it sees.
-        return inputs.guessed.unsqueeze(-1).to(features.dtype)
-
-    def flat(self, inputs: AgentInputs) -> Tensor:
-        """Return the features [S, n, d], followed by the marks of all nodes, node by node, and what is inferred."""
-        features = inputs.features
-        parts = [self.of(inputs).flatten(-2)] if self.width else []
-        if self._n_inferred:
-            nothing = features.new_zeros(*features.shape[:-1], self._n_inferred)
-            parts.append(nothing if inputs.inferred is None else inputs.inferred)
-        return torch.cat([features, *parts], dim=-1) if parts else features
+        if not self.n:
+            return features
+        nothing = features.new_zeros(*features.shape[:-1], self.n)
+        return torch.cat([features, nothing if inputs.inferred is None else inputs.inferred], dim=-1)
 
 
 class Agent(nn.Module, ABC):
@@ -200,7 +186,7 @@ class RecurrentAgent(Agent):
             part = Packing(tuple(min(k - begin, STEPS_AT_ONCE) for k in packing.lengths if k > begin))
             rows = slice(first, first + sum(part.lengths))
             block = (inputs.rows(rows), part, None if start is None else start[: part.n_episodes])
-            made, hidden = recomputed(self._unroll, *block)
+            made, hidden = checkpoint(self._unroll, *block, use_reentrant=False)
             values.append(made)
             states.append(hidden)
             # Episodes that go on are the first rows of each step: they begin the next block where this one ends.
@@ -309,17 +295,15 @@ class RNNAgent(RecurrentAgent):
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
-        self.marks = Marks(config, info)
-        if self.marks.width and info.layout is None:
-            raise UserError(f"mark_guesses=True needs an environment with an entity layout; env={config.env} has none")
+        self.inferences = Inferences(config, info)
         # Weights are shared; the agent's number lets agents that see the same act apart.
-        self.fc1 = InputLinear(info.obs_dim + self.marks.n, config.rnn_hidden_dim, config, info)
+        self.fc1 = InputLinear(info.obs_dim + self.inferences.n, config.rnn_hidden_dim, config, info)
         self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim)
         self.fc2 = FastLinear(config.rnn_hidden_dim, info.n_actions)
 
     def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
         """Return the GRU's input [S, n, H]."""
-        return (self.fc1.relu(self.marks.flat(inputs), inputs.last_action),)
+        return (self.fc1.relu(self.inferences.behind(inputs), inputs.last_action),)
 
     def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
         """Return the values [S, n, A]."""

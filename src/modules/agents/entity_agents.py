@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config, Width
-from omagd.modules.agents.agent import AgentInputs, Marks, RecurrentAgent
+from omagd.modules.agents.agent import AgentInputs, RecurrentAgent
 from omagd.modules.ops import FastLinear, PackedGRU
 from omagd.modules.units import present
 from omagd.utils.errors import UserError
@@ -41,7 +41,7 @@ class EntityAgent(RecurrentAgent):
 
     Own features are the moves, the agent's features, its number (`obs_agent_id`) and its last action
     (`obs_last_action`), where all attacks are one action; the enemy that was attacked is marked, or the ally that was
-    healed. With `mark_guesses` each unit has a feature more.
+    healed.
     """
 
     any_number_of_units: ClassVar[bool] = True
@@ -57,7 +57,7 @@ class EntityAgent(RecurrentAgent):
                 f"agent={config.agent} needs an environment with an entity layout; env={config.env} has none"
             )
         self.layout, self.n_actions, self.n_normal = info.layout, info.n_actions, info.n_normal_actions
-        self.last_action, self.marks = config.obs_last_action, Marks(config, info)
+        self.last_action = config.obs_last_action
         self.some_heal = info.layout.healer >= 0
         self.n_numbers = info.n_agents if config.obs_agent_id else 0
         hidden = config.rnn_hidden_dim
@@ -67,11 +67,11 @@ class EntityAgent(RecurrentAgent):
     @property
     def widths(self) -> Seen:
         """Numbers of features of the agent itself, of an ally and of an enemy."""
-        layout, marks = self.layout, self.marks.width
+        layout = self.layout
         last = self.n_normal + 1 if self.last_action else 0
-        own = layout.move_dim + layout.own_dim + marks + last + self.n_numbers
+        own = layout.move_dim + layout.own_dim + last + self.n_numbers
         of_target, healed = int(self.last_action), int(self.last_action and self.some_heal)
-        return Seen(own, layout.ally_dim + marks + healed, layout.enemy_dim + marks + of_target)  # type: ignore[arg-type]
+        return Seen(own, layout.ally_dim + healed, layout.enemy_dim + of_target)  # type: ignore[arg-type]
 
     def seen(self, inputs: AgentInputs) -> Seen:
         """Return the units that the agents' inputs describe."""
@@ -81,11 +81,6 @@ class EntityAgent(RecurrentAgent):
         moves, enemies, allies, own = inputs.features.split(parts, dim=-1)
         of_self, of_allies = [moves, own], [allies.view(*shape, k, layout.ally_dim)]
         of_enemies = [enemies.view(*shape, m, layout.enemy_dim)]
-        if self.marks.width:
-            marks = self.marks.of(inputs).split([1, k, m], dim=-2)
-            of_self.append(marks[0].squeeze(-2))
-            of_allies.append(marks[1])
-            of_enemies.append(marks[2])
         if self.last_action:
             kind = self.normal.weight.dtype
             # Which enemy was attacked is a mark of that enemy, so that the size does not depend on their number.

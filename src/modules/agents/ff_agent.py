@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import Agent, AgentInputs, InputLinear, Marks
+from omagd.modules.agents.agent import Agent, AgentInputs, Inferences, InputLinear
 from omagd.modules.ops import FastLinear, is_only
 from omagd.utils.packing import Packing
 
@@ -62,8 +62,8 @@ class FFAgent(Agent):
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
         self.n_agents = info.n_agents
-        self.marks = Marks(config, info)
-        self.trunk = Trunk(info.obs_dim + self.marks.n, info.n_actions, config, info, self.talks)
+        self.inferences = Inferences(config, info)
+        self.trunk = Trunk(info.obs_dim + self.inferences.n, info.n_actions, config, info, self.talks)
 
     def init_hidden(self, n_slots: int) -> Tensor:
         """Return an empty hidden state, [B, n, 0]."""
@@ -71,7 +71,7 @@ class FFAgent(Agent):
 
     def forward(self, inputs: AgentInputs, packing: Packing | None = None, start: Tensor | None = None) -> Tensor:
         """Return [S, n, A] of all rows; `packing` and `start` do not matter to an agent without memory."""
-        return self.trunk(self.marks.flat(inputs), inputs.last_action)
+        return self.trunk(self.inferences.behind(inputs), inputs.last_action)
 
     def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
         """Return the empty hidden states, [S, n, 0]."""
@@ -85,7 +85,7 @@ class FFAgent(Agent):
     @classmethod
     def frozen_needs(cls, config: Config) -> tuple[str, ...]:
         """Return what would have to change for `layers` to be the whole policy; empty if they are."""
-        shown = ("use_full_obs", "use_team_obs", "use_graph_reconstruction", "mark_guesses")
+        shown = ("use_full_obs", "use_team_obs", "use_graph_reconstruction")
         # A frozen copy is layers over the plain observation; what an agent reads beside it would be lost.
         more = ("obs_last_action", "obs_agent_id", *shown)
         silent = ("an agent that does not talk (agent=ddpg)",) if cls.talks else ()

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import AgentInputs, InputLinear, Marks, RecurrentAgent
+from omagd.modules.agents.agent import AgentInputs, InputLinear, RecurrentAgent
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
-from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs, graph_kernels_for, in_lanes
+from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs, graph_kernels_for
 from omagd.modules.ops import PackedGRU, fast_linear, faster_by, is_only
 from omagd.utils.errors import UserError
 
@@ -52,80 +52,60 @@ def _encode_by_kernels(agent: GNNRNNAgent, inputs: AgentInputs) -> tuple[Tensor,
     n_numbers, dim = inputs.last_action.numel() * agent.layout.n_nodes, agent.embed_ally.out_features
     kernels = graph_kernels_for(inputs.features, n_numbers * dim)
     kinds = GNNRNNAgent, InputLinear, nn.Linear, nn.Sequential, FullGraphConv, PackedGRU
-    if kernels is None or not is_only(agent, *kinds):
+    if kernels is None or dim % kernels.LANES or not is_only(agent, *kinds):
         return None
     of_features, table, index = agent.embed_self.lookup(inputs.last_action)
     shape, sizes = inputs.last_action.shape, (of_features.shape[1], len(table))
     # Trained and target network read the same graphs: the one that comes second finds them made.
     graphs = inputs.kept.get(sizes)
     if graphs is None:
-        obs, marks = inputs.features.flatten(0, 1), agent.marks.of(inputs).flatten(2).flatten(0, 1)
-        graphs = inputs.kept[sizes] = Graphs(kernels, obs, marks, index.flatten(), agent.layout, *sizes)
+        obs = inputs.features.flatten(0, 1)
+        graphs = inputs.kept[sizes] = Graphs(kernels, obs, index.flatten(), agent.layout, *sizes)
     embeddings = (p for layer in (agent.embed_ally, agent.embed_enemy) for p in (layer.weight, layer.bias))
     convolutions = cast("Iterable[FullGraphConv]", agent.convolutions)
     layers = (p for layer in convolutions for p in layer.shared(agent.layout.n_nodes))
-    weights = in_lanes(kernels.LANES, table, of_features, *embeddings, *layers)
-    pooled, enemies = EncodeGraphs.apply(graphs, agent.entity, *weights)  # type: ignore[no-untyped-call]
-    pooled, enemies = pooled[:, :dim], enemies[..., :dim]
-    if agent.entity:
-        return pooled.unflatten(0, shape), agent.attack_node(enemies).unflatten(0, shape)
-    return pooled.unflatten(0, shape), pooled.new_empty(*shape, 0, dim)
+    weights = table, of_features, *embeddings, *layers
+    pooled: Tensor = EncodeGraphs.apply(graphs, *weights)  # type: ignore[no-untyped-call]
+    return (pooled.unflatten(0, shape),)
 
 
 class GNNRNNAgent(RecurrentAgent):
-    """Values of all actions from graphs of entities; weights shared by all agents.
+    """Values of all actions from the mean over the nodes of a graph of entities, as published.
 
-    `gnn_readout=pool`: all values come from the mean over nodes, as published; it cannot tell enemies apart.
-    `entity`: the value of "attack i" comes from enemy node i and the hidden state, the other values from the hidden
-    state. Where healers target allies by the same actions (MMM), the enemy node of that number stands in.
+    Weights are shared by all agents. A mean cannot tell enemies apart.
     """
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
-        self.layout = _layout(config, info)
-        self.marks = Marks(config, info)
-        self.entity = config.gnn_readout == "entity"
-        node_dim, dim, hidden = self.layout.node_dim + self.marks.width, config.gnn_hidden_dim, config.rnn_hidden_dim
+        if info.layout is None:
+            raise UserError(
+                f"agent={config.agent} needs an environment with an entity layout; env={config.env} has none"
+            )
+        self.layout = info.layout
+        node_dim, dim, hidden = self.layout.node_dim, config.gnn_hidden_dim, config.rnn_hidden_dim
         self.embed_self = InputLinear(node_dim, dim, config, info)
         self.embed_ally = nn.Linear(node_dim, dim)
         self.embed_enemy = nn.Linear(node_dim, dim)
         self.convolutions = nn.Sequential(*(FullGraphConv(dim) for _ in range(config.gnn_layer_num)))
         self.rnn = PackedGRU(dim, hidden)
-        self.fc2 = nn.Linear(hidden, info.n_normal_actions if self.entity else info.n_actions)
-        if self.entity:
-            self.attack_node = nn.Linear(dim, hidden)
-            self.attack_memory = nn.Linear(hidden, hidden, bias=False)
-            self.attack_value = nn.Linear(hidden, 1)
+        self.fc2 = nn.Linear(hidden, info.n_actions)
 
     @faster_by(_encode_by_kernels)
     def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
-        """Return the mean over nodes [S, n, dim], and the enemies' part of the readout [S, n, n_enemies, H]."""
+        """Return the mean over nodes, [S, n, dim]."""
         # In pieces that fit the cache: convolutions read and write each node several times.
         rows = max(1, GRAPHS_AT_ONCE // self.n_agents)
-        parts = (inputs.features, inputs.last_action, self.marks.of(inputs))
-        chunks = zip(*(x.split(rows) for x in parts), strict=True)
-        pooled, enemies = zip(*(self._encode_chunk(*chunk) for chunk in chunks), strict=True)
-        return torch.cat(pooled), torch.cat(enemies)
+        chunks = zip(inputs.features.split(rows), inputs.last_action.split(rows), strict=True)
+        return (torch.cat([self._nodes(*chunk).mean(dim=-2) for chunk in chunks]),)
 
     def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
-        """Return the values [S, n, A]: under `entity` v(relu(W_e node_i + W_h h)) for "attack i"."""
-        if not self.entity:
-            return self.fc2(hidden)
-        # "Attack i" is valued by enemy i's own node, so enemies in other places have other values.
-        joined = F.relu(others[0] + self.attack_memory(hidden).unsqueeze(-2))
-        return torch.cat([self.fc2(hidden), self.attack_value(joined).squeeze(-1)], dim=-1)
+        """Return the values [S, n, A]."""
+        return self.fc2(hidden)
 
-    def _encode_chunk(self, features: Tensor, last_action: Tensor, marks: Tensor) -> tuple[Tensor, Tensor]:
-        nodes = self._nodes(features, last_action, marks)
-        enemies = nodes[..., 1 + self.layout.n_allies :, :]
-        return nodes.mean(dim=-2), self.attack_node(enemies) if self.entity else enemies[..., :0, :]
-
-    def _nodes(self, features: Tensor, last_action: Tensor, marks: Tensor) -> Tensor:
+    def _nodes(self, features: Tensor, last_action: Tensor) -> Tensor:
         """Return the nodes after all convolutions, [S, n, N, dim]."""
         # Kinds of units have other features, so each has an embedding of its own before they mix.
         raw = obs_to_nodes(features, self.layout)
-        if self.marks.width:
-            raw = torch.cat([raw, marks], dim=-1)
         own, allies, enemies = raw.split([1, self.layout.n_allies, self.layout.n_enemies], dim=-2)
         embedded = [
             self.embed_self(own.squeeze(-2), last_action).unsqueeze(-2),
@@ -133,14 +113,3 @@ class GNNRNNAgent(RecurrentAgent):
             self.embed_enemy(enemies),
         ]
         return self.convolutions(torch.cat(embedded, dim=-2).relu_())
-
-
-def _layout(config: Config, info: EnvInfo) -> EntityLayout:
-    if info.layout is None:
-        raise UserError(f"agent={config.agent} needs an environment with an entity layout; env={config.env} has none")
-    if config.gnn_readout == "entity" and info.n_normal_actions + info.layout.n_enemies != info.n_actions:
-        raise UserError(
-            f"gnn_readout=entity needs one attack action for each enemy; env={config.env} has {info.n_actions} actions "
-            f"({info.n_normal_actions} normal) and {info.layout.n_enemies} enemies: use gnn_readout=pool"
-        )
-    return info.layout

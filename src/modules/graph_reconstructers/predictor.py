@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
-from omagd.modules.ops import FastLinear, attend, fast_linear, no_autocast, recomputed
+from omagd.modules.ops import FastLinear, attend, autocast_bf16, fast_linear
 from omagd.utils.packing import Packing
 
 N_SPECIAL = 3
@@ -307,7 +308,7 @@ class MaskPredictor(nn.Module):
 
     def _pass(self, block: nn.Module, x: Tensor, wanted: Tensor | None, n_out: int) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return recomputed(block, x, wanted, n_out)
+            return cast(Tensor, checkpoint(block, x, wanted, n_out, use_reentrant=False))
         return block(x, wanted, n_out)
 
     def _stack(self, x: Tensor, static: Tensor) -> Tensor:
@@ -315,7 +316,7 @@ class MaskPredictor(nn.Module):
         if self.config.use_gru:
             n_frames, k, n_nodes, d = x.shape
             flat = x.transpose(1, 2).reshape(n_frames * n_nodes, k, d)
-            with no_autocast(flat.device):  # cuDNN would run the recurrence in fp16: see `PackedGRU`
+            with autocast_bf16(flat.device, False):  # cuDNN would run the recurrence in fp16: see `PackedGRU`
                 last = self.gru(flat.to(self.head.weight.dtype))[1][0]
             return last.view(n_frames, n_nodes, d) + static
         return (x + self.frame.weight[:, None] + static[:, None]).flatten(1, 2)

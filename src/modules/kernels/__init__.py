@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.utils.compiling import compiled_or_reference
+from omagd.utils.compiling import require_numba
 
 SMALL = 1 << 16  # numbers below which torch's operations are used: loading Numba takes longer than they do
 
@@ -27,16 +27,13 @@ def kernels_for(x: Tensor, n_numbers: int) -> ModuleType | None:
 
 
 @cache
-def compiled_kernels() -> ModuleType | None:
-    """Return the module of the kernels, compiled or loaded at the first call; None without Numba."""
+def compiled_kernels() -> ModuleType:
+    """Return the module of the kernels, compiled or loaded at the first call. Errors: UserError without Numba."""
+    require_numba("learning on a CPU")
+    from omagd.modules.kernels import compiled
 
-    def load() -> ModuleType | None:
-        from omagd.modules.kernels import compiled
-
-        compiled.prepare()
-        return compiled
-
-    return compiled_or_reference(load, None)
+    compiled.prepare()
+    return compiled
 
 
 def arrays(*tensors: Tensor) -> list[np.ndarray[Any, Any]]:

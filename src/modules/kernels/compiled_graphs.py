@@ -154,62 +154,55 @@ def copy(x: Any, out: Any, begin: int) -> None:
 
 
 @function
-def is_empty(x: Any, marks: Any) -> Any:
-    """Return whether a node or an observation shows nothing: all features 0, and no mark."""
+def is_empty(x: Any) -> Any:
+    """Return whether a node or an observation shows nothing: all features 0."""
     for j in range(len(x)):
         if x[j] != ZERO:
-            return False
-    for j in range(len(marks)):
-        if marks[j] != ZERO:
             return False
     return True
 
 
 @function
-def add_nodes(x: Any, marks: Any, dim: int, nodes: Any, weight: Any, place: Any, row: int) -> int:
-    """Write the nodes of one kind in one graph from `row` on, empty ones once; return the end.
+def add_nodes(x: Any, k: int, dim: int, nodes: Any, weight: Any, row: int) -> int:
+    """Write the k nodes of one kind in one graph from `row` on, empty ones once; return the end.
 
-    x: [k * dim] features. marks: [k * w]. place: [k], takes the row of each.
+    x: [k * dim] features.
     """
-    empty, width = -1, len(marks) // max(len(place), 1)
-    for i in range(len(place)):
-        features, mark = x[i * dim : (i + 1) * dim], marks[i * width : (i + 1) * width]
-        nothing = is_empty(features, mark)
+    empty = -1
+    for i in range(k):
+        features = x[i * dim : (i + 1) * dim]
+        nothing = is_empty(features)
         # Units that show nothing are equal and stay equal through all layers: one row stands for all of them.
         if nothing and empty >= 0:
             weight[empty] += ONE
-            place[i] = empty
             continue
         if nothing:
             empty = row
         node = nodes[row]
         clear(node)
         copy(features, node, 0)
-        copy(mark, node, len(node) - width)
         weight[row] = ONE
-        place[i] = row
         row += 1
     return row
 
 
 @kernel
 def make_nodes(
-    obs: Any, marks: Any, sizes: tuple[int, int, int, int, int, int], at_once: int, nodes: Any, weight: Any,
-    graphs: Any, chunks: Any, place: Any, index: Any, of_own: Any, allies: Any, dead: Any,
+    obs: Any, sizes: tuple[int, int, int, int, int, int], at_once: int, nodes: Any, weight: Any,
+    graphs: Any, chunks: Any, index: Any, of_own: Any, dead: Any,
 ) -> None:  # fmt: skip
     """Write the distinct nodes of all observations [R, obs_dim], in chunks of `at_once` graphs.
 
-    marks: [R, N * w], w of each node. sizes: of the layout, in the order of the observation: move features, enemies and
+    sizes: of the layout, in the order of the observation: move features, enemies and
     their features, allies and theirs, own features. chunks: [C, 4], takes the first own, ally and enemy row, and the
-    end. place: [R, n_enemies], takes the row of each enemy. index: [R], what else an own node reads: of observers that
-    show nothing (the dead) those with equal numbers are copies. of_own: [R], takes the numbers of a chunk's own rows
-    from its first graph on. allies, dead: room for [n_allies] and [most of index + 1].
+    end. index: [R], what else an own node reads: of observers that show nothing (the dead) those with equal numbers are
+    copies. of_own: [R], takes the numbers of a chunk's own rows from its first graph on. dead: room for
+    [most of index + 1].
     """
     move, n_enemies, enemy_dim, n_allies, ally_dim, own = sizes
     first_ally = move + n_enemies * enemy_dim
     first_own = first_ally + n_allies * ally_dim
-    width, row = marks.shape[1] // (1 + n_allies + n_enemies), 0
-    end_of_allies = (1 + n_allies) * width
+    row = 0
     for c in range(len(chunks)):
         begin, end = c * at_once, min((c + 1) * at_once, len(obs))
         for j in range(len(dead)):
@@ -217,7 +210,7 @@ def make_nodes(
         chunks[c, 0] = row
         for g in range(begin, end):
             graphs[g, 5] = g - begin
-            if is_empty(obs[g], marks[g]):
+            if is_empty(obs[g]):
                 if dead[index[g]] >= 0:
                     graphs[g, 5] = dead[index[g]]
                     graphs[g, 0] = graphs[begin + dead[index[g]], 0]
@@ -228,7 +221,6 @@ def make_nodes(
             node[0] = ONE
             copy(x[:move], node, HEAD)
             copy(x[first_own : first_own + own], node, HEAD + move)
-            copy(marks[g, :width], node, len(node) - width)
             weight[row], graphs[g, 0], of_own[row - chunks[c, 0] + begin] = ONE, row, index[g]
             row += 1
         chunks[c, 1] = row
@@ -238,20 +230,16 @@ def make_nodes(
                 graphs[g, 1], graphs[g, 2] = graphs[same, 1], graphs[same, 2]
                 continue
             graphs[g, 1] = row
-            of_allies = marks[g, width:end_of_allies]
-            row = add_nodes(obs[g, first_ally:first_own], of_allies, ally_dim, nodes, weight, allies, row)
+            row = add_nodes(obs[g, first_ally:first_own], n_allies, ally_dim, nodes, weight, row)
             graphs[g, 2] = row
         chunks[c, 2] = row
         for g in range(begin, end):
             same = begin + graphs[g, 5]
             if same != g:
                 graphs[g, 3], graphs[g, 4] = graphs[same, 3], graphs[same, 4]
-                for e in range(n_enemies):
-                    place[g, e] = place[same, e]
                 continue
             graphs[g, 3] = row
-            of_enemies = marks[g, end_of_allies:]
-            row = add_nodes(obs[g, move:first_ally], of_enemies, enemy_dim, nodes, weight, place[g], row)
+            row = add_nodes(obs[g, move:first_ally], n_enemies, enemy_dim, nodes, weight, row)
             graphs[g, 4] = row
         chunks[c, 3] = row
 
@@ -486,26 +474,6 @@ def gather_equal(graphs: Any, given: Any) -> None:
             add(given, graphs[g, 5] * size, given, g * size, size)
 
 
-@kernel
-def nodes_backward(
-    base: int, graphs: Any, share: Any, given: Any, weight: Any, rows: Any, enemies: Any, place: Any, grad: Any
-) -> None:
-    """Write the gradient of the last nodes: of the means `given` [G, d], equal ones summed, and of `enemies`.
-
-    enemies: [G, n_enemies, d], of the nodes in the rows `place`.
-    """
-    size = grad.shape[1]
-    for g in range(len(graphs)):
-        if graphs[g, 5] == g:
-            n = rows_of(graphs[g], base, rows)
-            for j in range(0, size, LANES):
-                mean = load(given, g * size + j) * same(share)
-                for r in range(n):
-                    store(grad, rows[r] * size + j, mean * same(weight[base + rows[r]]))
-        for e in range(place.shape[1]):
-            add(grad, (place[g, e] - base) * size, enemies, (g * place.shape[1] + e) * size, size)
-
-
 def prepare() -> None:
     """Compile all kernels, or load them."""
     _compiler.prepare(_call_all)
@@ -514,11 +482,10 @@ def prepare() -> None:
 def _call_all() -> None:
     exact, line, places = np.zeros((0, LANES), np.float32), np.zeros(2 * LANES, np.float32), np.zeros(0, np.int64)
     rows, masks = np.zeros((0, 6), np.int64), np.zeros((0, 2), np.uint16)
-    make_nodes(exact, exact, (0, 1, 1, 0, 1, 0), 1, exact, line, rows, rows, rows, *[places] * 4)
+    make_nodes(exact, (0, 1, 1, 0, 1, 0), 1, exact, line, rows, rows, *[places] * 3)
     embed(0, (0, 0, 0), exact, exact, exact, exact, exact, np.zeros(1, np.int64), line, line, exact)
     room, ends = np.zeros((1, LANES), np.float32), (0, 0, 0)
     embed_backward(exact, exact, 0, ends, exact, exact, exact, exact, exact, np.zeros(1, np.int64), line, line, room)
     convolve(0, rows, ONE, exact, line, line, places, 0, exact, masks, ONE, exact)
     convolve_backward(0, rows, ONE, exact, masks, line, places, ONE, exact, exact, line)
     gather_equal(rows, exact)
-    nodes_backward(0, rows, ONE, exact, line, places, np.zeros((0, 1, LANES), np.float32), rows, exact)

@@ -22,13 +22,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omagd.config.env_info import EntityLayout
 from omagd.modules.kernels import kernels_for
-from omagd.utils.compiling import compiled_or_reference
 
 NODES_AT_ONCE = 2048  # nodes of a chunk of graphs
 
@@ -44,14 +42,11 @@ def graph_kernels_for(features: Tensor, n_numbers: int) -> ModuleType | None:
 
 
 @cache
-def _kernels() -> ModuleType | None:
-    def load() -> ModuleType | None:
-        from omagd.modules.kernels import compiled_graphs
+def _kernels() -> ModuleType:
+    from omagd.modules.kernels import compiled_graphs
 
-        compiled_graphs.prepare()
-        return compiled_graphs
-
-    return compiled_or_reference(load, None)
+    compiled_graphs.prepare()
+    return compiled_graphs
 
 
 class Part(NamedTuple):
@@ -70,26 +65,24 @@ class Graphs:
     """The distinct nodes of the graphs of observations; rows and chunks as in `compiled_graphs`.
 
     Args:
-        kernels: that module. obs: [R, obs_dim]. marks: [R, N·w], w of each node. index: [R], what an own node reads
-            beside its features, less than n_rows. layout: of the observations. width: D of a node, with its marks.
+        kernels: that module. obs: [R, obs_dim]. index: [R], what an own node reads beside its features, less than
+            n_rows. layout: of the observations. width: D of a node.
     """
 
-    def __init__(
-        self, kernels: Any, obs: Tensor, marks: Tensor, index: Tensor, layout: EntityLayout, width: int, n_rows: int
-    ) -> None:
+    def __init__(self, kernels: Any, obs: Tensor, index: Tensor, layout: EntityLayout, width: int, n_rows: int) -> None:
         n_graphs, n_nodes = len(obs), layout.n_nodes
         self.kernels, self.at_once = kernels, max(1, NODES_AT_ONCE // n_nodes)
         self.size, self.share = np.float32(n_nodes), np.float32(1 / n_nodes)
         nodes = np.empty((n_graphs * n_nodes, width), np.float32)
         self.weight = np.empty(n_graphs * n_nodes, np.float32)
         self.graphs = np.empty((n_graphs, 6), np.int64)
-        self.place = np.empty((n_graphs, layout.n_enemies), np.int64)
         chunks = np.empty((-(-n_graphs // self.at_once), 4), np.int64)
         sizes = (layout.move_dim, layout.n_enemies, layout.enemy_dim, layout.n_allies, layout.ally_dim, layout.own_dim)
-        read = (obs.contiguous().numpy(), marks.contiguous().numpy())
         self.index, self.room = np.empty(n_graphs, np.int64), np.empty(n_nodes, np.int64)
-        room = (index.contiguous().numpy(), self.index, np.empty(layout.n_allies, np.int64), np.empty(n_rows, np.int64))
-        kernels.make_nodes(*read, sizes, self.at_once, nodes, self.weight, self.graphs, chunks, self.place, *room)
+        room = (index.contiguous().numpy(), self.index, np.empty(n_rows, np.int64))
+        kernels.make_nodes(
+            obs.contiguous().numpy(), sizes, self.at_once, nodes, self.weight, self.graphs, chunks, *room
+        )
         self.chunks: list[list[int]] = chunks.tolist()
         self.n_rows = self.chunks[-1][3] if self.chunks else 0
         self.most = max((end - first for first, _, _, end in self.chunks), default=0)
@@ -102,30 +95,15 @@ class Graphs:
         return Part(first, (ally - first, enemy - first, end - first), of, self.graphs[of], self.index[of])
 
 
-def in_lanes(
-    lanes: int, table: Tensor, w_self: Tensor, w_ally: Tensor, b_ally: Tensor, w_enemy: Tensor, b_enemy: Tensor,
-    *layers: Tensor,
-) -> list[Tensor]:  # fmt: skip
-    """Return the weights of `EncodeGraphs` with d rounded up to whole vectors of `lanes` numbers, by zeros."""
-    if not (more := -len(b_ally) % lanes):
-        return [table, w_self, w_ally, b_ally, w_enemy, b_enemy, *layers]
-    outer = [F.pad(weight, (0, 0, 0, more)) for weight in (w_self, w_ally, w_enemy)]
-    table, b_ally, b_enemy = (F.pad(bias, (0, more)) for bias in (table, b_ally, b_enemy))
-    wider = [
-        F.pad(x.unflatten(0, (2, -1)), (0, more, 0, more) if x.dim() > 1 else (0, more)).flatten(0, 1) for x in layers
-    ]
-    return [table, outer[0], outer[1], b_ally, outer[2], b_enemy, *wider]
-
-
 class EncodeGraphs(torch.autograd.Function):
-    """From the nodes of graphs to the mean over their nodes, and to the enemies' nodes; equations above."""
+    """From the nodes of graphs to the mean over their nodes; equations above."""
 
     @staticmethod
     def forward(
-        ctx: Any, graphs: Graphs, entity: bool, table: Tensor, w_self: Tensor, w_ally: Tensor, b_ally: Tensor,
-        w_enemy: Tensor, b_enemy: Tensor, *layers: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return [R, d] and, if `entity`, [R, n_enemies, d], else [0, n_enemies, d]; d is a multiple of `LANES`.
+        ctx: Any, graphs: Graphs, table: Tensor, w_self: Tensor, w_ally: Tensor, b_ally: Tensor, w_enemy: Tensor,
+        b_enemy: Tensor, *layers: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return [R, d]; d is a multiple of `LANES`.
 
         table: its row `graphs.index` is added to an own node. layers: W [2d, d] = [W_s | W_n] / N and b [2d] of each.
         """
@@ -137,10 +115,9 @@ class EncodeGraphs(torch.autograd.Function):
         # What enters the first layer is computed again in backward: that takes less time than memory does.
         xs = [table.new_empty(rows if i else graphs.most, dim) for i in range(len(weights))]
         masks = [np.empty((rows if keep else 0, dim // 8), np.uint16) for _ in weights]
-        xs.append(table.new_empty(graphs.most if entity else 0, dim))
+        xs.append(table.new_empty(0, dim))
         products, pooled = table.new_empty(graphs.most, 2 * dim), table.new_empty(n_graphs, dim)
-        enemies = table.new_empty(n_graphs if entity else 0, graphs.place.shape[1], dim)
-        places, of_products, means = torch.from_numpy(graphs.place), products.numpy(), pooled.numpy()
+        of_products, means = products.numpy(), pooled.numpy()
         first_layer = embeddings, [bias.numpy() for bias in (table, b_ally, b_enemy)]
         (table_, *others), arrays, none = first_layer[1], [x.numpy() for x in xs], means[:0]
         inner = range(1, len(weights))
@@ -158,15 +135,13 @@ class EncodeGraphs(torch.autograd.Function):
                 kernels.convolve(first, part, graphs.size, *read, *sides)
                 if inside:
                     x = xs[i + 1][begin : begin + size]
-            if entity:
-                torch.index_select(xs[-1][:size], 0, places[of].flatten() - first, out=enemies[of].flatten(0, 1))
-        ctx.graphs, ctx.masks, ctx.entity, ctx.first_layer = graphs, masks, entity, first_layer
+        ctx.graphs, ctx.masks, ctx.first_layer = graphs, masks, first_layer
         ctx.save_for_backward(table, w_ally, *layers[::2], *(xs[1:-1] if keep else ()))
-        return pooled, enemies
+        return pooled
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, given: Tensor, for_enemies: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the table, weights and biases."""
         graphs, masks, kernels = ctx.graphs, ctx.masks, ctx.graphs.kernels
         table, w_ally, *more = ctx.saved_tensors
@@ -180,7 +155,6 @@ class EncodeGraphs(torch.autograd.Function):
         room = np.zeros((w_ally.shape[1] + 1, len(w_ally)), np.float32)
         array, of_made = grad.numpy(), made.numpy()
         upstream = given.clone(memory_format=torch.contiguous_format).numpy()  # sums of equal graphs are written there
-        of_nodes = for_enemies.contiguous().numpy()
         (embeddings, (table_, *others)), (of_own_table, *of_others) = ctx.first_layer, of_firsts
         x0, none = embedded.numpy(), upstream[:0]
         for first, ends, of, part, index in graphs.parts:
@@ -189,10 +163,6 @@ class EncodeGraphs(torch.autograd.Function):
             kernels.embed(first, ends, graphs.nodes, *embeddings, table_, index, *others, x0)
             # Graphs that are equal were computed once; their gradients add up.
             kernels.gather_equal(part, pooled)
-            if ctx.entity:
-                of_rows = (graphs.share, pooled, graphs.weight, graphs.room, of_nodes[of], graphs.place[of])
-                kernels.nodes_backward(first, part, *of_rows, array)
-                pooled = none
             for i in reversed(range(len(weights))):
                 sides = (graphs.weight, graphs.room, graphs.share, pooled, of_made, bias_arrays[i])
                 kernels.convolve_backward(first, part, graphs.size, array, masks[i], *sides)
@@ -206,4 +176,4 @@ class EncodeGraphs(torch.autograd.Function):
         of_self, of_allies, of_enemies = (torch.from_numpy(weight).t().contiguous() for weight in of_embeddings)
         of_table, of_ally, of_enemy = map(torch.from_numpy, of_firsts)
         layers = (grad for w, b in zip(of_weights, of_biases, strict=True) for grad in (w.t().contiguous(), b))
-        return None, None, of_table, of_self, of_allies, of_ally, of_enemies, of_enemy, *layers
+        return None, of_table, of_self, of_allies, of_ally, of_enemies, of_enemy, *layers

@@ -1,4 +1,4 @@
-"""Linear layers with their own backward pass: by oneDNN, in bf16, over one-hots, and as QMIX's mixer.
+"""Linear layers with their own backward pass: by oneDNN, over one-hots, and as QMIX's mixer.
 
 Every function here computes what a plain expression computes, in `modules/ops.py` or in the model that it is a form of.
 `g` is the gradient of the output. A linear map y = x W^T + b has the gradients
@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from omagd.modules.kernels import arrays
 
-PADDING = 256  # bf16 products round their rows up to a multiple, so that ragged batches need few set-ups
 ROWS_AT_ONCE = 2048  # rows that pass through several operations together, so that they stay in a core's cache
 _CPUINFO = Path("/proc/cpuinfo")
 
@@ -33,13 +32,6 @@ def prefers_onednn() -> bool:
     # Not by timing: which library multiplies decides the last bits.
     amd = _CPUINFO.is_file() and "AuthenticAMD" in _CPUINFO.read_text(errors="replace")
     return amd and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _to_bf16(x: Tensor) -> Tensor:
-    """Return x [R, k] in bf16, padded with rows of zeros to a multiple of `PADDING`."""
-    out = x.new_zeros((-(-len(x) // PADDING) * PADDING, x.shape[1]), dtype=torch.bfloat16)
-    out[: len(x)] = x
-    return out
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,37 +60,6 @@ class OneDNNLinear(torch.autograd.Function):
         return (
             _onednn(grad, weight.t(), None) if for_x else None,
             grad.t() @ x if for_weight else None,
-            grad.sum(dim=0) if for_bias else None,
-        )
-
-
-class BF16Linear(torch.autograd.Function):
-    """`F.linear` with bf16 factors, x [R, in] to [R, out].
-
-    With r = rounding to bf16: y = r(r(x) r(W)^T) + b, dL/dx = r(r(g) r(W)), dL/dW = r(r(g)^T r(x)); sums inside a
-    product, the bias and its gradient stay in float32. Rows are padded with zeros, which add nothing to any product.
-    Compared with exactly these roundings: tests/test_networks.py.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return [R, out] from x [R, in]."""
-        # 8 bits of mantissa in the factors, 24 in the sums: as tensor cores and AMX multiply.
-        low, low_weight = _to_bf16(x), weight.bfloat16()
-        ctx.save_for_backward(low, low_weight)
-        out = torch.mm(low, low_weight.t())[: len(x)]
-        return out.float() if bias is None else torch.add(bias, out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, weight and bias from grad [R, out]."""
-        low, low_weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        low_grad = _to_bf16(grad)
-        return (
-            torch.mm(low_grad, low_weight)[: len(grad)].float() if for_x else None,
-            torch.mm(low_grad.t(), low).float() if for_weight else None,
             grad.sum(dim=0) if for_bias else None,
         )
 

@@ -47,7 +47,6 @@ from omagd.run.training.evaluate import evaluate, trained_card
 from omagd.run.training.loop import fit
 from omagd.run.training.stages.base import PretrainedModules, Session, Stage, require_same_weights
 from omagd.run.training.stages.rl import RLStage
-from omagd.utils.compiling import warn_no_more
 from omagd.utils.dist_utils import Dist, broken_exchange
 from omagd.utils.errors import RunFailed, UserError
 from omagd.utils.logging import Logger, RunFacts, append_to_log, close_bars, setup_logging
@@ -79,8 +78,6 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
     raise_limit(files_needed(workers_of(config), dist.world_size))
     limit_memory(dist.device, config.max_memory_per_gpu_gb)
     torch.backends.cudnn.allow_tf32 = False  # by default cuDNN's GRU rounds float32 to TF32, as no other product does
-    if dist.rank % ranks_here(dist.world_size):  # the first rank of a host warns
-        warn_no_more()
     folder = RunFolder(path)
     with deterministic_algorithms(config.deterministic), rank_at_work(folder):
         return _run(config, dist, folder, channel, attempt, started)

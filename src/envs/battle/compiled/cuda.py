@@ -25,7 +25,7 @@ from omagd.envs.battle.compiled.features import Layout, N, Shown
 from omagd.envs.battle.compiled.rules import NEGATIVE, Prices, Results
 from omagd.envs.battle.compiled.starts import Starts
 from omagd.envs.battle.compiled.tables import Array, Episodes, Orders, State, Tables
-from omagd.utils.compiling import files_of_kernels, remove_earlier_versions
+from omagd.utils.compiling import files_of_kernels
 from omagd.utils.errors import print_note, print_warning
 
 cuda: Any = numba.cuda  # without types
@@ -149,8 +149,6 @@ def kept_in() -> Path:
     folder = compiler.folder.with_name(f"battles-cuda-{digest:08x}")
     with suppress(OSError):  # `jitted` says so
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "lock").touch()
-        remove_earlier_versions(folder)
         if not files_of_kernels(folder):
             print_note(f"Compiling the battles for this GPU, once: {SECONDS}. Kept in {folder}.")
     return folder
