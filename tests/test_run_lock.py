@@ -249,7 +249,7 @@ def test_a_folder_that_holds_something_is_neither_used_nor_changed(there, tmp_pa
 def next_code(children: list[int]) -> int:
     """Wait for the next of these processes to end, drop it from the list and return its exit code.
 
-    Other children of this process, which compile kernels ahead for example, do not count.
+    Other children of this process do not count.
     """
     while True:
         for pid in children:

@@ -42,7 +42,6 @@ KEPT_DAYS = 60  # folders of earlier versions that nobody has used for so long a
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 _functions: list[Any] = []  # of all packages, since kernels of one may contain functions of another
-_calls: list[Callable[[], None]] = []  # see `when_compiling`
 _under_way: list[bool] = []  # one for each block of `_no_hang`
 _warnings: list[bool] = []  # what has been said, see `warn_no_more`
 T = TypeVar("T")
@@ -89,11 +88,6 @@ def _no_hang() -> Iterator[None]:
 def warn_no_more() -> None:
     """Let others say that Numba is missing: another rank on this machine."""
     _warnings[:] = [True]
-
-
-def when_compiling(call: Callable[[], None]) -> None:
-    """Call this once, as soon as kernels have to be compiled."""
-    _calls[:] = [call]
 
 
 def numba_problem() -> str:
@@ -255,7 +249,6 @@ class Compiler:
         fused: whether a product and a sum may become one operation, which rounds once: faster, and other bits on
             processors that have it. late: functions are optimised only as parts of a kernel (shapes known there).
         checked: each call of a kernel looks at the types of its arguments; else see `Unchecked`.
-        quiet: for kernels that save little: nothing is said, and where they cannot be kept they are not used.
     """
 
     def __init__(
@@ -267,13 +260,12 @@ class Compiler:
         fused: bool = False,
         late: bool = False,
         checked: bool = True,
-        quiet: bool = False,
     ) -> None:
         import numba
 
         self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
         self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
-        self._late, self._checked, self._quiet = late, checked, quiet
+        self._late, self._checked = late, checked
         self._source = (*SHARED, *sorted(source.resolve().rglob("*.py") if source.is_dir() else [source.resolve()]))
         for file in self._source:
             digest = zlib.crc32(file.read_bytes(), digest)
@@ -332,15 +324,15 @@ class Compiler:
         self._problem = "Numba cannot write there"
         return None
 
-    def prepare(self, call_all: Callable[[], None]) -> bool:
+    def prepare(self, call_all: Callable[[], None]) -> None:
         """Compile or load all kernels by `call_all`, which calls each with the types that it will always have.
 
-        The first process says that it compiles; others on this machine wait for it. Returns whether they may be used.
+        The first process says that it compiles; others on this machine wait for it.
         """
         with _no_hang():
-            return self._prepare(call_all)
+            self._prepare(call_all)
 
-    def _prepare(self, call_all: Callable[[], None]) -> bool:
+    def _prepare(self, call_all: Callable[[], None]) -> None:
         if not self._problem:
             try:
                 with (self.folder / "lock").open("w") as lock:
@@ -348,8 +340,6 @@ class Compiler:
                     self._fill(call_all)
             except OSError as problem:  # the disk is full, for example
                 self._problem = problem.strerror or str(problem)
-        if self._problem and self._quiet:
-            return False
         if self._problem:
             where = f"{self.folder}: {self._problem}"
             print_warning(f"{where}. The {self._what} are compiled at each start ({self._seconds}).")
@@ -360,7 +350,6 @@ class Compiler:
                 kernel.disable_compile()
         for kernel in self._unchecked:
             kernel.prepared()
-        return True
 
     def _fill(self, call_all: Callable[[], None]) -> None:
         """Compile what is not in the folder yet. Damaged files are compiled again: loading them could crash."""
@@ -372,12 +361,10 @@ class Compiler:
             if file.relative_to(self.folder).as_posix() not in kept:  # unknown: left by a process that was killed
                 file.unlink()
         here = Path(self._kernels[0]._cache.cache_path).name
-        if not self._quiet and not any(name.startswith(f"{here}/") for name in kept):
+        if not any(name.startswith(f"{here}/") for name in kept):
             print_note(
                 f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}."
             )
-            while _calls:
-                _calls.pop()()
         self._compile(call_all)
         found = {file.relative_to(self.folder).as_posix(): _digest(file) for file in files_of_kernels(self.folder)}
         if found != kept:

@@ -33,7 +33,6 @@ from omagd.run.checkpoint.weights import (
 from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.checks import complete_args, require_same_map
-from omagd.run.training.device import compile_ahead
 from omagd.run.training.stages.base import BUILDING, PretrainedModules, Session
 from omagd.run.training.tasks import episode_starts
 from omagd.utils.dist_utils import Dist
@@ -64,8 +63,6 @@ def build_session(
 ) -> Session:
     """Return one rank's session: environment, its facts, runners by purpose. plan: what it continues from."""
     torch.set_num_threads(config.torch_threads)
-    if dist.device.type == "cpu":
-        compile_ahead()
     with dist.waits.doing(BUILDING):
         env = make_env(config.env, dict(config.env_args), n_slots(config), processes=config.env_processes)
     # Half, so that the episodes are played again before the other ranks, which wait for them, give up.

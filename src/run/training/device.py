@@ -1,14 +1,11 @@
-"""This machine: its limits, settings of its devices, compiling ahead, and checks of the keys that depend on them."""
+"""This machine: its limits, settings of its devices, and checks of the keys that depend on them."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import resource
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +17,6 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.run.launchers import Plan, ranks_here
 from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
-from omagd.utils import compiling
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -261,41 +257,3 @@ def _threads_of_user(proc: Path) -> int:
 
 def _number(limit: int) -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
-
-
-PR_SET_PDEATHSIG = 1
-AHEAD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
-    " from omagd.run.training.device import compile_or_end; compile_or_end()"
-)
-_started: list[subprocess.Popen[bytes]] = []  # not waited for: who needs its kernels first waits for their lock
-
-
-def compile_ahead() -> None:
-    """Compile the kernels of learning and acting in another process as soon as this one has to compile any others.
-
-    It dies with this process, on Linux; elsewhere, and where there is one core only, nothing is done.
-    """
-    if sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1:
-        compiling.when_compiling(_start)
-
-
-def _start() -> None:
-    # With the path of this process: else modules in the working directory come first, which may have any name.
-    path = json.dumps([place for place in sys.path if isinstance(place, str)])
-    command = [sys.executable, "-P", "-c", AHEAD, str(os.getpid()), path]
-    with suppress(OSError):  # no memory or processes left: the run compiles when it needs them
-        # A session of its own: Ctrl-C in the terminal ends the run, and that ends it.
-        _started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
-
-
-def compile_or_end() -> None:
-    """Compile, or end with the parent, whose process id is the first argument; the second one is `sys.path`."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):
-        return
-    from omagd.components import selection
-    from omagd.modules.kernels import compiled_kernels
-
-    if compiled_kernels() is not None:
-        selection.compiled()
