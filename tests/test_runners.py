@@ -341,14 +341,11 @@ def test_lost_episodes_in_a_row_are_counted_over_a_restart(known):
     assert env.n_begun == 10 + (0 if known else 7)
 
 
-def test_failures_are_counted_over_runners_and_restarts():
+def test_failures_are_counted_over_runners():
     env = SimpleNamespace(get_stats=lambda: {"restarts": 3.0})
     runners = {"train": SimpleNamespace(lost=2), "test": SimpleNamespace(lost=1)}
     session = Session(None, Dist(), env, None, None, None, runners, None, None)
     assert session.failure_counts() == {"restarts": 3, "lost_episodes": 3}
-    session.resume_counting({"restarts": 2.0})  # of an earlier start
-    assert session.failure_counts() == {"restarts": 5, "lost_episodes": 3}
-    assert session.logged_failures["restarts"] == 5
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 + 5, 2**70])
