@@ -102,7 +102,7 @@ RUNS: dict[str, Run] = {
     "all stages": Run(
         "omagd_small", "skirmish", STAGES, t_max=60, save_pretrain_buffer=True,
         graph_lr=1e-3, use_graph_reconstruction=True, enable_gradient_checkpointing=True, env_args={"map_name": "3m"},
-        makes=("pretrain_buffer/rank_0.episodes", "models/pretrain_stage1_best/tokenizer.th", "plots/*.png"),
+        makes=("pretrain_buffer/rank_0.episodes", "models/pretrain_stage1_best/tokenizer.th"),
     ),
     "stage 1 on given episodes": Run(
         "omagd_small", "skirmish", STAGES, reconstructer_stage="stage1", graph_pretrain_policy="random",
