@@ -476,8 +476,11 @@ def of_a_team(played: list[Episode], baselines: Baselines, dist: Dist) -> tuple[
     session = SimpleNamespace(config=stage.config, info=INFO, dist=dist, rounds=int, runners={"beliefs": runner})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beliefs, "saved_baselines", lambda session: baselines)
+        patch.setattr(beliefs, "picture", lambda *rest: "drawn")
         trained = SimpleNamespace(predictor=stage.predictor, tokenizer=stage.tokenizer)
-        return beliefs.evaluate_beliefs(session, trained, SimpleNamespace(head=None))  # type: ignore[arg-type]
+        values, drawn, table = beliefs.evaluate_beliefs(session, trained, SimpleNamespace(head=None))  # type: ignore[arg-type]
+    assert drawn == ({"picture": "drawn"} if dist.is_main else {})
+    return values, table
 
 
 @pytest.mark.processes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chaos_harness import PATIENCE, SMALL, Trial, differences
+from chaos_harness import PATIENCE, Trial, differences
 from command_harness import records, summary_of
 from interruption import SAVED_AT, TornRun, change_manifest, flip, json_of, manifest_of, plan_of, truncate
 
@@ -24,18 +24,17 @@ from omagd.utils import storage
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 @pytest.mark.processes
-def test_a_killed_run_ends_with_the_same_bits(tmp_path):
+def test_a_run_that_is_killed_four_ways_ends_with_the_same_bits(tmp_path):
     """Of one stage: test_resume.py ends runs in each of three, and the benchmark kills those too."""
-    words = ("world_size=2", "t_max=2500", "checkpoint_interval=0", "batch_size=4")
-    given = {"options": ("--config=qmix", "--env-config=matrix_game"), "sizes": SMALL}
-    alone = Trial(tmp_path / "alone", words, **given)
+    words = ("world_size=2", "t_max=2500", "checkpoint_interval=0", "env_processes=True", "test_interval=2500")
+    alone = Trial(tmp_path / "alone", words, options=("--config=qmix",))
     undisturbed = alone.start()  # beside the other, which mostly waits
-    killed = Trial(tmp_path / "killed", words, stride=2, **given)
-    plan = [("rank", "any"), ("launcher", "save")]
+    killed = Trial(tmp_path / "killed", words, stride=2, options=("--config=qmix",))
+    plan = [("rank", "any"), ("launcher", "save"), ("worker", "any"), ("group", "any")]
     killed.disturbed(random.Random(3), plan)
     assert undisturbed.wait(PATIENCE) == 0, alone.output()
     assert [kill.kind for kill in killed.kills] == [kind for kind, _ in plan]
-    assert killed.codes == [-9, 0]
+    assert killed.codes == [-9, -9, 0]
     assert differences(alone.folder, killed.folder) == []
     assert summary_of(killed.folder)["exit_state"] == "completed"
     assert (alone.left(), killed.left()) == ([], [])
@@ -64,8 +63,8 @@ def restored(monkeypatch) -> list[dict]:
     return seen
 
 
-def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected(alone, torn, tmp_path, capsys):
-    """Flipped or deleted in turn."""
+@pytest.mark.parametrize("damage", [flip, Path.unlink], ids=["flipped", "deleted"])
+def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected(damage, alone, torn, tmp_path, capsys):
     newest = torn.checkpoint_folders[0]
     names = [f"{newest.name}/manifest.json", *manifest_of(newest)["files"]]
     assert {Path(name).name for name in names} >= {"manifest.json", "common.th", "rank_0.th"}
@@ -74,7 +73,7 @@ def test_every_damaged_file_is_named_and_an_exact_continuation_found_or_rejected
     for number, name in enumerate(names):
         run = torn.copy(tmp_path / str(number))
         damaged, *others = run.checkpoint_folders
-        (flip if number % 2 else Path.unlink)(run.checkpoints / name)
+        damage(run.checkpoints / name)
         sound = [path for path in others if name not in manifest_of(path)["files"]]
         ends.add(bool(sound))
         if not sound:
@@ -183,9 +182,9 @@ def test_another_format_is_rejected_and_named(run, capsys):
     assert f"format {FORMAT + 7}" in run.rejected(capsys)
 
 
-def test_what_the_system_cannot_read_is_tried_again_then_rejected(run, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_what_the_system_cannot_read_is_tried_again_then_rejected(number, run, monkeypatch, capsys):
     """Such an error is no damage: also `lossy` and `weights` wait until the disk answers."""
-    number = errno.ESTALE
     path, reason = run.checkpoint_folders[0] / "common.th", os.strerror(number)
     inner, tried, fail = checkpoint_store.digest, [], 99
 
@@ -233,7 +232,7 @@ def test_a_run_that_was_never_saved_begins_from_scratch_and_keeps_what_it_wrote(
 
 
 WRONG_FACTS = [
-    ("t_env", None), ("t_env", []), ("t_env", "x"), ("t_env", True), ("t_env", -1),
+    ("t_env", None), ("t_env", []), ("t_env", "x"), ("t_env", True), ("t_env", -1), ("score", []), ("score", "x"),
     ("logs", []), ("logs", [[]]), ("logs", [{"replay": 1}]),
     ("logs", [{"replay": {"added": 1, "kept": 1, "parts": [{}]}}]),
     ("stage", 3), ("clock", None), ("world_size", 0), ("iteration", 10**30),
@@ -243,7 +242,7 @@ WRONG_FACTS = [
 WRONG_PARTS = [
     ("common", "finished", None), ("common", "finished", 5), ("common", "finished", [{"name": "stage1"}]),
     ("common", "products", None), ("common", "run", {}), ("common", "stage", 3), ("common", "modules", [1]),
-    ("rank_0", "episode_bytes", "x"), ("rank_0", "episode_bytes", [1]),
+    ("rank_0", "episode_bytes", "x"), ("rank_0", "episode_bytes", [1]), ("rank_0", "past", None),
 ]  # fmt: skip
 
 

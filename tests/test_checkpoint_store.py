@@ -31,7 +31,7 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
 
-FACTS = {"stage": "stage3", "t_env": 0, "clock": {}}
+FACTS = {"stage": "stage3", "t_env": 0, "clock": {}, "score": None}
 STATE = {
     "weights": {"a": torch.randn(3, 4), "b": torch.arange(5)},
     "rng": np.random.default_rng(7).bit_generator.state,  # wider than 64 bits
@@ -95,11 +95,11 @@ def test_what_is_saved_comes_back_with_every_bit(store):
     assert read_part(path / "rank_0.th") == {"number": 3}
 
 
-def test_the_newest_stay_with_the_files_that_they_need(store):
-    for iteration in (1, 2, 10, 11):
-        save(store, iteration, score=0.5)  # as earlier versions wrote it
-    assert names_in(store) == ["00000011", "00000010"]
-    assert kept_in(store) == {"replay_11.bin", "replay_10.bin"}
+def test_the_newest_and_the_best_stay_with_the_files_that_they_need(store):
+    for iteration, score in ((1, 0.1), (2, 0.9), (3, 0.2), (10, None), (11, 0.3)):
+        save(store, iteration, score=score)
+    assert names_in(store) == ["00000011", "00000010", "00000002"], "two newest, and the best"
+    assert kept_in(store) == {"replay_11.bin", "replay_10.bin", "replay_2.bin"}
     for path in folders(store.path):
         assert read_checkpoint(path).faults() == {}
 

@@ -34,9 +34,9 @@ from omagd.run.checkpoint.weights import checksum, find_step_folder, load_learne
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
+from omagd.run.training import evaluate
 from omagd.run.training.evaluate import load_mac
 from omagd.run.training.loop import fit
-from omagd.run.training.stages import rl
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
 from omagd.utils.metrics import Counters
@@ -265,7 +265,7 @@ def _train(rank: int, dist: Dist, folder: str) -> tuple[dict, dict[str, int], np
 
     Returns the bits of all that is trained, the clock, what this rank observed, and the lengths of its episodes.
     """
-    updates = {"t_max": 150, "batch_size": 4, "batch_size_run": 2, "buffer_size": 8, "test_nepisode": 4}
+    updates = {"t_max": 300, "batch_size": 4, "batch_size_run": 2, "buffer_size": 8, "test_nepisode": 4}
     config = resolve("qmix", "skirmish", {**updates, "use_cuda": False, "local_results_path": folder})
     stage = stage_of(config, Path(folder) / "run", dist)
     fit(stage)
@@ -346,22 +346,39 @@ def test_stage3_ends_after_the_episodes_asked_for(tmp_path):
     assert stage.done(), "t_max ends it too"
 
 
-def test_the_best_test_is_kept(tmp_path, monkeypatch):
+def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
     stage = stage_of(qmix(tmp_path), tmp_path / "run")
     assert stage.dues["test"].due(1), "the first iteration is tested"
     won = iter((0.5, 0.9, 0.2))
     tested = lambda *_, **__: {"test_battle_won_mean": next(won), "test_return_mean": 3.0}  # noqa: E731
-    monkeypatch.setattr(rl, "greedy_episodes", tested)
+    monkeypatch.setattr(evaluate, "greedy_episodes", tested)
+    urgent = []
     for _ in range(3):
         stage.test()
-    assert stage.standing()["test_battle_won_mean"] == 0.2, "of the weights as they are"
-    assert stage.standing()["best_test_battle_won_mean"] == 0.9
+        urgent.append(stage.urgent())
+    assert urgent == [True, True, False]
+    assert stage.score() == 0.2, "of the weights as they are"
+    assert stage.tests.best["best_test_battle_won_mean"] == 0.9
+    stage.session.close()
+
+
+def test_a_best_test_during_a_save_is_saved_after_it(tmp_path, monkeypatch):
+    stage = stage_of(qmix(tmp_path, "checkpoint_interval=1000"), tmp_path / "run")
+    checkpointer, busy, begun = stage.session.checkpointer, [True, False], []
+    monkeypatch.setattr(type(checkpointer), "_busy", property(lambda _: busy[0]))
+    monkeypatch.setattr(checkpointer, "_begin", lambda *_: begun.append(checkpointer.iteration))
+    for improved in (True, False):
+        stage.tests.improved = improved
+        checkpointer.ask()
+        checkpointer.boundary(stage)
+        busy.pop(0)
+    assert begun == [2]
     stage.session.close()
 
 
 def test_lost_episodes_of_all_ranks_are_counted_on_by_another_number_of_ranks(tmp_path):
     stage = stage_of(qmix(tmp_path), tmp_path / "run")
-    ranks = [{"runners": {"train": {"lost": lost}}} for lost in (2, 3)]
+    ranks = [{"past": {"restarts": 1.0}, "runners": {"train": {"lost": lost}}} for lost in (2, 3)]
     stage.session.checkpointer._merge_ranks(stage, ranks, inside=False)
-    assert stage.session.failure_counts() == {"lost_episodes": 5.0}
+    assert stage.session.failure_counts() == {"restarts": 2.0, "lost_episodes": 5.0}
     stage.session.close()

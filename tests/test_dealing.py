@@ -10,16 +10,21 @@ import numpy as np
 import pytest
 import torch
 from ddp_harness import run_ranks
+from interruption import interrupted_run
+from q_toys import make_learner, random_episode, state_of, toy_config
+from run_equality import differences
 from runner_toys import FakeEnv, LossyEnv, Probe
 
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.envs.factory import make_env
 from omagd.run.cli.preflight import preflight
-from omagd.run.training.tasks import TrainingTasks, apportioned, balanced, excess, in_turn
+from omagd.run.launch.launcher import launch
+from omagd.run.training.tasks import Tally, TrainingTasks, apportioned, balanced, excess, in_turn
 from omagd.runners.runner import DealtStarts, ParallelRunner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
+from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
 MAPS = ("3m", "4m", "5m")
@@ -120,7 +125,7 @@ def test_measured_seconds_deal_anew_and_a_resume_goes_on_with_the_same_shares():
     seconds, episodes = np.array([8.0, 1.0, 1.0, 7.0]), np.ones(4)
     loads = seconds * np.array([1, 4, 1, 1])
     for tasks in ranks:
-        tasks._exchanged = lambda: (seconds, episodes)
+        tasks.tally.synchronise = lambda dist: (seconds, episodes)
     changed = [tasks.synchronise() for tasks in ranks]
     assert all(changed) or excess(first, loads) <= 0.05
     for tasks in ranks:
@@ -206,21 +211,20 @@ def test_seconds_go_to_the_task_that_took_them():
     tasks.played([{"task": name, "length": n} for name, n in (("3m", 4), ("5m", 3), ("3m", 1))])
     tasks.synchronise()
     # 4 seconds less 1.5 in environments: 2.5 over 5 and 3 steps.
-    assert [facts.get("seconds_per_episode") for facts in tasks.summary().values()] == [
+    assert [facts.get("seconds_per_episode") for facts in tasks.tally.facts().values()] == [
         pytest.approx((1 + 2.5 * 5 / 8) / 2), None, pytest.approx(0.5 + 2.5 * 3 / 8),
     ]  # fmt: skip
 
 
 def test_the_newest_outcomes_are_kept():
-    (tasks,) = ranks_of(1)
+    tally = Tally(("a",))
     for number in range(150):
-        tasks.own["3m"].note(float(number >= 100))
-    tasks.synchronise()
-    facts = tasks.summary()["3m"]
-    assert (facts["visits"], facts["wins"], facts["recent_win_rate"]) == (150, 50, 0.5)
+        tally.own["a"].note(float(number >= 100))
+    tally.synchronise(Dist())
+    assert (tally.all["a"].visits, tally.all["a"].wins, tally.facts()["a"]["recent_win_rate"]) == (150, 50, 0.5)
 
 
-def counted(rank, dist, _):
+def counted(rank, dist):
     """Return the statistics after each turn, and the states at the end."""
     tasks = tasks_of_rank(dist)
     seen = []
@@ -230,13 +234,23 @@ def counted(rank, dist, _):
         tasks.played([*won, {"task": "5m", "length": 5}])
         if turn < 2:
             tasks.synchronise()
-        seen.append({name: record.facts() for name, record in tasks.all.items()})
-    return seen, tasks.state_dict(), tasks.own.state_dict()
+        seen.append(tasks.tally.facts())
+    return seen, tasks.state_dict(), tasks.tally.own.state_dict()
+
+
+def on_ranks(rank, dist, _):
+    return counted(rank, dist), updated(rank, dist)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list:
+    """Return what three ranks have counted, and what they have learned."""
+    return run_ranks(on_ranks, world_size=3)
 
 
 @pytest.mark.processes
-def test_increments_are_added_once():
-    ranks = run_ranks(counted, world_size=3)
+def test_increments_are_added_once(ranks):
+    ranks = [counts for counts, _ in ranks]
     for seen, _, _ in ranks:
         assert [facts["3m"]["visits"] for facts in seen] == [6, 12, 12]
         assert [facts["3m"]["wins"] for facts in seen] == [1, 3, 3]
@@ -245,11 +259,52 @@ def test_increments_are_added_once():
     alone = ranks_of(1)[0]
     old = {name: {**record, "steps": 1, "starts": {}} for name, record in shared["tally"].items()}
     alone.load_state_dict({**shared, "tally": old, "iteration": 3})  # as earlier versions wrote it
-    alone.own.merge([own for *_, own in ranks])
+    alone.tally.own.merge([own for *_, own in ranks])
     alone.synchronise()
-    facts = alone.summary()
+    facts = alone.tally.facts()
     assert (facts["3m"]["visits"], facts["3m"]["wins"], facts["5m"]["visits"]) == (18, 6, 9)
-    assert sum(alone.all["3m"].last) == 6
+    assert sum(alone.tally.all["3m"].last) == 6
+
+
+DEALS = ([[0, 1], [2, 3], [4, 5]], [[0, 3], [1, 4], [2, 5]], [[5], [0, 1, 2, 4], [3]])
+PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "grad_norm_clip": 1e9}
+KINDS = ({**PPO, "learner_args": {"epochs": 2}}, {"learner": "nq_learner"})
+
+
+def updated(rank, dist):
+    """Return the learner's state after one update on this rank's part of six episodes, for each kind and deal."""
+    states = []
+    for kind in KINDS:
+        for deal in DEALS:
+            learner = make_learner(toy_config(**kind), dist, torch.float64, 0)
+            learner.update(pack_episodes([random_episode(i, 3 + i) for i in deal[rank]]), episodes=0)
+            states.append(state_of(learner))
+    return states
+
+
+@pytest.mark.processes
+def test_an_update_is_the_same_whichever_rank_played_which_task(ranks):
+    for _, states in ranks:
+        for i, kind in enumerate(KINDS):
+            alone = make_learner(toy_config(**kind), None, torch.float64, 0)
+            alone.update(pack_episodes([random_episode(i, 3 + i) for i in range(6)]), episodes=0)
+            for state in states[3 * i : 3 * i + 3]:
+                for name, value in state_of(alone).items():
+                    torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=name)
+
+
+def test_a_dealt_run_resumes_bit_for_bit(tmp_path):
+    sizes = {"task_dealing": "sharded", "batch_size": 6, "task_weights": {"3m": 2.0}, "group_size": 2, "t_max": 400}
+    whole = launch(config_of(tmp_path / "whole", **sizes), "whole")
+    given = config_of(tmp_path / "cut", auto_resume=True, **sizes)
+    for iteration in (1, 2):
+        interrupted_run(given, iteration)
+    cut = launch(given, "cut")
+    assert differences(Path(whole["folder"]), Path(cut["folder"])) == []
+    visits = {name: facts["visits"] for name, facts in cut["tasks"].items()}
+    assert visits == {name: facts["visits"] for name, facts in whole["tasks"].items()}
+    assert sum(visits.values()) == cut["stages"]["stage3"]["clock"]["episodes"]
+    assert visits["3m"] == pytest.approx(sum(visits.values()) / 2, abs=2.1)
 
 
 @pytest.mark.parametrize(("updates", "message"), [

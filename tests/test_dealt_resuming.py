@@ -20,8 +20,8 @@ from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.reporting import plots
+from omagd.run.training import evaluate
 from omagd.run.training.experiment import run_experiment
-from omagd.run.training.stages import rl
 from omagd.utils.dist_utils import Dist
 from omagd.utils.run_folder import RunFolder
 
@@ -66,7 +66,7 @@ def run_until(config: Config, dist: Dist, folder: Path, iteration: int | None) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "curves", lambda *_: None)
         # Tests would take as long as all training here.
-        patch.setattr(rl, "greedy_episodes", lambda *_, **__: {"test_return_mean": 0.0})
+        patch.setattr(evaluate, "greedy_episodes", lambda *_, **__: {"test_return_mean": 0.0})
         patch.setattr(Checkpointer, "boundary", boundary)
         if iteration is None:
             run_experiment(config, dist, str(folder), None)

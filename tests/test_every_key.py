@@ -64,12 +64,12 @@ RUNS: dict[str, Run] = {
         run="ddp", deterministic=True, torch_threads=2, t_max=24, updates_per_iteration=2, gamma=0.9, td_lambda=0.0,
         double_q=False, lr=1e-4, grad_norm_clip=1.0, target_update_interval=3, mixer="vdn", agent="rnn",
         obs_agent_id=False, obs_last_action=False, accumulate=2, use_tensorboard=True, profile=True,
-        log_memory_usage=True, distributed_debug=True, epsilon_start=0.9, epsilon_finish=0.1,
+        log_video=True, log_memory_usage=True, distributed_debug=True, epsilon_start=0.9, epsilon_finish=0.1,
         epsilon_anneal_time=50,
         save_model_interval=10, max_checkpoints_to_keep=3, keep_checkpoints=True,
         auto_resume=True, auto_resume_wait=0.1, resume="lossy",
         share_parameters=False, buffer_cpu_only=False, cpu_inference=True, env_args={"payoff": "monotonic"},
-        makes=("tb/*/events*", "profile/*", "models/*/agent.th", "checkpoints/*/manifest.json"),
+        makes=("tb/*/events*", "replays/test_*.gif", "profile/*", "models/*/agent.th", "checkpoints/*/manifest.json"),
     ),
     "seeds, nothing saved": Run(
         "vdn", "memory_game", TINY, NETWORKS, seeds=(2,), t_max=16, runner="episode", batch_size_run=1, mixer="qmix",
@@ -83,8 +83,9 @@ RUNS: dict[str, Run] = {
         runner="stream", env_processes=True, lr_scaling="sqrt",
     ),
     "on the agents' device": Run(
-        "qmix", "skirmish", TINY, NETWORKS, t_max=60, runner="resident", buffer_cpu_only=False,
+        "qmix", "skirmish", TINY, NETWORKS, t_max=60, runner="resident", buffer_cpu_only=False, log_video=True,
         graph_updates=True, env_args={"map_name": "3m", "start": "mixed", "sight_range": 6},
+        makes=("replays/test_*.gif",),
     ),
     "groups": Run(
         "rloo", "matrix_game", TINY, t_max=18, buffer_size=5000, rnn_hidden_dim=8, group_size=2,
@@ -102,7 +103,7 @@ RUNS: dict[str, Run] = {
     "all stages": Run(
         "omagd_small", "skirmish", STAGES, t_max=60, save_pretrain_buffer=True,
         graph_lr=1e-3, use_graph_reconstruction=True, enable_gradient_checkpointing=True, env_args={"map_name": "3m"},
-        makes=("pretrain_buffer/rank_0.episodes", "models/pretrain_stage1_best/tokenizer.th"),
+        makes=("pretrain_buffer/rank_0.episodes", "models/pretrain_stage1_best/tokenizer.th", "plots/*.png"),
     ),
     "stage 1 on given episodes": Run(
         "omagd_small", "skirmish", STAGES, reconstructer_stage="stage1", graph_pretrain_policy="random",
@@ -127,7 +128,7 @@ RUNS: dict[str, Run] = {
         "fog_baseline", "skirmish", TINY, NETWORKS, run="default", t_max=40, belief_loss="tokens", belief_weight=0.5,
         belief_units="all", belief_every=2, tokenizer_config=STAGES["tokenizer_config"], env_args={"map_name": "3m"},
         graph_pretrain_eval_episodes=2, graph_pretrain_test_episodes=2, needs=TOKENIZER,
-        makes=("models/*/belief_head.th",),
+        makes=("models/*/belief_head.th", "plots/beliefs.png"),
     ),
     "an evaluation of the graphs": Run(
         "omagd_small", "skirmish", STAGES, evaluation_only=True, eval_report_episodes=2, needs=PRETRAINED

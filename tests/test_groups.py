@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from ddp_harness import run_ranks
-from interruption import stage_of
+from interruption import interrupted_run, stage_of
 from q_toys import make_learner, random_episode, toy_config
+from run_equality import differences
 
 from omagd.components.data import GroupData
 from omagd.components.episode_buffer import EpisodeBuffer
@@ -301,6 +302,16 @@ def test_the_folder_of_a_run_with_another_learner_or_group_size_means_its_weight
         with pytest.raises(UserError, match=f"a state with {reason}. Give {run}/models"):
             start(state)
     assert not (tmp_path / "third").exists()
+
+
+@pytest.mark.parametrize("sampling", [{}, {**SAMPLING, "max_sampling_attempts": 2}])
+def test_it_resumes_bit_for_bit(sampling, tmp_path):
+    sizes = {"t_max": 200, "test_interval": 60, **sampling}
+    whole = launch(config_of(tmp_path / "whole", **sizes), "whole")["folder"]
+    given = config_of(tmp_path / "cut", auto_resume=True, **sizes)
+    for iteration in (2, 5):
+        interrupted_run(given, iteration)
+    assert differences(Path(whole), Path(launch(given, "cut")["folder"])) == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import zip_longest
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.controllers.graph_mac import NGraphMAC
 from omagd.controllers.types import Tick
+from omagd.envs.frames import Frame, Scene
 from omagd.envs.protocol import Observation
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers import REGISTRY, token_reconstructor
@@ -28,6 +31,9 @@ from omagd.modules.graph_reconstructers.graphs import (
 from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
+from omagd.run.recording import WRITERS
+from omagd.run.recording.recording import Recording
+from omagd.run.training import beliefs
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
@@ -259,3 +265,83 @@ def _tick(obs: np.ndarray, step: int, active: np.ndarray) -> Tick:
     avail = np.ones((len(obs), INFO.n_agents, INFO.n_actions), bool) & active[:, None, None]
     seen = Observation(obs=obs, state=np.zeros((len(obs), INFO.state_dim), np.float32), avail_actions=avail)
     return Tick(seen, np.full(len(obs), step), active)
+
+
+def picture_of(monkeypatch, tmp_path, parts, batch, info=INFO):
+    """Return the recording and the agent that the picture of a batch shows; slot 0 has a map of one against one."""
+    shown = []
+    monkeypatch.setitem(WRITERS._objects, "png", lambda made, path, agent: shown.append((made, agent)) or path)
+    frame = Frame(Scene(("a0", "e0"), (0, 1), ("marine",) * 2, ("agents", "enemies")), [0.0] * 2, [0.0] * 2, [True] * 2)
+    session = SimpleNamespace(
+        config=parts[2], info=info, env=SimpleNamespace(frame=lambda slot: frame),
+        folder=SimpleNamespace(plots=tmp_path), logger=SimpleNamespace(picture=lambda name, path: None),
+    )  # fmt: skip
+    modules = SimpleNamespace(tokenizer=parts[0], predictor=parts[1])
+    made = beliefs.picture(session, beliefs.reconstructor_of(session, modules), batch, "moment")
+    ((recording, agent),) = shown
+    assert made == tmp_path / "moment.png" and Recording.model_validate(recording.model_dump())
+    return recording.episodes[0], agent
+
+
+def _x(episode, agent):
+    """Return how far each other unit is to the right of an agent at the first step, in cells."""
+    return obs_to_nodes(episode["full_obs"][0, agent], LAYOUT)[1:, LAYOUT.position[0]].numpy() * LAYOUT.sight
+
+
+def test_a_picture_shows_an_agent_for_which_something_is_hidden() -> None:
+    """Agent 1 sees two units and not the third, then all three."""
+    full = torch.zeros(2, INFO.n_agents, LAYOUT.n_nodes, LAYOUT.node_dim)
+    full[:, 1, :4] = 1.0
+    obs = full.clone()
+    obs[0, 1, 3] = 0.0
+    views = (nodes_to_obs(value, LAYOUT)[None] for value in (obs, full))
+    assert beliefs._best_view(*views, LAYOUT) == (0, 1)
+
+
+def test_a_picture_is_made_of_the_actions_before_each_step(tmp_path, monkeypatch) -> None:
+    parts, episodes, taken, step = trained(), toy_episodes(3, seed=31), [], TokenReconstructor.step
+
+    def noted(self, obs, now, active, actions):
+        taken.append(actions[0])
+        return step(self, obs, now, active, actions)
+
+    monkeypatch.setattr(TokenReconstructor, "step", noted)
+    shown, _ = picture_of(monkeypatch, tmp_path, parts, pack_episodes(episodes))
+    assert len(taken) == len(shown.moments) > 2 and (taken[0] == -1).all()
+    played = [episode["actions"][: len(taken) - 1] for episode in episodes]
+    assert any(torch.equal(torch.stack(taken[1:]), actions) for actions in played)
+
+
+def test_the_picture_of_beliefs_shows_what_is_seen_believed_and_true(tmp_path, monkeypatch) -> None:
+    """Of a set of maps it names all units, whatever map a slot is on. Places are relative to the agent."""
+    parts, episodes = trained(), toy_episodes(5, seed=31)
+    info = replace(INFO, tasks=("1m", "tiny"), n_training=2)
+    shown, agent = picture_of(monkeypatch, tmp_path, parts, pack_episodes(episodes), info)
+    assert shown.scene.ids == (*(f"a{i}" for i in range(INFO.n_agents)), "e0", "e1", "e2")
+    others = [i for i in range(INFO.n_agents) if i != agent] + list(range(INFO.n_agents, len(shown.scene.ids)))
+    (number,) = (
+        i for i, episode in enumerate(episodes)
+        if np.allclose(np.array(shown.moments[0].x)[others], _x(episode, agent), atol=1e-4)
+    )  # fmt: skip
+    acted, marks, _ = play(TokenReconstructor(*parts), [episodes[number]] * 2)[0]
+    believed = 0
+    for step, moment in enumerate(shown.moments):
+        seen, full, made = (
+            obs_to_nodes(each[step, agent], LAYOUT).numpy()
+            for each in (episodes[number]["obs"], episodes[number]["full_obs"], acted)
+        )
+        there = [i for i, node in zip([agent, *others], full, strict=True) if node.any()]
+        assert [i for i, alive in enumerate(moment.alive) if alive] == sorted(there)
+        bits = int(moment.seen[agent] or "0", 16)
+        sees = [i for i, node in zip([agent, *others], seen, strict=True) if node.any()]
+        assert [i for i in range(len(moment.x)) if bits >> i & 1] == sorted(sees)
+        wanted = {
+            unit: np.round(node[list(LAYOUT.position)] * LAYOUT.sight, 1)
+            for unit, node, guess in zip([agent, *others], made, marks[step, agent], strict=True)
+            if guess and node.any() and full.any()
+        }
+        assert {unit for unit, *_ in moment.beliefs[agent]} == wanted.keys()
+        for unit, x, y, _ in moment.beliefs[agent]:
+            assert (x, y) == pytest.approx(wanted[unit], abs=0.11)
+            believed += 1
+    assert believed > 5

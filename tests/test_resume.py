@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from command_budgets import BUDGETS
 from command_harness import records, summary_of
-from interruption import interrupted_run, wait_for_saves
+from interruption import Interrupted, interrupted_run, wait_for_saves
 from run_equality import differences, reproducible_lines
 
 from omagd.config.schema import Config
@@ -28,6 +31,7 @@ from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import whole_state
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
+from omagd.run.memory_budget import resident_bytes
 from omagd.run.reporting import report
 from omagd.run.training import experiment
 from omagd.utils.errors import UserError
@@ -36,6 +40,10 @@ from omagd.utils.run_folder import RunFolder
 QMIX = ("--config=qmix", "--env-config=skirmish", "with", "env_args.map_name=3m", *BUDGETS, "checkpoint_interval=0")
 # Two or three iterations between two lines: what has been measured since the last one is in the checkpoints.
 SIZES = ("t_max=400", "buffer_size=12", "log_interval=80", "runner_log_interval=80", "learner_log_interval=120")
+SMALLEST = (
+    *BUDGETS, "rnn_hidden_dim=8", "mixing_embed_dim=4", "hypernet_embed=4", "test_nepisode=2", "log_interval=10",
+    "runner_log_interval=10", "learner_log_interval=10", "checkpoint_interval=0", "updates_per_iteration=1",
+)  # fmt: skip
 STAGES = ["stage1", "stage2", "stage3"]
 
 
@@ -74,6 +82,7 @@ def test_a_run_lets_no_gpu_round_float32_to_tf32(whole):
 @pytest.mark.parametrize(("words", "iterations"), [
     ((), (0, 1, 5)),
     (("runner=stream", "use_team_obs=True"), (1, 4)),
+    (("belief_loss=features",), (3,)),
     (("--config=mappo", "belief_loss=features", "t_max=200"), (2,)),
 ])  # fmt: skip
 def test_a_run_that_is_interrupted_again_and_again_ends_with_the_same_bits(words, iterations, whole, tmp_path):
@@ -189,7 +198,7 @@ def test_pretraining_continues_without_its_episodes_or_from_its_saved_modules(tm
     assert entries["weights"]["from"] == "models/pretrain_stage1_best/tokenizer.th"
     assert stages["stage1"]["clock"] == {}, "it is not run again"
     assert log_of(lossy).count("stage1: 2 epochs") == 1
-    assert "resume=lossy: 12 episode(s) in" in log_of(lossy)
+    assert "12 episode(s) are lost" in log_of(lossy)
     files = [folder.pretrained("stage1", best=True) / "tokenizer.th" for folder in (lossy, weights)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -310,3 +319,30 @@ def test_a_checkpoint_of_another_configuration_is_rejected_in_one_line(whole, tm
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         assert f"checkpoint_path={whole.path}" in line and "does not fit" in line
         assert not (tmp_path / "other").exists()
+
+
+def test_nothing_grows_with_the_iterations(tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    every, samples, boundary = 40, [], Checkpointer.boundary
+    iterations = iter(range(1, 8 * every + 1))
+
+    def sampled(checkpointer, stage):
+        boundary(checkpointer, stage)
+        if next(iterations) % every == 0:
+            checkpointer.finish()
+            gc.collect()
+            memory = len(gc.get_objects()), sys.getallocatedblocks(), resident_bytes()
+            samples.append((*memory, len(os.listdir("/proc/self/fd")), threading.active_count()))
+        if len(samples) == 8:
+            raise Interrupted
+
+    monkeypatch.setattr(Checkpointer, "boundary", sampled)
+    given = (f"local_results_path={tmp_path}", "t_max=1000000000", "test_interval=20", "save_model_interval=100")
+    with pytest.raises(Interrupted):
+        launch(config_from(["--config=qmix", "--env-config=matrix_game", "with", *SMALLEST, *given]), "endurance")
+    objects, blocks, resident, files, threads = map(list, zip(*samples, strict=True))
+    # What leaks grows from each sample to the next; what is made once, late, does not.
+    assert not all(grown >= every // 2 for grown in np.diff(objects[3:]))
+    assert not all(grown >= every for grown in np.diff(blocks[3:]))
+    assert resident[-1] < 1.02 * resident[3]
+    assert len(set(files[1:])) == len(set(threads[1:])) == 1

@@ -68,6 +68,14 @@ def test_a_file_system_without_locks_is_no_error_and_named(tmp_path, monkeypatch
     assert "no locks (flock)" in caplog.text
 
 
+def test_ranks_at_work_are_seen(tmp_path):
+    marks = [mark_rank(tmp_path) for _ in range(2)]
+    assert busy_rank(tmp_path).holder.pid == os.getpid()
+    for mark in marks:
+        mark.release()
+    assert busy_rank(tmp_path) is None
+
+
 @needs_proc
 def test_a_process_id_that_is_used_again_is_another_process():
     own = ProcessIdentity.own()

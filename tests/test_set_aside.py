@@ -175,7 +175,7 @@ def of_two(tmp_path) -> RunFolder:
                 draft.put("common", common)
             part = {"file": name, "first": 0, "count": 4, "entry": draft.files[name], "codec": None}
             draft.report({"replay": {"added": 4, "kept": 3, "parts": [part]}})
-        facts = {"iteration": iteration, "stage": "stage3", "t_env": 10 * iteration, "clock": {}}
+        facts = {"iteration": iteration, "stage": "stage3", "t_env": 10 * iteration, "score": None, "clock": {}}
         draft.commit(facts, 5.0)
     (folder.path / "episodes").mkdir()
     folder.metrics_jsonl.write_text("abcdef")

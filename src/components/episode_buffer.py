@@ -226,8 +226,7 @@ class ResidentBuffer(EpisodeBuffer):
             return False
         firsts = range(0, count, TOGETHER)
         parts = [codec.encode_rows({n: v[i : i + TOGETHER].flatten(0, 1) for n, v in block.items()}) for i in firsts]
-        fits = [fit for _, each in parts for fit in each.values()]
-        if fits and not bool(torch.stack(fits).all()):  # the one value that the host reads
+        if not bool(torch.stack([fits for _, fits in parts]).all()):  # the one value that the host reads
             return False
         self._codec = codec
         self.added += max(0, len(episodes) - self.capacity)

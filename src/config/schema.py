@@ -106,7 +106,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "compile": (False, "it brought 2 % of an update; leave it out"),
     "num_workers": (0, "it brought 2 % of an update; leave it out"),
     "use_per": (False, "prioritised replay is not implemented; leave it out"),
-    "log_video": (False, "record battles by `evaluate RUN save_replay=True`; leave it out"),
     "n_starts": (None, NO_SKIPPING),
     "rollout_skip_threshold": (None, NO_SKIPPING),
     "early_stop_percentage": (1.0, "with it a run could not be repeated; leave it out"),
@@ -269,7 +268,7 @@ class Config(Frozen):
     save_model_interval: Count  # environment steps over all ranks between saved weights; also saved at the end
     enable_checkpointing: bool  # write checkpoints/, from which a killed run resumes bit for bit
     checkpoint_interval: Duration  # seconds between checkpoints; 0: one after every iteration
-    max_checkpoints_to_keep: Annotated[Int, Field(ge=2, le=10**6)]  # the newest ones
+    max_checkpoints_to_keep: Annotated[Int, Field(ge=2, le=10**6)]  # the newest ones; the best one is kept as well
     keep_checkpoints: bool  # also keep the replay of a finished run, which a longer one can then continue bit for bit
     auto_resume: bool  # resume the newest unfinished run of this configuration, if there is one
     auto_resume_wait: Duration  # minutes to wait while another process uses that run; 0: reject
@@ -282,6 +281,7 @@ class Config(Frozen):
     wandb_naming: Literal["environment", "published"]  # W&B projects: of each environment and map, or as published
     wandb_entity: str  # W&B team; empty: the key's own
     use_tensorboard: bool  # write event files to <run folder>/tb/
+    log_video: bool  # record a battle of each best test and of the last: replays/, W&B, TensorBoard
     profile: bool  # write traces of a few iterations of each stage to <run folder>/profile/
     log_memory_usage: bool  # log the memory of every rank
     distributed_debug: bool  # compare checksums of all parameters over the ranks after every iteration

@@ -18,6 +18,7 @@ from omagd.components.episode_codec import Codec, Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.learners.protocol import learner_class, records_full_obs
+from omagd.modules.graph_reconstructers import training_fields
 from omagd.runners.rollout import row_fields
 from omagd.utils.errors import UserError
 
@@ -34,37 +35,51 @@ def resident_bytes() -> int:
 
 GIGABYTE = 2.0**30
 NETWORK_KEYS = ("rnn_hidden_dim", "mixing_embed_dim", "hypernet_embed", "gnn_hidden_dim")
+_UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
 _RAN_OUT = re.compile(
     r"can't allocate memory|out of memory|bad_alloc|bad allocation|RESOURCE_EXHAUSTED|ALLOC_FAILED"
     r"|Cannot allocate memory|could not create a memory",
     re.IGNORECASE,
 )
-LONGEST = 200  # of what an error says
+_ASKED = re.compile(r"(?:allocate|allocating) (\d+(?:\.\d+)?) ?([KMGT]?)i?B?(?:ytes)?\b", re.IGNORECASE)
 
 
 @contextmanager
-def oom_hint(config: Config, stage: str, phase: str) -> Iterator[None]:
+def oom_hint(config: Config, stage: str, phase: str, device: torch.device | None = None) -> Iterator[None]:
     """Turn out-of-memory errors in a block into a UserError that names the key to reduce.
 
     Args:
         stage: stage1, stage2 or stage3. phase: of the loop (collect, update, test, ...), "replay" for keeping
-            episodes, "start" for making the environment, "networks" for making the networks.
+            episodes, "start" for making the environment, "networks" for making the networks. device: of the rank.
     Errors: UserError; any other error passes.
     """
     try:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
-        if not ran_out(error):
+        asked = asked_bytes(error)
+        if asked is None:
             raise
-        what = (str(error).splitlines() or ["no memory is left"])[0][:LONGEST].rstrip(". ")
-        raise UserError(f"out of memory in {stage} ({phase}): {what}. {_fix(config, stage, phase)}") from error
+        figures = _figures(config, error, asked, device)
+        raise UserError(f"out of memory in {stage} ({phase}): {figures}. {_fix(config, stage, phase)}") from error
 
 
-def ran_out(error: BaseException) -> bool:
-    """Return whether an error says that no memory is left."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or bool(_RAN_OUT.search(str(error)))
+def asked_bytes(error: BaseException) -> float | None:
+    """Return the requested bytes of an out-of-memory error: 0 if unknown, None for another error."""
+    ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not ran_out and not (isinstance(error, RuntimeError) and _RAN_OUT.search(str(error))):
+        return None
+    found = _ASKED.search(str(error))
+    return float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
+
+
+def _figures(config: Config, error: BaseException, asked: float, device: torch.device | None) -> str:
+    wanted = f"{_gb(asked)} more were requested" if asked else "more was requested"
+    if isinstance(error, torch.cuda.OutOfMemoryError) and device is not None and device.type == "cuda":
+        held, cap = torch.cuda.memory_reserved(device), config.max_memory_per_gpu_gb
+        total = _gb(torch.cuda.get_device_properties(device).total_memory)
+        room = f"max_memory_per_gpu_gb={cap:g}" if cap is not None else f"a GPU of {total}"
+        return f"{wanted}, this rank holds {_gb(held)} of {room}"
+    return f"{wanted}, this process holds {_gb(resident_bytes())}"
 
 
 def _fix(config: Config, stage: str, phase: str) -> str:
@@ -122,28 +137,42 @@ def replay_spec(config: Config, info: EnvInfo) -> Spec:
     return {**fields, **controllers.REGISTRY.get(config.mac).extra_fields(config, info)}
 
 
+def pretraining_bytes(config: Config, info: EnvInfo) -> int:
+    """Return the bytes of the episodes of stages 1 and 2 over all ranks if every one reached `episode_limit`."""
+    fields = row_fields(info, full_obs=True)
+    return (
+        Codec({name: fields[name] for name in training_fields(config)}).width
+        * (info.episode_limit + 1)
+        * config.graph_pretrain_episodes
+    )
+
+
 def memory_warnings(config: Config, info: EnvInfo, ranks: int, available: float | None = None) -> list[str]:
-    """Return a line if the episodes of stage 3 may not fit in the memory of a host with `ranks` ranks, else nothing.
+    """Return a line for each key whose episodes may not fit in the memory of a host with `ranks` ranks.
 
     available: bytes; None means those that the system reports.
     """
     available = available_bytes() if available is None else available
+    if available is None:
+        return []
     on_gpu = config.use_cuda and not config.buffer_cpu_only and torch.cuda.is_available()
-    if available is None or on_gpu or config.pretrain_only or config.stage not in {"stage3", "all"}:
-        return []
-    key, need = data_key(config), ranks * replay_bytes(config, info)
-    if need <= available:
-        return []
+    needs = {}
+    if config.stage in {"stage1", "stage2", "all"} and config.use_graph_reconstruction:
+        needs["graph_pretrain_episodes"] = pretraining_bytes(config, info)
+    if config.stage in {"stage3", "all"} and not config.pretrain_only and not on_gpu:
+        needs[data_key(config)] = ranks * replay_bytes(config, info)
     of_ranks = f" for {ranks} ranks" if ranks > 1 else ""
     return [
         f"{key}={getattr(config, key)}: episodes of {info.episode_limit} steps may take {_gb(need)}{of_ranks}, this"
         f" machine has {_gb(available)} left. {key}={max(1, int(getattr(config, key) * available / need))} always fits"
+        for key, need in needs.items()
+        if need > available
     ]
 
 
 def available_bytes() -> float | None:
     """Return the bytes that this process and its children may still allocate; None if unknown."""
-    bounds = [_meminfo(), _cgroup(Path("/sys/fs/cgroup"))]
+    bounds = [_meminfo(), _cgroup(Path("/sys/fs/cgroup")), _address_space()]
     known = [bound for bound in bounds if bound is not None]
     return min(known) if known else None
 
@@ -162,6 +191,18 @@ def _cgroup(folder: Path) -> float | None:
         limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # ValueError: "max"
         return None
+    return float(max(limit - used, 0))
+
+
+def _address_space() -> float | None:
+    """Return the bytes left of `ulimit -v`, if it is set."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        used = resident_bytes()
     return float(max(limit - used, 0))
 
 

@@ -130,6 +130,12 @@ class Dist:
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     waits: Waits = field(default_factory=Waits, compare=False, repr=False)
+    _own: Store = field(default_factory=dist.HashStore, compare=False, repr=False)
+
+    @property
+    def store(self) -> Store:
+        """The key-value store of the process group, for counters of all ranks; this process's own with one rank."""
+        return self._own if self.world_size == 1 else dist.distributed_c10d._get_default_store()
 
     @property
     def is_main(self) -> bool:

@@ -44,6 +44,7 @@ from omagd.run.checkpoint.weights import checksum
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
+from omagd.utils.metrics import added
 from omagd.utils.run_folder import RunFolder, plain, rank_of, write_json
 from omagd.utils.seeding import random_state, set_random_state
 from omagd.utils.signals import deferred, saving, stop_now, stop_wanted
@@ -101,6 +102,7 @@ class Checkpointer:
         self._failed = ""
         self._saved_at = time.monotonic()
         self._flags: Pending | None = None
+        self._urgent = False
         self._sums: dict[str, str] = {}
 
     def start_stage(self) -> None:
@@ -139,6 +141,7 @@ class Checkpointer:
             return
         assert self._flags is not None
         stop, due, busy = self._flags.wait().tolist()
+        self._urgent |= stage.urgent()  # until it is saved, also where a save is in progress now
         if not self._busy:
             self.finish()  # raises what the thread could not handle
         if stop or stage.done():
@@ -147,7 +150,7 @@ class Checkpointer:
             self.finish()
             self._begin(stage, stage.buffers())
             self.finish()
-        elif due and not busy:
+        elif (due or self._urgent) and not busy:
             self._begin(stage, stage.buffers())
         if stop:
             self._log_saved(stage.session)
@@ -202,6 +205,7 @@ class Checkpointer:
             "stage": {} if over else self._states("rank"),
             "random": random_state(),
             "runners": {name: runner.snapshot() for name, runner in session.runners.items()},
+            "past": session.logged_failures,
             "episode_bytes": session.episode_log.size(),
         }
         draft = CheckpointWriter(self._writer.store, self.iteration)
@@ -218,11 +222,12 @@ class Checkpointer:
                 "stage": stage.name,
                 "t_env": stage.clock.t_env,
                 "clock": stage.clock.state_dict(),
+                "score": None if over else stage.score(),
                 "written": time.strftime("%Y-%m-%d %H:%M:%S"),
             },
             flushed={path: STORAGE.size(path) for path in (self.folder.metrics_jsonl, session.episode_log.path)},
         )
-        self._saved_at = time.monotonic()
+        self._saved_at, self._urgent = time.monotonic(), False
         self._saving = self._thread.submit(self._writer.write, snapshot, session.logger)
 
     def _states(self, scope: Scope) -> dict[str, Any]:
@@ -323,6 +328,7 @@ class Checkpointer:
         for name, runner in session.runners.items():
             if name in own["runners"]:  # earlier versions had fewer purposes
                 runner.restore(own["runners"][name], stage.policies().get(name))
+        session.resume_counting(own["past"])
         if inside:
             for name, stateful in self._registered["rank"].items():
                 stateful.load_state_dict(own["stage"][name])
@@ -333,6 +339,7 @@ class Checkpointer:
         self._renew(stage)
         if not self.dist.is_main:
             return
+        stage.session.resume_counting(added([part["past"] for part in everyone]))
         for name, runner in stage.session.runners.items():
             runner.lost += sum(part["runners"].get(name, {}).get("lost", 0) for part in everyone)
         for name, stateful in self._registered["rank"].items() if inside and everyone else ():
@@ -349,6 +356,10 @@ class Checkpointer:
     def _description(self, stage: Stage, state: RecoveredState, inside: bool) -> str:
         where = f"{stage.name}, {stage.clock_name} {stage.now():,}" if inside else f"the beginning of {stage.name}"
         text = f"continuing from {state.checkpoint.path}: iteration {state.iteration}, {where}"
+        if state.kind == "lossy":
+            text += f"; resume=lossy: {state.lost_episodes()} episode(s) are lost"
+        if state.kind == "weights":
+            text += "; resume=weights: the replay starts empty, generators begin new streams"
         if state.own is not None or state.kind == "weights":
             return text
         batch, unit = self.config.batch_size * self.dist.world_size, stage.session.runners["train"].unit

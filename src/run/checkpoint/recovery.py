@@ -254,7 +254,7 @@ def recover(folder: RunFolder, dist: Dist, config: Config, as_before: bool) -> R
     Errors: UserError, on all ranks, where something is there and `resume` does not allow to continue without it.
     """
     mode = config.resume
-    names, completed, others = agreed(dist, _survey, folder)
+    names, completed, others = _agreed(dist, _survey, folder)
     if not names and (completed == 0 or (completed is None and not others)):
         return ResumePlan(behind=bool(others), completed=0)
     problems: dict[Path, str] = {}
@@ -271,7 +271,7 @@ def recover(folder: RunFolder, dist: Dist, config: Config, as_before: bool) -> R
         problems[judged.path] = judged.problem
     least = max([completed or 0, 1, *map(_iteration, names)])
     if mode == "weights" and (found is None or found.kind == "weights"):
-        weights = agreed(dist, saved_weights, folder, config)
+        weights = _agreed(dist, saved_weights, folder, config)
         if weights is not None and (found is None or weights.position > found.position):
             return ResumePlan(None, weights, problems, behind=True, completed=least, least=least)
     if found is None:
@@ -285,7 +285,7 @@ def _iteration(name: str) -> int:
     return int(name.partition("_")[0])
 
 
-def agreed(dist: Dist, read: Any, *arguments: Any) -> Any:
+def _agreed(dist: Dist, read: Any, *arguments: Any) -> Any:
     """Return what rank 0 reads, on every rank. Errors: UserError of rank 0, on every rank."""
     value, problem = None, ""
     if dist.is_main:
@@ -400,18 +400,19 @@ def cut_back(folder: RunFolder, dist: Dist, plan: ResumePlan) -> ResumePlan:
     """
     own = plan.state.own if plan.state is not None else None
     sizes = dist.gather(None if own is None else int(own["episode_bytes"]))
-
-    def cut() -> tuple[str, dict[str, int]]:
+    missing: dict[str, int] = {}
+    aside, problem = "", ""
+    if dist.is_main:
         try:
-            return _cut(folder, plan, sizes)
+            aside, missing = _cut(folder, plan, sizes)
         except OSError as error:
             fix = "move it away" if error.errno in OCCUPIED else "free the disk or correct the permissions"
             problem = f"{error.filename or folder.path} ({error.strerror or error}); {fix}"
         except UserError as error:
             problem = error.message
+    aside, missing, problem = dist.broadcast((aside, missing, problem))
+    if problem:
         raise UserError(f"the run cannot be prepared to continue: {problem}, then start again: nothing is lost")
-
-    aside, missing = agreed(dist, cut)
     return replace(plan, aside=aside, missing=missing)
 
 

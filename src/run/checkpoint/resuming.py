@@ -27,6 +27,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from omagd.config.loading import read_saved, validate
 from omagd.config.schema import REMOVED, Config
 from omagd.run.checkpoint.store import digest, free_finished
 from omagd.run.checkpoint.weights import ADDED, CONTINUED, continue_whole
@@ -419,18 +420,35 @@ def is_trusted(path: Path, otherwise: str) -> bool:
 
 
 def same_runs(root: Path, identity: str) -> list[Path]:
-    """Return the folders that hold a run of this identity, newest first. Errors: UserError."""
+    """Return the folders that hold a run of this identity, newest first. Errors: UserError.
+
+    A damaged note on what a run is, is written again.
+    """
     found: list[tuple[float, Path]] = []
     for path in (Path(entry.path) for entry in listed(root)):
         entry = patiently(path / RUN_FILE, partial(read_entry, path / RUN_FILE, strict=True))
         # A run has logs/; a record of Sacred has a run.json, too. False where the folder cannot be entered.
         if "identity" not in entry and os.path.lexists(path / RUN_FILE) and os.path.isdir(path / "logs"):
-            note = readable(str(path / RUN_FILE))
-            LOG.warning(f"auto_resume=True: {note} is damaged: that run is not continued")
+            entry = _noted_again(path, identity)
         if entry.get("identity") == identity:
             with suppress(OSError):
                 found.append(((path / RUN_FILE).stat().st_mtime, path))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def _noted_again(path: Path, identity: str) -> dict[str, Any]:
+    """Write a run's damaged note again if its configuration has this identity; return the note, empty otherwise."""
+    folder, note = RunFolder(path), readable(str(path / RUN_FILE))
+    with suppress(UserError, OSError):  # no configuration of this version, or nothing can be written
+        theirs = validate(read_saved(folder.config_json, note))
+        if is_trusted(path, "is not continued") and identity_of(theirs) == identity:
+            ended = read_entry(folder.summary_json).get("exit_state") == "completed"
+            entry = {"identity": identity, **({"finished": True} if ended else {})}
+            write_json(path / RUN_FILE, entry)
+            LOG.warning(f"auto_resume=True: {note} was damaged, and is written again from config.json and summary.json")
+            return entry
+    LOG.warning(f"auto_resume=True: {note} is damaged: that run is not continued")
+    return {}
 
 
 def _locked(folder: RunFolder, minutes: float, waits: Callable[[], object]) -> Lock:

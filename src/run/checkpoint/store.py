@@ -266,12 +266,8 @@ def _known(manifest: Any) -> dict[str, Any]:
 
 def _fitting(form: type[Form], name: str, content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a file, which fits a form. Errors: Damaged."""
-    try:
-        form.model_validate(content)
-    except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(str(part)[:40] for part in first["loc"])
-        raise Damaged(f"{name}: {place + ': ' if place else ''}{first['msg']}") from problem
+    if problem := misfit(form, content):
+        raise Damaged(f"{name}: {problem}")
     return content
 
 
@@ -280,7 +276,7 @@ class CheckpointStore:
 
     Args:
         path: `checkpoints/` of the run. rank, world_size: of this process. attempt: text that no other start of this
-            run has used; the same on all ranks. keep: how many of the newest stay.
+            run has used; the same on all ranks. keep: how many of the newest stay; that with the best score does too.
 
     Attributes:
         waits_until: moment (`time.monotonic()`) at which no save waits for other ranks any more; set when a run ends
@@ -292,7 +288,7 @@ class CheckpointStore:
         self.attempt, self.keep, self.waits_until = attempt, keep, math.inf
 
     def prune(self) -> None:
-        """Remove checkpoints that are not among the newest, and the files that they alone name.
+        """Remove checkpoints that are neither among the newest nor the best, and the files that they alone name.
 
         No other file is touched: other ranks may be writing the next checkpoint. A manifest that cannot be read may
         name any of the shared files: then these stay.
@@ -301,7 +297,9 @@ class CheckpointStore:
         for path in paths:
             with suppress(Damaged, Unreadable):
                 known.append(read_checkpoint(path))
-        old = known[self.keep :]
+        scored = [found for found in known if found.manifest.get("score") is not None]
+        best = max(scored, key=lambda found: found.manifest["score"], default=None)
+        old = [found for found in known[self.keep :] if best is None or found.path != best.path]
         needed = {name for found in known if found not in old for name in found.manifest["files"]}
         for each in old:
             doomed = each.path.with_name(f".{each.path.name}.{self.attempt}.partial")
@@ -425,6 +423,7 @@ class ManifestForm(Form):
     stage: Stage
     t_env: Count
     clock: dict[str, Count]
+    score: float | None
     files: dict[str, FileForm]
     logs: list[dict[str, LogForm]]
 
@@ -481,6 +480,7 @@ class RankForm(Form):
     stage: dict[str, Any]
     random: dict[str, Any]
     runners: dict[str, Any]
+    past: dict[str, float]
     episode_bytes: Count
 
 
@@ -488,6 +488,17 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest with a checksum of its content under `seal`."""
     content = {key: value for key, value in manifest.items() if key != "seal"}
     return {**content, "seal": fingerprint(content)}
+
+
+def misfit(form: type[Form], value: Mapping[str, Any]) -> str:
+    """Return what is wrong with a value, empty if it fits the form."""
+    try:
+        form.model_validate(value)
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(str(part)[:40] for part in first["loc"])
+        return f"{place}: {first['msg']}" if place else str(first["msg"])
+    return ""
 
 
 def _is_inside(name: str) -> bool:

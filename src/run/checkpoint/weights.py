@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,10 +111,22 @@ def load_learner(learner: Trainable, folder: Path) -> dict[str, int]:
         load_into(module, load_file(path, "checkpoint_path"), path, "checkpoint_path")
     path = folder / LEARNER_FILE
     state = load_file(path, "checkpoint_path")
-    try:
-        require_finite(state["learner"], path, "checkpoint_path")
-        learner.load_state_dict(with_own_settings(state["learner"], learner.state_dict()))
+    with _fits(path):
+        load_learner_state(learner, state["learner"], path)
         return dict(state["clock"])
+
+
+def load_learner_state(learner: Any, saved: Any, path: Path) -> None:
+    """Load a learner's state from a file, all but the settings of its optimizers. Errors: UserError."""
+    require_finite(saved, path, "checkpoint_path")
+    with _fits(path):
+        learner.load_state_dict(with_own_settings(saved, learner.state_dict()))
+
+
+@contextmanager
+def _fits(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (KeyError, ValueError, RuntimeError) as problem:
         reason = str(problem).split("\n")[0][:100]
         fix = "use the --config that it was trained with"
@@ -192,6 +205,16 @@ def _has_agent(folder: Path) -> bool:
         return (folder / AGENT_FILE).is_file()
     except OSError:
         return False
+
+
+def far_step(folder: Path, load_step: int) -> str:
+    """Return a warning where the nearest saved step is more than a tenth away from `load_step`, else nothing."""
+    if not load_step or not folder.name.isdecimal() or abs(int(folder.name) - load_step) <= load_step / 10:
+        return ""
+    return (
+        f"load_step={load_step}: the nearest step that was saved is {folder.name}. save_model_interval of that run says"
+        " which there are"
+    )
 
 
 def run_folder_of(step_folder: Path) -> Path:

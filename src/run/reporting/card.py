@@ -43,6 +43,7 @@ NO_EFFECT = frozenset(
     {"run", "use_ddp", "world_size", "ddp_port", "dist_timeout_minutes", "max_memory_per_gpu_gb"}
     | {"local_results_path", "unique_token", "seeds", "save_replay", "save_model", "save_model_interval"}
     | {"use_wandb", "wandb_project", "wandb_entity", "wandb_naming", "use_tensorboard", "profile", "log_memory_usage"}
+    | {"log_video"}
     | {"log_interval", "runner_log_interval", "learner_log_interval", "distributed_debug", "save_pretrain_buffer"}
     | {"enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "keep_checkpoints", "max_restarts"}
     | {"auto_resume", "auto_resume_wait", "resume"}

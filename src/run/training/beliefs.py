@@ -1,39 +1,61 @@
-"""Accuracy of the agents' reconstructions of unseen units."""
+"""Accuracy of the agents' reconstructions of unseen units, and a picture of some moments."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from omagd import learners
 from omagd.config.checks import pretrained_file
+from omagd.config.env_info import EntityLayout
+from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, unit_names
 from omagd.learners.belief_baselines import Baselines, fit_baselines
 from omagd.learners.belief_loss import HeadBeliefs
 from omagd.learners.belief_metrics import Believer, belief_values, judge
 from omagd.learners.graph_metrics import summarise
-from omagd.run.checkpoint.recovery import agreed
+from omagd.modules import graph_reconstructers
+from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file
+from omagd.run.recording import WRITERS
+from omagd.run.recording.recorder import Views, seen_and_believed, units_of_nodes
+from omagd.run.recording.recording import Episode, Moment, Recording
 from omagd.run.training.stages.base import PretrainedModules, Session
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import UserError
 from omagd.utils.metrics import Metrics
-from omagd.utils.packing import PackedBatch, pack_episodes
+from omagd.utils.packing import PackedBatch, last_actions, pack_episodes
+
+OWN_HEALTH = 4
+"""Column of an agent's own health in its own node, behind [1, 0, 0, 0 | move features]."""
+
+FARTHEST_SHOWN = 3.2
+"""Ranges of sight to each side of an agent that a picture can show."""
 
 
 def evaluate_beliefs(
     session: Session, pretrained: PretrainedModules, mac: Any
-) -> tuple[dict[str, float], dict[str, Any]]:
+) -> tuple[dict[str, float], dict[str, str], dict[str, Any]]:
     """Play episodes with the trained team and compare what it predicts with the true units.
 
-    Returns the metrics over all ranks and the table; both are empty for a team that predicts nothing.
+    Returns the metrics over all ranks, the path of a picture and the table; all are empty for a team that predicts
+    nothing.
     """
     head = mac.head
     if head is None and (pretrained.predictor is None or not session.config.use_graph_reconstruction):
-        return {}, {}
+        return {}, {}, {}
     batch = _played(session, mac, "beliefs")
     if head is not None:
         training, validation = ([_played(session, mac, purpose)] for purpose in ("pretrain", "held_out"))
         baselines = fit_baselines(lambda: training, lambda: validation, session.info, session.dist)
         table = _judged(HeadBeliefs(mac, head), batch, baselines, session.dist)
-        return belief_values(table), table
+        filled = MemoryReconstructor(mac.agent, head, session.info, session.dist.device)
+        return belief_values(table), _drawn(session, filled, batch), table
     assert pretrained.predictor is not None
     # Without other ranks: it only evaluates, and sums and counts are reduced below.
     alone = Dist(device=session.dist.device)
@@ -41,11 +63,13 @@ def evaluate_beliefs(
     judged = kind(pretrained.predictor, pretrained.tokenizer, session.config, session.info, alone)
     metrics = Metrics()
     metrics.add(judged.evaluate(batch))
-    values = summarise(metrics.reduce(session.dist))
-    if not says_of_units(judged) or (saved := saved_baselines(session)) is None:
-        return values, {}
-    table = _judged(judged, batch, saved, session.dist)
-    return values | belief_values(table), table
+    values, table = summarise(metrics.reduce(session.dist)), {}
+    if not says_of_units(judged):
+        return values, {}, {}
+    if (saved := saved_baselines(session)) is not None:
+        table = _judged(judged, batch, saved, session.dist)
+        values |= belief_values(table)
+    return values, _drawn(session, reconstructor_of(session, pretrained), batch), table
 
 
 def _played(session: Session, mac: Any, purpose: str) -> PackedBatch:
@@ -59,8 +83,19 @@ def _judged(believer: Believer, batch: PackedBatch, baselines: Baselines, dist: 
     return {**judge(believer, [batch], baselines, dist), "episodes": dist.sum_int(batch.packing.n_episodes)}
 
 
+def _drawn(session: Session, reconstructor: Reconstructor, batch: PackedBatch) -> dict[str, str]:
+    return {"picture": str(picture(session, reconstructor, batch, "beliefs"))} if session.dist.is_main else {}
+
+
+def reconstructor_of(session: Session, pretrained: PretrainedModules) -> Reconstructor:
+    """Return what fills in what the trained predictor says."""
+    kind: Any = graph_reconstructers.REGISTRY.get(session.config.mask_predictor_config.kind)
+    made: Reconstructor = kind(pretrained.tokenizer, pretrained.predictor, session.config, session.info)
+    return made
+
+
 def says_of_units(learner: Any) -> bool:
-    """Whether a learner of stage 2 trains a predictor of units; others have no baselines."""
+    """Whether a learner of stage 2 trains a predictor of units; others have no baselines and no pictures."""
     return hasattr(learner, "beliefs")
 
 
@@ -71,13 +106,94 @@ def saved_baselines(session: Session) -> Baselines | None:
     """
     key = "pretrained_mask_predictor_path"
     given, own = getattr(session.config, key), session.folder.pretrained("stage2", best=True) / PREDICTOR_FILE
-
-    def read() -> Any:
-        path = pretrained_file(key, given, PREDICTOR_FILE) if given else own
-        return load_file(path, key).get("baselines") if path.is_file() else None
-
-    state = agreed(session.dist, read)
+    state, problem = None, ""
+    if session.dist.is_main:
+        try:
+            path = pretrained_file(key, given, PREDICTOR_FILE) if given else own
+            state = load_file(path, key).get("baselines") if path.is_file() else None
+        except UserError as error:
+            problem = error.message
+    state, problem = session.dist.broadcast((state, problem))
+    if problem:
+        raise UserError(problem)
     if state is not None:
         return Baselines.restored(state, session.info, session.dist.device, f"{key}={given or own}")
     session.logger.info(f"{given or own} has no baselines: errors on living units and beside baselines are left out")
     return None
+
+
+def picture(session: Session, reconstructor: Reconstructor, batch: PackedBatch, name: str) -> Path:
+    """Draw moments of an episode of `batch` to `plots/<name>.png`: as an agent sees, as reconstructed, as they were."""
+    layout, info = reconstructor.layout, session.info
+    obs, full = batch.packing.pad(batch["obs"]), batch.packing.pad(batch["full_obs"])
+    episode, agent = _best_view(obs, full, layout)
+    reconstructor.begin(1)
+    actions = torch.full((*obs.shape[:2], info.n_agents), -1, device=obs.device)
+    if "actions" in batch:
+        actions = batch.packing.pad(last_actions(batch["actions"], batch.packing), -1)
+    scene, moments = _scene(session, layout, agent), []
+    for t in range(batch.packing.lengths[episode]):
+        made = reconstructor.step(obs[episode, t][None], torch.tensor([t]), None, actions[episode, t][None])
+        seen, filled, truth = (
+            obs_to_nodes(each, layout).cpu().numpy() for each in (obs[episode, t], made.obs[0], full[episode, t])
+        )
+        moments.append(_moment(layout, (seen, filled, made.guessed[0].cpu().numpy()), truth[agent], scene, agent))
+    drawn = Episode.model_construct(
+        env=info.name, map_name=info.map_name, seed=0, policy="", values="Q-values", results={}, scene=scene,
+        moments=moments,
+    )  # fmt: skip
+    path = WRITERS.get("png")(Recording.model_construct(episodes=[drawn]), session.folder.plots / f"{name}.png", agent)
+    session.logger.picture(name, path)
+    return path
+
+
+def _moment(layout: EntityLayout, views: Views, truth: np.ndarray, scene: Scene, agent: int) -> Moment:
+    """Return a moment with places relative to an agent. truth: nodes [N, D] of the agent's full graph."""
+    units = units_of_nodes(layout, layout.n_allies + 1)[agent]
+    x, y, health, alive = np.zeros((4, len(scene.ids)))
+    alive[units] = truth.any(1)
+    x[units], y[units] = (truth[:, column] * layout.sight for column in layout.position)
+    health[units] = truth[:, layout.health] if layout.health >= 0 else 0.0
+    x[agent] = y[agent] = 0.0
+    health[agent] = truth[0, OWN_HEALTH + layout.move_dim] if layout.own_dim else 0.0
+    frame = Frame(scene, x.tolist(), y.tolist(), alive.astype(bool).tolist(), health.tolist())
+    seen, beliefs = seen_and_believed(layout, views, frame)
+    return Moment.model_construct(
+        x=frame.x, y=frame.y, alive=frame.alive, health=frame.health, seen=seen, beliefs=beliefs
+    )
+
+
+def _scene(session: Session, layout: EntityLayout, agent: int) -> Scene:
+    """Return the units on a ground around an agent; of a set of maps those of its largest, as slots change their maps.
+
+    An environment that names only its agents has enemies `e0`, `e1`, ... as well.
+    """
+    scene, n, opponents = session.env.frame(0).scene, session.info.n_agents, layout.n_enemies
+    if session.info.tasks or len(scene.ids) != n + opponents:
+        ids, teams = unit_names(n, opponents), (AGENTS,) * n + (OPPONENTS,) * opponents
+        names = scene.team_names if len(scene.team_names) > 1 else ("agents", "enemies")
+        scene = Scene(ids, teams, ("",) * len(ids), names)
+    has_health = [layout.health >= 0 and most > 0 for most in scene.health_max or (1.0,) * len(scene.ids)]
+    has_health[agent] &= layout.own_dim > 0
+    wide = FARTHEST_SHOWN * layout.sight
+    return Scene(
+        scene.ids, scene.teams, scene.kinds, scene.team_names, health_max=tuple(map(float, has_health)),
+        sight=(layout.sight,) * n, bounds=(-wide, -wide, wide, wide),
+    )  # fmt: skip
+
+
+def _best_view(obs: Tensor, full: Tensor, layout: EntityLayout) -> tuple[int, int]:
+    """Return (episode, agent) of the most informative view.
+
+    Score: 10 for each living unit that is hidden now but was seen before, 3 for each visible one (3 at most), 1 for
+    each hidden one.
+    """
+    seen = ~unseen(obs_to_nodes(obs, layout))[..., 1:]
+    alive = ~unseen(obs_to_nodes(full, layout))[..., 1:]
+    hidden = alive & ~seen
+    remembered = hidden & torch.cummax(seen.byte(), dim=1).values.bool()
+    score = 10 * remembered.sum(-1) + 3 * (seen & alive).sum(-1).clamp(max=3) + hidden.sum(-1)
+    score = torch.where(hidden.any(-1), score, 0)
+    flat = int(np.argmax(score.cpu().numpy()))
+    episode, _, agent = np.unravel_index(flat, tuple(score.shape))
+    return int(episode), int(agent)

@@ -114,6 +114,8 @@ def _set_by(config: Config, kind: str, given: Mapping[str, Any], key: str, secti
 
     kind: of component that rejects the key. section: that holds the key, if any.
     """
+    if kind == "env" and (fix := _set_by_environment(config, given, key)):
+        return fix
     with suppress(UserError):  # a file given by its path, or another name
         path = find_yaml("algs", config.name)
         preset = read_preset("algs", config.name)
@@ -125,6 +127,16 @@ def _set_by(config: Config, kind: str, given: Mapping[str, Any], key: str, secti
                 return f" {path.name} is for env={file.get('env')}: add --env-config={name}"
         if values.get(key, ...) == given[key]:
             return f" {path.name} sets it for another {kind}: use a --config with {kind}={getattr(config, kind)}"
+    return ""
+
+
+def _set_by_environment(config: Config, given: Mapping[str, Any], key: str) -> str:
+    """Return the fix where the file of another environment sets `key`, as after `with env=sc2`; empty elsewhere."""
+    files = {name: read_preset("envs", name) for name in config_names("envs")}
+    own = next((name for name, file in files.items() if file["env"] == config.env), "FILE.yaml")
+    for name, file in files.items():
+        if file["env"] != config.env and key in (args := file.get("env_args", {})) and args.keys() <= given.keys():
+            return f" {name}.yaml sets this: choose the environment by --env-config={own}"
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -133,6 +134,21 @@ def _check_limits(config: Config, plan: Plan) -> None:
         raise UserError(f"{keys}: {what} need {needed} processes and threads, {left} are left ({why}). {lower}")
 
 
+def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool) -> list[str]:
+    """Return a line for each limit that a run may hit later. on_gpus: whether several ranks exchange through NCCL."""
+    found = []
+    if on_gpus and SHARED.is_dir() and (left := shutil.disk_usage(SHARED).free) < LEAST_SHARED * GIGABYTE:
+        found.append(f"{SHARED}: {left / GIGABYTE:.2f} GB left, NCCL may need more. In a container: --shm-size=1g")
+    if config.enable_checkpointing and config.stage in {"stage3", "all"} and not config.pretrain_only:
+        need, key = replay_bytes(config, info), data_key(config)
+        what = f"{key}={getattr(config, key)}: a rank's part of a checkpoint may take {need / GIGABYTE:.1f} GB"
+        if need > (size := largest_file()):
+            found.append(f"{what}, a file at most {size / GIGABYTE:.1f} GB (ulimit -f). Lower {key}")
+        if 2 * need > (left := shutil.disk_usage(folder).free):  # the earlier one is removed last
+            found.append(f"{what}, twice while it is replaced; {folder} has {left / GIGABYTE:.1f} GB left. Lower {key}")
+    return found
+
+
 def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
     """Reject a memory limit above the GPU's memory, and a replay buffer that does not fit on the GPU."""
     cap = config.max_memory_per_gpu_gb
@@ -218,12 +234,15 @@ def processes_left(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> tuple
 
 
 def _own_cgroups(proc: Path, root: Path) -> list[Path]:
-    """Return the folders of the control groups (v2) of this process: its own, and those around it."""
-    try:
-        own = root / (proc / "self" / "cgroup").read_text().partition("::")[2].partition("\n")[0].lstrip("/")
-    except OSError:
-        return [root]
-    return [own, *(parent for parent in own.parents if root in (parent, *parent.parents))]
+    """Return the folders of the control groups of this process: its own, and those around it."""
+    folders = [root, root / "pids"]
+    with suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            base = root / "pids" if "pids" in kinds.split(",") else root
+            own = base / path.lstrip("/")
+            folders += [own, *(parent for parent in own.parents if base in parent.parents)]
+    return list(dict.fromkeys(folders))
 
 
 def _threads_of_user(proc: Path) -> int:

@@ -39,6 +39,7 @@ from omagd.run.training.device import (
     files_needed,
     keep_freed_memory,
     limit_memory,
+    limit_warnings,
     raise_limit,
     workers_of,
 )
@@ -102,7 +103,7 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     session: Session | None = None
     exit_state = "failed"
     try:
-        with oom_hint(config, "all stages", "start"):
+        with oom_hint(config, "all stages", "start", dist.device):
             session = build_session(_with_weights(config, plan), dist, folder, logger, plan)
         if dist.is_main:
             keep_json(folder.config_json, config.model_dump(mode="json"))
@@ -163,7 +164,7 @@ def _close(
 def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageResult]:
     """Run the stages of this configuration in order, except those that `plan` has finished or that are given."""
     if session.config.evaluate:
-        with oom_hint(session.config, "stage3", "test"):
+        with oom_hint(session.config, "stage3", "test", session.dist.device):
             return [evaluate(session)]
     pretrained = load_pretrained(session.config, session.info, session.dist.device)
     for module in (pretrained.tokenizer, pretrained.predictor):
@@ -174,7 +175,7 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
     finished = {result.name for result in results}
     names = [name for name in stage_names(session.config, pretrained) if name not in finished]
     for name in names:
-        with oom_hint(session.config, name, "prepare"):
+        with oom_hint(session.config, name, "prepare", session.dist.device):
             stage = new_stage(name, session, pretrained)
         result = fit(stage)
         result.facts["phases"] = session.profiler.end()
@@ -258,7 +259,9 @@ def log_start(session: Session, card: Card) -> None:
     more = beside_one_rank(config, dist.world_size, session.env.n_slots, learner.data)
     for line in (*([more] if more else []), *start_lines(card, sizes, batch)):
         session.logger.info(line)
-    for line in memory_warnings(config, info, ranks_here(dist.world_size)):
+    ranks = ranks_here(dist.world_size)
+    limits = limit_warnings(config, info, session.folder.path, dist.device.type == "cuda" and ranks > 1)
+    for line in (*memory_warnings(config, info, ranks), *limits):
         session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
 

@@ -179,6 +179,32 @@ class Records(dict[str, Record]):
                 self[name].add(record)
 
 
+class Tally:
+    """Results of each map over all ranks. names: of the maps.
+
+    Attributes:
+        all: up to the last exchange, equal on all ranks. own: this rank's since then, part of each rank's own state.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.all, self.own = Records(names), Records(names)
+
+    def synchronise(self, dist: Dist) -> tuple[np.ndarray, np.ndarray]:
+        """Add the increments of all ranks in rank order; return their seconds and episodes by map, each [n]."""
+        parts = dist.gather(self.own.state_dict())
+        self.own.load_state_dict(Records(self.own).state_dict())
+        added = Records(self.own)
+        added.merge(parts)
+        for name, record in added.items():
+            self.all[name].add(record)
+        found = added.values()
+        return np.array([each.seconds for each in found]), np.array([float(each.visits) for each in found])
+
+    def facts(self) -> dict[str, dict[str, float]]:
+        """Return values by map up to the last exchange."""
+        return {name: record.facts() for name, record in self.all.items()}
+
+
 KEPT_COST = 0.5
 """Part of the measured seconds and episodes that is kept when new ones are added: lengths change with the policy."""
 
@@ -218,8 +244,7 @@ class TrainingTasks(Shaper):
             the seconds that the environment has spent on each task so far. clock: returns the seconds of this rank.
 
     Attributes:
-        all: results of each map over all ranks, up to the last exchange. own: this rank's since then.
-        shares: [W, n] part of each map's episodes that each rank plays.
+        tally: results of each map. shares: [W, n] part of each map's episodes that each rank plays.
     """
 
     def __init__(
@@ -238,10 +263,11 @@ class TrainingTasks(Shaper):
         self.names = info.tasks[: info.n_training]
         weights = np.array([config.task_weights.get(name, 1.0) for name in self.names])
         self.weights = weights / weights.sum()
-        self.all, self.own = Records(self.names), Records(self.names)
+        self.tally = Tally(self.names)
         self.costs = np.zeros((2, len(self.names)))  # seconds and episodes, newer ones count more
         self.rebalanced = 0
         self._credit = np.zeros(len(self.names))
+        self._said = ""
         self._assign(self._dealt())
 
     # --- dealing
@@ -324,38 +350,29 @@ class TrainingTasks(Shaper):
         for episode in log:
             name = str(episode["task"])
             steps[name] += int(episode["length"])
-            self.own[name].note(episode.get("battle_won"))
+            self.tally.own[name].note(episode.get("battle_won"))
         began, before = self._began
         spent = (self._seconds() - before)[: len(self.names)]
         others = max(self._clock() - began - float(spent.sum()), 0.0)
         parts = np.array(list(steps.values()), float)
         spent = spent + others * parts / max(parts.sum(), 1.0)
-        for record, seconds in zip(self.own.values(), spent.tolist(), strict=True):
+        for record, seconds in zip(self.tally.own.values(), spent.tolist(), strict=True):
             record.seconds += seconds
 
-    def synchronise(self, iteration: int | None = None) -> bool:
+    def exchanges(self, iteration: int) -> bool:
+        """Return whether the statistics are exchanged after an iteration."""
+        return iteration % self.config.sync_every_n_steps == 0
+
+    def synchronise(self) -> bool:
         """Add what all ranks have played since the last time; return whether maps have other ranks now.
 
-        A collective, after each `sync_every_n_steps` iterations. Only increments are exchanged, and each is added once.
+        A collective. Only increments are exchanged, and each is added once.
         """
-        if iteration is not None and iteration % self.config.sync_every_n_steps:
-            return False
-        seconds, episodes = self._exchanged()
+        seconds, episodes = self.tally.synchronise(self.dist)
         if not episodes.any():
             return False
         self.costs = KEPT_COST * self.costs + np.stack([seconds, episodes])
         return self.rebalance()
-
-    def _exchanged(self) -> tuple[np.ndarray, np.ndarray]:
-        """Add the increments of all ranks in rank order; return their seconds and episodes by map, each [n]."""
-        parts = self.dist.gather(self.own.state_dict())
-        self.own.load_state_dict(Records(self.names).state_dict())
-        added = Records(self.names)
-        added.merge(parts)
-        for name, record in added.items():
-            self.all[name].add(record)
-        found = added.values()
-        return np.array([each.seconds for each in found]), np.array([float(each.visits) for each in found])
 
     def rebalance(self) -> bool:
         """Deal the maps again if the busiest rank would be more than `TOLERANCE` above the mean; return whether."""
@@ -368,9 +385,21 @@ class TrainingTasks(Shaper):
         self.rebalanced += 1
         return not np.array_equal(before, self.shares)
 
+    def news(self) -> str:
+        """Return which ranks play which maps, if that has changed."""
+        before, self._said = self._said, self.deal_by_rank()
+        return f"maps by rank: {self._said}" if self._said != before else ""
+
+    def deal_by_rank(self) -> str:
+        """Return which maps each rank plays, empty where each rank plays all."""
+        if self.config.dealing != "sharded":
+            return ""
+        played = [[name for name, share in zip(self.names, own, strict=True) if share > 0] for own in self.shares]
+        return "; ".join(f"{rank}: {', '.join(names)}" for rank, names in enumerate(played))
+
     def record(self) -> dict[str, float]:
         """Return the values for logs, of all ranks up to the last exchange."""
-        facts = {name: record.facts() for name, record in self.all.items()}
+        facts = self.tally.facts()
         values = {f"train/{name}/{key}": float(value) for name, each in facts.items() for key, value in each.items()}
         if self.config.dealing == "sharded":
             values["rebalanced"] = float(self.rebalanced)
@@ -383,20 +412,20 @@ class TrainingTasks(Shaper):
     def register(self, register: Callable[..., None]) -> None:
         """Save what all ranks share, and this rank's statistics since the last exchange."""
         register("maps", self)
-        register("maps of the rank", self.own, "rank")
+        register("maps of the rank", self.tally.own, "rank")
 
     def summary(self) -> dict[str, Any]:
         """Return by map its results and the ranks that play it."""
         found = {}
-        for task, (name, record) in enumerate(self.all.items()):
+        for task, (name, facts) in enumerate(self.tally.facts().items()):
             ranks = np.flatnonzero(self.shares[:, task]).tolist() if self.weights[task] > 0 else []
-            found[name] = {**record.facts(), "ranks": ranks}
+            found[name] = {**facts, "ranks": ranks}
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return what all ranks share."""
         return {
-            "tally": self.all.state_dict(),
+            "tally": self.tally.all.state_dict(),
             "costs": self.costs.tolist(),
             "credit": self._credit.tolist(),
             "shares": self.shares.tolist(),
@@ -406,7 +435,7 @@ class TrainingTasks(Shaper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; among another number of ranks with tasks dealt by the measured costs."""
-        self.all.load_state_dict(state["tally"])
+        self.tally.all.load_state_dict(state["tally"])
         self.costs = np.array(state["costs"])
         self._credit = np.array(state["credit"])
         self.rebalanced = int(state["rebalanced"])

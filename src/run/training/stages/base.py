@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -166,12 +167,20 @@ def check_replicas(dist: Dist, learner: Trainable, when: str) -> None:
         return
     everyone = dist.gather({name: checksum({name: tensor}) for name, tensor in tensors.items()})
     names = [name for name in tensors if len({part.get(name) for part in everyone}) > 1]
-    others = [str(rank) for rank, part in enumerate(everyone) if part.get(names[0]) != everyone[0].get(names[0])]
+    first = names[0]
+    sums = [part.get(first) for part in everyone]
+    (common, _), *_ = Counter(sums).most_common(1)
+    others = [rank for rank, found in enumerate(sums) if found != common]
+    agreeing = [rank for rank, found in enumerate(sums) if found == common]
     more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
     raise UserError(
-        f"distributed_debug=True: the ranks have come apart {when}: '{names[0]}'{more} of rank {', '.join(others)}"
-        " differs from that of rank 0; something changes weights on one rank alone"
+        f"distributed_debug=True: the ranks have come apart {when}: '{first}'{more} of rank {_list(others)} differs"
+        f" from that of rank {_list(agreeing)}; something changes weights on one rank alone"
     )
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def require_same_weights(dist: Dist, module: torch.nn.Module, what: str) -> None:
@@ -192,7 +201,7 @@ class Session:
     """One rank's run: configuration, place among the ranks, environment, folder, logs, profiler, checkpoints.
 
     `runners` play the session's one environment; each purpose ("train", "test", "pretrain", ...) has its own stream of
-    episode seeds.
+    episode seeds. `past_failures` are restarts that earlier starts of this run have counted.
     """
 
     config: Config
@@ -205,6 +214,8 @@ class Session:
     checkpointer: Checkpointer
     episode_log: EpisodeLog
     profiler: Profiler = field(default_factory=Profiler)
+    past_failures: dict[str, float] = field(default_factory=dict)
+    logged_failures: dict[str, float] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
     _played: bool = False
 
@@ -229,7 +240,8 @@ class Session:
         collective: every rank calls it, and gets the same.
         """
         stats = self.env_stats()
-        counted = {name: float(stats.get(name, 0.0)) for name in RESTARTS}
+        counted = {name: float(stats.get(name, 0.0)) + self.past_failures.get(name, 0.0) for name in RESTARTS}
+        self.logged_failures = dict(counted)
         counted["lost_episodes"] = float(sum(runner.lost for runner in self.runners.values()))
         return {name: value for name, value in added(self.dist.gather(counted)).items() if value > 0}
 
@@ -237,6 +249,10 @@ class Session:
         """Return the environment's counters."""
         with self.dist.waits.doing(COUNTING):
             return self.env.get_stats()
+
+    def resume_counting(self, past: Mapping[str, float]) -> None:
+        """Add restarts of earlier starts, which a checkpoint holds, to the counts."""
+        self.past_failures, self.logged_failures = dict(past), dict(past)
 
     def close(self, patience: float = math.inf) -> None:
         """Release the environment and the files, once what is being saved is saved.
@@ -294,12 +310,17 @@ class Shaper:
         """Return whether the batches of so many ranks suffice for an update; None: all of them are needed."""
         return None
 
-    def synchronise(self, iteration: int | None) -> bool:
-        """Exchange what ranks have to tell each other after an iteration; return whether batches need other episodes.
-
-        iteration: None at the end of the stage.
-        """
+    def exchanges(self, iteration: int) -> bool:
+        """Return whether ranks exchange something after an iteration."""
         return False
+
+    def synchronise(self) -> bool:
+        """Exchange what ranks have to tell each other; return whether their batches need other episodes now."""
+        return False
+
+    def news(self) -> str:
+        """Return what the log says when it changes, empty for nothing new."""
+        return ""
 
     def record(self) -> dict[str, float]:
         """Return values for the log."""
@@ -390,7 +411,7 @@ class Stage(ABC):
     def phase(self, name: str) -> Iterator[None]:
         """Count the time within as a phase. Out-of-memory errors name the key to reduce (UserError)."""
         session = self.session
-        with session.profiler.phases(name), oom_hint(session.config, self.name, name):
+        with session.profiler.phases(name), oom_hint(session.config, self.name, name, session.dist.device):
             yield
 
     def inspect(self, learned: bool) -> None:
@@ -467,6 +488,10 @@ class Stage(ABC):
         """Return who plays the battles that may be in flight between two iterations, by the runner's purpose."""
         return {}
 
+    def urgent(self) -> bool:
+        """Whether this iteration has reached something that a checkpoint should hold. The same on all ranks."""
+        return False
+
     def standing(self) -> dict[str, float]:
         """Return the last and the best numbers so far."""
         return {}
@@ -474,6 +499,10 @@ class Stage(ABC):
     def so_far(self) -> StageResult:
         """Return what the stage has reached, for the summary of a run that ends before the stage does."""
         return StageResult(self.name, self.clock.state_dict(), self.standing(), {}, {"unfinished": True})
+
+    def score(self) -> float | None:
+        """Return the current quality of the stage, higher is better; None if unknown."""
+        return None
 
     def restored(self) -> None:
         """Finish the preparation once the state is there: the beginning, or that of a checkpoint."""

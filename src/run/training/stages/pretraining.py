@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cached_property, partial
@@ -24,15 +25,16 @@ from omagd.modules.graph_reconstructers import training_fields
 from omagd.modules.graph_reconstructers.pretrained import describe
 from omagd.run.checkpoint.store import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
-from omagd.run.training.beliefs import saved_baselines, says_of_units
+from omagd.run.training.beliefs import picture, reconstructor_of, saved_baselines, says_of_units
 from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy
 from omagd.run.training.stages.base import PretrainedModules, Session, Stage, Task, require_same_weights
-from omagd.utils.logging import Progress
+from omagd.utils.logging import Progress, duration
 from omagd.utils.metrics import Every, Metrics
 from omagd.utils.packing import PackedBatch
-from omagd.utils.seeding import seed_everything
+from omagd.utils.seeding import generator, seed_everything
 from omagd.utils.storage import STORAGE
 
+REHEARSAL_EPISODES = 8
 TOGETHER = 32  # episodes that are read together
 PROGRESS = {"best": "best", "last": "last", "missing": "_missing"}
 """What checkpoints hold of the stage itself: names, and attributes."""
@@ -67,6 +69,7 @@ class PretrainStage(Stage):
         self._make_room()
         self._policies: dict[str, Any] = {}
         self._learned = False
+        self._rehearsed = False
         self._bar: Progress | None = None
         for name, attribute in PROGRESS.items():
             self.register(name, Attribute(self, attribute))
@@ -137,8 +140,8 @@ class PretrainStage(Stage):
 
     def update(self) -> None:
         """One epoch: one sampled batch on each rank, one update."""
-        if self._bar is None:
-            self._show_epochs()
+        if not self._rehearsed:
+            self._rehearse()
         if self.clock.epoch == 0:
             with self.session.profiler.phases("prepare"):  # once, not per epoch
                 self.learner.begin(partial(in_batches, self._episodes, self.session.dist.device))
@@ -222,14 +225,21 @@ class PretrainStage(Stage):
         assert self.pretrained.train_episodes is not None
         return self.pretrained.train_episodes
 
-    def _show_epochs(self) -> None:
-        config = self.session.config
-        there, done, epochs = len(self._episodes), self.clock.epoch, config.graph_pretrain_epochs
-        size = min(config.graph_pretrain_batch_size, there)
+    def _rehearse(self) -> None:
+        """Pass a few episodes through the learner without an update, and log how long the stage will take."""
+        config, self._rehearsed = self.session.config, True
+        size = min(config.graph_pretrain_batch_size, len(self._episodes))
+        few = self._episodes.sample(min(REHEARSAL_EPISODES, size), generator(config.seed, "rehearsal"))
+        started = time.monotonic()
+        passes = self.learner.warm_up(few.to(self.session.dist.device))
+        seconds = (time.monotonic() - started) / passes * size / few.packing.n_episodes
+        left = config.graph_pretrain_epochs - self.clock.epoch
         self.session.logger.info(
-            f"{self.name}: {epochs - done} epochs, each of {size} of {there} episodes on every rank"
+            f"{self.name}: {left} epochs, each of {size} of {len(self._episodes)} episodes on every rank; about"
+            f" {duration(seconds * left)}"
         )
-        self._bar = Progress(epochs, "epoch", self.name, enabled=self.session.dist.is_main, initial=done)
+        shown = self.session.dist.is_main
+        self._bar = Progress(config.graph_pretrain_epochs, "epoch", self.name, enabled=shown, initial=self.clock.epoch)
 
     def _wanted(self) -> dict[str, int]:
         """Return how many episodes are to be played over all ranks, by purpose; in whole rounds of all slots."""
@@ -398,10 +408,20 @@ class Stage2(PretrainStage):
         return {**super().standing(), **{f"test_{name}": value for name, value in tested.items()}}
 
     def finish(self) -> StageResult:
-        """Save the models; the result has the table of the test episodes."""
+        """Save the models, and draw one moment as seen, as reconstructed and as it was."""
         result = super().finish()
         if self.tested.get("table"):
             result.facts["beliefs"] = self.tested["table"]
+        if self.session.dist.is_main and says_of_units(self.learner):
+            assert self.pretrained.held_out is not None
+            held_out = self.pretrained.held_out
+            path = picture(
+                self.session,
+                reconstructor_of(self.session, self.pretrained),
+                held_out.batch(range(len(held_out))),
+                "beliefs_stage2",
+            )
+            result.files["picture"] = str(path)
         return result
 
     def _is_over(self) -> bool:

@@ -17,11 +17,11 @@ from omagd.controllers.types import Exploration, Policy
 from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.store import Attribute, StageResult
-from omagd.run.checkpoint.weights import find_step_folder, load_learner, save_learner
+from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
 from omagd.run.training.build import build_learner
 from omagd.run.training.collection import shapers
-from omagd.run.training.evaluate import BEST_OF, greedy_episodes, means
-from omagd.run.training.stages.base import PretrainedModules, Session, Stage, Task, require_same_weights
+from omagd.run.training.evaluate import Tests, means
+from omagd.run.training.stages.base import PretrainedModules, Session, Shaper, Stage, Task, require_same_weights
 from omagd.runners.rollout import Rollout
 from omagd.utils.dist_utils import Pending
 from omagd.utils.logging import Progress, duration
@@ -48,9 +48,7 @@ class RLStage(Stage):
         self._steps_per_batch = updates_per_iteration(config) // self.data.batches_per_iteration
         self.played, self.learned = Metrics(), Metrics()
         self.metrics.update(played=self.played, learned=self.learned)
-        self.last_test: tuple[int, dict[str, float]] = (-1, {})
-        self.best: dict[str, float] = {}
-        self._tested = False  # in this iteration
+        self.tests = Tests(session, self.mac)
         self._collected = [0, 0]  # steps and episodes of this rank since the last count
         self._counts: Pending | None = None  # steps, episodes and ranks with a batch, of this iteration
         self._ready = False
@@ -71,8 +69,8 @@ class RLStage(Stage):
             Task("log", self._something_to_log, self.write_log),
             Task("save", lambda: save.due(self.clock.t_env) or self.done(), self.save),
         ]
-        self.register("last_test", Attribute(self, "last_test"))
-        self.register("best", Attribute(self, "best"))
+        self.register("last_test", Attribute(self.tests, "last"))
+        self.register("best", Attribute(self.tests, "best"))
         self.register("ready", Attribute(self, "_ready"))
         self.register("seconds", self._stopwatch)
         for shaper in self.shapers:  # after the clock, from which the level of opponents follows
@@ -87,6 +85,11 @@ class RLStage(Stage):
             return OnPolicyData(config, device)
         draws = getattr(self.learner, "learns_from_draws", bool)()
         fixed = draws and uses_graph_updates(config, device, self.session.dist.world_size)
+        if config.runner == "resident" and config.buffer_cpu_only and device.type == "cuda":
+            self.session.logger.warning(
+                "runner=resident with buffer_cpu_only=True: episodes are copied to main memory, and batches back."
+                " buffer_cpu_only=False keeps them on the GPU"
+            )
         return ReplayData(config, device, self.rng("replay"), self.session.info.episode_limit + 1, fixed)
 
     def prepare(self) -> None:
@@ -100,6 +103,8 @@ class RLStage(Stage):
             self.clock.load_state_dict(load_learner(self.learner, folder))
             for module in self.learner.modules().values():
                 require_same_weights(self.session.dist, module, f"checkpoint_path={folder}")
+            if warning := far_step(folder, self.session.config.load_step):
+                self.session.logger.warning(warning)
             where = f"t_env {self.clock.t_env}: steps count on from there to t_max {self.session.config.t_max}"
             self.session.logger.info(f"continuing from {folder} at {where}")
             for name, due in self.dues.items():
@@ -112,6 +117,7 @@ class RLStage(Stage):
         super().restored()
         session, now = self.session, self.clock.t_env
         self._since = (time.monotonic(), now)
+        self._log_news()
         self._bar = Progress(self._end(), "step", self.title, enabled=session.dist.is_main, initial=now)
 
     def buffers(self) -> dict[str, EpisodeBuffer]:
@@ -126,9 +132,17 @@ class RLStage(Stage):
         """Wait again until every rank can give a batch."""
         self._ready = False
 
+    def urgent(self) -> bool:
+        """Whether a test of this iteration was the best one so far."""
+        return self.tests.improved
+
     def standing(self) -> dict[str, float]:
         """Return the results of the last test and the best of all tests."""
-        return {**self.last_test[1], **self.best}
+        return self.tests.results()
+
+    def score(self) -> float | None:
+        """Return the last test's win rate, or its return."""
+        return self.tests.score()
 
     def done(self) -> bool:
         """Whether `t_max` environment steps or `max_episodes` episodes have been played, over all ranks."""
@@ -146,7 +160,7 @@ class RLStage(Stage):
     def collect(self) -> None:
         """Play one iteration of the runner, or as many as an on-policy batch needs, and store the episodes."""
         explore = self._exploration()
-        self._tested = False
+        self.tests.begin()
         for shaper in self.shapers:
             shaper.deal(self.data)
         self._play(explore)
@@ -215,14 +229,20 @@ class RLStage(Stage):
         """Add what all ranks have played to the clock."""
         self._count()
         self.clock.epoch += 1
-        self._synchronise(self.clock.epoch)
+        self._synchronise([shaper for shaper in self.shapers if shaper.exchanges(self.clock.epoch)])
 
-    def _synchronise(self, iteration: int | None) -> None:
+    def _synchronise(self, shapers: list[Shaper]) -> None:
         """Exchange what ranks have to tell each other; batches may need more episodes than before."""
-        for shaper in self.shapers:
+        for shaper in shapers:
             with self.phase("tasks"):
-                if shaper.synchronise(iteration):
+                if shaper.synchronise():
                     self._ready = False
+        self._log_news()
+
+    def _log_news(self) -> None:
+        for shaper in self.shapers:
+            if line := shaper.news():
+                self.session.logger.info(line)
 
     def _count(self) -> None:
         assert self._counts is not None
@@ -244,11 +264,7 @@ class RLStage(Stage):
         """Play this rank's share of the test episodes greedily."""
         self._drain()
         with self._stopwatch.paused():
-            values = greedy_episodes(self.session, self.mac, self.session.config.test_nepisode)
-        self.last_test, self._tested = (self.clock.t_env, values), True
-        for name in BEST_OF:
-            if name in values:
-                self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
+            self.tests.play(self.clock.t_env, self.when, ends=self.done())
 
     def write_log(self) -> None:
         """Log the metrics that are due as one record. Errors: UserError where training has diverged."""
@@ -268,9 +284,10 @@ class RLStage(Stage):
         values["updates"] = float(self.clock.updates)
         for shaper in self.shapers:
             values.update(shaper.record())
-        if self._tested:
-            values.update(self.last_test[1])
+        if self.tests.played:
+            values.update(self.tests.last[1])
         self.log(values)
+        self.tests.show(self.clock.t_env)
         speed = values["steps_per_second"]
         if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed is not typical
             left = (self._end() - self.clock.t_env) / speed
@@ -293,11 +310,11 @@ class RLStage(Stage):
         if self._bar is not None:
             self._bar.close()
         values = self.standing()
-        beliefs, table = dict[str, float](), dict[str, Any]()
+        beliefs, pictures, table = dict[str, float](), dict[str, str](), dict[str, Any]()
         if self.mac.head is not None or self.session.config.use_graph_reconstruction:
             from omagd.run.training.beliefs import evaluate_beliefs
 
-            beliefs, table = evaluate_beliefs(self.session, self.pretrained, self.mac)
+            beliefs, pictures, table = evaluate_beliefs(self.session, self.pretrained, self.mac)
         if beliefs:
             self.log({f"policy/{name}": value for name, value in beliefs.items()})
             values.update({f"policy_{name}": value for name, value in beliefs.items()})
@@ -305,9 +322,9 @@ class RLStage(Stage):
         if not saved.is_dir():  # resumed after the last iteration of a run that could not write it
             self.save()
         models = {"agent": str(saved)} if saved.is_dir() else {}
-        self._synchronise(None)
+        self._synchronise(self.shapers)
         facts = {**self._facts(), **({"beliefs": table} if table else {})}
-        return StageResult(self.name, self.clock.state_dict(), values, models, facts)
+        return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures}, facts)
 
     def so_far(self) -> StageResult:
         """Return also the facts of what shapes the collection."""
@@ -321,4 +338,4 @@ class RLStage(Stage):
         self._parts_due = {name for name, due in self._log_due.items() if due.due(self.clock.t_env)}
         if self.done():
             self._parts_due = set(self._log_due)
-        return bool(self._parts_due) or self._tested
+        return bool(self._parts_due) or self.tests.played
