@@ -1,6 +1,6 @@
 """Runs that are killed and restarted until they end, compared with an undisturbed run.
 
-benchmarks/chaos.py kills a hundred times, tests/test_chaos.py four times.
+benchmarks/chaos.py kills a hundred times, tests/test_chaos.py twice.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ LAYOUT = EntityLayout(move_dim=2, n_enemies=2, enemy_dim=5, n_allies=2, ally_dim
 UNITS = StateLayout(n_allies=3, ally_dim=1, n_enemies=2, enemy_dim=1)
 LENGTH = 3
 KIND = (
-    "learner", "mac", "agent", "mixer", "runner", "action_selector", "use_graph_reconstruction", "belief_loss",
+    "mac", "agent", "mixer", "runner", "action_selector", "use_graph_reconstruction", "belief_loss",
     "use_full_obs", "use_team_obs", "gumbel_softmax",
 )  # fmt: skip
 """Keys that choose classes, or what these read: configurations that differ in others only are of one kind."""
@@ -124,10 +124,13 @@ def cases() -> list[tuple[str, str]]:
     kinds: dict[tuple[str, ...], tuple[str, str]] = {}
     for preset in PRESETS:
         config = config_of(preset)
-        kinds.setdefault(tuple(str(getattr(config, key)) for key in KIND), (preset, config.learner))
+        kind = learners.REGISTRY.get(config.learner), *(str(getattr(config, key)) for key in KIND)
+        kinds.setdefault(kind, (preset, config.learner))
     found = list(kinds.values())
-    for name in sorted({*own_names(learners.REGISTRY)} - {learner for _, learner in found}):
-        found.append((next(preset for preset in PRESETS if _fits(preset, name)), name))
+    known = {learners.REGISTRY.get(learner) for _, learner in found}
+    for name in own_names(learners.REGISTRY):
+        if learners.REGISTRY.get(name) not in known:
+            found.append((next(preset for preset in PRESETS if _fits(preset, name)), name))
     return found
 
 

@@ -155,21 +155,6 @@ def test_weights_continues_from_the_newest_weights_where_no_checkpoint_is_whole(
     assert last["t_env"] >= 40 and last["iteration"] > SAVED_AT
 
 
-@pytest.mark.parametrize("how", ["exact", "weights"])
-def test_folders_in_the_place_of_checkpoint_files_are_kept(how, run, capsys):
-    newest, older = run.checkpoint_folders
-    named = [set(manifest_of(path)["files"]) for path in (newest, older)]
-    (episodes,) = [name for name in named[0] - named[1] if name.endswith(".episodes")]
-    places = [run.checkpoints / episodes]  # exact: the older checkpoint does not name it
-    places += [newest / "rank_0.th", older / "manifest.json"] * (how == "weights")
-    for path in places:
-        path.unlink()
-        (path / "mine").mkdir(parents=True)
-    assert run.start(f"resume={how}") == 0, capsys.readouterr().err
-    assert [entry["kind"] for entry in run.resumed] == [how]
-    assert len([path for path in run.path.rglob("mine") if path.is_dir()]) == len(places)
-
-
 def test_folders_in_the_place_of_the_runs_files_are_set_aside(run, tmp_path, capsys):
     """A file in the place of a folder is rejected by its name; `run.json` is named."""
     (run.models).rename(tmp_path / "models")

@@ -26,7 +26,6 @@ from omagd.run.checkpoint.store import (
     read_checkpoint,
     read_part,
     sealed,
-    unpack,
 )
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -94,16 +93,6 @@ def test_what_is_saved_comes_back_with_every_bit(store):
     assert state["array"].tobytes() == STATE["array"].tobytes() and state["flags"].dtype == bool
     assert (state["rng"], state["plain"]) == (STATE["rng"], STATE["plain"])
     assert read_part(path / "rank_0.th") == {"number": 3}
-
-
-def test_a_packed_copy_is_independent():
-    weights, array = torch.ones(2), np.ones(2)
-    kept = pack({"w": weights, "a": array})
-    weights += 1
-    array += 1
-    assert unpack(kept)["w"].tolist() == unpack(kept)["a"].tolist() == [1.0, 1.0]
-    with pytest.raises(TypeError, match="set has no place in a checkpoint"):
-        pack({"x": {1, 2}})
 
 
 def test_the_newest_and_the_best_stay_with_the_files_that_they_need(store):

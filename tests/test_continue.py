@@ -130,19 +130,6 @@ def test_agents_of_pymarl_load_and_have_their_values(agent, as_zip, tmp_path):
         preflight(given)
 
 
-def test_a_run_without_weights_says_when_there_will_be_some(tmp_path, capsys):
-    run = tmp_path / "run"
-    (run / "models").mkdir(parents=True)
-    (run / "run.json").write_text('{"identity": "0"}')
-    (run / "config.json").write_text("{}")
-    for given in (run, run / "models"):
-        assert main(["evaluate", str(given)]) == 2
-        line = capsys.readouterr().err
-        assert line.startswith(f"error: evaluate {given}: this run has saved no weights") and "auto_resume=True" in line
-        with pytest.raises(UserError, match=f"path={given}: this run has saved no weights .*save_model_interval"):
-            omagd.load_policy(given)
-
-
 @pytest.mark.processes
 def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
     """Weights, targets, Adam's moments and counters are those of the file, bit for bit; then the clock goes on."""

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 
 from omagd.config.loading import resolve
 from omagd.lab.studies import estimate
-from omagd.lab.studies.executors import Job
 from omagd.lab.studies.spec import load
-from omagd.run.cli.main import config_from
-from omagd.utils.run_folder import RunFolder
 
 CARD = {"id": "x", "compared": {"t_max": 1}}
 
@@ -65,102 +58,6 @@ def test_a_failed_probe_is_named_and_the_others_count(monkeypatch):
     assert "unknown: error: no luck" in text and row(text, "a")[-1] == "-"
     assert row(text, "b")[-1] == "4.00"
     assert "\n4 runs, about 4.00 core-hours, without those unknown\n" in text
-
-
-class Probe:
-    """A probe's process on a clock of its own: it logs `rows`, each at its time, and ends at `ends` with `code`."""
-
-    def __init__(self, rows, ends=1e9, code=0, summary=None):
-        self.rows, self.ends, self.code, self.summary = sorted(rows, key=lambda row: row[0]), ends, code, summary
-        self.clock, self.finished, self.command, self.threads = 0.0, None, [], None
-
-    def start(self, command, log, threads):
-        self.command, self.threads, self.log = command, threads, log
-        log.write_text("a line\nerror: no luck\n")
-        self.folder = RunFolder(log.parent / "probe")
-        self.folder.path.mkdir()
-        return self
-
-    def sleep(self, seconds):
-        assert self.clock < 10_000, "the probe never ends"
-        self.clock += seconds
-
-    def poll(self):
-        """Write what it has logged by now; return its exit code once it has ended."""
-        lines = [json.dumps(row) + "\n" for at, row in self.rows if at <= min(self.clock, self.ends)]
-        self.folder.metrics_jsonl.write_text("".join(lines))
-        if self.summary:
-            self.folder.summary_json.write_text(json.dumps({"stages": self.summary}))
-        return self.code if self.clock >= self.ends else None
-
-    def finish(self, process):
-        self.finished = self.clock
-
-
-def probed(monkeypatch, probe: Probe, seconds=20.0, cores=3, config="qmix", **keys):
-    monkeypatch.setattr(estimate, "time", SimpleNamespace(monotonic=lambda: probe.clock, sleep=probe.sleep))
-    monkeypatch.setattr(estimate, "LOOK_SECONDS", 1.0)
-    monkeypatch.setattr(estimate, "start_run", probe.start)
-    monkeypatch.setattr(estimate, "finish", probe.finish)
-    words = (f"--config={config}", "with", *(f"{key}={value}" for key, value in keys.items()))
-    found = estimate.probe(Job("a", "a", "skirmish", "3m", 1, words), seconds, cores)
-    assert not Path(probe.folder.path).parent.exists(), "something is left"
-    assert probe.finished is not None
-    return found
-
-
-def steps(first: float, last: float, speed: float) -> list:
-    """Return the rows of stage 3 from `first` to `last` second, one per second, at `speed` steps per second."""
-    times = [float(second) for second in range(1, int(last - first) + 1)]
-    return [
-        (first + t, {"stage": "stage3", "t_env": speed * t, "wall_seconds": t, "time/collect": 0.5, "time/update": 0.5})
-        for t in times
-    ]
-
-
-def test_a_probe_trains_as_long_as_asked_once_stage_3_has_begun(monkeypatch):
-    slow = [(5.0, {"stage": "stage1", "epoch": 1})]
-    probe = Probe([*slow, *steps(30.0, 80.0, speed=10)])
-    stages, problem = probed(monkeypatch, probe, t_max=50_000, test_interval=10_000)
-    assert problem == "" and stages == {"stage3": pytest.approx(50_000 / 10)}
-    assert probe.finished == pytest.approx(31.0 + 20.0, abs=1), "31 s until the first row, then 20 s"
-    probe = Probe(slow)
-    stages, problem = probed(monkeypatch, probe)
-    assert (stages, problem) == (None, "no result within 200 s; give a longer --probe-seconds")
-    assert probe.finished == pytest.approx(200, abs=1)
-
-
-def test_a_probe_that_fails_is_unknown_whatever_it_has_logged_and_one_that_ends_is_not(monkeypatch):
-    rows = steps(0.0, 10.0, speed=10)
-    assert probed(monkeypatch, Probe(rows, ends=10.5, code=2), t_max=1000) == (None, "error: no luck")
-    stages, problem = probed(monkeypatch, Probe(rows, ends=10.5, code=0), t_max=1000)
-    assert (stages, problem) == ({"stage3": pytest.approx(100.0)}, "")
-
-
-def test_a_probe_is_the_run_with_short_stages_and_nothing_kept(monkeypatch):
-    ended = {"stage1": {"phases": {"wall": 8.0, "update": 8.0}, "clock": {"epoch": 2}}}
-    probe = Probe(steps(0.0, 100.0, speed=10), summary=ended)
-    stages, _ = probed(monkeypatch, probe, config="omagd_small", graph_pretrain_epochs=50, t_max=1000, lr=0.125)
-    assert stages == {"stage1": pytest.approx(50 * 4.0), "stage3": pytest.approx(100.0)}
-    assert probe.threads == 3 and "--unobserved" in probe.command
-    config = config_from(probe.command[3:])
-    assert (config.name, config.lr, config.t_max, config.graph_pretrain_epochs) == ("omagd_small", 0.125, 1000, 2)
-    assert (config.local_results_path, config.unique_token) == (str(probe.log.parent), "probe")
-    assert {config.log_interval, config.runner_log_interval, config.learner_log_interval} == {1}
-    kept = (
-        config.save_model,
-        config.enable_checkpointing,
-        config.auto_resume,
-        config.use_wandb,
-        config.use_tensorboard,
-    )
-    assert not any(kept)
-    probe = Probe(steps(0.0, 100.0, speed=10))
-    probed(monkeypatch, probe, config="omagd_small", graph_pretrain_epochs=1)
-    assert config_from(probe.command[3:]).graph_pretrain_epochs == 1
-    probe = Probe(steps(0.0, 100.0, speed=10))
-    probed(monkeypatch, probe)
-    assert not any("graph_pretrain_epochs" in word for word in probe.command), "it has no such stage"
 
 
 def test_a_run_takes_its_fixed_time_once_its_steps_and_its_tests():

@@ -89,8 +89,7 @@ RUNS: dict[str, Run] = {
     ),
     "groups": Run(
         "rloo", "matrix_game", TINY, t_max=18, buffer_size=5000, rnn_hidden_dim=8, group_size=2,
-        enable_dynamic_sampling=True, max_sampling_attempts=1, early_stop_percentage=0.9,
-        n_starts=9, rollout_skip_threshold=2,
+        enable_dynamic_sampling=True, max_sampling_attempts=1,
     ),
     "snakes by DDPG": Run(
         "snakes_ddpg", "snakes", SNAKES, deterministic=True, max_episodes=2, critic_lr=1e-3, tau=0.01,

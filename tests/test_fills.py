@@ -80,8 +80,7 @@ def test_the_dead_are_told_nothing():
     assert torch.equal(read, obs)
 
 
-@pytest.mark.parametrize("runner", ["parallel", "stream"])
-def test_learners_read_the_bits_that_agents_acted_on(runner, monkeypatch):
+def test_learners_read_the_bits_that_agents_acted_on(monkeypatch):
     config = resolve(
         "qmix", "skirmish", {**SMALL, "env_args.map_name": "3s_vs_5z", "use_team_obs": True, "batch_size_run": 3}
     )
@@ -95,7 +94,7 @@ def test_learners_read_the_bits_that_agents_acted_on(runner, monkeypatch):
         return build(tick)
 
     monkeypatch.setattr(mac, "_build_inputs", noted)
-    plays = RUNNERS.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
+    plays = RUNNERS.get("parallel")(env, config, env.info, EpisodeSeeds(1, "train"))
     explore = Exploration(1.0, np.random.default_rng(0))
     episodes = []
     while len(episodes) < 3:

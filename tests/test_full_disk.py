@@ -28,7 +28,6 @@ from omagd.run.cli.main import main
 from omagd.run.reporting.log_sinks import EpisodeLog, JsonLinesSink
 from omagd.run.reporting.sacred_record import BoundedObserver, run_recorded
 from omagd.run.training.stages.rl import RLStage
-from omagd.utils import logging as logging_module
 from omagd.utils import storage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Record, RunFacts, setup_logging
@@ -96,18 +95,6 @@ def test_lines_are_whole_at_every_moment_and_complete_in_the_end(disk, tmp_path)
         assert path.read_text().splitlines() == lines
 
 
-def test_a_half_line_that_cannot_be_taken_back_is_ended_before_the_next_one(disk, tmp_path, monkeypatch):
-    file = AppendFile(tmp_path / "a.jsonl")
-    disk.room = 5
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.os, "ftruncate", full)
-        file.write(b'{"a": 1}\n')
-    disk.room = 1000
-    file.write(b'{"b": 2}\n')
-    assert file.path.read_bytes() == b'{"a":\n{"a": 1}\n{"b": 2}\n'
-    file.close()
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO])
 def test_one_line_reports_a_failure_and_one_its_end(disk, log, tmp_path, code):
     disk.code = code
@@ -148,21 +135,6 @@ def test_what_does_not_fit_into_memory_or_is_never_written_is_counted_as_lost(di
     assert late.path.read_text().split() == [f"{number:04d}" for number in range(10, 20)]
     STORAGE.close()
     assert log[1:] == [f"ERROR lost, since it could not be written ({NO_SPACE}): a (10 lines), b (6 lines), c"]
-
-
-def test_errors_of_a_log_file_are_logged_with_the_next_line(disk, log, tmp_path):
-    """A handler that logs would wait for itself, or two of them for each other."""
-    logger, path = logging.getLogger("omagd"), tmp_path / "rank_0.log"
-    logger.addHandler(logging_module._FileHandler(path))
-    logger.info("one")
-    assert log == ["INFO one"]
-    STORAGE.retry()
-    assert len(log) == 2 and "cannot be written" in log[1] and "rank_0.log" in log[1]
-    disk.room = 1 << 20
-    logger.info("two")
-    STORAGE.retry()
-    written = [line.split(": ")[0] for line in path.read_text().splitlines()]
-    assert written == ["one", f"cannot be written ({NO_SPACE})", "two", "there is room again"]
 
 
 def test_weights_are_written_later_in_their_order(log, tmp_path, monkeypatch):

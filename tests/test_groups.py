@@ -90,7 +90,7 @@ def test_without_outcomes_they_are_not_compared():
         make_learner(config).update(pack_episodes(groups_of((1.0, math.nan))), episodes=0)
     make_learner(config).update(pack_episodes(groups_of((1.0, 0.0), (math.nan,))), episodes=0)  # compared with none
     config = config_of()
-    for updates in ({}, {"enable_dynamic_sampling": True}, {"n_starts": 5, "rollout_skip_threshold": 2}):
+    for updates in ({}, {"enable_dynamic_sampling": True}):
         given = config.model_copy(update={"learner_args": {"score": "return"} if updates else {}})  # default: outcome
         given, info = given.model_copy(update=updates), describe_env(config)
         check_groups(given, info)
@@ -143,14 +143,13 @@ def data_of(dist: Dist | None = None, **updates: Any) -> GroupData:
 
 
 def test_groups_with_equal_outcomes_are_dropped_whole_and_others_collected():
-    data, ended = data_of(batch_size=5, group_size=3, batch_size_run=6, max_sampling_attempts=2), []
-    data.ended = lambda meta, outcomes: ended.append((meta.seed, outcomes))
+    data = data_of(batch_size=5, group_size=3, batch_size_run=6, max_sampling_attempts=2)
     same, mixed = (1.0, 1.0, 1.0), (0.0, 1.0, 1.0)
     assert data.wants_more
     data.add(groups_of(same, mixed))
     assert data.wants_more and data.ready and data.stats() == {"groups_dropped": (1, 2)}, "two groups are wanted"
     data.add(groups_of((0.0, 0.0, 0.0), same))
-    assert data.wants_more and ended == [(0, [*same]), (1, [*mixed]), (0, [0.0] * 3), (1, [*same])]
+    assert data.wants_more
     data.add(groups_of(same, (math.nan, 1.0, 1.0)))
     assert not data.wants_more and data.stats() == {"groups_dropped": (4, 6)}
     (batch,) = data.batches()
@@ -165,30 +164,6 @@ def test_groups_with_equal_outcomes_are_dropped_whole_and_others_collected():
     kept = data_of(enable_dynamic_sampling=False)
     kept.add(groups_of((1.0, 1.0), (0.0, 0.0)))
     assert not kept.wants_more and kept.stats() == {} and len(kept.buffer) == 4
-
-
-class OneOfTwo(Dist):
-    """The first of two ranks, with a store of its own."""
-
-    store = torch.distributed.HashStore()
-
-
-def test_collecting_ends_at_a_share_of_the_groups_of_all_ranks():
-    data = data_of(OneOfTwo(0, 2), batch_size=8, enable_dynamic_sampling=False, early_stop_percentage=0.5)
-    data.add(groups_of((1.0, 0.0), (0.0, 1.0)))
-    assert data.wants_more, "2 of 8"
-    OneOfTwo.store.add(data._counter(1), 1)
-    data.add(groups_of((1.0, 0.0)))
-    assert not data.wants_more and data.stats() == {}, "4 of 8"
-    data = data_of(batch_size=8, enable_dynamic_sampling=False, early_stop_percentage=0.6)
-    for share in (0.5, 1.0):
-        assert data.wants_more
-        data.add(groups_of((1.0, 0.0), (0.0, 1.0)))
-        assert data.wants_more is (share < 0.6)
-    for _ in range(3):
-        data.begin()
-        assert data.wants_more and data._dist.store.num_keys() <= 2, "an iteration counts from 0"
-        data.add(groups_of((1.0, 0.0), (0.0, 1.0)))
 
 
 SAMPLING = {"enable_dynamic_sampling": True, "learner_args": {"epochs": 2, "minibatches": 2}, "group_size": 2}
@@ -225,23 +200,14 @@ def learned(dist: Dist, rounds: list[list[RecordedEpisode]]) -> tuple[list[torch
 
 
 def of_ranks(rank: int, dist: Dist, folder: str) -> Any:
-    """Return weights after uneven updates, and what two runs whose ranks stop together have counted."""
+    """Return weights after uneven updates, and those of a run with its clock and counts."""
     out = learned(dist, [uneven(rank, update) for update in range(5)])
-    runs = []
-    for share in (1.0, 0.5):
-        sizes = {"batch_size": 16, "t_max": 400, "max_sampling_attempts": 2, "test_interval": 10**6}
-        skips = {"n_starts": 5, "rollout_skip_threshold": 2}
-        config = config_of(folder, **SAMPLING, **sizes, **skips, early_stop_percentage=share)
-        stage = stage_of(config, Path(folder) / f"run_{share}", dist)
-        fit(stage)
-        # Each rank masters a start of its own: all of them know it after the exchange.
-        stage.data.ended(EpisodeMeta(0, seed=rank), (1.0, 1.0))
-        stage.shapers[0].synchronise()
-        assert {seed for _, seed, _ in stage.shapers[0].state_dict()["mastered"]} >= set(range(dist.world_size))
-        stage.session.close()
-        weights = [p.detach().clone() for p in stage.mac.agent.parameters()]
-        runs.append((weights, stage.clock.state_dict(), stage.shapers[0].state_dict()))
-    return out, runs
+    sizes = {"batch_size": 16, "t_max": 400, "max_sampling_attempts": 2, "test_interval": 10**6}
+    stage = stage_of(config_of(folder, **SAMPLING, **sizes), Path(folder) / "run", dist)
+    fit(stage)
+    stage.session.close()
+    weights = [p.detach().clone() for p in stage.mac.agent.parameters()]
+    return out, (weights, stage.clock.state_dict(), stage.shapers[0].state_dict())
 
 
 @pytest.mark.processes
@@ -252,13 +218,12 @@ def test_ranks_equal_one_process_when_some_or_none_have_groups(tmp_path):
     rounds = [[e for some in itertools.zip_longest(*each) for e in some if e is not None] for each in everyone]
     alone, skipped = learned(Dist(), rounds)
     assert skipped == 1
-    for (weights, count), runs in ranks:
+    for (weights, count), (mine, clock, counts) in ranks:
         assert count == 1
         torch.testing.assert_close(weights, alone, atol=1e-10, rtol=0)
         assert all(map(torch.equal, weights, ranks[0][0][0]))
-        for (mine, clock, counts), (first, same, others) in zip(runs, ranks[0][1], strict=True):
-            assert all(map(torch.equal, mine, first)) and (clock, counts) == (same, others)
-            assert clock["updates"] > 0
+        first, *same = ranks[0][1]
+        assert all(map(torch.equal, mine, first)) and [clock, counts] == same and clock["updates"] > 0
 
 
 def kept_of(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
@@ -269,7 +234,7 @@ def kept_of(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:
     return [episode for episode in episodes if len(outcomes[episode.meta.group]) > 1]
 
 
-@pytest.mark.parametrize("dealing", ["round_robin", "sharded", "queue"])
+@pytest.mark.parametrize("dealing", ["round_robin", "sharded"])
 def test_dropped_groups_are_replaced_however_maps_are_dealt(dealing, tmp_path, monkeypatch):
     """Where starts are dealt to ranks, a further round plays as many groups of each map as were dropped."""
     maps = {"env": "skirmish", "env_args": {"map_name": ["2m", "3m"]}, "agent": "hpn_rnn", "obs_agent_id": False}
@@ -297,15 +262,13 @@ def test_dropped_groups_are_replaced_however_maps_are_dealt(dealing, tmp_path, m
 
 
 def test_ten_updates_without_groups_end_the_run(tmp_path):
-    config = config_of(tmp_path, **SAMPLING, n_starts=3, rollout_skip_threshold=2)
+    config = config_of(tmp_path, **SAMPLING)
     groups, other = (stage_of(config, tmp_path / name).shapers[0] for name in ("run", "other"))
-    groups.data.add(groups_of((1.0, 1.0), (1.0, 0.0)))
-    groups.synchronise()
     for _ in range(9):
         assert not groups.ready(0, "stage3")
     assert groups.ready(2, "stage3") and groups.state_dict()["counts"] == [9, 0]
     other.load_state_dict(groups.state_dict())
-    assert groups.record() == other.record() == {"updates_without_groups": 9.0, "starts_mastered": 1.0}
+    assert groups.record() == other.record() == {"updates_without_groups": 9.0}
     with pytest.raises(
         UserError, match=r"stage3, t_env 5: 10 updates in a row.*group_size=2.*checkpoint_path.*score=return"
     ):
@@ -314,19 +277,16 @@ def test_ten_updates_without_groups_end_the_run(tmp_path):
 
 
 FROM_PPO = [
-    ("ippo", {}, "rloo", {"n_starts": 3}, "learner=ppo_learner, not rloo_learner"),
-    ("mappo", {}, "mappo", {"group_size": 2}, "group_size=1, not 2"),
-    ("mappo", {}, "mappo", {"n_starts": 3}, "n_starts=None, not 3"),
+    ("ippo", "rloo", "learner=ppo_learner, not rloo_learner"),
+    ("mappo", "mappo", "group_size=1, not 2"),
 ]
 
 
-@pytest.mark.parametrize(("name", "before", "then", "now", "reason"), FROM_PPO)
-def test_the_folder_of_a_run_with_another_learner_or_other_starts_means_its_weights(
-    name, before, then, now, reason, tmp_path, capfd
-):
+@pytest.mark.parametrize(("name", "then", "reason"), FROM_PPO)
+def test_the_folder_of_a_run_with_another_learner_or_group_size_means_its_weights(name, then, reason, tmp_path, capfd):
     sizes = {**SMALL, "group_size": 1, "local_results_path": str(tmp_path), "t_max": 20}
-    run = Path(launch(resolve(name, "matrix_game", {**sizes, **before}), "first")["folder"])
-    sizes |= {"t_max": 40, "group_size": 2 if then == "rloo" else 1, **now}
+    run = Path(launch(resolve(name, "matrix_game", sizes), "first")["folder"])
+    sizes |= {"t_max": 40, "group_size": 2}
     config = resolve(then, "matrix_game", {**sizes, "checkpoint_path": str(run)})
     assert preflight(config).stages == ("stage3",)
     capfd.readouterr()
@@ -344,10 +304,7 @@ def test_the_folder_of_a_run_with_another_learner_or_other_starts_means_its_weig
     assert not (tmp_path / "third").exists()
 
 
-SKIPPING = {**SAMPLING, "max_sampling_attempts": 2, "n_starts": 3, "rollout_skip_threshold": 2}
-
-
-@pytest.mark.parametrize("sampling", [{}, SKIPPING])
+@pytest.mark.parametrize("sampling", [{}, {**SAMPLING, "max_sampling_attempts": 2}])
 def test_it_resumes_bit_for_bit(sampling, tmp_path):
     sizes = {"t_max": 200, "test_interval": 60, **sampling}
     whole = launch(config_of(tmp_path / "whole", **sizes), "whole")["folder"]
@@ -361,13 +318,9 @@ def test_it_resumes_bit_for_bit(sampling, tmp_path):
     ("updates", "words"),
     [
         ({"group_size": 1}, ["group_size=1", "learner=rloo_learner", "group_size=8"]),
-        *(
-            ({"group_size": 1, "learner": "ppo_learner", "learner_args": {}, key: value}, [f"{key}={value}", "=8"])
-            for key, value in (
-                ("enable_dynamic_sampling", True),
-                ("early_stop_percentage", 0.5),
-                ("rollout_skip_threshold", 2),
-            )
+        (
+            {"group_size": 1, "learner": "ppo_learner", "learner_args": {}, "enable_dynamic_sampling": True},
+            ["enable_dynamic_sampling=True", "=8"],
         ),
         ({"group_size": 3}, ["group_size=3", "batch_size_run=4"]),
         ({"runner": "stream"}, ["group_size=2", "runner=parallel", "runner=stream"]),
@@ -375,9 +328,7 @@ def test_it_resumes_bit_for_bit(sampling, tmp_path):
             {"learner": "nq_learner", "learner_args": {}, "action_selector": "epsilon_greedy"},
             ["group_size=2", "learner=nq_learner", "group_size=1"],
         ),
-        ({"rollout_skip_threshold": 3}, ["rollout_skip_threshold=3", "n_starts=100"]),
         ({"max_sampling_attempts": 7}, ["max_sampling_attempts=7", "enable_dynamic_sampling=True"]),
-        ({"early_stop_percentage": 0.5}, ["early_stop_percentage=0.5", "batch_size_run=4", "batch_size=4"]),
         ({"learner_args": {"returns_to_go": True}}, ["returns_to_go=True", "score=return"]),
         ({"learner_args": {"critic": "state"}}, ["learner_args.critic"]),
     ],

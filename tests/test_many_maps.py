@@ -133,17 +133,14 @@ def test_a_run_does_not_need_the_file_of_its_maps_again(trained, tmp_path, capsy
     begun = preflight(given).config
     assert identity_of(begun) == identity_of(preflight(begun).config)
     with locked_folder(begun, "begun"):
-        write_json(tmp_path / "begun" / "saved.json", {"iteration": 5})
+        pass
     write_json(tmp_path / "begun" / "run.json", {"identity": identity_of(begun)})  # killed
     try:
         file.write_text("training: [3m, 5m]\nheld_out: [2m]\n")
         changed = preflight(given).config
         assert identity_of(changed) != identity_of(begun)
-        capsys.readouterr()
         with locked_folder(changed, "other") as lock:
             assert Path(lock.path).name == "other"
-        (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "differs" in line]
-        assert "begun is unfinished and differs in env_args.map_name" in line
         file.unlink()
         assert main(["evaluate", str(run), "test_nepisode=8", f"local_results_path={tmp_path}"]) == 0
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import socket
 import stat
@@ -12,7 +11,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from shutil import copytree
 
@@ -21,20 +19,18 @@ from command_budgets import BUDGETS
 from command_harness import ROOT, records, summary_of
 from graph_toys import INFO
 
-from omagd.config.loading import read_saved, resolve
+from omagd.config.loading import read_saved
 from omagd.config.schema import OF_GRAPHS
-from omagd.run.checkpoint import resuming
 from omagd.run.checkpoint.resuming import locked_folder, rank_at_work
 from omagd.run.cli.main import config_from, main
 from omagd.run.reporting import plots
 from omagd.run.reporting.card import read_card
 from omagd.run.reporting.plots import _label_beside
-from omagd.run.run import SeedList
 from omagd.run.training.build import _given_to, read_env_info
 from omagd.utils import run_folder, storage
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, Untrusted, require_own
-from omagd.utils.storage import Unreadable, read_entry
+from omagd.utils.storage import read_entry
 
 USED = [word for word in BUDGETS if not word.startswith(OF_GRAPHS)]  # a warning names the others
 COMMAND = ("-u", "--config=qmix", "--env-config=matrix_game", "with", *USED, "t_max=20", "auto_resume=True")
@@ -218,40 +214,6 @@ def test_an_own_entry_that_cannot_be_read_is_no_reason_to_start_from_scratch(run
     assert list(run.parent.iterdir()) == [run]
 
 
-def test_a_folder_that_cannot_be_entered_is_passed_over_unless_it_is_the_users_own(tmp_path, monkeypatch):
-    """As another user where this one is root, whom permissions do not bind.
-
-    That user may not be able to enter this repository: what has to be read or imported is so before.
-    """
-    monkeypatch.setattr(storage, "RETRY_SECONDS", ())
-    monkeypatch.chdir(tmp_path)
-    root, found = os.geteuid() == 0, partial(resuming.same_runs, Path("."), "mine")
-    listed = SeedList(resolve("qmix", None, {"local_results_path": "closed", "seeds": (1, 2), "auto_resume": True}))
-    assert listed.finished_runs() == {} and found() == []
-    for name in ("closed", "open"):
-        Path(name).mkdir()
-        Path(name, "run.json").write_text('{"identity": "mine"}')
-    Path("closed").chmod(0o000)
-    tmp_path.chmod(0o755)
-    if root:
-        os.seteuid(65534)
-    try:
-        if root:  # another user's
-            assert listed.finished_runs() == {} and found() == [Path("open")]
-            os.seteuid(0)
-            os.chown("closed", 65534, -1)
-            os.seteuid(65534)
-        else:
-            with pytest.raises(Unreadable, match=r"closed/.seeds_\w+.json cannot be read \(Permission denied\)"):
-                listed.finished_runs()
-        with pytest.raises(Unreadable, match=r"^closed/run.json cannot be read \(Permission denied\)"):
-            found()
-    finally:
-        if root:
-            os.seteuid(0)
-        Path("closed").chmod(0o700)
-
-
 def test_new_runs_are_not_world_writable_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
@@ -294,14 +256,6 @@ def assert_no_summary(run: Path, capsys) -> None:
     assert main(["compare", str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: compare {run}: neither its config.json nor its summary.json can be read")
-
-
-def test_a_wrong_summary_is_one_line(tmp_path, capsys):
-    wrong = ({"values": None}, {"values": {"test_battle_won_mean": [1]}})
-    stages = [{"stages": 3}, *({"stages": {"stage3": stage}} for stage in wrong)]
-    for content in (*stages, {"wall_seconds": {}, "stages": {}}, {"wall_seconds": math.inf, "stages": {}}, []):
-        (tmp_path / "summary.json").write_text(json.dumps(content))
-        assert_no_summary(tmp_path, capsys)
 
 
 def test_facts_of_an_environment_have_their_types_and_sizes(tmp_path):

@@ -26,7 +26,6 @@ from q_toys import (
 from torch.nn import functional as F
 
 import omagd
-from omagd.components import selection
 from omagd.components.action_selectors import EpsilonGreedy, Greedy, epsilon_at
 from omagd.config.env_info import EnvInfo
 from omagd.controllers import REGISTRY as MACS
@@ -102,22 +101,6 @@ def test_exploration_takes_available_actions_evenly_and_its_stream_ignores_who_i
     assert rng.random() == other.random()
     greedy = Greedy().select(q, available, 1.0, rng)
     assert np.array_equal(EpsilonGreedy().select(q, available, 1.0, None), greedy) and (greedy == [1, 3]).all()
-
-
-def test_the_compiled_choice_is_that_of_the_reference():
-    choose, rng = selection.compiled(), np.random.default_rng(0)
-    q = rng.integers(0, 3, (300, 4, 7)).astype(np.float32)
-    q[rng.random(q.shape) < 0.1] = np.nan
-    q[rng.random(q.shape) < 0.2] = -np.inf
-    available = rng.random(q.shape) < rng.random((300, 1, 1))
-    assert not available.any(-1).all()
-    for epsilon in (0.0, 0.4, 1.0):
-        drawn, actions = rng.random((2, 300, 4)), np.empty((300, 4), np.int64)
-        choose(q, available, epsilon, drawn, actions)
-        assert np.array_equal(actions, EpsilonGreedy().choice(q, available, epsilon, drawn))
-        for other in (q.astype(np.float64), np.asfortranarray(q)):  # not for the kernel
-            again = EpsilonGreedy().select(other, available, epsilon, np.random.default_rng(5))
-            assert np.array_equal(again, EpsilonGreedy().select(q, available, epsilon, np.random.default_rng(5)))
 
 
 def test_epsilon_falls_in_a_straight_line_or_by_a_factor_and_stays():

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from omagd.envs.battle.compiled import cuda as kernels
 from omagd.envs.battle.compiled import play, resident
 from omagd.envs.battle.compiled.resident import ResidentBattles
 from omagd.envs.battle.maps import get_map
+from omagd.utils import compiling
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SLOTS = 5
@@ -117,6 +119,16 @@ class GPULayout(ResidentBattles):
         return torch.from_numpy(array)
 
 
+@pytest.fixture(scope="module")
+def cached():
+    """Let Numba keep what it compiles here for later sessions: the parts of the kernels, called from Python."""
+    folder = kernels.compiler.folder
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder.with_name(f"tests-of-{folder.name}"))
+    for function in compiling._functions:
+        function.enable_caching()
+    numba.config.CACHE_DIR = before
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "cuda", SimpleNamespace())
@@ -124,7 +136,7 @@ def on_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["2s3z", "8m", "5m_vs_6m_mixed_sight6", "3m_hidden"])
-def test_a_thread_per_battle_and_per_view_plays_what_the_loops_play(on_gpu, monkeypatch, name):
+def test_a_thread_per_battle_and_per_view_plays_what_the_loops_play(cached, on_gpu, monkeypatch, name):
     threads = GPULayout(name, SLOTS)
     monkeypatch.undo()
     args = SkirmishArgs(map_name=name, obs_instead_of_state=name == "8m")

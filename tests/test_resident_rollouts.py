@@ -146,7 +146,7 @@ def test_acting_reads_the_weights_at_every_tick():
     assert first.log != second.log
 
 
-def iteration(device: torch.device, buffer_cpu_only: bool, rounds: int = 3) -> tuple[Any, list[PackedBatch], Any]:
+def iteration(device: torch.device, buffer_cpu_only: bool, rounds: int = 2) -> tuple[Any, list[PackedBatch], Any]:
     """Return the learner after `rounds` of playing, storing and learning, its batches, and what the host waited for."""
     plays, mac = game(device=device, buffer_cpu_only=buffer_cpu_only, buffer_size=10, batch_size=4)
     config, batches = plays.config, []
@@ -173,10 +173,11 @@ def waiting() -> Iterator[Counter[str]]:
 def test_an_iteration_on_the_device_makes_the_host_wait_twice(monkeypatch):
     """For the results of the round, and for whether its episodes can be stored in short; not in an update."""
     monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
+    monkeypatch.setattr(maps, "skirmish_map", lambda _: dataclasses.replace(get_map("3m"), limit=15))
     expected = iteration(CPU, buffer_cpu_only=False)[1]
     with simulated_gpu():
         _, batches, waits = iteration(DEVICE, buffer_cpu_only=False)
-    assert sum(waits.values()) == 2 * 3, waits
+    assert sum(waits.values()) == 2 * 2, waits
     first = zip(batches[:1], expected[:1], strict=True)
     assert all(torch.equal(one[name].value, other[name]) for one, other in first for name in other.data)
 

@@ -24,19 +24,24 @@ GUESSED = {"mac": "n_graph_mac", "agent": "n_rnn", "use_graph_reconstruction": T
 GRAPHS = [
     {"mac": "gnn_graph_mac", "agent": "gnn_rnn"},
     {"mac": "gnn_graph_mac", "agent": "gnn_rnn", "use_full_obs": True},
-    GUESSED,
-    {**GUESSED, "mask_predictor_config.decode": "argmax"},
-    {**GUESSED, "mask_predictor_config.use_gru": True, "mask_predictor_config.last_seen": False},
-    {**GUESSED, "mask_predictor_config.stacked_steps": 1},
     {**GUESSED, "acting_precision": "bf16"},
-    {**GUESSED, "mac": "gnn_graph_mac", "agent": "gnn_rnn"},
-]
+    {
+        **GUESSED, "mask_predictor_config.decode": "argmax", "mask_predictor_config.use_gru": True,
+        "mask_predictor_config.last_seen": False,
+    },
+    {**GUESSED, "mac": "gnn_graph_mac", "agent": "gnn_rnn", "mask_predictor_config.stacked_steps": 1},
+]  # fmt: skip
 FLAT = [{"agent": "ff", "obs_last_action": False}, {"share_parameters": False}, {"agent": "hpn_rnn"}]
 NO_TEAM = {"ddpg", "bicnet"}  # of mac=ddpg_mac
 
 
 def words(options: dict) -> str:
     return " ".join(f"{key.split('.')[-1]}={value}" for key, value in options.items())
+
+
+def shorten(monkeypatch, limit: int) -> None:
+    short = dataclasses.replace(get_map("3m"), limit=limit)
+    monkeypatch.setattr(maps, "skirmish_map", lambda _: short)
 
 
 def acting() -> list[dict]:
@@ -52,8 +57,7 @@ def test_rounds_are_those_of_the_environment_whatever_acts(options, monkeypatch)
 
     Many episodes are cut off while agents live, which guess in the closing row.
     """
-    short = dataclasses.replace(get_map("3m"), limit=24)
-    monkeypatch.setattr(maps, "skirmish_map", lambda _: short)
+    shorten(monkeypatch, 24)
     both = [game("3m", runner, **options) for runner in ("parallel", "resident")]
     for _ in range(2):
         one, other = (played(plays, mac, explore=None, episodes_per_slot=2) for plays, mac in both)
@@ -68,6 +72,7 @@ def test_rounds_are_those_of_the_environment_whatever_acts(options, monkeypatch)
 @pytest.mark.parametrize("options", acting(), ids=words)
 def test_a_tick_reads_no_value_and_has_fixed_shapes(options, monkeypatch):
     """On the CPU, and on a simulated GPU, which also counts copies to the host; half of the episodes show all units."""
+    shorten(monkeypatch, 10)
     plays, mac = game(**options)
     all_units = bool(options.get("use_graph_reconstruction"))
     rollout = played(plays, mac, explore=explore(0.3), full_obs=all_units)

@@ -323,24 +323,6 @@ def test_a_slot_that_loses_every_episode_ends_the_run_after_ten(name):
     assert env.n_begun == LOST_IN_A_ROW == 10
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_lost_episodes_in_a_row_are_counted_over_a_restart(known):
-    env = Hopeless(3)
-    first, again = (runner_of(env)._loop(Probe(), False, True) for _ in range(2))
-    first.policy = again.policy
-    first.begin(10**6)
-    for _ in range(7):
-        first.tick(None)
-    state = first.snapshot()
-    if not known:
-        del state["clock"]["lost"]  # as earlier versions saved it
-    again.restore(state)
-    with pytest.raises(UserError, match="this was lost"):
-        for _ in range(100):
-            again.tick(None)
-    assert env.n_begun == 10 + (0 if known else 7)
-
-
 def test_failures_are_counted_over_runners_and_restarts():
     env = SimpleNamespace(get_stats=lambda: {"restarts": 3.0})
     runners = {"train": SimpleNamespace(lost=2), "test": SimpleNamespace(lost=1)}

@@ -37,11 +37,9 @@ LEARNING: dict[str, dict[str, Any]] = {
 DEALINGS: dict[str, dict[str, Any]] = {
     "round_robin": {},
     "sharded": {"task_weights": {"2m_vs_1m": 2.0}},
-    "queue": {"task_weights": {"3m_vs_2m": 0.5}},
 }
 CASES = [
-    ("hpn_mappo", "round_robin"), ("hpn_mappo", "queue"), ("hpn_qmix", "sharded"), ("rloo", "round_robin"),
-    ("rloo", "queue"),
+    ("hpn_mappo", "round_robin"), ("hpn_qmix", "sharded"), ("rloo", "round_robin"), ("rloo", "sharded"),
 ]  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def watch(dist: Dist, timeout: float, work: Callable[[Callable[[], None]], None]
 def test_kernels_that_take_longer_than_the_limit_are_no_hang(how, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" if how == "no cache" else tmp_path))
     (tmp_path / "file").touch()
-    compiler = Compiler(tmp_path, "sums", "1 s", quiet=how != "no cache")
+    compiler = Compiler(tmp_path, "sums", "1 s")
     dist = Dist()
 
     def work(_: object) -> None:

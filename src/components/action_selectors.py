@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from omagd.config.schema import Config
-from omagd.utils.compiling import numba_problem
 from omagd.utils.registry import Registry
 
 REGISTRY: Registry[type] = Registry(
@@ -96,17 +92,6 @@ class EpsilonGreedy(Greedy):
         if rng is None:
             return super().select(q, available, epsilon, rng)
         drawn = rng.random((2, *q.shape[:-1]))
-        if (choose := _kernel(q, available)) is not None:
-            actions = np.empty(drawn.shape[1:], np.int64)
-            choose(q, available, float(epsilon), drawn, actions)
-            return actions
-        return self.choice(q, available, epsilon, drawn)
-
-    def choice(self, q: np.ndarray, available: np.ndarray, epsilon: float, drawn: np.ndarray) -> np.ndarray:
-        """Return [B, n] actions, given two random numbers in [0, 1) for each agent, `drawn` [2, B, n].
-
-        The reference of the kernel.
-        """
         best = super().select(q, available, epsilon, None)
         explores = (drawn[0] < epsilon).nonzero()
         if len(explores[0]):
@@ -142,25 +127,6 @@ class Softmax(Greedy):
             actions = draw(np.exp(log_probs), rng.random(q.shape[:-1]))
         taken = np.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
         return actions, taken.astype(np.float32)
-
-
-def _kernel(q: np.ndarray, available: np.ndarray) -> Callable[..., None] | None:
-    """Return the compiled choice, None where it does not fit or cannot be kept, or where nobody else has loaded Numba.
-
-    To load it only for this would cost half a second at the start and save 30 microseconds per tick.
-    """
-    fits = q.dtype == np.float32 and available.dtype == bool and q.flags.carray and available.flags.carray
-    return _compiled_choice() if fits and sys.modules.get("numba") is not None else None
-
-
-@lru_cache(maxsize=1)
-def _compiled_choice() -> Callable[..., None] | None:
-    if numba_problem():  # whoever could not use it has warned
-        return None
-    from omagd.components.selection import compiled
-
-    choose: Callable[..., None] | None = compiled()
-    return choose
 
 
 def log_softmax(logits: np.ndarray, available: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -117,41 +117,30 @@ class GroupData(OnPolicyData):
     What counts is the outcome, by exact equality: never a shaped return, by which a group that has lost still looks
     mixed. Groups are kept or dropped as a whole: without its only loser a group would say nothing.
 
-    A rank stops when it has its groups, after `max_sampling_attempts` rounds more than it needs at least, or when the
-    share `early_stop_percentage` of the groups that all ranks want is there. It stops between rounds only: ending one
-    would prefer short episodes.
+    A rank stops when it has its groups, or after `max_sampling_attempts` rounds more than it needs at least. It stops
+    between rounds only: ending one would prefer short episodes.
 
     Args:
         config: the run. dist: the ranks, and the device of the learner.
 
     Attributes:
-        ended: called with the origin and the outcomes of each group that was played.
         again: the tasks of the groups that the last round has lost.
     """
 
     def __init__(self, config: Config, dist: Dist) -> None:
         super().__init__(config, dist.device)
-        self.ended: Callable[[EpisodeMeta, list[float]], None] = lambda meta, outcomes: None
         self._drops = config.enable_dynamic_sampling
         self._wanted = math.ceil(config.batch_size / config.group_size)
         self._least_rounds = math.ceil(self._wanted * config.group_size / config.batch_size_run)
         self._attempts = config.max_sampling_attempts * self._drops
-        self._enough = math.ceil(config.early_stop_percentage * self._wanted * dist.world_size)
-        self._counted = config.early_stop_percentage < 1.0  # otherwise nothing depends on how fast a rank is
-        self._dist = dist
-        self._iteration = self._rounds = self._kept = self._dropped = 0
-        self._stop = self._dealt = False
+        self._rounds = self._kept = self._dropped = 0
+        self._dealt = False
         self.again: list[int] = []
         self._blank: Episode = {}
 
     def begin(self) -> None:
         """Begin an iteration."""
         self._rounds = self._kept = self._dropped = 0
-        self._stop = False
-        if self._counted and self._dist.is_main and self._iteration > 1:
-            # All ranks have read it, since they have met at the end of the iteration after it.
-            self._dist.store.delete_key(self._counter(self._iteration - 1))
-        self._iteration += 1
 
     def expect(self, episodes: int, batch_size: int) -> None:
         """Want as many groups in this iteration as its first round plays: the starts that this rank was dealt."""
@@ -166,7 +155,6 @@ class GroupData(OnPolicyData):
         kept = set()
         for name, group in groups.items():
             outcomes = [meta_of(episode).outcome for episode in group]
-            self.ended(meta_of(group[0]), outcomes)
             # NaN, an unknown outcome, equals nothing.
             if not self._drops or any(outcome != outcomes[0] for outcome in outcomes):
                 kept.add(name)
@@ -179,17 +167,11 @@ class GroupData(OnPolicyData):
         if played:
             self._blank = {name: rows[:1] for name, rows in played[0].items()}
         super().add(episode for episode in played if meta_of(episode).group in kept)
-        if self._counted:
-            self._stop = self._dist.store.add(self._counter(self._iteration), len(kept)) >= self._enough
-
-    @staticmethod
-    def _counter(iteration: int) -> str:
-        return f"groups/{iteration}"
 
     @property
     def wants_more(self) -> bool:
         """Whether this iteration must collect another round."""
-        return self._kept < self._wanted and self._rounds < self._least_rounds + self._attempts and not self._stop
+        return self._kept < self._wanted and self._rounds < self._least_rounds + self._attempts
 
     @property
     def ready(self) -> bool:

@@ -92,6 +92,7 @@ class MaskPredictorConfig(Frozen):
 
 EXTENDS = "extends"
 """Key of a file, not of the configuration: the file, by name or path, whose keys it begins with."""
+NO_SKIPPING = "each group has a start of its own; leave it out"
 TRACKER_LEFT = "the study that it served ended (docs/results/reconstruction.md); leave it out"
 REMOVED: dict[str, tuple[Any, str]] = {
     "act_in_halves": (False, "it brought no measurable gain; leave it out"),
@@ -105,6 +106,9 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "compile": (False, "it brought 2 % of an update; leave it out"),
     "num_workers": (0, "it brought 2 % of an update; leave it out"),
     "use_per": (False, "prioritised replay is not implemented; leave it out"),
+    "n_starts": (None, NO_SKIPPING),
+    "rollout_skip_threshold": (None, NO_SKIPPING),
+    "early_stop_percentage": (1.0, "with it a run could not be repeated; leave it out"),
     "graph_pretrain_policy_path": ("", "give the run as graph_pretrain_policy, or leave it out"),
     "graph_pretrain_policy_share": (0.5, "leave it out"),
     "mark_guesses": (False, "agents read reconstructed features as they read seen ones; leave it out"),
@@ -180,18 +184,15 @@ class Config(Frozen):
 
     batch_size_run: Size  # battles per rank
     group_size: Size  # episodes in a row of slots that share their start and are compared (rloo); on-policy training
-    n_starts: Count | None  # different starts (reset seeds) of each map in training; None: each episode has another one
-    rollout_skip_threshold: Count | None  # skips of a start that a whole group has won, until it is played again
     enable_dynamic_sampling: bool  # drop groups that have all won or all lost, and play others
     max_sampling_attempts: Size  # enable_dynamic_sampling: most rounds more than batch_size needs, for one update
-    early_stop_percentage: Annotated[float, Field(gt=0.0, le=1.0)]  # share of all ranks' groups that ends collecting
     env_processes: bool  # each battle in its own process; False: batched environments run in the rank's process
     ticks_per_iteration: Size  # runner=ticks: steps of every battle between updates
     buffer_size: Many  # episodes in the replay buffer (runner=ticks: steps); the newest ones
     t_max: Count  # environment steps over all ranks after which stage 3 ends
     max_episodes: Many | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
     task_weights: dict[str, Weight]  # map: its weight among the episodes; others weigh 1
-    task_dealing: Literal["round_robin", "sharded", "queue"] | None  # each rank plays all maps | its own | what is next
+    task_dealing: Literal["round_robin", "sharded"] | None  # each rank plays all maps | its own
     enable_task_sharding: bool  # another way to say task_dealing=sharded
     balance_tasks_across_gpus: bool  # sharded: maps by measured seconds, so that no rank waits; False: in their order
     min_tasks_per_gpu: Size  # sharded: maps that each rank plays at least; with few maps several ranks play the same
@@ -305,7 +306,7 @@ class Config(Frozen):
         return self.use_full_obs or self.use_team_obs or self.belief_loss != "none"
 
     @property
-    def dealing(self) -> Literal["round_robin", "sharded", "queue"]:
+    def dealing(self) -> Literal["round_robin", "sharded"]:
         """How the maps of a set are dealt to ranks, by either key."""
         return self.task_dealing or ("sharded" if self.enable_task_sharding else "round_robin")
 

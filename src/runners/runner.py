@@ -15,7 +15,7 @@ from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Policy
 from omagd.envs.protocol import BatchedEnv
 from omagd.runners.rollout import Recorder, Rollout, RolloutLoop, do_nothing
-from omagd.utils.seeding import EpisodeSeeds, Origins, stream_seed
+from omagd.utils.seeding import EpisodeSeeds, Origins
 
 ENDLESS = 2**62
 
@@ -31,72 +31,6 @@ def next_in_turn(credit: np.ndarray, weights: np.ndarray) -> int:
     return chosen
 
 
-Start = tuple[int, int]
-"""Task and reset seed."""
-
-
-class StartPool:
-    """Draws starts, the same ones on all ranks.
-
-    A start whose newest group was won by all is *mastered*. It is skipped when it is drawn; after `threshold` skips by
-    all ranks it is forgotten, so it is played again when it is drawn next. (In RIPT, each rank has a table of its own.)
-    What ranks note takes effect when they exchange it, so the table is the same on all of them.
-
-    Args:
-        seed: the run's seed. size: number of starts of each task. threshold: None: nothing is skipped.
-    """
-
-    def __init__(self, seed: int, size: int, threshold: int | None = None) -> None:
-        self._seed, self._size, self._threshold = seed, size, threshold
-        self._skips: dict[Start, int] = {}  # of mastered starts
-        self._news: list[tuple[Start, str]] = []
-
-    def draw(self, task: int, source: int) -> int:
-        """Return the reset seed of a start of `task`. source: the random number that decides."""
-        rng = np.random.default_rng(source)
-        for _ in range(self._size):  # where all of them are mastered, one is played all the same
-            start = task, stream_seed(self._seed, "env/starts", task, int(rng.integers(self._size)))
-            if start not in self._skips:
-                break
-            self._news.append((start, "skipped"))
-        return start[1]
-
-    def note(self, task: int, seed: int, outcomes: Sequence[float]) -> None:
-        """Note the outcomes of a group, 1 for a won battle."""
-        if self._threshold is not None:
-            mastered = all(outcome == 1.0 for outcome in outcomes)
-            self._news.append(((task, seed), "mastered" if mastered else "open"))
-
-    def take_news(self) -> list[tuple[Start, str]]:
-        """Return what this rank has noted since the last time."""
-        news, self._news = self._news, []
-        return news
-
-    def learn(self, news: Iterable[tuple[Start, str]]) -> None:
-        """Change the table by what all ranks have noted, in the same order on all of them."""
-        for start, what in news:
-            if what == "mastered":
-                self._skips[start] = 0
-            elif what == "open":
-                self._skips.pop(start, None)
-            elif start in self._skips:
-                self._skips[start] += 1
-        assert self._threshold is not None or not self._skips
-        self._skips = {start: skips for start, skips in self._skips.items() if skips < (self._threshold or 0)}
-
-    def __len__(self) -> int:
-        """Return the number of mastered starts."""
-        return len(self._skips)
-
-    def state_dict(self) -> list[list[int]]:
-        """Return the mastered starts with their skips, between two exchanges."""
-        return [[*start, skips] for start, skips in self._skips.items()]
-
-    def load_state_dict(self, state: Sequence[Sequence[int]]) -> None:
-        """Continue from `state_dict()`."""
-        self._skips = {(task, seed): skips for task, seed, skips in state}
-
-
 class TaskStarts(EpisodeSeeds):
     """Assigns tasks to slots in proportion to weights, and gives groups of K slots one start.
 
@@ -104,8 +38,7 @@ class TaskStarts(EpisodeSeeds):
 
     Args:
         seed, purpose, rank: as in `EpisodeSeeds`. weights: of all tasks; 0: never played.
-        group_size: K consecutive slots that begin with one task and seed. pool: where the seeds come from; None: each
-            is another one.
+        group_size: K consecutive slots that begin with one task and seed.
     """
 
     def __init__(
@@ -116,10 +49,8 @@ class TaskStarts(EpisodeSeeds):
         *,
         weights: Sequence[float] = (1.0,),
         group_size: int = 1,
-        pool: StartPool | None = None,
     ) -> None:
         super().__init__(seed, purpose, rank)
-        self.pool = pool
         self.group_size = group_size
         self.set_weights(weights)
         self._last: Origins | None = None
@@ -150,8 +81,7 @@ class TaskStarts(EpisodeSeeds):
                     self._n_groups += 1
         seeds = self.draw(drawn)
         for begun in np.flatnonzero(drawn).tolist():
-            seed = int(seeds[begun])
-            new.seed[begun : begun + size] = seed if self.pool is None else self.pool.draw(int(new.task[begun]), seed)
+            new.seed[begun : begun + size] = int(seeds[begun])
         self._last = new
         return new
 
@@ -186,7 +116,7 @@ class DealtStarts(TaskStarts):
     _dealt: Iterator[int] = iter(())
 
     def deal(self, tasks: Iterable[int]) -> None:
-        """Play one start of each of `tasks` in the next round; an iterator is asked when a slot is free."""
+        """Play one start of each of `tasks` in the next round."""
         self._dealt = iter(tasks)
         self._free = np.zeros(0, bool)
 

@@ -202,7 +202,6 @@ class Compiler:
         fused: whether a product and a sum may become one operation, which rounds once: faster, and other bits on
             processors that have it. late: functions are optimised only as parts of a kernel (shapes known there).
         checked: each call of a kernel looks at the types of its arguments; else see `Unchecked`.
-        quiet: for kernels that save little: nothing is said, and where they cannot be kept they are not used.
     """
 
     def __init__(
@@ -214,13 +213,12 @@ class Compiler:
         fused: bool = False,
         late: bool = False,
         checked: bool = True,
-        quiet: bool = False,
     ) -> None:
         import numba
 
         self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
         self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
-        self._late, self._checked, self._quiet = late, checked, quiet
+        self._late, self._checked = late, checked
         self._source = (*SHARED, *sorted(source.resolve().rglob("*.py") if source.is_dir() else [source.resolve()]))
         for file in self._source:
             digest = zlib.crc32(file.read_bytes(), digest)
@@ -279,15 +277,15 @@ class Compiler:
         self._problem = "Numba cannot write there"
         return None
 
-    def prepare(self, call_all: Callable[[], None]) -> bool:
+    def prepare(self, call_all: Callable[[], None]) -> None:
         """Compile or load all kernels by `call_all`, which calls each with the types that it will always have.
 
-        The first process says that it compiles; others on this machine wait for it. Returns whether they may be used.
+        The first process says that it compiles; others on this machine wait for it.
         """
         with _no_hang():
-            return self._prepare(call_all)
+            self._prepare(call_all)
 
-    def _prepare(self, call_all: Callable[[], None]) -> bool:
+    def _prepare(self, call_all: Callable[[], None]) -> None:
         if not self._problem:
             try:
                 with (self.folder / "lock").open("w") as lock:
@@ -295,8 +293,6 @@ class Compiler:
                     self._fill(call_all)
             except OSError as problem:  # the disk is full, for example
                 self._problem = problem.strerror or str(problem)
-        if self._problem and self._quiet:
-            return False
         if self._problem:
             where = f"{self.folder}: {self._problem}"
             print_warning(f"{where}. The {self._what} are compiled at each start ({self._seconds}).")
@@ -307,7 +303,6 @@ class Compiler:
                 kernel.disable_compile()
         for kernel in self._unchecked:
             kernel.prepared()
-        return True
 
     def _fill(self, call_all: Callable[[], None]) -> None:
         """Compile what is not in the folder yet. Damaged files are compiled again: loading them could crash."""
@@ -319,7 +314,7 @@ class Compiler:
             if file.relative_to(self.folder).as_posix() not in kept:  # unknown: left by a process that was killed
                 file.unlink()
         here = Path(self._kernels[0]._cache.cache_path).name
-        if not self._quiet and not any(name.startswith(f"{here}/") for name in kept):
+        if not any(name.startswith(f"{here}/") for name in kept):
             print_note(
                 f"Compiling the {self._what}, once: {self._seconds}, more on a busy machine. Kept in {self.folder}."
             )

@@ -27,11 +27,10 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from omagd.config.env_info import map_label
 from omagd.config.loading import read_saved, validate
-from omagd.config.schema import COMPONENT_ARGS, REMOVED, Config
-from omagd.run.checkpoint.store import SAVED, digest, free_finished
-from omagd.run.checkpoint.weights import CONTINUED, continue_whole
+from omagd.config.schema import REMOVED, Config
+from omagd.run.checkpoint.store import digest, free_finished
+from omagd.run.checkpoint.weights import ADDED, CONTINUED, continue_whole
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import PACKAGE, duration, setup_logging
 from omagd.utils.run_folder import (
@@ -238,9 +237,6 @@ WAITING_SECONDS = 60.0
 STARTING = re.compile(rf"{LOCK}(\.ranks)?|config\.json|\.(config|run)\.json\..+\.tmp")
 """Files that a start makes before it notes what the run is."""
 
-KEYS_SHOWN, KEY_LENGTH = 8, 100
-"""How many differing keys a message names; of each with its values at most `KEY_LENGTH` characters."""
-
 
 @dataclass(frozen=True)
 class RunLock:
@@ -353,23 +349,8 @@ def require_free_token(config: Config, state: str = "exists already") -> None:
         )
 
 
-ADDED: dict[str, Any] = {
-    **dict.fromkeys(COMPONENT_ARGS, {}), "use_team_obs": False, "fill_unseen": "none", "belief_inputs": False,
-    "truth_all_until": 0.0, "truth_until": 0.0,
-    "belief_loss": "none", "belief_weight": 0.3, "belief_units": "unseen", "belief_every": 4,
-    "share_parameters": True, "group_size": 1, "n_starts": None,
-    "rollout_skip_threshold": None, "enable_dynamic_sampling": False, "max_sampling_attempts": 3,
-    "early_stop_percentage": 1.0, "task_weights": {}, "task_dealing": None, "enable_task_sharding": False,
-    "balance_tasks_across_gpus": True, "min_tasks_per_gpu": 1, "sync_every_n_steps": 5,
-    "graph_pretrain_test_episodes": 128,
-    "graph_pretrain_patience": 0, "reconstructor_refresh": 0, "reconstructor_refresh_updates": 50,
-    "graph_pretrain_policy_path": "", "graph_pretrain_policy_share": 0.5,
-}  # fmt: skip
-"""Keys that earlier versions did not have, with the values by which their runs went: these are not hashed.
-Some are gone again (`REMOVED`): runs that had them at these values keep their identity."""
-
 ADDED_ARGS: dict[str, dict[str, Any]] = {"skirmish": {"sight_range": 9, "start": "formation"}}
-"""The same of `env_args`, by environment."""
+"""The same as `ADDED` for `env_args`, by environment."""
 
 ADDED_INSIDE: dict[str, dict[str, Any]] = {"mask_predictor_config": {"kind": "masked"}}
 """The same for keys of sections."""
@@ -424,10 +405,6 @@ def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> t
     if finished is not None:
         require_free_token(config, "is finished already")
         LOG.info(f"auto_resume=True: {readable(str(finished))} is finished already; a new run begins")
-    elif not config.checkpoint_path and (other := _most_similar(config, identity)):
-        where, state = readable(str(other[0])), f"is unfinished and differs in {other[1]}"
-        require_free_token(config, state)
-        LOG.warning(f"auto_resume=True: a new run begins; {where} {state}; to extend it: checkpoint_path={where}")
     return None
 
 
@@ -440,56 +417,6 @@ def is_trusted(path: Path, otherwise: str) -> bool:
         LOG.warning(f"auto_resume=True: {readable(str(path))} {otherwise}: {reason}")
         return False
     return True
-
-
-def _most_similar(config: Config, identity: str) -> tuple[Path, str] | None:
-    """Return the newest unfinished run of the same name, environment, map and seed, and how its keys differ.
-
-    Only runs with a checkpoint that no living process uses, and with `unique_token` only of that name. Those of the
-    same `identity` were rejected before, with a warning. The content of their files is not trusted.
-    """
-    found: list[tuple[float, Path, str]] = []
-    values = config.model_dump(mode="json")
-    for path in (Path(entry.path) for entry in listed(Path(config.local_results_path).expanduser())):
-        about, saved = read_entry(path / RUN_FILE), read_entry(path / SAVED).get("iteration")
-        if config.unique_token not in {"", path.name} or about.get("finished") or not isinstance(saved, int):
-            continue
-        theirs, holder = read_entry(path / "config.json"), ProcessIdentity.read(read_entry(path / LOCK))
-        is_running = holder is not None and holder.pid != os.getpid() and holder.runs()
-        if (
-            saved
-            and about.get("identity", identity) != identity
-            and _place(theirs) == _place(values)
-            and not is_running
-        ):
-            with suppress(OSError, RecursionError):
-                found.append(((path / RUN_FILE).stat().st_mtime, path, _differences(theirs, values)))
-    return max(found)[1:] if found else None
-
-
-def _differences(theirs: dict[str, Any], values: dict[str, Any]) -> str:
-    """Return the keys in which two configurations differ, with both values."""
-    kept = values.keys() - ELSEWHERE
-    before, now = _flat(theirs, kept), _flat(values, kept)
-    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    shown = [readable(f"{key}: {before.get(key)} -> {now.get(key)}")[:KEY_LENGTH] for key in keys[:KEYS_SHOWN]]
-    return ", ".join(shown + ["…"] * (len(keys) > KEYS_SHOWN)) or "the files it reads"
-
-
-def _flat(config: dict[str, Any], keys: set[str]) -> dict[str, Any]:
-    """Return the values of some keys; those of a section by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key in keys & config.keys():
-        value = config[key]
-        found |= {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
-    return found
-
-
-def _place(values: dict[str, Any]) -> tuple[Any, ...]:
-    """Return name, environment, map and seed of a run, from its configuration."""
-    given = values.get("env_args")
-    map_name = map_label(given.get("map_name")) if isinstance(given, dict) else None
-    return values.get("name"), values.get("env"), map_name, values.get("seed")
 
 
 def same_runs(root: Path, identity: str) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from omagd.config.schema import REMOVED, Config
+from omagd.config.schema import COMPONENT_ARGS, REMOVED, Config
 from omagd.learners.belief_loss import HEAD
 from omagd.learners.protocol import Trainable
 from omagd.modules.graph_reconstructers import pretraining
@@ -240,17 +240,26 @@ CONTINUED = "continued_from.json"
 
 MUST_AGREE: dict[str, Callable[[Any], Any]] = {
     "learner": lambda name: str(name).removesuffix("_ddp"),  # two names of one learner
-    "group_size": int, "n_starts": lambda count: count is None, "reconstructor_refresh": bool, "truth_until": bool,
+    "group_size": int, "reconstructor_refresh": bool, "truth_until": bool,
     "fill_unseen": lambda fill: fill == "none", "use_graph_reconstruction": bool, "use_full_obs": bool,
     "use_team_obs": bool, "belief_loss": str,
 }  # fmt: skip
 """What must be equal in two runs, if one goes on with the other's state of stage 3: a function of each key's value."""
 
-EARLIER = {
-    "group_size": 1, "n_starts": None, "reconstructor_refresh": 0, "truth_until": 0.0, "fill_unseen": "none",
-    "use_team_obs": False, "belief_loss": "none",
+ADDED: dict[str, Any] = {
+    **dict.fromkeys(COMPONENT_ARGS, {}), "use_team_obs": False, "fill_unseen": "none", "belief_inputs": False,
+    "truth_all_until": 0.0, "truth_until": 0.0,
+    "belief_loss": "none", "belief_weight": 0.3, "belief_units": "unseen", "belief_every": 4,
+    "share_parameters": True, "group_size": 1, "n_starts": None,
+    "rollout_skip_threshold": None, "enable_dynamic_sampling": False, "max_sampling_attempts": 3,
+    "early_stop_percentage": 1.0, "task_weights": {}, "task_dealing": None, "enable_task_sharding": False,
+    "balance_tasks_across_gpus": True, "min_tasks_per_gpu": 1, "sync_every_n_steps": 5,
+    "graph_pretrain_test_episodes": 128,
+    "graph_pretrain_patience": 0, "reconstructor_refresh": 0, "reconstructor_refresh_updates": 50,
+    "graph_pretrain_policy_path": "", "graph_pretrain_policy_share": 0.5,
 }  # fmt: skip
-"""Values of keys that runs of earlier versions do not have."""
+"""Keys that earlier versions did not have, with the values by which their runs went: these are not hashed.
+Some are gone again (`REMOVED`): runs that had them at these values keep their identity."""
 
 
 def continue_whole(config: Config, folder: RunFolder) -> None:
@@ -330,7 +339,7 @@ def _unlike(config: Config, found: Checkpoint) -> str:
     if found.manifest["stage"] != "stage3" or "learner" not in saved:
         return ""
     removed = {key: default for key, (default, _) in REMOVED.items()}
-    theirs, ours = {**EARLIER, **saved}, {**removed, **config.model_dump()}
+    theirs, ours = {**ADDED, **saved}, {**removed, **config.model_dump()}
     return next(
         (
             f"{key}={theirs[key]}, not {ours[key]}"

@@ -252,10 +252,8 @@ def check_groups(config: Config, info: EnvInfo) -> Iterator[str]:
                 f"{given}: learner={config.learner} compares each episode with the others of its group. Use"
                 " group_size=8, say, which divides batch_size_run"
             )
-        of_groups = {"enable_dynamic_sampling": False, "early_stop_percentage": 1.0, "rollout_skip_threshold": None}
-        for key, none in of_groups.items():
-            if (value := getattr(config, key)) != none:
-                yield f"{key}={value}: is about groups. Use group_size=8, say, or {key}={none}"
+        if config.enable_dynamic_sampling:
+            yield "enable_dynamic_sampling=True: is about groups. Use group_size=8, say, or leave it out"
         return
     if learner.data != "on_policy":
         yield (
@@ -275,16 +273,6 @@ def check_groups(config: Config, info: EnvInfo) -> Iterator[str]:
 
 
 def _check_sampling(config: Config, info: EnvInfo) -> Iterator[str]:
-    if (threshold := config.rollout_skip_threshold) is not None:
-        if config.n_starts is None:
-            yield (
-                f"rollout_skip_threshold={threshold}: no start comes again, so none is skipped. Add n_starts=100, say"
-            )
-        if not info.has_win:
-            yield (
-                f"rollout_skip_threshold={threshold}: skips starts whose battles were won, but env={config.env} reports"
-                " no battle_won. Leave it out"
-            )
     if config.enable_dynamic_sampling and not info.has_win:
         yield (
             f"enable_dynamic_sampling=True: drops groups by battle_won, which env={config.env} does not report. Use"
@@ -296,12 +284,6 @@ def _check_sampling(config: Config, info: EnvInfo) -> Iterator[str]:
         yield (
             f"max_sampling_attempts={config.max_sampling_attempts}: bounds the rounds that replace dropped groups. Add"
             " enable_dynamic_sampling=True, or leave it out"
-        )
-    if config.early_stop_percentage < 1.0 and config.batch_size <= config.batch_size_run:
-        yield (
-            f"early_stop_percentage={config.early_stop_percentage}: ends collecting between two rounds, but one has"
-            f" batch_size_run={config.batch_size_run} episodes, all of batch_size={config.batch_size}. Use a larger"
-            " batch_size, or early_stop_percentage=1.0"
         )
 
 

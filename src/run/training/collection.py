@@ -12,7 +12,7 @@ from omagd.envs.protocol import ChangingOpponents
 from omagd.run.training.checks import EVASION, change
 from omagd.run.training.stages.base import MOST_SKIPPED, Session, Shaper, Task
 from omagd.run.training.tasks import training_tasks
-from omagd.runners.runner import DealtStarts, TaskStarts
+from omagd.runners.runner import DealtStarts
 from omagd.utils.errors import UserError
 from omagd.utils.metrics import Counters, Every
 
@@ -37,16 +37,11 @@ class Groups(Shaper):
     def __init__(self, session: Session, data: GroupData) -> None:
         self.data = data
         self._starts = session.runners["train"].stream
-        self._config, self._dist = session.config, session.dist
-        starts = self._starts
-        self._pool = starts.pool if isinstance(starts, TaskStarts) and session.config.rollout_skip_threshold else None
-        if self._pool is not None:
-            pool = self._pool
-            data.ended = lambda meta, outcomes: pool.note(meta.task, meta.seed, outcomes)
+        self._config = session.config
         self._counts = [0, 0]  # skipped in all, in a row by now
 
     def register(self, register: Callable[..., None]) -> None:
-        """Save the counts and the mastered starts."""
+        """Save the counts."""
         register("groups", self)
 
     def deal(self, data: DataSource) -> None:
@@ -79,31 +74,17 @@ class Groups(Shaper):
         if isinstance(self._starts, DealtStarts):
             self._starts.deal(self.data.again)
 
-    def exchanges(self, iteration: int) -> bool:
-        """Return whether starts can be skipped."""
-        return self._pool is not None
-
-    def synchronise(self) -> bool:
-        """Tell all ranks which starts this one has mastered and skipped: a collective, if starts can be skipped."""
-        if self._pool is not None:
-            for news in self._dist.gather(self._pool.take_news()):
-                self._pool.learn(news)
-        return False
-
     def record(self) -> dict[str, float]:
-        """Return `updates_without_groups` in all for the log, if there were any, and the number of mastered starts."""
-        values = {"updates_without_groups": float(self._counts[0])} if self._counts[0] else {}
-        return values if self._pool is None else {**values, "starts_mastered": float(len(self._pool))}
+        """Return `updates_without_groups` in all for the log, if there were any."""
+        return {"updates_without_groups": float(self._counts[0])} if self._counts[0] else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the mastered starts; at the end of an iteration."""
-        return {"counts": list(self._counts), "mastered": None if self._pool is None else self._pool.state_dict()}
+        """Return the counts."""
+        return {"counts": list(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self._counts = [int(count) for count in state["counts"]]
-        if self._pool is not None and state["mastered"] is not None:
-            self._pool.load_state_dict(state["mastered"])
 
 
 class Opponents(Shaper):

@@ -1,19 +1,18 @@
 """The maps of a set in training: which rank plays which, and what came of it.
 
 `task_dealing=round_robin`: every rank plays all maps in turn. `sharded`: each rank plays its own maps and as many
-episodes as their weights say, so ranks play different numbers. `queue`: all ranks take the next start from one list,
-so that a fast rank plays more. Whoever plays an episode, it counts once in the sums of an update.
+episodes as their weights say, so ranks play different numbers. Whoever plays an episode, it counts once in the sums of
+an update.
 
 Letters: W ranks, n tasks. Shares are [W, n], the part of each task's episodes that each rank plays; columns sum to 1.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.envs.protocol import ManyTasks
 from omagd.run.training.stages.base import Session, Shaper
-from omagd.runners.runner import DealtStarts, StartPool, TaskStarts, next_in_turn
+from omagd.runners.runner import DealtStarts, TaskStarts, next_in_turn
 from omagd.utils.dist_utils import Dist
 from omagd.utils.seeding import EpisodeSeeds
 
@@ -46,8 +45,9 @@ def in_turn(n_tasks: int, n_ranks: int, least: int = 1) -> np.ndarray:
 def balanced(loads: np.ndarray, n_ranks: int, least: int = 1) -> np.ndarray:
     """Return shares with which the busiest rank is at most `TOLERANCE` above the mean, dividing few tasks.
 
-    Tasks are packed by largest differencing. A task that is longer than the mean of the ranks is divided among several
-    first, and the longest one of the busiest rank after that, as long as it is too busy.
+    The longest task goes first, each to the rank with the least to do (Graham 1969, Bounds on multiprocessing timing
+    anomalies). A task that is longer than the mean of the ranks is divided among several before, and the longest one of
+    the busiest rank after that, as long as it is too busy.
 
     Args:
         loads: [n] seconds of each task per episode of the run, all positive. n_ranks: W. least: tasks of each rank.
@@ -69,41 +69,20 @@ def balanced(loads: np.ndarray, n_ranks: int, least: int = 1) -> np.ndarray:
 
 def _packed(loads: np.ndarray, parts: np.ndarray, n_ranks: int, least: int) -> np.ndarray:
     """Return shares when task i is divided into parts[i] equal parts, no two of them on one rank."""
-    items = [(loads[task] / parts[task], task) for task in range(len(loads)) for _ in range(parts[task])]
-    owned = [{items[i][1] for i in group} for group in largest_differencing([load for load, _ in items], n_ranks)]
-    for task, count in enumerate(parts):  # two parts of a task may have come together: one of them goes elsewhere
-        others = sorted(
-            (rank for rank in range(n_ranks) if task not in owned[rank]), key=lambda r: _load(owned[r], loads)
-        )
-        for rank in others[: count - sum(task in own for own in owned)]:
+    owned: list[set[int]] = [set() for _ in range(n_ranks)]
+    busy = [0.0] * n_ranks
+    each = loads / parts
+    for task in np.argsort(-each, kind="stable").tolist():
+        for rank in sorted(range(n_ranks), key=busy.__getitem__)[: parts[task]]:
             owned[rank].add(task)
+            busy[rank] += each[task]
     for own in owned:
         while len(own) < least:
             giver = max((other for other in owned if len(other) > least and other - own), key=len)
-            task = min(giver - own, key=lambda task: loads[task] / parts[task])
+            task = min(giver - own, key=each.__getitem__)
             giver.remove(task)
             own.add(task)
     return _equal_parts(owned, len(loads))
-
-
-def largest_differencing(loads: Sequence[float], n_groups: int) -> list[list[int]]:
-    """Return the indices of `loads` in groups with similar sums, by the method of Karmarkar and Karp.
-
-    Two partial solutions whose largest and smallest sums differ the most are joined, the largest group of one with the
-    smallest of the other, until one solution is left (Karmarkar and Karp 1982, The differencing method of set
-    partitioning; for several groups Michiels et al. 2003, Performance ratios for the differencing method).
-    """
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for i, load in enumerate(loads):
-        groups: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(n_groups - 1)]
-        heap.append((-float(load) if n_groups > 1 else 0.0, i, [*groups, (float(load), [i])]))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, number, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        pairs = zip(one, reversed(other), strict=True)
-        joined = sorted(((a + b, [*own, *more]) for (a, own), (b, more) in pairs), key=lambda group: group[0])
-        heapq.heappush(heap, (joined[0][0] - joined[-1][0], number, joined))
-    return [sorted(group) for _, group in heap[0][2]]
 
 
 def excess(shares: np.ndarray, loads: np.ndarray) -> float:
@@ -124,33 +103,29 @@ def apportioned(total: int, shares: Sequence[float]) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _load(own: set[int], loads: np.ndarray) -> float:
-    return float(sum(loads[task] for task in own))
-
-
 def _equal_parts(owned: Sequence[set[int]], n_tasks: int) -> np.ndarray:
     shares = np.array([[float(task in own) for task in range(n_tasks)] for own in owned])
     return shares / shares.sum(0)
 
 
 LAST = 100
-"""Newest outcomes of a map that are kept, and newest starts."""
-LAST_OF_START = 16
-"""Newest outcomes of a start that are kept."""
+"""Newest outcomes of a map that are kept."""
 
 
 @dataclass
 class Record:
-    """Results of one map or of one start.
+    """Results of one map.
 
     Attributes:
         visits: episodes. wins: won ones. judged: episodes whose outcome is known. last: newest outcomes, 1 won, 0 not.
+        seconds: of playing.
     """
 
     visits: int = 0
     wins: int = 0
     judged: int = 0
     last: list[int] = field(default_factory=list)
+    seconds: float = 0.0
 
     def note(self, won: float | None) -> None:
         """Add an episode; None: its outcome is unknown."""
@@ -160,131 +135,74 @@ class Record:
             self.wins += int(won > 0)
             self.last.append(int(won > 0))
 
-    def add(self, other: Record, kept: int) -> None:
-        """Add the results of `other`, which are newer, and keep the `kept` newest outcomes."""
+    def add(self, other: Record) -> None:
+        """Add the results of `other`, which are newer, and keep the newest outcomes."""
         self.visits += other.visits
         self.wins += other.wins
         self.judged += other.judged
-        self.last = [*self.last, *other.last][-kept:]
-
-
-@dataclass
-class MapRecord(Record):
-    """Results of one map.
-
-    Attributes:
-        steps: environment steps. seconds: of playing. starts: seed -> results of the `LAST` newest starts.
-    """
-
-    steps: int = 0
-    seconds: float = 0.0
-    starts: dict[int, Record] = field(default_factory=dict)
-
-    def add(self, other: Record, kept: int = LAST) -> None:
-        """Add also the steps, seconds and starts of `other`."""
-        super().add(other, kept)
-        assert isinstance(other, MapRecord)
-        self.steps += other.steps
+        self.last = [*self.last, *other.last][-LAST:]
         self.seconds += other.seconds
-        for seed, results in other.starts.items():
-            known = self.starts.pop(seed, Record())  # the newest one is the last
-            known.add(results, LAST_OF_START)
-            self.starts[seed] = known
-        for seed in list(self.starts)[: max(0, len(self.starts) - LAST)]:
-            del self.starts[seed]
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> MapRecord:
-        """Return what `dataclasses.asdict` made."""
-        starts = {int(seed): Record(**{**each, "last": list(each["last"])}) for seed, each in state["starts"].items()}
-        return cls(**{**state, "last": list(state["last"]), "starts": starts})
+    def facts(self) -> dict[str, float]:
+        """Return the values for logs and the summary."""
+        facts: dict[str, float] = {"visits": self.visits}
+        if self.judged:
+            facts["wins"] = self.wins
+            facts["recent_win_rate"] = float(np.mean(self.last))
+        if self.visits:
+            facts["seconds_per_episode"] = self.seconds / self.visits
+        return facts
 
 
-class Increments:
-    """What this rank has played since the last exchange; part of each rank's own state."""
+class Records(dict[str, Record]):
+    """Results by map. names: of the maps."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self.maps = {name: MapRecord() for name in names}
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__((name, Record()) for name in names)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values by map."""
-        return {name: asdict(record) for name, record in self.maps.items()}
+        return {name: asdict(record) for name, record in self.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.maps = {name: MapRecord.from_state(state[name]) for name in self.names}
+        """Restore `state_dict`; earlier versions wrote further values."""
+        for name in self:
+            known = {spec.name: state[name][spec.name] for spec in fields(Record)}
+            self[name] = Record(**{**known, "last": list(known["last"])})
 
     def merge(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Add what the ranks of an earlier start had not exchanged yet."""
+        """Add what several ranks have, in rank order."""
         for state in states:
-            for name in self.names:
-                self.maps[name].add(MapRecord.from_state(state[name]))
+            more = Records(self)
+            more.load_state_dict(state)
+            for name, record in more.items():
+                self[name].add(record)
 
 
 class Tally:
     """Results of each map over all ranks. names: of the maps.
 
     Attributes:
-        all: up to the last exchange, equal on all ranks. own: this rank's since then.
+        all: up to the last exchange, equal on all ranks. own: this rank's since then, part of each rank's own state.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self.all = {name: MapRecord() for name in names}
-        self.own = Increments(names)
-
-    def note(self, name: str, seed: int, length: int, won: float | None) -> None:
-        """Add an episode of this rank."""
-        record = self.own.maps[name]
-        record.note(won)
-        record.steps += length
-        record.starts.setdefault(seed, Record()).note(won)
-
-    def spend(self, seconds: np.ndarray) -> None:
-        """Add the seconds [n] that this rank has spent on each map."""
-        for name, spent in zip(self.names, seconds.tolist(), strict=True):
-            self.own.maps[name].seconds += spent
+        self.all, self.own = Records(names), Records(names)
 
     def synchronise(self, dist: Dist) -> tuple[np.ndarray, np.ndarray]:
         """Add the increments of all ranks in rank order; return their seconds and episodes by map, each [n]."""
         parts = dist.gather(self.own.state_dict())
-        self.own.load_state_dict(Increments(self.names).state_dict())
-        added = Increments(self.names)
+        self.own.load_state_dict(Records(self.own).state_dict())
+        added = Records(self.own)
         added.merge(parts)
-        for name, record in added.maps.items():
+        for name, record in added.items():
             self.all[name].add(record)
-        found = added.maps.values()
+        found = added.values()
         return np.array([each.seconds for each in found]), np.array([float(each.visits) for each in found])
 
     def facts(self) -> dict[str, dict[str, float]]:
         """Return values by map up to the last exchange."""
-        return {name: _facts(record) for name, record in self.all.items()}
-
-    def starts(self, name: str) -> dict[str, int]:
-        """Return how many of a map's newest starts were visited more than once, and always or never won."""
-        again = [each for each in self.all[name].starts.values() if each.judged > 1]
-        always, never = sum(each.wins == each.judged for each in again), sum(not each.wins for each in again)
-        return {"starts_repeated": len(again), "starts_always_won": always, "starts_never_won": never} if again else {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what all ranks share."""
-        return {name: asdict(record) for name, record in self.all.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`."""
-        self.all = {name: MapRecord.from_state(state[name]) for name in self.names}
-
-
-def _facts(record: MapRecord) -> dict[str, float]:
-    """Return the values of a map for logs and the summary."""
-    facts: dict[str, float] = {"visits": record.visits}
-    if record.judged:
-        facts["wins"] = record.wins
-        facts["recent_win_rate"] = float(np.mean(record.last))
-    if record.visits:
-        facts["seconds_per_episode"] = record.seconds / record.visits
-    return facts
+        return {name: record.facts() for name, record in self.all.items()}
 
 
 KEPT_COST = 0.5
@@ -294,20 +212,17 @@ KEPT_COST = 0.5
 def episode_starts(config: Config, info: EnvInfo, purpose: str, rank: int) -> EpisodeSeeds:
     """Return where the episodes of one purpose start on one rank.
 
-    Those of a set are on its training maps; training episodes begin in groups of `group_size`, from `n_starts` starts.
+    Those of a set are on its training maps; training episodes begin in groups of `group_size`.
     """
     group_size = config.group_size if purpose == "train" else 1
-    pool = None
-    if purpose == "train" and config.n_starts is not None:
-        pool = StartPool(config.seed, config.n_starts, config.rollout_skip_threshold)
-    if not info.tasks and group_size == 1 and pool is None:
+    if not info.tasks and group_size == 1:
         return EpisodeSeeds(config.seed, purpose, rank)
     weights = [1.0] * max(info.n_training, 1)
     if purpose == "train" and info.tasks:
         weights = [config.task_weights.get(task, 1.0) for task in info.tasks[: info.n_training]]
     weights += [0.0] * (len(info.tasks) - info.n_training)
     kind = DealtStarts if purpose == "train" and config.dealing != "round_robin" else TaskStarts
-    return kind(config.seed, purpose, rank, weights=weights, group_size=group_size, pool=pool)
+    return kind(config.seed, purpose, rank, weights=weights, group_size=group_size)
 
 
 def training_tasks(session: Session) -> TrainingTasks:
@@ -352,7 +267,7 @@ class TrainingTasks(Shaper):
         self.costs = np.zeros((2, len(self.names)))  # seconds and episodes, newer ones count more
         self.rebalanced = 0
         self._credit = np.zeros(len(self.names))
-        self._iteration, self._said = 0, ""
+        self._said = ""
         self._assign(self._dealt())
 
     # --- dealing
@@ -365,14 +280,9 @@ class TrainingTasks(Shaper):
         size = starts.group_size
         rounds = 1 if data.sampled else -(-self.config.batch_size // self._n_slots)
         plan = self._plan(self.dist.world_size * rounds * (self._n_slots // size))
-        self._iteration += 1
-        if self.config.dealing == "queue":
-            starts.deal(self._from_queue(plan))
-            data.expect(1, self.config.batch_size)  # others take over what this rank does not play
-        else:
-            mine = self._from_shares(plan)
-            starts.deal(mine)
-            data.expect(len(mine) * size, self._batch_size())
+        mine = self._from_shares(plan)
+        starts.deal(mine)
+        data.expect(len(mine) * size, self._batch_size())
 
     def _plan(self, count: int) -> list[int]:
         """Return the tasks of the next `count` starts, exactly in proportion to their weights in the long run."""
@@ -391,20 +301,6 @@ class TrainingTasks(Shaper):
             if rank == self.dist.rank:
                 mine.append(task)
         return mine
-
-    def _from_queue(self, plan: Sequence[int]) -> Iterator[int]:
-        """Yield tasks as this rank is free to play them; every rank plays one at least.
-
-        The first W starts belong to the ranks in order. The number of each further one is taken from a counter in the
-        store of the process group.
-        """
-        key, n_ranks = f"tasks/{self._iteration}", self.dist.world_size
-        if self.dist.is_main and self._iteration > 2:
-            self.dist.store.delete_key(f"tasks/{self._iteration - 2}")
-        number = self.dist.rank
-        while number < len(plan):
-            yield plan[number]
-            number = n_ranks - 1 + self.dist.store.add(key, 1)
 
     def _batch_size(self) -> int:
         """Return this rank's part of the batch of all ranks: the share of all episodes that it plays.
@@ -452,14 +348,16 @@ class TrainingTasks(Shaper):
         """
         steps = dict.fromkeys(self.names, 0)
         for episode in log:
-            name, length = str(episode["task"]), int(episode["length"])
-            steps[name] += length
-            self.tally.note(name, int(episode["seed"]), length, episode.get("battle_won"))
+            name = str(episode["task"])
+            steps[name] += int(episode["length"])
+            self.tally.own[name].note(episode.get("battle_won"))
         began, before = self._began
         spent = (self._seconds() - before)[: len(self.names)]
         others = max(self._clock() - began - float(spent.sum()), 0.0)
         parts = np.array(list(steps.values()), float)
-        self.tally.spend(spent + others * parts / max(parts.sum(), 1.0))
+        spent = spent + others * parts / max(parts.sum(), 1.0)
+        for record, seconds in zip(self.tally.own.values(), spent.tolist(), strict=True):
+            record.seconds += seconds
 
     def exchanges(self, iteration: int) -> bool:
         """Return whether the statistics are exchanged after an iteration."""
@@ -521,16 +419,15 @@ class TrainingTasks(Shaper):
         found = {}
         for task, (name, facts) in enumerate(self.tally.facts().items()):
             ranks = np.flatnonzero(self.shares[:, task]).tolist() if self.weights[task] > 0 else []
-            found[name] = {**facts, **self.tally.starts(name), "ranks": ranks}
+            found[name] = {**facts, "ranks": ranks}
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return what all ranks share."""
         return {
-            "tally": self.tally.state_dict(),
+            "tally": self.tally.all.state_dict(),
             "costs": self.costs.tolist(),
             "credit": self._credit.tolist(),
-            "iteration": self._iteration,
             "shares": self.shares.tolist(),
             "owed": self._owed.tolist(),
             "rebalanced": self.rebalanced,
@@ -538,10 +435,10 @@ class TrainingTasks(Shaper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; among another number of ranks with tasks dealt by the measured costs."""
-        self.tally.load_state_dict(state["tally"])
+        self.tally.all.load_state_dict(state["tally"])
         self.costs = np.array(state["costs"])
         self._credit = np.array(state["credit"])
-        self._iteration, self.rebalanced = int(state["iteration"]), int(state["rebalanced"])
+        self.rebalanced = int(state["rebalanced"])
         if len(state["shares"]) == self.dist.world_size:
             self._assign(np.array(state["shares"]))
             self._owed = np.array(state["owed"])
