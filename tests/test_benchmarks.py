@@ -21,7 +21,6 @@ import torch
 from command_budgets import BUDGETS
 
 from omagd.run.cli.main import main
-from omagd.run.reporting import plots
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
@@ -75,12 +74,11 @@ def play(token: str, results: str, config: str, env: str, words: list[str]) -> P
 
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fork instead of spawning, run in this process, draw no plots; restore threads, cores and the path."""
+    """Fork instead of spawning, run in this process; restore threads, cores and the path."""
     context, cores, threads = multiprocessing.get_context, os.sched_getaffinity(0), torch.get_num_threads()
     forked = partial(torch.multiprocessing.start_processes, start_method="fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context(method and "fork"))
     monkeypatch.setattr(torch.multiprocessing, "spawn", forked)
-    monkeypatch.setattr(plots, "curves", lambda *_, **__: None)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(importlib.import_module("runs"), "play", play)
     yield

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omagd.lab.analysis.groups import Group, repeated
+from omagd.lab.analysis.groups import Group, differences, repeated
 from omagd.lab.analysis.runs import Run
 from omagd.lab.analysis.statistics import AGGREGATES, Interval, improvement, interval, profile
-from omagd.run.reporting.card import differences
 from omagd.utils.errors import UserError, nearest
 
 NAMES = {"win_rate": "test_battle_won_mean", "return": "test_return_mean"}

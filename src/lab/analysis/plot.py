@@ -219,12 +219,14 @@ def render(panels: Sequence[Panel], axes: Axes, caption: str, marked: set[str]) 
 
     with matplotlib.rc_context(SETTINGS):
         figure = _figure(panels, axes, caption, WIDTHS[len(panels) > 1], marked)
-        found = {}
-        for form, more in (("png", {"dpi": 300}), ("svg", {"metadata": {"Date": None}})):
-            picture = io.BytesIO()
-            figure.savefig(picture, format=form, facecolor="white", **more)
-            found[form] = picture.getvalue()
-    return found
+        return {"png": picture(figure, "png", dpi=300), "svg": picture(figure, "svg", metadata={"Date": None})}
+
+
+def picture(figure: Any, form: str, **more: Any) -> bytes:
+    """Return a figure as the content of a file. form: `png` or `svg`."""
+    content = io.BytesIO()
+    figure.savefig(content, format=form, facecolor="white", **more)
+    return content.getvalue()
 
 
 def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, marked: set[str]) -> Any:

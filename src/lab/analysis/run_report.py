@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import base64
-import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from omagd.config.loading import base_values, config_names
+from omagd.lab.analysis import run_curves
 from omagd.lab.analysis.groups import LABELLED, frozen
-from omagd.lab.analysis.runs import Run, flattened, natural, read_records
+from omagd.lab.analysis.runs import Run, flattened, natural
 from omagd.run.reporting.card import NO_EFFECT, recorded_of, resumed
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import duration
-from omagd.utils.run_folder import RunFolder
+from omagd.utils.run_folder import RunFolder, read_records
 from omagd.utils.storage import is_number
 
 STAGES = {"stage1": "Stage 1: tokenizer", "stage2": "Stage 2: predictor", "stage3": "Stage 3: policy"}
@@ -118,13 +117,12 @@ def reconstruction(run: Run) -> list[dict[str, Any]]:
 
 
 def curves_of(run: Run) -> list[tuple[str, str]]:
-    """Return title and picture of the curves of a run; an evaluation has none."""
-    from omagd.run.reporting.plots import curves
-
-    with tempfile.TemporaryDirectory(prefix="omagd_report_") as place:
-        metrics = RunFolder(run.folder).metrics_jsonl
-        made = curves(metrics, Path(place) / "curves.png") if run.kind == "training" else None
-        return [("Curves of all stages", data_uri(made.read_bytes(), "png"))] if made is not None else []
+    """Return title and picture of the curves of a run, or of how the episodes of an evaluation ended."""
+    if run.kind == "training":
+        title, made = "Curves of all stages", run_curves.curves(run)
+    else:
+        title, made = "Return and length of the episodes of this evaluation", run_curves.evaluation(run)
+    return [(title, data_uri(made, "png"))] if made is not None else []
 
 
 def data_uri(content: bytes, form: str) -> str:
@@ -227,10 +225,9 @@ def configuration(run: Run) -> Table:
 
 
 def pictures(run: Run) -> list[tuple[str, str]]:
-    """Return the pictures of battles and of an evaluation: caption and data URI."""
+    """Return the pictures of battles: caption and data URI."""
     captions = {"beliefs": "One moment of a battle of the trained team: as one agent sees it, as it is reconstructed,"
-                " and as it was", "beliefs_stage2": "The same for a held-out episode, after stage 2",
-                "evaluation": "Return and length of the episodes of this evaluation"}  # fmt: skip
+                " and as it was", "beliefs_stage2": "The same for a held-out episode, after stage 2"}  # fmt: skip
     found = []
     for name, caption in captions.items():
         path = RunFolder(run.folder).plots / f"{name}.png"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ from omagd.config.env_info import map_label
 from omagd.config.schema import COMPONENT_ARGS
 from omagd.run.reporting.card import COVERED, METHOD, Card, is_card, recorded_of
 from omagd.utils.errors import UserError, readable
-from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder
+from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, json_lines, read_records
 from omagd.utils.storage import is_number, read_entry, read_json
 
 LOG = logging.getLogger("omagd")
@@ -212,7 +211,7 @@ def _add_lines(runs: dict[object, Run], path: Path, place: Path) -> list[str]:
     """
     lines = bad = again = 0
     folders = {run.folder for run in runs.values()}
-    for line in _lines(place):
+    for line in json_lines(place):
         lines += 1
         run = None if line is None else _of_line(place, line)
         if line is None or run is None:
@@ -343,26 +342,6 @@ def _is_summary(value: Mapping[str, Any]) -> bool:
         number is None or isinstance(number, float) or is_number(number) for number in numbers
     )
     return known and typed and is_time
-
-
-def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; skips what is none, such as the last line of a killed run.
-
-    Nothing is read from a pipe or a device.
-    """
-    if os.path.isfile(path):
-        yield from (record for record in _lines(path) if record is not None)
-
-
-def _lines(path: str | Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the object of each line that is not empty; None where it is none."""
-    with Path(path).open(encoding="utf-8", errors="replace") as file:
-        for line in filter(str.strip, file):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            yield record if isinstance(record, dict) else None
 
 
 def natural(text: str) -> list[tuple[float, str]]:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from omagd.run.cli import Command
 
+DOCTOR = Command(
+    "doctor",
+    "check this machine and print fixes; --env-config=NAME: for that environment",
+    "omagd.lab.commands.doctor",
+)
 PLOT = Command(
     "plot RUN ...", "figures of several runs or a study: curves with bands, profiles", "omagd.lab.analysis.plot"
 )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from omagd.config.schema import Config
-from omagd.lab.analysis.runs import read_records
 from omagd.lab.studies.executors import Job
 from omagd.lab.studies.local import finish, last_error, start_run
 from omagd.lab.studies.spec import Study, config_of
@@ -21,7 +20,7 @@ from omagd.lab.studies.sweep_spec import Sweep
 from omagd.run.reporting.report import aligned
 from omagd.utils.errors import visible
 from omagd.utils.logging import duration
-from omagd.utils.run_folder import RunFolder
+from omagd.utils.run_folder import RunFolder, read_records
 from omagd.utils.storage import read_entry
 
 LONGEST_PROBES = 10

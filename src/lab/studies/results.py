@@ -11,11 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from omagd.lab.analysis.runs import read_records
 from omagd.lab.studies.executors import Job
 from omagd.run.reporting.card import recorded_of
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder, plain
+from omagd.utils.run_folder import RunFolder, json_lines, plain, read_records
 from omagd.utils.storage import is_number, open_lines, opened, read_entry
 
 Key = tuple[str, str]
@@ -43,13 +42,11 @@ def known_keys(path: Path) -> tuple[dict[Key, dict[str, Any]], int]:
     bad = 0
     if not path.exists():
         return found, bad
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-                found[str(entry["start_card"]), str(entry["identity"])] = entry
-            except (ValueError, KeyError, TypeError, RecursionError):
-                bad += bool(line.strip())
+    for entry in json_lines(path):
+        if entry is None or not {"start_card", "identity"} <= entry.keys():
+            bad += 1
+        else:
+            found[str(entry["start_card"]), str(entry["identity"])] = entry
     return found, bad
 
 

@@ -19,7 +19,6 @@ import yaml
 from pydantic import TypeAdapter
 
 from omagd.config.loading import DEFAULT_CONFIG, read_preset, to_plain
-from omagd.lab.analysis.runs import read_records
 from omagd.lab.analysis.statistics import AGGREGATES
 from omagd.lab.studies import engine
 from omagd.lab.studies.executors import Job
@@ -29,7 +28,7 @@ from omagd.lab.studies.study import examine, make_executor
 from omagd.lab.studies.sweep_spec import Sweep, Value, optuna
 from omagd.lab.studies.view import ConsoleView
 from omagd.utils.errors import UserError, import_library, nearest
-from omagd.utils.run_folder import closed_to_others, write_json
+from omagd.utils.run_folder import closed_to_others, read_records, write_json
 from omagd.utils.storage import is_number, read_json, replace_file
 
 if TYPE_CHECKING:

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlparse
 
-from omagd.run.reporting.plots import read_metrics
 from omagd.utils.logging import Record, RunFacts, Sink
 from omagd.utils.metrics import of_maps
-from omagd.utils.run_folder import RunFolder, keep_json, unlinked
+from omagd.utils.run_folder import RunFolder, keep_json, read_records, unlinked
 from omagd.utils.storage import listed, opened, read_entry
 
 LOCAL_SECONDS, INIT_SECONDS, AGAIN_SECONDS = 120.0, 30.0, 3600.0
@@ -173,7 +172,7 @@ def _forget() -> None:
 
 def _logged(path: Path) -> Iterator[Record]:
     """Yield the records of a `metrics.jsonl`."""
-    for line in read_metrics(path) if path.is_file() else ():
+    for line in read_records(path):
         clock = "t_env" if "t_env" in line else "epoch"
         values: dict[str, Any] = {name: math.nan if value is None else value for name, value in line.items()}
         if {"stage", clock} <= values.keys():
