@@ -1,4 +1,4 @@
-"""Pictures of battles: what a frame of a GIF or a video shows, also of a model that has diverged."""
+"""Pictures of battles: what a frame of a GIF shows, also of a model that has diverged."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_chosen_agent_has_a_ring_and_its_sight_is_bright():
     for sight in (3, 6):
         view = views(changed(**{**PLAIN, "x": [10.0, 4.0, 16.0, 10.0], "y": [10.0, 16.0, 16.0, 10.0],
                                  "sight": [sight, 6]}), 0)[1]  # fmt: skip
-        bright[sight] = of_colour(view, drawing.FIELD, near=6)[2]
+        bright[sight] = of_colour(view, panel.FIELD, near=6)[2]
         enemy = of_colour(views(changed(**PLAIN), 0)[0], drawing.TEAMS[1])
         ally = of_colour(views(changed(**PLAIN), 0)[0][:200], drawing.TEAMS[0])
         cell = (enemy[0] - ally[0]) / 12
@@ -193,14 +193,6 @@ def test_what_leaves_a_torus_comes_back_on_the_other_side():
     assert drawing._inside(scene, 13.0, -1.0) == (3.0, 9.0) and drawing._inside(scene, 2.0, 10.0) == (2.0, 0.0)
     assert [panel.nearest(gap, 10.0) for gap in (9.0, -9.0, 3.0)] == [-1.0, 1.0, 3.0]
     assert panel.nearest(9.0, 0.0) == 9.0
-
-
-def test_what_both_teams_have_left_is_their_health_or_the_score():
-    recording = small(health=[1.0, 1.0, 0.0, 0.0], alive=[True, False, True, False], targets=[], beliefs=[], actions=[],
-                      values=[])  # fmt: skip
-    # Agents: 1 + 2 of 2 + 2 points, then 1 (the dead one's point does not count); the only enemy: 0 of 2.
-    assert drawing.standings(recording.episodes[0]) == [(0.75, 0.0), (0.25, 0.0)]
-    assert drawing.standings(Recording.model_validate(small_recording()).episodes[0]) == [(1.0, 2.0)] * 2, "the score"
 
 
 def test_a_gif_keeps_the_colours_that_mean_something(tmp_path):

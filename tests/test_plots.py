@@ -112,10 +112,6 @@ def test_rows_of_points_have_the_names_values_and_intervals_of_their_groups(tmp_
         drawn = [each.get_xdata() for each in here]
         assert any(np.allclose(x, line.x) for x in drawn if len(x) == 1), "the point"
         assert any(np.allclose(x, [line.band[0][0], line.band[1][0]]) for x in drawn if len(x) == 2), "the interval"
-    made = figure_of(
-        [study_curves.improvement_panel(found, WON, None)], "improvement", [group.label for group in found]
-    )
-    assert [0.5, 0.5] in [list(line.get_xdata()) for line in made.axes[0].get_lines()], "where neither is better"
 
 
 def test_groups_have_one_colour_in_all_figures_and_their_bands(tmp_path):

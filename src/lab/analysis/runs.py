@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -352,8 +351,8 @@ def natural(text: str) -> list[tuple[float, str]]:
 
 # Runs of other programs, from the folders of Sacred's FileStorageObserver: PyMARL, EPyMARL and their relatives.
 #
-# `info.json` has for each value a list, and the list `<value>_T` of environment steps; `metrics.json` has `steps`,
-# `values` and `timestamps`. `config.json` beside them has `name`, `env`, `env_args` and `seed`.
+# `info.json` has for each value a list, and the list `<value>_T` of environment steps; `metrics.json` has `steps`
+# and `values`. `config.json` beside them has `name`, `env`, `env_args` and `seed`.
 
 
 def sacred_folders(place: Path) -> list[Path]:
@@ -398,36 +397,19 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _records(content: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     by_steps: dict[float, dict[str, Any]] = {}
-    began: float | None = None
     for name, found in content.items():
         if isinstance(found, dict):
             steps, values = found.get("steps"), found.get("values")
-            times = [_seconds(text) for text in found.get("timestamps") or ()]
         else:
-            steps, values, times = content.get(f"{name}_T"), found, []
+            steps, values = content.get(f"{name}_T"), found
         if not isinstance(steps, list) or not isinstance(values, list):
             continue
-        known = [time for time in times if time is not None]
-        began = min([*known, *([] if began is None else [began])], default=None)
-        for number, (step, value) in enumerate(zip(map(_plain, steps), map(_plain, values), strict=False)):
+        for step, value in zip(map(_plain, steps), map(_plain, values), strict=False):
             if is_number(step) and is_number(value):
-                record = by_steps.setdefault(step, {"stage": "stage3", "t_env": step})
-                record[name] = value
-                if number < len(times) and times[number] is not None:
-                    record.setdefault("wall_seconds", times[number])
-    for record in by_steps.values():
-        if "wall_seconds" in record and began is not None:
-            record["wall_seconds"] -= began
+                by_steps.setdefault(step, {"stage": "stage3", "t_env": step})[name] = value
     return tuple(by_steps[step] for step in sorted(by_steps))
 
 
 def _plain(value: Any) -> Any:
     """Return a number as it is; one of NumPy is a dictionary with `value`."""
     return value.get("value") if isinstance(value, dict) else value
-
-
-def _seconds(text: Any) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError):
-        return None

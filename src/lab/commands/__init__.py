@@ -10,7 +10,7 @@ DOCTOR = Command(
     "omagd.lab.commands.doctor",
 )
 PLOT = Command(
-    "plot RUN ...", "figures of several runs or a study: curves with bands, profiles", "omagd.lab.analysis.plot"
+    "plot RUN ...", "figures of several runs or a study: curves with bands, last tests", "omagd.lab.analysis.plot"
 )
 COMPARE = Command(
     "compare RUN ...",
@@ -29,6 +29,6 @@ SWEEP = Command(
 )
 WATCH = Command(
     "watch RUN [key=value ...]",
-    "play a trained run, or a recording, as an HTML page, a GIF or an MP4 (--format=...)",
+    "play a trained run, or a recording, as an HTML page or a GIF (--format=...)",
     "omagd.lab.commands.watch",
 )

@@ -29,14 +29,8 @@ def main(options: argparse.Namespace) -> int:
     from omagd.lab.studies.sweep_spec import load_sweep
 
     sweep = load_sweep(file, results=options.results, executor=options.executor)
-    with stoppable():
-        if options.dry_run:
-            from omagd.lab.studies.estimate import estimate_sweep
-
-            print_out(estimate_sweep(sweep, options.probe_seconds))
-            return 0
-        with continued(sweep.folder, "sweep", options):
-            return _run(sweep)
+    with stoppable(), continued(sweep.folder, "sweep", options):
+        return _run(sweep)
 
 
 def _run(sweep: Sweep) -> int:

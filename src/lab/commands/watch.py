@@ -1,10 +1,9 @@
-"""`watch RUN [key=value …]` plays a trained team, `watch FILE` shows a recording: a page, a video, or moments."""
+"""`watch RUN [key=value …]` plays a trained team, `watch FILE` shows a recording: a page, a GIF, or moments."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("source", nargs="?", metavar="RUN", help=run)
     keys = "keys to change, such as env_args.map_name=3m load_step=400000 seed=2"
     add("words", nargs="*", metavar="key=value", help=keys)
-    add("--format", default="", help="html (default), gif, mp4 (needs the extra `watch`), or png: moments of a battle")
+    add("--format", default="", help="html (default), gif, or png: moments of a battle")
     where = "default: in replays/ of the run, or beside the recording"
     add("-o", "--output", default="", metavar="FILE", help=where)
     add("--agent", metavar="N", help="the agent whose view is shown, in html the first one; default: 0; png: the one of"
@@ -73,8 +72,6 @@ def _format(options: argparse.Namespace) -> str:
     kind = str(options.format or (ending if ending in formats else "html"))
     if kind not in formats:
         raise UserError(f"--format={kind}: must be {', '.join(formats[:-1])} or {formats[-1]}")
-    if kind == "mp4" and find_spec("imageio_ffmpeg") is None:  # before anything is played
-        raise UserError('--format=mp4: needs an extra: pip install "omagd[watch]". Without it use --format=gif')
     return kind
 
 

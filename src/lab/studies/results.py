@@ -52,11 +52,11 @@ def known_keys(path: Path) -> tuple[dict[Key, dict[str, Any]], int]:
 
 def line_of(
     study: str, job: Job, folder: RunFolder, card: dict[str, Any], identity: str, *,
-    commit: str = "", seconds: float = 0.0, cpu_seconds: float = 0.0,
+    commit: str = "", seconds: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the line of a finished run.
 
-    commit: of the code, "" if unknown. seconds, cpu_seconds: of all its starts, 0 if not measured.
+    commit: of the code, "" if unknown. seconds: of all its starts, 0 if not measured.
     """
     summary = read_entry(folder.summary_json)
     final = read_entry(folder.card_json) or card
@@ -71,7 +71,7 @@ def line_of(
     return {
         "study": study, "job": job.name, "arm": job.arm, "env": job.env, "map": job.map, "seed": job.seed,
         "words": list(job.words), "start_card": card.get("id"), "identity": identity, "finished": time.time(),
-        "seconds": round(seconds, 1) or None, "cpu_seconds": round(cpu_seconds, 1) or None,
+        "seconds": round(seconds, 1) or None,
         "summary": {**{name: value for name, value in summary.items() if name not in skipped}, "stages": stages},
         "tests": tests_of(folder.metrics_jsonl), "card": final, "versions": versions, "commit": commit or None,
     }  # fmt: skip

@@ -181,7 +181,7 @@ class _Results:
         folder = self._state.run_folder(record.job.name)
         entry = results_files.line_of(
             self._name, record.job, folder, record.card, record.identity, commit=self._commit,
-            seconds=record.seconds, cpu_seconds=record.cpu_seconds,
+            seconds=record.seconds,
         )  # fmt: skip
         try:
             results_files.append(self._path, entry)
