@@ -235,13 +235,6 @@ def test_a_set_of_maps_has_its_own_panel_first_then_one_for_each_map(tmp_path):
     assert [panel.title for panel in alone] == titles[:1], "a metric of one map has no parts"
 
 
-@pytest.mark.parametrize("seeds, lines", [(2, [FEW]), (4, [FEW]), (5, []), (1, [])])
-def test_a_band_over_few_seeds_is_one_line(tmp_path, seeds, lines, caplog):
-    make_study(tmp_path / "runs", rates=(0.001, 0.005), seeds=tuple(range(seeds)))
-    assert main(["plot", str(tmp_path / "runs"), "--kind", "final", "--out", str(tmp_path / "x")]) == 0
-    assert caplog.messages == lines
-
-
 @pytest.mark.parametrize("command, package", [
     ("plot", "matplotlib"), ("plot", "scipy"), ("report", "matplotlib"), ("report", "scipy"), ("report", "jinja2"),
     ("compare", "scipy"),

@@ -369,7 +369,7 @@ def test_every_parameter_of_a_preset_takes_part(name):
     """As `_require_gradients` finds in the discarded passes before training."""
     env = "snakes" if "snakes" in name else "skirmish"
     config = resolve(name, env, {"world_size": 1, "use_cuda": False})
-    learner, _ = build_learner_once(config, preflight(config).info, torch.device("cpu"))
+    learner = build_learner_once(config, preflight(config).info, torch.device("cpu"))
     learner.warm_up()
 
 

@@ -180,20 +180,6 @@ def test_a_damaged_run_is_a_warning_and_jobs_that_failed_are_named(tmp_path, cap
     assert capsys.readouterr().err.count("\n") <= 1
 
 
-def test_the_page_of_a_results_file_is_beside_it(tmp_path, capsys):
-    from omagd.lab.analysis.runs import load
-    from omagd.lab.studies.executors import Job
-    from omagd.lab.studies.results import append, line_of
-    from omagd.utils.run_folder import RunFolder
-
-    (run,) = load([make_run(tmp_path / "run", seed=1)])
-    job = Job("first", "qmix", run.env, run.map_name, 1, ())
-    append(tmp_path / "all.jsonl", line_of("mine", job, RunFolder(run.folder), run.card, "x"))
-    assert main(["report", str(tmp_path / "all.jsonl")]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "all_report.html")]
-    assert (tmp_path / "all_report.html").is_file()
-
-
 def test_an_evaluation_has_one_value_of_each(tmp_path):
     played = make_run(tmp_path / "played", seed=1, evaluate=True, checkpoint_path="x")
     add(played, "summary.json", {"kind": "evaluation"})

@@ -202,11 +202,8 @@ def test_folders_of_others_are_rejected(tmp_path):
     ("given", "said"),
     [
         ({"space": {}}, "space: is empty"),
-        ({"space": {"lr": {"low": 0.2, "high": 0.1}}}, "space.lr: low=0.2, high=0.1: "),
         ({"space": {"lr": {"low": 0, "high": 0.1, "log": True}}}, "space.lr: low=0, high=0.1: "),
         ({"space": {"lr": {"low": 0.1}}}, "space.lr: give low: and high:, or choices:"),
-        ({"space": {"lr": {"low": 0.1, "high": 10**400}}}, "space.lr: give low: and high:, or choices:"),
-        ({"seeds": 10**12}, "seeds=1000000000000: are more than 10000"),
         ({"trials": 5001}, "trials: 5001 x seeds: 2 = 10002 runs, more than 10000. Lower one"),
         ({"space": {"lr": {"lo": 0.1}}}, "space.lr: unknown key 'lo'. Did you mean 'low'?"),
         ({"space": {"batch_size": {"low": 0.5, "high": 8}}}, "space.batch_size: takes whole numbers"),
@@ -214,8 +211,6 @@ def test_folders_of_others_are_rejected(tmp_path):
         ({"space": {"test_interval": {"low": 1, "high": 9}}}, "space.test_interval: has a value in with:"),
         ({"space": {"t_max": {"low": 1000, "high": 9000}}}, "space.t_max: trials have different tests then"),
         ({"pruning": {"percentile": 100}}, "pruning: percentile=100: must be less than 100"),
-        ({"direction": "up"}, "direction=up: must be one of"),
-        ({"trial": 3}, "unknown key 'trial'. Did you mean 'trials'?"),
         ({"space": {"mixer": {"choices": ["qmix", "vdn"], "low": 1}}}, "give values that differ, without low:"),
         ({"space": {"lr": {"low": 0.1, "high": 0.2, "log": True, "step": 0.1}}}, "space.lr: low=0.1, high=0.2: "),
     ],
@@ -297,34 +292,6 @@ def test_a_sweep_that_minimizes_looks_for_less_and_puts_it_first(tmp_path):
     assert statistics.mean(last) < statistics.mean(first)
     assert "less is better" in (tmp_path / "toy" / "trials.md").read_text()
     assert f"# Trial {found['best']} of" in (tmp_path / "toy" / "best.yaml").read_text()
-
-
-def test_a_lower_percentile_ends_more_trials(tmp_path):
-    def pruned(percentile: float) -> int:
-        pruning = {"after_trials": 4, "after_tests": 1, "percentile": percentile}
-        found = swept(tmp_path / str(percentile), trials=16, pruning=pruning, executor={"known": {"jobs": 1}})
-        return sum(trial["state"] == "pruned" for trial in found["trials"])
-
-    assert pruned(10.0) > pruned(90.0)
-
-
-@pytest.mark.parametrize(("given", "most"), [({"seeds": 2}, 3), ({"seeds": 1}, 8), ({"seeds": 1, "at_a_time": 2}, 2)])
-def test_as_many_trials_at_a_time_as_there_is_room_for(given, most, tmp_path, monkeypatch):
-    """Six places for two seeds each, or what the file asks for; never more than eight, which would know nothing."""
-    more, open_at_a_time = sweep._Search.more, []
-    monkeypatch.setattr(sweep._Search, "more", lambda self: (more(self), open_at_a_time.append(len(self._open())))[0])
-    slots = 12 if most == 8 else 6
-    swept(tmp_path, trials=9, pruning=False, executor={"known": {"jobs": slots, "tests": 1}}, **given)
-    assert max(open_at_a_time) == most
-
-
-def test_a_run_without_the_metric_fails_its_trial(tmp_path, monkeypatch):
-    read = sweep._Search._curve
-    lost = "trial0002-seed1"
-    monkeypatch.setattr(sweep._Search, "_curve", lambda self, job: {} if job.name == lost else read(self, job))
-    found = swept(tmp_path, trials=4, pruning=False, executor={"known": {"jobs": 1}})
-    (failed,) = [trial for trial in found["trials"] if trial["state"] == "failed"]
-    assert failed["error"] == "trial0002-seed1: its metrics.jsonl holds no stage3/test_battle_won_mean"
 
 
 class Following(KnownExecutor):

@@ -119,11 +119,6 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "tokenizer_config": TokenizerConfig,
     "mask_predictor_config": MaskPredictorConfig,
 }
-OF_PARTS = frozenset(
-    "mixer mixing_embed_dim hypernet_embed gnn_hidden_dim gnn_layer_num gnn_readout use_layer_norm use_orthogonal tau"
-    " critic_lr gumbel_softmax td_lambda double_q target_update_interval target_update_updates".split()
-)
-"""Keys that only learners, agents and mixers read, each its own ones."""
 OF_HEAD = frozenset({"belief_weight", "belief_units", "belief_every"})
 """Keys that only the belief head reads."""
 OF_GRAPHS = (
@@ -316,40 +311,22 @@ class Config(Frozen):
 
 
 class Watched(Config):
-    """A configuration that knows which keys are read.
+    """A configuration of which some values are wrong: reading such a key raises `Unreadable`."""
 
-    Reading a key whose value is wrong raises `Unreadable`.
-    """
-
-    _read: set[str] = PrivateAttr(default_factory=set)
     _wrong: frozenset[str] = PrivateAttr(frozenset())
 
     def __getattribute__(self, name: str) -> Any:
-        if name in FIELDS:
-            if name in self._wrong:
-                raise Unreadable(name)
-            self._read.add(name)
+        if name in FIELDS and name in self._wrong:
+            raise Unreadable(name)
         return super().__getattribute__(name)
-
-    @property
-    def keys_read(self) -> set[str]:
-        """The keys that were read."""
-        return self._read
 
 
 Watched.__name__ = Config.__name__  # in errors about keys that do not exist
 FIELDS = frozenset(Config.model_fields)
 
 
-def recording(config: Config) -> Watched:
-    """Return a configuration that notes which keys are read, as do its copies."""
-    watched = Watched.model_construct(**config.__dict__)
-    watched._wrong = config._wrong if isinstance(config, Watched) else frozenset()
-    return watched
-
-
 def without(config: Config, keys: Iterable[str]) -> Config:
     """Return a configuration in which these keys cannot be read: their values are wrong."""
-    watched = recording(config)
-    watched._wrong |= frozenset(keys)
+    watched = Watched.model_construct(**config.__dict__)
+    watched._wrong = frozenset(keys) | (config._wrong if isinstance(config, Watched) else frozenset())
     return watched

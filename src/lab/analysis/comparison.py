@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from omagd.lab.analysis.groups import groups, marks, repeated, shown, telling, with_studies
-from omagd.lab.analysis.runs import Run, load
+from omagd.lab.analysis.runs import Run, aligned, load
 from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, interval, mean
-from omagd.run.reporting.report import SHOWN, Summary, aligned, number_text
+from omagd.run.reporting.report import SHOWN, Summary, number_text
 from omagd.utils.errors import UserError, print_out
 from omagd.utils.logging import duration
 from omagd.utils.storage import is_number

@@ -343,6 +343,12 @@ def _is_summary(value: Mapping[str, Any]) -> bool:
     return known and typed and is_time
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines with their cells below each other."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def natural(text: str) -> list[tuple[float, str]]:
     """Return a key that sorts numbers within names by their size: 3m before 10m, lr=0.0003 before lr=0.001."""
     parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", text)

@@ -43,8 +43,6 @@ MOST_RUNS = 10_000
 """Of one file; the executors take no more, and the state file would be too large to be replaced every second."""
 
 PAGES = {"study": "docs/studies.md", "sweep": "docs/sweeps.md"}
-OWN_KEYS = {"study": {"arms", "grid", "environments", "results_file"}, "sweep": {"space", "trials", "metric"}}
-"""Keys that show which kind of file it is."""
 
 
 class Entry(BaseModel):
@@ -315,9 +313,6 @@ def read_file(given: Given, kind: str, needs: str) -> tuple[str, Any, str, Path]
         raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(problem).split())}") from None
     if not isinstance(values, dict) or not values:
         raise UserError(f"{path}: the {kind} is empty: give {needs} ({PAGES[kind]})")
-    (other,) = OWN_KEYS.keys() - {kind}
-    if OWN_KEYS[other] & values.keys() and not OWN_KEYS[kind] & values.keys():
-        raise UserError(f"{path}: is a {other} file. Start it with: omagd {other} {path}")
     return text, values, path.name, path.absolute().parent
 
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+from omagd.lab.analysis.runs import aligned
 from omagd.lab.studies.engine import View
 from omagd.lab.studies.state import DONE, FAILED, RUNNING, WAITING, Record, StudyState
-from omagd.run.reporting.report import aligned
 from omagd.utils.errors import visible
 from omagd.utils.logging import duration
 from omagd.utils.storage import is_number, read_entry

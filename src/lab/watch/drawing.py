@@ -5,7 +5,6 @@ The pictures are drawn at twice their size and reduced, which smooths the edges.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,12 +23,11 @@ from omagd.lab.watch.panel import (
     around,
     fitted,
     font_of,
-    nearest,
 )  # fmt: skip
 from omagd.run.recording.recording import Belief, Episode, Moment, is_drawable
 
 WIDTH, HEADER, FOOTER, GAP = 860 * TWICE, 58 * TWICE, 34 * TWICE, 10 * TWICE
-SHEET, HEADINGS, LEGEND = 1320 * TWICE, 80 * TWICE, 30 * TWICE
+SHEET, HEADINGS, LEGEND = 1320 * TWICE, 60 * TWICE, 30 * TWICE
 
 
 def extent(episode: Episode) -> tuple[float, float, float, float]:
@@ -108,35 +106,14 @@ def sheet(episode: Episode, agent: int, steps: Sequence[int]) -> Any:
         about = " · ".join(part for part in (episode.label, episode.policy, f"step {step}") if part)
         draw.text((GAP, top + 8 * TWICE), fitted(draw, about, 15, SHEET - 2 * GAP), fill=TEXT, font=font_of(15 * TWICE))
         heads = (f"As {name} sees it", f"As {name} reconstructs it", "As it was")
-        for place, (head, note, paint) in enumerate(
-            zip(heads, _notes(episode, step, agent), (_seen, _belief, _truth), strict=True)
-        ):
+        for place, (head, paint) in enumerate(zip(heads, (_seen, _belief, _truth), strict=True)):
             panel, left = Panel(episode, box, (wide, high)), GAP + place * (GAP + wide)
             paint(panel, step, agent)
             image.paste(panel.image, (left, top + HEADINGS))
-            for text, colour, down in ((head, TEXT, 36), (note, MUTED, 56)):
-                words = fitted(draw, text, 13, wide)
-                draw.text((left, top + down * TWICE), words, fill=colour, font=font_of(13 * TWICE))
+            draw.text((left, top + 36 * TWICE), fitted(draw, head, 13, wide), fill=TEXT, font=font_of(13 * TWICE))
     legend = f"white ring: {name} · hollow: guess, with a line to where the unit really was · ring: health"
     draw.text((GAP, image.height - 22 * TWICE), legend, fill=MUTED, font=font_of(13 * TWICE))
     return image.reduce(TWICE)
-
-
-def _notes(episode: Episode, step: int, agent: int) -> tuple[str, str, str]:
-    """Return the line above each panel of a sheet, with counts over all units except the agent."""
-    moment, alive = episode.moments[step], episode.moments[step].alive
-    x0, y0, x1, y1 = episode.scene.bounds if episode.scene.torus and episode.scene.bounds else (0.0, 0.0, 0.0, 0.0)
-    living, seen = sum(alive) - 1, len(seen_by(moment, agent)) - 1
-    known = [belief for belief in (moment.beliefs[agent] if moment.beliefs else []) if is_drawable(belief)]
-    off = [
-        math.hypot(nearest(float(x) - moment.x[unit], x1 - x0), nearest(float(y) - moment.y[unit], y1 - y0))
-        for unit, x, y, _ in known
-        if alive[unit]
-    ]
-    guess = f"{len(known)} unseen believed alive" if known else "nothing to fill in"
-    guess += f", off by {np.mean(off):.1f} cells" if off else ""
-    guess += f", {len(known) - len(off)} of them dead" if len(off) < len(known) else ""
-    return f"{seen} of {living} living units in sight", guess, f"{living} alive, {len(alive) - 1 - living} dead"
 
 
 def _health(episode: Episode, moment: Moment, unit: int) -> tuple[float | None, float]:

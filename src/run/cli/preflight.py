@@ -18,12 +18,10 @@ import yaml
 from omagd.config.checks import ArgsError
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import config_names, to_plain
-from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
+from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, Config, without
 from omagd.run.launchers import Plan, make_plan
 from omagd.utils.errors import Mistakes, Unreadable, UserError, foreign
 from omagd.utils.registry import Registry, in_one_line
-from omagd.utils.run_folder import RunFolder
-from omagd.utils.storage import read_entry
 
 
 @dataclass(frozen=True)
@@ -73,23 +71,20 @@ def preflight(
         config = with_maps(config)
     if info is not None:
         with _caught(found):
-            _check_name(config, given)
-        with _caught(found):
             config = _with_longest_end(config, info)
         _check_training(config, plan, info, found)
     stages: tuple[str, ...] = ()
-    read: set[str] | None = None
     known = info or stand_in(config)
     with _caught(found):
         if known is not None:
             with oom_hint(config, "preflight", "networks"):
-                stages, read = check_given(config, known, found)
+                stages = check_given(config, known, found)
     with _caught(found):
         if plan is not None:
             _check_token(config, plan)
     found.raise_any()
     assert plan is not None and info is not None
-    return PreflightResult(stages, plan, info, config, tuple(unread(config, given, read)))
+    return PreflightResult(stages, plan, info, config, tuple(unread(config, given)))
 
 
 @contextmanager
@@ -174,20 +169,6 @@ def describe_env(config: Config) -> EnvInfo:
                 env.close()
 
 
-def _check_name(config: Config, given: Collection[str]) -> None:
-    """Reject a `name` that the user has given to choose a map."""
-    from omagd.envs.factory import described_env
-
-    if "name" not in given or config.name == config.map_name:
-        return
-    named = None
-    with suppress(UserError):  # no map has that name
-        named = described_env(config.env, {**config.env_args, "map_name": config.name})
-    if named is not None:
-        fix = f"Give env_args.map_name={config.name}, or another name"
-        raise UserError(f"name={config.name}: names the run; it plays {config.map_name}, not that map. {fix}")
-
-
 def _check_token(config: Config, plan: Plan) -> None:
     """Reject a `unique_token` that exists, unless this start may resume that run."""
     from omagd.run.checkpoint.resuming import require_free_token
@@ -221,7 +202,7 @@ def with_known_names(config: Config, found: Mistakes) -> Config:
         except Unreadable:
             continue
         except UserError as error:
-            found.add(error.message + _named_by_run(config, key))
+            found.add(error.message)
             row = foreign(key, name)
             other = row and (row.here or row.near)
             config = config.model_copy(update={key: other}) if other in registry else without(config, (key,))
@@ -287,12 +268,8 @@ def stand_in(config: Config) -> EnvInfo | None:
     return None
 
 
-def unread(config: Config, given: Collection[str], read: set[str] | None) -> Iterator[str]:
-    """Yield a warning about the given keys that no part of this run reads. read: by its parts; None: not known."""
-    of_parts = sorted(key for key in given if key in OF_PARTS and read is not None and key not in read)
-    if of_parts:
-        parts = " ".join(f"{key}={getattr(config, key)}" for key in ("learner", "mac", "agent", "mixer"))
-        yield f"{', '.join(of_parts)}: nothing in this run reads {'it' if len(of_parts) == 1 else 'them'} ({parts})"
+def unread(config: Config, given: Collection[str]) -> Iterator[str]:
+    """Yield a warning about the given keys of graphs and of a belief head in a run that has none."""
     of_graphs = [key for key in given if key.startswith(OF_GRAPHS) and not key.startswith(_of_head(config))]
     of_graphs = [] if config.use_graph_reconstruction else of_graphs
     of_head = [key for key in given if key in OF_HEAD] if config.belief_loss == "none" else []
@@ -314,17 +291,6 @@ def registry_of(package: str) -> Registry[Any]:
     """Return the REGISTRY of a package by its import name."""
     registry: Registry[Any] = importlib.import_module(package).REGISTRY
     return registry
-
-
-def _named_by_run(config: Config, key: str) -> str:
-    """Return the end of an error about an unknown name, if the run at `checkpoint_path` has it from a plug-in."""
-    from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
-
-    with suppress(UserError):
-        path = RunFolder(run_folder_of(find_step_folder(config.checkpoint_path, config.load_step))).config_json
-        if read_entry(path).get(key) == getattr(config, key):
-            return f". {path} names it: install the package that provides it"
-    return ""
 
 
 def listing() -> str:

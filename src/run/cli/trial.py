@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ import torch
 from omagd import learners, runners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
-from omagd.config.schema import OF_PARTS, Config, recording
+from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.checkpoint.weights import (
     PREDICTOR_FILE,
@@ -43,11 +39,8 @@ from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
 
 
-def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[str, ...], set[str] | None]:
-    """Reject paths without suitable files; return the names of the stages, and the keys that the learner's parts read.
-
-    The keys are None where no learner is built.
-    """
+def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[str, ...]:
+    """Reject paths without suitable files, and a learner that cannot be built; return the names of the stages."""
     cpu, pretrained = torch.device("cpu"), PretrainedModules()
     whole: tuple[Path, dict[str, Any]] | None = None
     folder: Path | None = None
@@ -63,7 +56,7 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
                     load_pretrained(of_checkpoint(config, folder), info, cpu)
                     runners.REGISTRY.get(config.runner).check(config)
     if config.evaluate:
-        return ("evaluate",), None
+        return ("evaluate",)
     with found.caught(), in_one_line():
         pretrained = load_pretrained(config, info, cpu)
     stages = tuple(stage_names(config, pretrained))
@@ -79,7 +72,9 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
     if "stage2" in stages:
         with found.caught(), in_one_line():
             learners.PREDICTORS.get(config.mask_predictor_config.kind)
-    return stages, _check_learner(config, info, whole, folder) if "stage3" in stages else None
+    if "stage3" in stages:
+        _check_learner(config, info, whole, folder)
+    return stages
 
 
 def _check_policies(config: Config, info: EnvInfo) -> None:
@@ -93,18 +88,17 @@ def _check_policies(config: Config, info: EnvInfo) -> None:
                 load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
 
 
-def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | None) -> set[str]:
-    """Reject a learner that cannot be built, or whose weights do not fit; return the keys that its parts read.
+def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | None) -> None:
+    """Reject a learner that cannot be built, or whose weights do not fit.
 
     whole: path and content of the checkpoint to continue. folder: with the weights to begin with.
     """
-    learner, read = build_learner_once(config, info, torch.device("cpu"))
+    learner = build_learner_once(config, info, torch.device("cpu"))
     if whole is not None:
         _require_weights_fit(learner, *whole)
         _require_steps_left(config, whole[1]["shared"]["clock"] if whole[1].get("stage") == "stage3" else {})
     elif folder is not None:
         _require_steps_left(config, load_learner(learner, folder))
-    return read
 
 
 def _require_baselines(config: Config, info: EnvInfo) -> None:
@@ -169,12 +163,8 @@ def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> No
         load_into(module, common["shared"]["modules"].get(name, {}), path, "checkpoint_path")
 
 
-def build_learner_once(config: Config, info: EnvInfo, device: torch.device) -> tuple[Any, set[str]]:
-    """Build the learner of stage 3 once, so that its errors appear before stages 1 and 2 run.
-
-    Returns the learner, and the keys that it and its parts read: in their constructors, or anywhere in their files.
-    """
-    config = recording(config)
+def build_learner_once(config: Config, info: EnvInfo, device: torch.device) -> Any:
+    """Build and return the learner of stage 3 once, so that its errors appear before stages 1 and 2 run."""
     mac = build_plain_mac(config, info, device)
     runner = runners.REGISTRY.get(config.runner)
     runner.check(config)
@@ -185,20 +175,4 @@ def build_learner_once(config: Config, info: EnvInfo, device: torch.device) -> t
     learner = learner_of(mac, config, info, Dist())
     if any(map(is_plugin, NAMES)):
         try_networks(learner, mac.agent, info)
-    return learner, config.keys_read | keys_named_by((learner, mac, *learner.modules().values()))
-
-
-def keys_named_by(parts: Collection[object]) -> set[str]:
-    """Return the keys that some objects' classes and the functions beside them name; all of parts where unreadable."""
-    classes = {cls for part in parts for cls in type(part).__mro__[:-1] if not cls.__module__.startswith("torch")}
-    try:
-        texts = {file: Path(file).read_text(encoding="utf-8") for file in set(map(inspect.getfile, classes))}
-    except (OSError, TypeError):
-        return set(OF_PARTS)
-    names, found = {cls.__name__ for cls in classes}, set()
-    for text in texts.values():
-        lines = text.split("\n")  # once: `ast.get_source_segment` would split the text for each node
-        for node in ast.parse(text).body:
-            if not isinstance(node, ast.ClassDef) or node.name in names:
-                found.update(re.findall(r"\bconfig\.(\w+)", "\n".join(lines[node.lineno - 1 : node.end_lineno])))
-    return found
+    return learner

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omagd.run.reporting.card import resumed
 from omagd.utils.logging import duration
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.storage import read_entry
@@ -44,9 +43,6 @@ SHOWN = {
 }
 """Values of a stage that the closing text and tables show, with their labels."""
 
-LEAST_SHARE = 0.01
-"""Phases with a smaller share in every stage are left out of the closing text."""
-
 Summary = Mapping[str, Any]
 
 
@@ -73,7 +69,6 @@ def render_summary(summary: Summary) -> str:
     """Return the closing text: results, files, and the next command."""
     lines = ["", "─" * 78, _headline(summary)]
     lines += [f"  {name}   {_reached(stage)}" for name, stage in summary.get("stages", {}).items()]
-    lines += phases_table(summary)
     folder = Path(summary["folder"])
     lines.append(f"Files   {folder}")
     for label, path in _files(summary):
@@ -83,33 +78,6 @@ def render_summary(summary: Summary) -> str:
     if step := next_step(summary):
         lines.append(f"Next    {step}")
     return "\n".join([*lines, "─" * 78])
-
-
-def phases_table(summary: Summary) -> list[str]:
-    """Return a row of time for each stage: its duration, then the shares of its phases."""
-    measured = {name: stage["phases"] for name, stage in summary.get("stages", {}).items() if stage.get("phases")}
-    names = list(dict.fromkeys(phase for seconds in measured.values() for phase in seconds if phase != "wall"))
-    names = [name for name in names if any(_share(seconds, name) >= LEAST_SHARE for seconds in measured.values())]
-    if not names:
-        return []
-    names.sort(key=lambda name: -sum(seconds.get(name, 0.0) for seconds in measured.values()))
-    again = summary.get("restarts") or resumed(summary.get("card"))
-    rows = [["Time since the last start" if again else "Time", "wall", *names]]
-    for stage, seconds in measured.items():
-        shares = [_share(seconds, name) for name in names]
-        cells = [f"{100 * share:.1f} %" if share >= LEAST_SHARE / 10 else "-" for share in shares]
-        rows.append([f"  {stage}", duration(seconds["wall"]), *cells])
-    return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines with their cells below each other."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _share(seconds: Mapping[str, float], name: str) -> float:
-    return seconds.get(name, 0.0) / max(seconds["wall"], 1e-9)
 
 
 def next_step(summary: Summary) -> str:
