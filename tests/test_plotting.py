@@ -201,16 +201,6 @@ def test_time_axes_have_readable_units_and_only_runs_that_have_them(tmp_path, dr
     assert "have no cpu_seconds" in capsys.readouterr().err
 
 
-def test_runs_that_go_on_are_left_out_of_last_tests(tmp_path, drawn, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "a", lr=0.001, seed=1)
-    make_run(tmp_path / "runs" / "b", (0.1, 0.2), lr=0.002, seed=1, finished=False)
-    assert main(["plot", "runs", "--kind", "final", "--maps-only"]) == 0
-    assert "not finished, left out: b" in caplog.messages and len(drawn[-1][0][0].lines) == 1
-    assert main(["plot", "runs/b", "--kind", "final"]) == 0
-    assert caplog.messages[-1] == "no run has ended: the last tests so far are used"
-
-
 def test_a_set_of_maps_has_its_own_panel_first_then_one_for_each_map(tmp_path):
     for rate in (0.001, 0.005):
         for seed in (1, 2):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import sc2_stand_in
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 import omagd
 from omagd.config.loading import resolve
@@ -116,35 +116,6 @@ def test_every_argument_of_an_environment_is_on_the_card_or_has_no_effect():
     for name in type(usual).model_fields:
         changed = usual.model_copy(update={name: other_value(getattr(usual, name))})
         assert bool(_differing(changed)) == (name not in IRRELEVANT), name
-
-
-class Inner(BaseModel):
-    """A group of arguments, as an environment may have one."""
-
-    size: int = 5
-    shape: tuple[int, ...] = (1, 2)
-    parts: dict[str, dict[str, float]] = {"left": {"x": 0.5, "y": 1.0}}
-
-
-class Arguments(BaseModel):
-    inner: Inner = Inner()
-    made: Inner = Field(default_factory=lambda: Inner(size=9))
-    sizes: tuple[int, ...] = (3, 4)
-    table: dict[str, float] = {"a": 1.0}
-    needed: int
-    map_name: str = "3m"
-
-
-def test_of_nested_arguments_only_those_that_differ_from_their_defaults_are_on_the_card():
-    assert _differing(Arguments(needed=7)) == {"needed": 7}, "an argument without a default always counts"
-    changed = {"left": {"x": 0.5, "y": 2.0}, "right": {"x": 3.0}}
-    made = Arguments(
-        needed=7, map_name="8m", inner=Inner(shape=(1, 3), parts=changed), made=Inner(), sizes=(3, 4), table={"a": 2.0}
-    )
-    assert _differing(made) == {
-        "needed": 7, "inner.shape": [1, 3], "inner.parts.left.y": 2.0, "inner.parts.right.x": 3.0, "made.size": 5,
-        "table.a": 2.0,
-    }  # fmt: skip
 
 
 def test_the_card_of_a_set_of_maps_names_those_trained_on_and_those_held_out(tmp_path):
@@ -291,11 +262,6 @@ def test_an_evaluation_beside_a_training_is_marked_as_one():
     assert [line[at:].split()[0] for line in (first, second)] == ["training", "evaluation"]
     assert note.endswith("run evaluation: evaluation, not training; test_episodes 64, not 32")
     assert "kind" not in runs_table(results[:1])
-
-
-def test_an_evaluation_in_another_environment_says_in_what_it_differs():
-    played = card_of(evaluate=True, checkpoint_path="run", env_args__move_amount=3.0)
-    assert "env_args.move_amount 3.0, not the default" in differences(played, card_of())
 
 
 def test_what_is_no_card_is_none(tmp_path):

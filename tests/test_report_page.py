@@ -16,7 +16,6 @@ from scipy.stats import bootstrap
 
 from omagd.envs.frames import Scene
 from omagd.lab.analysis.run_report import POPULATIONS
-from omagd.lab.analysis.statistics import FEW
 from omagd.run.cli.main import main
 from omagd.run.recording.recording import Episode, Moment, Recording
 
@@ -140,13 +139,6 @@ def test_warnings_of_a_run(tmp_path):
     assert "since its last start" in (folder / "report.html").read_text()
 
 
-def test_intervals_over_few_seeds_have_a_note(tmp_path):
-    for seeds in ((1,), (1, 2), (1, 2, 3, 4, 5)):  # one seed has no interval
-        make_study(tmp_path / f"{len(seeds)}", rates=(0.001, 0.005), seeds=seeds)
-        report(tmp_path / f"{len(seeds)}")
-        assert (FEW in (tmp_path / f"{len(seeds)}" / "report.html").read_text()) == (len(seeds) == 2)
-
-
 def test_a_study_has_arms_by_maps_with_intervals_and_all_runs(tmp_path):
     make_study(tmp_path, maps=("3m", "8m"), seeds=(1, 2, 3))
     make_run(tmp_path / "zbegun", (0.1,), finished=False, seed=9, lr=0.005)
@@ -234,23 +226,6 @@ def test_the_newest_recording_is_played(tmp_path):
     newer = Recording.model_validate(values)
     os.utime(newer.write(folder / "replays" / "a_newer.json.gz"), (2e9, 2e9))
     assert player(load([folder])[0]) == (player_page(newer), "")
-
-
-def test_a_study_counts_each_seed_once_and_evaluations_not_at_all(tmp_path):
-    for lr, won in ((0.001, 0.4), (0.005, 0.6)):
-        for seed in (1, 2):
-            make_run(tmp_path / f"{lr}_{seed}", (0.0, 0.9, won + seed / 10), lr=lr, seed=seed, gamma=1 - lr)
-    make_run(tmp_path / "again", (0.0, 0.1), lr=0.001, seed=1, gamma=0.999)
-    played = make_run(tmp_path / "played", (1.0,), lr=0.001, seed=3, gamma=0.999, evaluate=True, checkpoint_path="x")
-    add(played, "summary.json", {"kind": "evaluation"})
-    page = report(tmp_path)
-    low, high = [row[1] for row in page.rows if len(row) == 2 and "n = 2" in row[1]][:2]
-    assert low.startswith("0.550") and high.startswith("0.750"), "means of the last tests of two seeds each"
-    text = (tmp_path / "report.html").read_text()
-    assert "<b>0.750</b>" in text and "<b>0.550</b>" not in text, "the best one is bold"
-    assert "the same map and seed again, left out: again" in text
-    assert page.row("gamma")[1:3] == ["0.999", "0.995"] and page.row("lr")[1:3] == ["0.001", "0.005"]
-    assert page.row("0.005_2")[5:7] == ["0.800", "0.900"] and page.row("0.005_2")[8] == "20,100"
 
 
 def test_a_study_says_which_jobs_wait_and_which_arms_cannot_be_compared(tmp_path):

@@ -20,7 +20,7 @@ import yaml
 from sockets import wait_until
 
 import omagd
-from omagd.lab.studies import EXECUTORS, engine, results, view
+from omagd.lab.studies import EXECUTORS, engine, results
 from omagd.lab.studies import local as local_runs
 from omagd.lab.studies import state as study_state
 from omagd.lab.studies import study as whole_study
@@ -29,7 +29,7 @@ from omagd.lab.studies.local import LocalArgs, LocalExecutor, last_error, start_
 from omagd.lab.studies.spec import config_of, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, FAILED, RUNNING, WAITING, StudyState, locked_study
 from omagd.lab.studies.study import run_study
-from omagd.lab.studies.view import seconds_left, study_table
+from omagd.lab.studies.view import study_table
 from omagd.run.checkpoint.resuming import start_ticks
 from omagd.run.cli.main import config_from, main
 from omagd.utils.errors import UserError
@@ -812,15 +812,6 @@ def test_seeds_of_a_run_share_its_check_and_other_runs_have_their_own(monkeypatc
 
 
 # --- what is shown
-
-
-def test_the_time_left_follows_from_finished_runs_of_the_same_kind(tmp_path):
-    state = StudyState(tmp_path)
-    for number, (arm, took) in enumerate((("a", 10.0), ("a", 20.0), ("b", 100.0), ("a", 0.0), ("b", 0.0))):
-        (record,) = state.add([Job(str(number), arm, "toy", "", number, ("with", f"x={number}"))])
-        record.state, record.seconds = (DONE, took) if took else (WAITING, 0.0)
-    assert seconds_left(state, slots=2) == pytest.approx((15.0 + 100.0) / 2)
-    assert view.state_line(state, 2) == "3 done, 0 running, 2 waiting, 0 failed; about 58 s left"
 
 
 def test_an_interrupted_study_says_what_is_left_and_how_to_continue(tmp_path, monkeypatch, capsys):

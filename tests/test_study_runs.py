@@ -128,35 +128,6 @@ def test_slurm_tasks_outlive_the_process_that_submitted_them_and_are_followed_by
     wait_for(lambda: not having(MARK, mark), "a task is left")
 
 
-def test_a_preempted_slurm_task_saves_and_is_requeued(tmp_path):
-    """SIGUSR2 comes before the end of a task's time: the run saves, and SLURM starts the task again."""
-    submitit = pytest.importorskip("submitit")
-    assert submitit.SlurmJob
-    folder = tmp_path / "study"
-    stub = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-    stub += f"if open({str(tmp_path / 'times')!r}, 'a').tell(): sys.exit(0)\n"
-    stub += f"open({str(tmp_path / 'times')!r}, 'a').write('x'); print('ready', flush=True); time.sleep(60)"
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from omagd.lab.studies.executors import Job, Place\n"
-        "from omagd.lab.studies.slurm import SlurmArgs, SlurmExecutor\n"
-        "place = Path(sys.argv[1]); (place / 'logs').mkdir(parents=True)\n"
-        "executor = SlurmExecutor(Place(place, SlurmArgs(poll_seconds=1)))\n"
-        "executor.start(Job('a', '', '', '', 1, ()), sys.argv[2:], ())\n"
-        "assert executor.poll() == []; print(executor.references['a'])\n"
-    )
-    variables = slurm_stand_in.install(tmp_path / "slurm")
-    command = [sys.executable, "-c", program, str(folder), sys.executable, "-S", "-E", "-c", stub]
-    environment = {**os.environ, **variables}
-    job = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()[-1]
-    log = folder / "logs" / "a.log"
-    wait_for(lambda: log.exists() and "ready" in log.read_text(), "not started")
-    subprocess.run([tmp_path / "slurm" / "bin" / "scancel", job, "--signal", "USR2"], env=environment, check=True)
-    wait_for(lambda: slurm_stand_in.states(tmp_path / "slurm")[job] == "COMPLETED", "not requeued")
-    assert list(slurm_stand_in.states(tmp_path / "slurm")) == [job]
-    assert (tmp_path / "times").read_text() == "x"
-
-
 def test_the_study_of_the_page_is_accepted():
     page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
     block = re.findall(r"^```yaml\n(# .*?)^```", page, re.MULTILINE | re.DOTALL)[0]

@@ -333,19 +333,6 @@ def test_runs_of_trials_that_have_ended_are_ended_and_not_repeated_after_a_kill(
     assert after[pruned[0]].reference == ""
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"seeds": 3}, r"seeds is \[1, 2\] there, \[1, 2, 3\] here"), ({"over_tests": "best"}, "over_tests is last"),
-        ({"with": {"test_interval": 5_000}}, "base is "), ({"over_seeds": "iqm"}, "over_seeds is mean"),
-    ],
-)  # fmt: skip
-def test_trials_whose_values_mean_something_else_are_not_mixed(changed, said, tmp_path):
-    swept(tmp_path, trials=1)
-    with pytest.raises(UserError, match=said):
-        swept(tmp_path, trials=2, **changed)
-
-
 def test_the_command_takes_folder_and_executor_and_says_whether_there_is_a_result(tmp_path, capsys, monkeypatch):
     file = tmp_path / "toy.yaml"
     given = values_of(tmp_path / "file", trials=2, executor={"local": {}, "known": {"fails": ["trial0001"]}})

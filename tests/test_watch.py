@@ -276,21 +276,6 @@ def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path):
         assert complaints == []
 
 
-@pytest.mark.processes
-def test_the_part_of_the_map_that_is_shown_has_all_guesses(battles, tmp_path):
-    far = battles.model_copy(deep=True)
-    moment, (x, y) = far.episodes[0].moments[0], far.episodes[0].scene.bounds[2:]
-    moment.beliefs[1] = [(7, x - 0.5, y - 0.5, 1.0), (8, "NaN", 1.0, None)]
-    x0, y0, x1, y1 = box = drawing.extent(far.episodes[0])
-    assert drawing.extent(battles.episodes[0])[2] < x - 2, "there is no unit"
-    assert x0 < x - 0.5 < x1 and y0 < y - 0.5 < y1
-    page_file = tmp_path / "battle.html"
-    page_file.write_text(formats.player_page(far, agent=1), encoding="utf-8")
-    with opened(page_file) as (page, complaints):
-        page.locator("#clock", has_text="step").wait_for()
-        assert page.evaluate("box") == pytest.approx(box) and complaints == []
-
-
 def test_the_largest_map_is_shown_in_one_small_page_and_drawn_in_seconds(tmp_path):
     recording, _, _ = play(map_name="27m_vs_30m", slots=1)
     (episode,) = recording.episodes

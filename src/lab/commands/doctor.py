@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import importlib
 import os
 import shutil
@@ -180,7 +178,7 @@ def torch(config: Config) -> str:
 
 
 def gpu(_config: Config) -> str:
-    """List the GPUs with their free memory, the CUDA of driver and torch, and NCCL."""
+    """List the GPUs with their free memory, torch's CUDA, and NCCL."""
     import torch
 
     if not torch.cuda.is_available():
@@ -193,18 +191,10 @@ def gpu(_config: Config) -> str:
     free = [torch.cuda.mem_get_info(card)[0] / GIGABYTE for card in cards]
     names = ", ".join(f"{torch.cuda.get_device_name(card)}, {free[card]:.1f} GB free" for card in cards)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    text = f"{len(cards)} ({names}), driver {_driver()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+    text = f"{len(cards)} ({names}), CUDA {torch.version.cuda}, NCCL {nccl}"
     if min(free) < LEAST_MEMORY:
         raise Limited(text, "end what else uses the GPU (nvidia-smi lists it), or lower buffer_size")
     return text
-
-
-def _driver() -> str:
-    """Return the version of NVIDIA's driver, by the newest CUDA that it knows, "unknown" where it cannot be asked."""
-    found = ctypes.c_int()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
-    return f"for CUDA {found.value // 1000}.{found.value % 1000 // 10}" if found.value else "unknown"
 
 
 def gpu_battles(_config: Config) -> str:

@@ -69,7 +69,7 @@ def continued(folder: Path, kind: str, options: argparse.Namespace) -> Iterator[
         from omagd.lab.studies.view import state_line
 
         begun = (folder / STATE).exists()
-        left = state_line(StudyState.read(folder), 0) if begun else "nothing was started"
+        left = state_line(StudyState.read(folder)) if begun else "nothing was started"
         given = [f"--{name}={value}" for name in ("executor", "results") if (value := getattr(options, name))]
         command = shlex.join(["omagd", kind, *options.words, *given])
         stop.where = readable(f": {left} in {folder}. Continue with: {command}")
@@ -92,7 +92,7 @@ def _status(words: Sequence[str]) -> int:
 
     state = StudyState.read(Path(os.path.expanduser(only_word(words, "study"))))
     who = state.leader()  # before the table: it says which runs still go on
-    print_out(f"{study_table(state)}\n{state_line(state, 1)}; {who}\n")
+    print_out(f"{study_table(state)}\n{state_line(state)}; {who}\n")
     return 0
 
 

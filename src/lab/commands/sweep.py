@@ -52,5 +52,5 @@ def _status(words: Sequence[str]) -> int:
         raise UserError(f"{folder}: holds no sweep, or none that has begun a trial (trials.md is missing)") from None
     state = StudyState.read(folder)
     who = state.leader()  # before the table: it says which runs still go on
-    print_out(f"{table}\nruns: {state_line(state, 1)}; {who}\n")
+    print_out(f"{table}\nruns: {state_line(state)}; {who}\n")
     return 0

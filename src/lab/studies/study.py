@@ -60,7 +60,7 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
             warn(line)
         kept = _Results(study, state, warn)
         kept.skip(wanted)
-        view = None if quiet else ConsoleView(state, len(executor.slots))
+        view = None if quiet else ConsoleView(state)
         engine.run(study.jobs, executor, state, on_end=lambda job, record: kept.add(record), view=view)
         return state
 

@@ -90,7 +90,7 @@ def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, An
         executor = make_executor(sweep.executor, sweep.settings, state)
         replace_file(sweep.folder / "sweep.yaml", sweep.text.encode())
         search = _Search(sweep, state, trials, len(executor.slots), warn)
-        view = None if quiet else ConsoleView(state, len(executor.slots), search.headline)
+        view = None if quiet else ConsoleView(state, search.headline)
         try:
             engine.run(search.begin(), executor, state, more=search.more, view=view)
         finally:
