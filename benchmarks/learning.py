@@ -19,7 +19,8 @@ from statistics import median
 
 from runs import RunError, area, play, tests
 
-from omagd.run.reporting.card import differences, marks, read_card
+from omagd.lab.analysis.groups import differences, marks
+from omagd.run.reporting.card import read_card
 
 
 def first(played: list[tuple[float, float, float]], threshold: float) -> tuple[float, float] | None:

@@ -106,14 +106,11 @@ def _server(owner: int) -> tuple[subprocess.Popen, socket.socket]:
 
 def serve(connection: socket.socket) -> None:
     """Start what is asked for until the other side is gone; `reaper.py` ends what still runs then."""
-    from pictures import leave_pictures_empty
-
     import omagd.run.reporting.sacred_record  # noqa: F401 (imported here once, for all commands)
     from omagd.run.launch.processes import MODULES
 
     for name in MODULES:
         importlib.import_module(name)
-    leave_pictures_empty()
 
     at_start = _read_at_start(dict(os.environ))
     running: dict[int, tuple[int, int]] = {}  # pidfd -> process id, where its exit code goes

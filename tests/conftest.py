@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import sc2_stand_in
 from command_harness import end_what_goes_on, train
-from pictures import leave_pictures_empty
 from reaper import watch_this_session
 
 # A shell that starts this suite in the background lets it, and all that it starts, ignore Ctrl-C; tests send that.
@@ -23,7 +22,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 watch_this_session()
-leave_pictures_empty()
 
 
 @pytest.hookimpl(hookwrapper=True)

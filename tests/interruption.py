@@ -19,7 +19,6 @@ from omagd.run.checkpoint.resuming import RunLock, locked_folder
 from omagd.run.checkpoint.store import sealed
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
-from omagd.run.reporting import plots
 from omagd.run.reporting.card import is_of, read_card
 from omagd.run.training.build import build_session
 from omagd.run.training.stages.base import PretrainedModules, Stage
@@ -102,11 +101,9 @@ class TornRun(RunFolder):
         return TornRun(shutil.copytree(self.path, place / "results" / self.path.name))
 
     def start(self, *words: str, results: Path | None = None) -> int:
-        """Start the command again, without pictures, which take longer than these runs; return the exit code."""
+        """Start the command again; return the exit code."""
         torch.set_num_threads(1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plots, "curves", lambda *_: None)
-            return main(["-u", *COMMAND, f"local_results_path={results or self.path.parent}", *words])
+        return main(["-u", *COMMAND, f"local_results_path={results or self.path.parent}", *words])
 
     def continue_until(self, iteration: int) -> None:
         """Continue until the checkpoint of an iteration is complete."""

@@ -1,4 +1,4 @@
-"""A stand-in for SLURM on this machine: `sbatch`, `srun`, `sacct`, `scancel` and `scontrol requeue`, for job arrays.
+"""A stand-in for SLURM on this machine: `sbatch`, `srun` and `sacct`, for job arrays.
 
 `install(folder)` writes the commands into a folder for PATH. Each is this file, called with the command's name. A
 controller process for each submission starts the tasks, at most as many at a time as the array says, and keeps their
@@ -7,19 +7,16 @@ states in files. As in SLURM, tasks outlive the process that submitted them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
+COMMANDS = ("sbatch", "srun", "sacct")
 STATE = "SLURM_STAND_IN"
-TASK = "SLURM_STAND_IN_TASK"
 LOOK_SECONDS = 0.1
 
 
@@ -74,12 +71,11 @@ def control(arguments: list[str]) -> None:
     """Run the tasks of one submission."""
     script, most, *tasks = arguments
     running: dict[str, subprocess.Popen[bytes]] = {}
-    while any(read(task) in {"PENDING", "RUNNING", "REQUEUED"} for task in tasks) or running:
+    while any(read(task) in {"PENDING", "RUNNING"} for task in tasks) or running:
         for task in tasks:
-            if read(task) in {"PENDING", "REQUEUED"} and task not in running and len(running) < int(most):
+            if read(task) == "PENDING" and task not in running and len(running) < int(most):
                 write(task, "RUNNING")
                 running[task] = start(script, task)
-                (root() / f"{task}.pid").write_text(str(running[task].pid))
         for task, process in list(running.items()):
             if process.poll() is not None:
                 del running[task]
@@ -92,7 +88,7 @@ def start(script: str, task: str) -> subprocess.Popen[bytes]:
     job, _, index = task.partition("_")
     variables = {
         "SLURM_JOB_ID": job, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1", TASK: str(root() / task),
+        "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1",
     }  # fmt: skip
     if index:
         variables |= {"SLURM_ARRAY_JOB_ID": job, "SLURM_ARRAY_TASK_ID": index}
@@ -115,27 +111,6 @@ def sacct(arguments: list[str]) -> None:
     for path in sorted(root().glob("*.state")):
         if path.stem.split("_")[0] in jobs:
             print(f"{path.stem}|{path.read_text()}|here")
-
-
-def scancel(arguments: list[str]) -> None:
-    task = next(word for word in arguments if word[0].isdigit())
-    number = {"USR2": signal.SIGUSR2}.get(arguments[-1].removeprefix("SIG"), signal.SIGTERM)
-    state = read(task)
-    if number == signal.SIGTERM:
-        write(task, "CANCELLED")
-    if state == "RUNNING":
-        mark, shell = f"{TASK}={root() / task}".encode(), (root() / f"{task}.pid").read_text()
-        for place in Path("/proc").glob(
-            "[0-9]*"
-        ):  # every process of the step, also what it has started; not the script
-            with contextlib.suppress(OSError):
-                if place.name != shell and mark in (place / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(place.name), number)
-
-
-def scontrol(arguments: list[str]) -> None:
-    assert arguments[0] == "requeue"
-    write(arguments[1], "REQUEUED")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,6 @@ from pydantic import BaseModel, ConfigDict
 
 from omagd.lab.studies.executors import Ended, Job, Place
 
-PLUGIN = {
-    "stand_in-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: stand_in\nVersion: 1.0\n",
-    "stand_in-1.0.dist-info/entry_points.txt": "[omagd.executors]\nknown = sweep_stand_in:KnownExecutor\n",
-}
 BEST_LR, BEST_GAMMA = 0.003, 0.9
 OFFSET = {1: -0.02, 2: 0.02, 3: 0.0}
 """Of each seed: the mean over two seeds is the function itself."""

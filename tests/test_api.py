@@ -106,7 +106,6 @@ def test_evaluate_reads_the_runs_configuration_and_labels_what_it_writes(page, t
     summary, card, config = (json_of(folder / name) for name in ("summary.json", "card.json", "config.json"))
     assert (summary["kind"], card["kind"], page["summary"]["kind"]) == ("evaluation", "evaluation", "training")
     assert card["compared"]["trained"] == page["summary"]["card"]["id"]
-    assert [path.name for path in (folder / "plots").iterdir()] == ["evaluation.png"]
     changed = {"evaluate", "checkpoint_path", "test_nepisode", "eval_report_episodes", "local_results_path"}
     before = json_of(trained / "config.json")
     assert {key for key in config if config[key] != before[key]} - {"buffer_cpu_only"} == changed

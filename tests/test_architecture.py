@@ -52,7 +52,7 @@ def test_the_map_names_every_module():
 @pytest.mark.processes
 def test_a_plain_run_loads_nothing_of_lab_and_not_torchs_compiler(tmp_path):
     code = "import sys; from omagd.run.cli.main import main; print(main(sys.argv[1:])); print(*sys.modules)"
-    command = [sys.executable, "-c", code, *COMMAND.split(), f"local_results_path={tmp_path}"]
+    command = [sys.executable, "-c", code, *COMMAND.split(), "batch_size=64", f"local_results_path={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     modules = done.stdout.splitlines()[-1].split()
     assert "omagd.learners.nq_learner" in modules and "torch._dynamo" not in modules

@@ -1,4 +1,4 @@
-"""Pictures of battles: what a frame of a GIF or a video shows, also of a model that has diverged."""
+"""Pictures of battles: what a frame of a GIF shows, also of a model that has diverged."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from browser import opened
-from many_runs import make_run, make_study
 from PIL import Image, ImageColor
 from watch_toys import Oracle, play, small_recording
 
 from omagd.lab.watch import drawing, formats, panel
-from omagd.run.cli.main import main
 from omagd.run.recording.recording import Episode, Moment, Recording
 from omagd.utils.errors import UserError
 
@@ -45,11 +43,6 @@ def test_moments_are_those_with_most_to_see_one_of_each_part_of_a_life():
     assert formats._chosen(episode, 0, [8]) == ([], 0)
 
 
-@pytest.fixture(scope="module")
-def battles() -> Recording:
-    return play(map_name="5m_vs_6m")[0]
-
-
 def small(**moment) -> Recording:
     """Return `small_recording` without what only games have; `moment`: parts of its second moment."""
     values = small_recording()
@@ -63,17 +56,6 @@ def small(**moment) -> Recording:
 
 def pixels(image, colour):
     return (np.asarray(image).astype(int) == ImageColor.getrgb(colour)).all(-1)
-
-
-def test_pictures_show_units_at_their_places_and_guesses_hollow(battles):
-    episode = battles.episodes[0]
-    step = max(range(episode.length), key=lambda t: len(episode.moments[t].beliefs[0]))
-    image = np.asarray(list(drawing.pictures(episode, 0))[step]).astype(int)
-    teal, orange = ((np.abs(image - colour).max(-1) < 40) for colour in ((0x4C, 0xC9, 0xC0), (0xFF, 0x8A, 0x5C)))
-    middle = image.shape[1] // 2
-    assert teal[:, :middle].sum() > 300 and orange[:, :middle].sum() > 300
-    enemies = [belief for belief in episode.moments[step].beliefs[0] if belief[0] >= 5]
-    assert len(enemies) == 6 and 0 < orange[:, middle:].sum() < 0.75 * orange[:, :middle].sum()
 
 
 @pytest.mark.parametrize(
@@ -158,23 +140,6 @@ def test_the_belief_is_where_the_agent_believes_a_unit_and_a_cross_where_it_is()
     assert of_colour(around, drawing.TEXT)[2] > 5, "a cross"
 
 
-def test_the_chosen_agent_has_a_ring_and_its_sight_is_bright():
-    """Two agents at the left: the upper one is chosen. Sight is drawn in cells of the map."""
-    chosen = changed(**{**PLAIN, "seen": ["3", "3"]})
-    for upper, lower in zip(views(chosen, 1), views(chosen, 0), strict=True):
-        assert of_colour(upper, drawing.TEXT)[1] < upper.shape[0] / 2 < of_colour(lower, drawing.TEXT)[1]
-    bright = {}
-    for sight in (3, 6):
-        view = views(changed(**{**PLAIN, "x": [10.0, 4.0, 16.0, 10.0], "y": [10.0, 16.0, 16.0, 10.0],
-                                 "sight": [sight, 6]}), 0)[1]  # fmt: skip
-        bright[sight] = of_colour(view, drawing.FIELD, near=6)[2]
-        enemy = of_colour(views(changed(**PLAIN), 0)[0], drawing.TEAMS[1])
-        ally = of_colour(views(changed(**PLAIN), 0)[0][:200], drawing.TEAMS[0])
-        cell = (enemy[0] - ally[0]) / 12
-        assert 0.7 < bright[sight] / (np.pi * (sight * cell) ** 2) < 1.3, "and some grid lines"
-    assert 2.5 < bright[6] / bright[3] < 5
-
-
 def test_the_dead_see_nothing_whatever_a_recording_says():
     """The recording of a dead agent may still have what it saw last."""
     dead = {**PLAIN, "alive": [False, True, True, False], "seen": ["7", "7"]}
@@ -193,14 +158,6 @@ def test_what_leaves_a_torus_comes_back_on_the_other_side():
     assert drawing._inside(scene, 13.0, -1.0) == (3.0, 9.0) and drawing._inside(scene, 2.0, 10.0) == (2.0, 0.0)
     assert [panel.nearest(gap, 10.0) for gap in (9.0, -9.0, 3.0)] == [-1.0, 1.0, 3.0]
     assert panel.nearest(9.0, 0.0) == 9.0
-
-
-def test_what_both_teams_have_left_is_their_health_or_the_score():
-    recording = small(health=[1.0, 1.0, 0.0, 0.0], alive=[True, False, True, False], targets=[], beliefs=[], actions=[],
-                      values=[])  # fmt: skip
-    # Agents: 1 + 2 of 2 + 2 points, then 1 (the dead one's point does not count); the only enemy: 0 of 2.
-    assert drawing.standings(recording.episodes[0]) == [(0.75, 0.0), (0.25, 0.0)]
-    assert drawing.standings(Recording.model_validate(small_recording()).episodes[0]) == [(1.0, 2.0)] * 2, "the score"
 
 
 def test_a_gif_keeps_the_colours_that_mean_something(tmp_path):
@@ -286,10 +243,6 @@ def test_pictures_of_moments_show_the_agent_of_which_there_is_most_to_see(tmp_pa
 
 def test_a_moment_is_shown_as_seen_as_reconstructed_and_as_it_was():
     """a0 takes e0, two cells behind its real place, for wounded, and the dead a1 for living; e1 is not a number."""
-    assert drawing._notes(seen_and_lost(), 7, 0) == (
-        "0 of 2 living units in sight", "2 unseen believed alive, off by 5.1 cells, 1 of them dead", "2 alive, 1 dead"
-    )  # fmt: skip
-    assert drawing._notes(seen_and_lost(), 1, 1)[1] == "nothing to fill in"
     image = np.asarray(drawing.sheet(seen_and_lost(), 0, [7, 1])).astype(int)
     rows = np.array_split(image[: -drawing.LEGEND // drawing.TWICE], 2)
     for row, enemies in zip(rows, ((0, 1, 2), (1, 1, 2)), strict=True):
@@ -307,34 +260,3 @@ def test_marks_at_one_place_are_moved_apart_but_not_far():
     crowd = panel.spread(np.zeros((40, 2)), 1.0, 0.5)
     assert np.isfinite(crowd).all() and np.hypot(*crowd.T).max() <= 0.5 + 1e-9
     assert panel.spread(np.zeros((0, 2)), 1.0, 1.0).shape == (0, 2)
-
-
-def test_a_study_is_one_line_that_names_its_runs(tmp_path, capsys):
-    study = tmp_path / "study"
-    runs = list(make_study(study / "runs", seeds=range(4)).iterdir())
-    assert main(["watch", str(study)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and "holds 12 runs, and none has saved weights yet" in err
-    for folder in runs:
-        (folder / "models" / "400").mkdir(parents=True)
-    assert main(["watch", str(study)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and "holds 12 runs with weights" in err and "and 4 more" in err
-    assert sum(f"runs/{folder.name}" in err for folder in runs) == 8
-
-
-def test_the_only_run_of_a_study_is_played(tmp_path, monkeypatch):
-    make_run(tmp_path / "study" / "runs" / "other")
-    only = make_run(tmp_path / "study" / "runs" / "only")
-    (only / "models" / "400").mkdir(parents=True)
-    played = []
-
-    def note(run, texts, command):
-        played.append(run)
-        raise KeyError(run)
-
-    monkeypatch.setattr("omagd.run.training.evaluate.evaluation_config", note)
-    for given in (tmp_path / "study", only, only / "models", only / "models" / "400"):
-        with pytest.raises(KeyError):
-            main(["watch", str(given), "seed=3"])
-    assert played == [str(only), str(only), str(only / "models"), str(only / "models" / "400")]

@@ -16,7 +16,6 @@ from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.reporting import plots
 from omagd.run.training.stages import pretraining
 from omagd.run.training.stages.pretraining import TEST, Stage2
 from omagd.utils.errors import UserError
@@ -32,7 +31,6 @@ SMALLEST = (
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
 
 
 def config(results: Path, *more: str) -> Config:
@@ -49,7 +47,6 @@ def whole(tmp_path_factory):
     """Return a run that nothing interrupted, and what its stage 2 did."""
     seen, play, measure = [], Stage2._play, Stage2.measure
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "curves", lambda *_: None)
 
         def playing(self, purpose, into):
             seen.append((purpose, self.clock.epoch, self.best[1]))

@@ -21,7 +21,6 @@ import torch
 from command_budgets import BUDGETS
 
 from omagd.run.cli.main import main
-from omagd.run.reporting import plots
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
@@ -31,10 +30,7 @@ PEERS = ("--peer", "--smac", "--pymarl3", "--epymarl", "--checkout")
 SMALL: dict[str, str] = {
     "acting.py": "--rounds 2 --slots 2 --sizes small",
     "env_speed.py": "--slots 4 --steps 40 --rounds 1 --beside reference --plot OUT/p",
-    "growth.py": "--only ranks --calls 1",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
-    "many_maps.py": "--config hpn_qmix --sets 1m,2m --steps-per-map 30 --episodes 1 --results OUT --out OUT/rows.jsonl",
-    "mutations.py": "--only 'the interquartile mean leaves out too little'",  # its test compiles nothing
     "ppo_update.py": "--map 3m --batch 4 --updates 1 --epochs 1",
     "pymarl3_learning.py": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
     "qmix_update.py": "--map 3m --batch 4 --updates 1",
@@ -44,13 +40,16 @@ SMALL: dict[str, str] = {
     "snakes_learners.py": "--rows vdn --seeds 1 --games 1 --side-by-side 1 --results OUT --out OUT t_max=200",
     "resident.py": "--device cpu --map 3m --slots 4 --rounds 1 --updates 1 --batch 4",
     "snakes_table.py": "--games 1 --out OUT",
-    "startup.py": "--runs 1 --ranks 1 --env matrix_game --config qmix",
     "two_ranks.py": "--maps 3m --batch 4 --turns 1 --calls 1",
     "whole_loop.py": "--map 3m --t-max 60",
 }
 # Reasons why a command does not run here; only its imports and `--help` are tested.
 NOT_RUN: dict[str, str] = {
     "chaos.py": "tests/test_chaos.py and tests/test_dealt_resuming.py are its short forms",
+    "growth.py": "two_ranks.py has the same stages on ranks",
+    "many_maps.py": "compiles kernels for a minute; tests/test_many_maps.py trains on sets of maps",
+    "mutations.py": "copies the tree; tests/test_mutations.py judges a fault",
+    "startup.py": "starts runs and only measures them",
     "house.py": "starts three runs; only its reader needs the numbers",
     "pymarl3_gradients.py": "compares with a checkout of PyMARL3; tests/test_q_learning.py has the formula",
     "scripted_smaclite.py": "needs SMAClite, which is no dependency",
@@ -75,12 +74,11 @@ def play(token: str, results: str, config: str, env: str, words: list[str]) -> P
 
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fork instead of spawning, run in this process, draw no plots; restore threads, cores and the path."""
+    """Fork instead of spawning, run in this process; restore threads, cores and the path."""
     context, cores, threads = multiprocessing.get_context, os.sched_getaffinity(0), torch.get_num_threads()
     forked = partial(torch.multiprocessing.start_processes, start_method="fork")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: context(method and "fork"))
     monkeypatch.setattr(torch.multiprocessing, "spawn", forked)
-    monkeypatch.setattr(plots, "curves", lambda *_, **__: None)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(importlib.import_module("runs"), "play", play)
     yield

@@ -52,7 +52,7 @@ def check_run_folder(folder: Path, ranks: int, stages: tuple[str, ...] = STAGES)
     weights = [torch.load(path, map_location="cpu", weights_only=True) for path in folder.rglob("*.th")]
     assert weights and "module." not in str([list(names(value)) for value in weights])
     pictures = list((folder / "plots").glob("*.png"))
-    assert folder / "plots" / "curves.png" in pictures and len(pictures) >= len(stages) - 1
+    assert len(pictures) >= len(stages) - 1
     assert all(min(imread(picture).shape[:2]) > 100 for picture in pictures)
     return summary
 

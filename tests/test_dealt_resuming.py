@@ -19,7 +19,6 @@ from run_equality import differences
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.run.checkpoint.checkpointer import Checkpointer
-from omagd.run.reporting import plots
 from omagd.run.training import evaluate
 from omagd.run.training.experiment import run_experiment
 from omagd.utils.dist_utils import Dist
@@ -64,7 +63,6 @@ def run_until(config: Config, dist: Dist, folder: Path, iteration: int | None) -
         inner(checkpointer, stage)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "curves", lambda *_: None)
         # Tests would take as long as all training here.
         patch.setattr(evaluate, "greedy_episodes", lambda *_, **__: {"test_return_mean": 0.0})
         patch.setattr(Checkpointer, "boundary", boundary)

@@ -13,8 +13,8 @@ import pytest
 import sc2_stand_in
 from documented import questions
 
-from omagd.run.cli import doctor
-from omagd.run.cli.doctor import CHECKS
+from omagd.lab.commands import doctor
+from omagd.lab.commands.doctor import CHECKS
 from omagd.run.cli.main import main
 from omagd.run.training import device
 
@@ -24,7 +24,7 @@ def surroundings(tmp_path, monkeypatch):
     """An empty folder, no game and no W&B key."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SC2PATH", str(tmp_path / "nowhere"))
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
@@ -60,7 +60,7 @@ def test_versions_and_maps_of_an_installed_game_are_reported(capsys, tmp_path, m
     mark, text = found["game"]
     assert mark == "ok" and "StarCraft II 4.10 (75689)" in text and "4.6.2 (69232)" in text
     assert found["SMAC maps"][1].startswith("23 of 23") and found["SMACv2 map"][0] == "ok"
-    assert (found["game messages"][0], found["pysc2"][0]) == ("ok", "ok")
+    assert found["pysc2"][0] == "ok"
     _, found, _ = ask(capsys, "--env-config=sc2", "with", "env_args.game_version=4.6.2")
     assert "4.6.2 (69232) is used" in found["game"][1]
     for name in ("corridor", "32x32_flat"):
@@ -130,7 +130,7 @@ BROKEN = {
     "little shared memory": (little_shared_memory, "shared memory", "warning", "--shm-size", ""),
     "no CUDA": (a_driver_without_cuda, "gpu", "warning", "nvidia-smi", ""),
     "no numba-cuda": (a_card(), "gpu battles", "missing", ".[gpu]", ""),
-    "no protobuf": (with_version("protobuf"), "game messages", "missing", "protobuf", "sc2"),
+    "no protobuf": (with_version("protobuf"), "pysc2", "missing", "protobuf", "sc2"),
     "no shared memory": (patched(device, "SHARED", Path("/nowhere")), "shared memory", "missing", "/dev/shm", "sc2"),
     "game not executable": (
         lambda _, folder: next((folder / "SC2").glob("Versions/*/SC2_x64")).chmod(0o644), "game", "missing",
@@ -170,12 +170,16 @@ def test_a_key_is_reported_but_not_shown(capsys, monkeypatch):
     assert "online" in text and "secret" not in text
 
 
-def test_the_doctor_works_without_the_packages_that_read_configurations(capsys, monkeypatch):
+def test_the_doctor_names_a_missing_package_that_reads_configurations(capsys, monkeypatch):
     def broken(*_):
         raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
 
-    monkeypatch.setattr(sys.modules["omagd.run.cli.main"], "_resolve", broken)
-    assert ask(capsys, "--env-config=sc2")[2].startswith("sc2 cannot be played")
+    monkeypatch.setattr(sys.modules["omagd.run.cli.main"], "config_from", broken)
+    with_version("pyyaml")(monkeypatch, None)
+    assert main(["doctor", "--env-config=sc2"]) == 2
+    line, last = capsys.readouterr().out.splitlines()[1:]
+    assert line.startswith("missing  packages") and "pyyaml → pip install" in line
+    assert last.startswith("sc2 cannot be played (packages)")
 
 
 def test_documented_commands_are_answered(capsys, tmp_path):

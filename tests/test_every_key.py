@@ -14,7 +14,6 @@ import torch
 import omagd
 from omagd.config.loading import HERE, SECTIONS, known_keys, read_yaml, resolve
 from omagd.run.launch import processes
-from omagd.run.reporting import plots
 from omagd.run.training import device as machine
 
 TINY: dict[str, Any] = {
@@ -195,8 +194,6 @@ def folder_of(name: str, place: Path) -> Path:
 def test_a_run_with_these_values_completes(name, place, any_machine, monkeypatch):
     run, found = RUNS[name], {}
     monkeypatch.setattr(processes, "start_method", lambda: "fork")
-    for plot in ("curves", "evaluation"):
-        monkeypatch.setattr(plots, plot, lambda *_: None)
     monkeypatch.setenv("WANDB_MODE", "offline")
     for key, where in run.needs.items():
         earlier, _, inner = where.partition("/")

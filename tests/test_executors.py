@@ -115,16 +115,6 @@ def test_settings_of_slurm_reach_sbatch(cluster, tmp_path):
     assert cluster.script[setup + 1] == "echo ready" and setup + 1 < command
 
 
-def test_a_task_is_requeued_as_often_as_asked_and_is_the_command_of_its_job(cluster, tmp_path):
-    executor = on_slurm(tmp_path, requeues=4, cpus=3)
-    executor.start(job("a"), ["python", "-m", "x"], ())
-    executor.poll()
-    (saved,) = (tmp_path / "toy" / "slurm").glob("17*_submitted.pkl")
-    submission = pickle.loads(saved.read_bytes())
-    assert submission._timeout_countdown == 4
-    assert vars(submission.function) == vars(SlurmRun(["python", "-m", "x"], tmp_path / "toy/logs/a.log", 3))
-
-
 def test_jobs_that_start_together_are_one_array_and_have_references_until_their_end(cluster, tmp_path):
     executor = on_slurm(tmp_path, references={"old": "9_4"})
     assert len(executor.slots) >= 1000, "SLURM decides how many runs there are at a time"
@@ -179,15 +169,6 @@ def test_a_machine_without_slurm_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match='^executor=slurm: Could not detect "srun"'):
         on_slurm(tmp_path)
-
-
-def test_a_slurm_task_gives_the_end_of_its_command_and_its_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.01)
-    log = tmp_path / "logs" / "a.log"
-    log.parent.mkdir()
-    assert SlurmRun(["sh", "-c", "echo $OMP_NUM_THREADS $MKL_NUM_THREADS"], log, 3)() == (0, "")
-    assert log.read_text().split() == ["3", "3"]
-    assert SlurmRun(["sh", "-c", "echo 'error: no luck' >&2; exit 4"], log, 1)() == (4, "error: no luck")
 
 
 def test_a_preempted_task_lets_its_run_save_and_kills_it_when_its_time_is_over(tmp_path, monkeypatch):

@@ -23,9 +23,7 @@ from omagd.config.loading import read_saved
 from omagd.config.schema import OF_GRAPHS
 from omagd.run.checkpoint.resuming import locked_folder, rank_at_work
 from omagd.run.cli.main import config_from, main
-from omagd.run.reporting import plots
 from omagd.run.reporting.card import read_card
-from omagd.run.reporting.plots import _label_beside
 from omagd.run.training.build import _given_to, read_env_info
 from omagd.utils import run_folder, storage
 from omagd.utils.errors import UserError
@@ -82,9 +80,8 @@ def plant(run: Path, home: Path, where: str, to: str | None) -> None:
 
 
 @pytest.mark.processes
-def test_a_planted_run_is_neither_continued_nor_changed_and_stops_nothing(run, home, capfd, monkeypatch):
+def test_a_planted_run_is_neither_continued_nor_changed_and_stops_nothing(run, home, capfd):
     """All of them at once beside an own unfinished run, the oldest, which is continued."""
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
     results, reasons = run.parent, {}
     for number, (where, to) in enumerate(LINKS.items()):
         plant(copytree(run, results / f"{number:02d}"), home, where, to)
@@ -153,7 +150,6 @@ def test_a_file_with_a_second_name_gets_a_content_of_its_own(run, home):
 @pytest.mark.processes
 def test_what_other_programs_leave_in_the_folder_neither_ends_nor_changes_anything(run, home, monkeypatch, capsys):
     """W&B's links, TensorBoard's and a plug-in's files: links, sockets, hard links, open and unreadable folders."""
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
     for name in ("wandb/offline-run-1/logs", "tb/plugins/profile", "own sink", "sacred/1", ".cache.1.tmp", "models"):
         left = run / name
         left.mkdir(parents=True, exist_ok=True)
@@ -185,7 +181,6 @@ def test_what_other_programs_leave_in_the_folder_neither_ends_nor_changes_anythi
 
 @pytest.mark.processes
 def test_a_link_in_place_of_a_sinks_folder_switches_that_sink_off(run, home, monkeypatch, capsys):
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
     monkeypatch.setenv("WANDB_MODE", "offline")
     (run / "wandb").symlink_to(home / "thesis")
     (run / "tb").symlink_to(home)
@@ -244,7 +239,6 @@ def test_the_json_files_of_a_run_are_read_from_regular_small_files_only(tmp_path
     assert read_entry(tmp_path / "run.json") == read_entry(tmp_path / "missing") == read_entry(tmp_path) == {}
     assert read_card(tmp_path) is None
     assert _given_to(run, "pretrained_tokenizer_path") == str(tmp_path)
-    assert _label_beside(run.metrics_jsonl) == ""
     for reads, path in ((read_saved, run.config_json), (read_env_info, run.env_info_json)):
         with pytest.raises(UserError) as rejected:
             reads(path, "evaluate x")

@@ -88,7 +88,7 @@ def test_every_kind_writes_a_picture_of_print_size_and_says_what_a_point_is(tmp_
     png, svg = map(str, (tmp_path / "new" / "figure.png", tmp_path / "new" / "figure.svg"))
     assert capsys.readouterr().out.split() == [png, svg]
     width = image.imread(png).shape[1] / 300
-    assert width == pytest.approx(7.16 if kind in ("curves", "final") else 3.5, abs=0.01)
+    assert width == pytest.approx(7.16, abs=0.01)
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     if kind == "curves":
         assert main(["plot", str(tmp_path / "runs"), "--out", str(tmp_path / "again")]) == 0
@@ -123,7 +123,6 @@ def test_last_tests_are_scaled_by_the_range_of_each_map_before_they_are_put_toge
 
     panels = curves.final_panels(found, metric, None)
     assert [(panel.statistic, panel.normalised) for panel in panels] == [("mean", False)] * 2 + [("iqm", True)]
-    shares = of_label(curves.profile_panel(found, metric))
     for group in found:
         plain = [run.tests[-1][metric] for run in group.at("skirmish 3m")]
         assert of_label(panels[0])[group.label].x == pytest.approx([np.mean(plain)])
@@ -131,8 +130,6 @@ def test_last_tests_are_scaled_by_the_range_of_each_map_before_they_are_put_toge
         line = of_label(panels[2])[group.label]
         assert line.x == pytest.approx([float(iqm(both))])
         assert [float(end[0]) for end in line.band] == pytest.approx([float(end) for end in interval(iqm, both)])
-        profile = shares[group.label]
-        assert profile.y == pytest.approx([np.mean(np.concatenate(both) > tau) for tau in profile.x])
     (curve,) = [p for p in curves.curve_panels(found, metric, "steps", None) if p.normalised]
     both = [scaled(found[0], place) for place in low_high]
     line = of_label(curve)[found[0].label]
@@ -148,19 +145,6 @@ def test_maps_that_some_group_has_not_played_are_not_put_together(tmp_path):
         assert [panel.title for panel in panels][-1] == "all 2 maps"
         assert {panel.title: len(panel.lines) for panel in panels}["skirmish 2s3z"] == 1
         assert [line.seeds for line in panels[-1].lines] == [(2, 2), (2, 2)]
-    assert curves.profile_panel(found, WON).title == "all 2 maps"
-
-
-def test_the_probability_of_improvement_is_that_of_the_group_over_the_baseline(tmp_path):
-    make_study(tmp_path, rates=(0.0003, 0.001), seeds=(1, 2, 3))
-    make_run(tmp_path / "zfourth", (0.0, 0.43), lr=0.001, seed=4)
-    found = groups(load([tmp_path]))
-    (line,) = curves.improvement_panel(found, WON, None).lines
-    assert line.label == "lr=0.001" and line.x.tolist() == [1.0], "every run is better than each of the first group"
-    assert line.seeds == (3, 4) and [float(end[0]) for end in line.band] == [1.0, 1.0]
-    panel = curves.improvement_panel(found, WON, "lr=0.001")
-    assert [(line.label, line.x.tolist()) for line in panel.lines] == [("lr=0.0003", [0.0])]
-    assert panel.title.endswith("better than lr=0.001")
 
 
 def test_runs_that_cannot_be_drawn_are_named_and_runs_of_unknown_seed_all_count(tmp_path):
@@ -198,8 +182,6 @@ def test_the_options_of_plot_reach_the_figure(tmp_path, drawn, monkeypatch, capl
     assert (plain[0][0].lines[0].x[-1], wall[0][0].lines[0].x[-1]) == pytest.approx((STEPS[-1], STEPS[-1] / 6000))
     assert plain[1].unit and final[1].unit and plain[1].groups == ("lr=0.001", "lr=0.005")
     assert plain[2].startswith("Mean on a map, IQM over maps, 2 seeds per map; band: 95 %")
-    assert main(["plot", "runs", "--kind", "improvement", "--baseline", "lr=0.005"]) == 0
-    assert [line.label for line in drawn[-1][0][0].lines] == ["lr=0.001"]
     assert main(["plot", "runs", "--metric", "return"]) == 0
     assert not drawn[-1][1].unit and "over maps: shares of each map's range" in drawn[-1][2]
 
@@ -217,16 +199,6 @@ def test_time_axes_have_readable_units_and_only_runs_that_have_them(tmp_path, dr
     assert drawn[-1][0][0].lines[0].x == pytest.approx([0, 10]) and drawn[-1][1].x == "CPU minutes"
     assert main(["plot", "runs", "--x", "cpu"]) == 2
     assert "have no cpu_seconds" in capsys.readouterr().err
-
-
-def test_runs_that_go_on_are_left_out_of_last_tests(tmp_path, drawn, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "a", lr=0.001, seed=1)
-    make_run(tmp_path / "runs" / "b", (0.1, 0.2), lr=0.002, seed=1, finished=False)
-    assert main(["plot", "runs", "--kind", "final", "--maps-only"]) == 0
-    assert "not finished, left out: b" in caplog.messages and len(drawn[-1][0][0].lines) == 1
-    assert main(["plot", "runs/b", "--kind", "final"]) == 0
-    assert caplog.messages[-1] == "no run has ended: the last tests so far are used"
 
 
 def test_a_set_of_maps_has_its_own_panel_first_then_one_for_each_map(tmp_path):
@@ -253,13 +225,6 @@ def test_a_set_of_maps_has_its_own_panel_first_then_one_for_each_map(tmp_path):
     assert [panel.title for panel in alone] == titles[:1], "a metric of one map has no parts"
 
 
-@pytest.mark.parametrize("seeds, lines", [(2, [FEW]), (4, [FEW]), (5, []), (1, [])])
-def test_a_band_over_few_seeds_is_one_line(tmp_path, seeds, lines, caplog):
-    make_study(tmp_path / "runs", rates=(0.001, 0.005), seeds=tuple(range(seeds)))
-    assert main(["plot", str(tmp_path / "runs"), "--kind", "final", "--out", str(tmp_path / "x")]) == 0
-    assert caplog.messages == lines
-
-
 @pytest.mark.parametrize("command, package", [
     ("plot", "matplotlib"), ("plot", "scipy"), ("report", "matplotlib"), ("report", "scipy"), ("report", "jinja2"),
     ("compare", "scipy"),
@@ -282,9 +247,6 @@ MISTAKES = [
     (["plot", "nowhere"], "error: plot nowhere: holds no run"),
     (["plot", "runs", "--metric", "battle_wun"], "error: --metric battle_wun: no run has it. Known: "),
     (["plot", "runs", "--kind", "curve"], "error: argument --kind: invalid choice"),
-    (["plot", "one", "--kind", "improvement"], "error: --kind improvement: compares groups"),
-    (["plot", "runs", "--kind", "improvement", "--baseline", "lr=1"], "error: --baseline lr=1: no group has this"),
-    (["plot", "apart", "--kind", "profile"], "error: plot: the groups share no map"),
     (["plot", "begun"], "error: plot: the runs have no test yet"),
     (["plot", "runs", "--out", "/proc/x/y"], "error: plot: /proc/x/y.png cannot be written"),
 ]
@@ -294,9 +256,6 @@ MISTAKES = [
 def some_runs(tmp_path_factory):
     place = tmp_path_factory.mktemp("some")
     make_study(place / "runs", rates=(0.001, 0.005))
-    make_study(place / "one", rates=(0.001,))
-    make_run(place / "apart" / "a", config="qmix")
-    make_run(place / "apart" / "b", config="vdn", env_args__map_name="8m")
     make_run(place / "begun", won=(), finished=False)
     return place
 

@@ -11,11 +11,12 @@ import pytest
 from interruption import COMMAND
 
 import omagd
+from omagd.lab.analysis.groups import differences
 from omagd.lab.analysis.run_report import card_rows
 from omagd.lab.analysis.runs import load
 from omagd.run.cli.main import main
 from omagd.run.reporting import card
-from omagd.run.reporting.card import differences, read_card
+from omagd.run.reporting.card import read_card
 
 
 @pytest.fixture

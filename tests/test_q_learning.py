@@ -36,7 +36,6 @@ from omagd.learners.nq_learner import QLoss
 from omagd.learners.synced_optimizer import lr_scale
 from omagd.modules.mixers.mixer import VDNMixer
 from omagd.run.cli.main import config_from
-from omagd.run.reporting import plots
 from omagd.run.training.build import build_learner
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils import packing as of_packing
@@ -314,8 +313,7 @@ def test_reset_forgets_one_slot_and_leaves_the_other(learned, monkeypatch):
         ("qmix", "memory_game", 1.0, "t_max=14400 epsilon_anneal_time=7200"),
     ],
 )
-def test_tiny_environments_are_learned(preset, env, wanted, updates, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "curves", lambda *_: None)
+def test_tiny_environments_are_learned(preset, env, wanted, updates, tmp_path):
     words = "run=default batch_size_run=32 batch_size=32 buffer_size=32 lr=0.01 rnn_hidden_dim=32 seed=1 use_cuda=False"
     words += " mixing_embed_dim=4 hypernet_embed=6 target_update_updates=10 epsilon_finish=0.1 test_interval=100000"
     words += f" log_interval=100000 save_model=False enable_checkpointing=False local_results_path={tmp_path} {updates}"

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import sc2_stand_in
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 import omagd
 from omagd.config.loading import resolve
 from omagd.lab.analysis.comparison import table
+from omagd.lab.analysis.groups import differences, marks
 from omagd.lab.analysis.runs import Run
 from omagd.run.api import run
 from omagd.run.cli.main import main
@@ -26,15 +27,13 @@ from omagd.run.reporting.card import (
     ROUNDING,
     _differing,
     changed_versions,
-    differences,
     final_card,
     make_card,
-    marks,
     read_card,
     start_lines,
     versions_of,
 )
-from omagd.run.reporting.report import next_command, render_summary, seeds_table, write_summary
+from omagd.run.reporting.report import next_step, render_summary, write_summary
 from omagd.run.training.experiment import complete_card
 from omagd.utils.errors import UserError
 from omagd.utils.logging import duration
@@ -117,35 +116,6 @@ def test_every_argument_of_an_environment_is_on_the_card_or_has_no_effect():
     for name in type(usual).model_fields:
         changed = usual.model_copy(update={name: other_value(getattr(usual, name))})
         assert bool(_differing(changed)) == (name not in IRRELEVANT), name
-
-
-class Inner(BaseModel):
-    """A group of arguments, as an environment may have one."""
-
-    size: int = 5
-    shape: tuple[int, ...] = (1, 2)
-    parts: dict[str, dict[str, float]] = {"left": {"x": 0.5, "y": 1.0}}
-
-
-class Arguments(BaseModel):
-    inner: Inner = Inner()
-    made: Inner = Field(default_factory=lambda: Inner(size=9))
-    sizes: tuple[int, ...] = (3, 4)
-    table: dict[str, float] = {"a": 1.0}
-    needed: int
-    map_name: str = "3m"
-
-
-def test_of_nested_arguments_only_those_that_differ_from_their_defaults_are_on_the_card():
-    assert _differing(Arguments(needed=7)) == {"needed": 7}, "an argument without a default always counts"
-    changed = {"left": {"x": 0.5, "y": 2.0}, "right": {"x": 3.0}}
-    made = Arguments(
-        needed=7, map_name="8m", inner=Inner(shape=(1, 3), parts=changed), made=Inner(), sizes=(3, 4), table={"a": 2.0}
-    )
-    assert _differing(made) == {
-        "needed": 7, "inner.shape": [1, 3], "inner.parts.left.y": 2.0, "inner.parts.right.x": 3.0, "made.size": 5,
-        "table.a": 2.0,
-    }  # fmt: skip
 
 
 def test_the_card_of_a_set_of_maps_names_those_trained_on_and_those_held_out(tmp_path):
@@ -277,10 +247,9 @@ def test_tables_mark_rows_with_another_card_and_footnotes_name_the_difference():
     assert marks([None, None], ["a", "b"]) == (["", ""], []) and marks([], []) == ([], [])
     cards = (first, card_of(env_args__move_amount=3.0))
     results = [summary_of(RunFolder(f"run{seed}"), seed, card=card) for seed, card in enumerate(cards, 1)]
-    for text, row in ((seeds_table(results), "2*"), (runs_table(results), "run2*")):
-        assert text.count("*") == 2 and row in text
-        assert text.splitlines()[-1].endswith("2: env_args.move_amount 3.0, not the default")
-    assert "*" not in seeds_table(results[:1] * 2)
+    text = runs_table(results)
+    assert text.count("*") == 2 and "run2*" in text
+    assert text.splitlines()[-1].endswith("2: env_args.move_amount 3.0, not the default")
 
 
 def test_an_evaluation_beside_a_training_is_marked_as_one():
@@ -293,11 +262,6 @@ def test_an_evaluation_beside_a_training_is_marked_as_one():
     assert [line[at:].split()[0] for line in (first, second)] == ["training", "evaluation"]
     assert note.endswith("run evaluation: evaluation, not training; test_episodes 64, not 32")
     assert "kind" not in runs_table(results[:1])
-
-
-def test_an_evaluation_in_another_environment_says_in_what_it_differs():
-    played = card_of(evaluate=True, checkpoint_path="run", env_args__move_amount=3.0)
-    assert "env_args.move_amount 3.0, not the default" in differences(played, card_of())
 
 
 def test_what_is_no_card_is_none(tmp_path):
@@ -401,62 +365,34 @@ def test_json_is_strict_and_written_whole_or_not_at_all(tmp_path):
 
 def test_summary_and_closing_text(tmp_path):
     folder = RunFolder.create(tmp_path, "run")
-    (folder.plots / "curves.png").touch()
+    (folder.plots / "beliefs.png").touch()
     folder.step(205000).mkdir()
     write_summary(folder, summary_of(folder, won=math.nan))
     read = json.loads(folder.summary_json.read_text())
     expected = {"win_rate": None, "best_win_rate": 0.95, "return": 19.25, "updates": 1950, "world_size": 2}
     assert read.items() >= expected.items()
-    assert read["artifacts"]["plots/curves"] == str(folder.plots / "curves.png")
+    assert read["artifacts"]["plots/beliefs"] == str(folder.plots / "beliefs.png")
     values = summary_of(folder)
     write_summary(folder, values)
     text = render_summary(values)
     for part in ("skirmish 3m", "2 ranks, 16 environments", "9 min 32 s", "completed", "win rate 0.900 (best 0.950)",
-                 "205,000 steps", "200 epochs", str(folder.path), "plots/curves.png", "models/205000"):  # fmt: skip
+                 "205,000 steps", "200 epochs", str(folder.path), "plots/beliefs.png", "models/205000"):  # fmt: skip
         assert part in text, part
     assert [duration(s) for s in (3.4, 59.6, 545, 11220)] == ["3 s", "1 min 00 s", "9 min 05 s", "3 h 07 min"]
 
 
-def test_the_closing_text_names_the_held_out_maps(tmp_path):
-    values = summary_of(RunFolder.create(tmp_path, "run"), card=card_of())
-    assert "held out" not in render_summary(values)
-    stage = values["stages"]["stage3"]["values"]
-    stage.update(
-        {"test_held_out_battle_won_mean": 0.5, "test/4m/battle_won_mean": 0.75, "test/6m/battle_won_mean": 0.25}
-    )
-    values["card"]["compared"]["held_out_maps"] = "4m 6m"
-    assert "  held out win rate 0.500 | 4m 0.750, 6m 0.250\n" in render_summary(values)
-    values["card"] = None
-    assert "  held out win rate 0.500\n" in render_summary(values)
-
-
-def test_next_command_follows_the_stages(tmp_path):
+def test_the_next_step_follows_the_stages(tmp_path):
     folder = RunFolder.create(tmp_path / "with space", "run")
     values = summary_of(folder)
     stages = values["stages"]
-    assert shlex.split(next_command(values)) == ["python", "-m", "omagd", "evaluate", str(folder.path)]
-    base = "python src/main.py --config=omagd_small --env-config=skirmish with env_args.map_name=3m run=ddp".split()
+    assert shlex.split(next_step(values)) == ["python", "-m", "omagd", "evaluate", str(folder.path)]
     paths = [f"pretrained_tokenizer_path={stages['stage1']['files']['stage1']}"]
     paths += [f"pretrained_mask_predictor_path={stages['stage2']['files']['stage2']}"]
     for last in (1, 2):
-        command = next_command({**values, "stages": {f"stage{n}": stages[f"stage{n}"] for n in range(1, last + 1)}})
-        words = [*base, "world_size=2", f"reconstructer_stage=stage{last + 1}", *paths[:last]]
-        assert sorted(shlex.split(command)) == sorted(words)
+        step = next_step({**values, "stages": {f"stage{n}": stages[f"stage{n}"] for n in range(1, last + 1)}})
+        assert shlex.split(step) == ["train", "with", f"reconstructer_stage=stage{last + 1}", *paths[:last]]
     write_json(folder.config_json, {"pretrained_tokenizer_path": "/given/tokenizer.th"})
-    command = next_command({**values, "stages": {"stage2": stages["stage2"]}})
-    assert "pretrained_tokenizer_path=/given/tokenizer.th" in command
+    step = next_step({**values, "stages": {"stage2": stages["stage2"]}})
+    assert "pretrained_tokenizer_path=/given/tokenizer.th" in step
     for changes in ({"exit_state": "failed"}, {"kind": "evaluation"}):
-        assert next_command({**values, **changes}) == ""
-
-
-def test_seeds_end_in_one_table_with_median_and_spread(tmp_path):
-    folder = RunFolder(tmp_path)
-    won = [0.5, 0.9, 0.7, 0.8]
-    results = [summary_of(folder, seed=seed, won=value) for seed, value in enumerate(won)]
-    results.append(summary_of(folder, seed=9, exit_state="failed", stages={}))
-    lines = seeds_table(results).splitlines()
-    assert lines[1] == "skirmish 3m · omagd_small · 5 seeds"
-    rows = {line.split()[0]: line.split() for line in lines[3:] if line and line[0] != "─"}
-    assert [rows[str(seed)][1] for seed in range(4)] == ["0.500", "0.900", "0.700", "0.800"]
-    assert rows["9"][1] == "-" and rows["9"][-1] == "failed"
-    assert [rows[name][1] for name in ("median", "quartiles", "min-max")] == ["0.750", "0.650-0.825", "0.500-0.900"]
+        assert next_step({**values, **changes}) == ""

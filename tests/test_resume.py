@@ -32,7 +32,6 @@ from omagd.run.checkpoint.weights import whole_state
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.memory_budget import resident_bytes
-from omagd.run.reporting import report
 from omagd.run.training import experiment
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
@@ -297,10 +296,10 @@ def test_a_state_of_agents_that_read_something_else_cannot_go_on(whole, tmp_path
 
 
 def test_a_run_killed_after_its_last_iteration_is_finished_and_then_left_alone(tmp_path, monkeypatch, capfd):
-    """Closing pictures and summary are made again; a finished run is not continued."""
+    """The summary is made again; a finished run is not continued."""
     given = config(tmp_path, "t_max=60")
     with monkeypatch.context() as patch:
-        patch.setattr(report, "write_summary", lambda folder, summary: 1 / 0)
+        patch.setattr(experiment, "write_summary", lambda folder, summary: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             launch(given, "run")
     shutil.rmtree(tmp_path / "run" / "models")  # as where the disk was full

@@ -17,7 +17,6 @@ from omagd.envs.battle.v2_semantics import EnemyVisibility, V2Semantics, Vision
 from omagd.envs.factory import validate_env_args
 from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.v2_backend import draw_lineup
-from omagd.run.reporting import report
 from omagd.utils.errors import UserError
 
 FIELD = Terrain(32, 32, (0, 0, 32, 32), np.ones((32, 32), bool), np.zeros((32, 32), np.float32))
@@ -170,8 +169,6 @@ def test_yaml_files_hold_every_key(name):
     assert content == {"env": "sc2_v2", **content, "env_args": plain} and v2_map(typed).n_agents == 5
     smac = SmacArgs().model_dump(mode="json", exclude={"map_name", "reward_shield_fix"})
     assert {key: plain[key] for key in smac} == smac
-    command = report._base_command({"name": "qmix", "env": "sc2_v2", "map_name": typed.map_name})
-    assert f"--config=qmix --env-config={name} with env_args.map_name={typed.map_name}" in command
 
 
 @pytest.mark.parametrize(

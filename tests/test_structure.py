@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "src").rglob("*.py"))
-RUN_PACKAGES = {"cli", "launch", "training", "recording", "checkpoint", "reporting"}
 
 
 @cache
@@ -69,28 +68,6 @@ def test_files_and_functions_have_a_readable_size():
 
 def test_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter(import_graph()).prepare()  # CycleError names the modules of a cycle
-
-
-def test_packages_of_run_import_each_other_in_one_direction():
-    graph: dict[str, set[str]] = {name: set() for name in RUN_PACKAGES}
-    for module, targets in import_graph().items():
-        for target in targets:
-            ends = [name.split(".")[2] if name.startswith("omagd.run.") else "" for name in (module, target)]
-            if ends[0] != ends[1] and set(ends) <= RUN_PACKAGES:
-                graph[ends[0]].add(ends[1])
-    levels: dict[str, int] = {}
-    for name in graphlib.TopologicalSorter(graph).static_order():
-        levels[name] = 1 + max((levels[other] for other in graph[name]), default=0)
-    assert max(levels.values()) <= len(RUN_PACKAGES)
-
-
-def test_no_test_file_imports_another():
-    """What several test files need is in a module without the prefix `test_`."""
-    found = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        names = {words[0] for words in imported(ast.parse(path.read_text(encoding="utf-8")))}
-        found += [f"{path.name}: {name}" for name in names if name.startswith("test_")]
-    assert found == []
 
 
 def test_the_training_loop_fits_on_a_page_and_knows_no_rank():

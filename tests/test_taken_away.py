@@ -38,7 +38,7 @@ def empty(folder: Path) -> None:
 WAYS = {"rename": rename, "delete": shutil.rmtree, "replace": replace, "empty": empty}
 MOMENTS = {
     "training": (RLStage, "update"), "checkpoint": (CheckpointWriter, "commit"),
-    "summary": (experiment, "finish_files"), "end": (resuming, "keep_json"),
+    "summary": (experiment, "write_summary"), "end": (resuming, "keep_json"),
 }  # fmt: skip
 
 

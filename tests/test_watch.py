@@ -1,4 +1,4 @@
-"""Recordings of battles, and the page, GIF and video that show them."""
+"""Recordings of battles, and the page and GIF that show them."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
         (["watch", str(tmp_path / "gone")], "no such folder"),
         (["watch", str(tmp_path)], "holds no agent.th"),
         (["watch", str(path), "seed=3"], "seed=3: a recording is shown as it is"),
-        (["watch", str(path), "--format=avi"], "--format=avi: must be gif, html, mp4 or png"),
+        (["watch", str(path), "--format=avi"], "--format=avi: must be gif, html or png"),
         (["watch", str(path), "--agent=5"], "--agent=5: the agents are 0 to 4"),
         (["watch", str(path), "--agent=-1"], "--agent=-1: must be a number"),
         (["watch", str(path), "--steps=3"], "--steps=3: html shows all steps"),
@@ -245,20 +245,6 @@ def test_what_is_asked_for_reaches_the_game_and_the_file(battles, tmp_path, caps
     assert "&lt;b&gt;policy" in title and "<b>" not in title
 
 
-def test_a_video_needs_the_extra_and_has_all_moments(battles, tmp_path, capsys, monkeypatch):
-    path = battles.write(tmp_path / "a.json.gz")
-    with monkeypatch.context() as patch:
-        patch.setattr("omagd.lab.commands.watch.find_spec", lambda name: None)
-        assert main(["watch", str(path), "--format=mp4"]) == 2
-    assert "needs an extra: pip install" in capsys.readouterr().err
-    ffmpeg = pytest.importorskip("imageio_ffmpeg", reason="the extra [watch] is not installed")
-    assert main(["watch", str(path), "--format=mp4"]) == 0
-    held = formats.LAST_MS // formats.MS
-    frames = sum(len(episode.moments) + held for episode in battles.episodes)
-    assert ffmpeg.count_frames_and_secs(str(tmp_path / "a.mp4"))[0] == frames
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.json.gz", "a.mp4"]
-
-
 @pytest.mark.processes
 def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path):
     page_file = tmp_path / "battle.html"
@@ -288,21 +274,6 @@ def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path):
         page.click("#theme")
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         assert complaints == []
-
-
-@pytest.mark.processes
-def test_the_part_of_the_map_that_is_shown_has_all_guesses(battles, tmp_path):
-    far = battles.model_copy(deep=True)
-    moment, (x, y) = far.episodes[0].moments[0], far.episodes[0].scene.bounds[2:]
-    moment.beliefs[1] = [(7, x - 0.5, y - 0.5, 1.0), (8, "NaN", 1.0, None)]
-    x0, y0, x1, y1 = box = drawing.extent(far.episodes[0])
-    assert drawing.extent(battles.episodes[0])[2] < x - 2, "there is no unit"
-    assert x0 < x - 0.5 < x1 and y0 < y - 0.5 < y1
-    page_file = tmp_path / "battle.html"
-    page_file.write_text(formats.player_page(far, agent=1), encoding="utf-8")
-    with opened(page_file) as (page, complaints):
-        page.locator("#clock", has_text="step").wait_for()
-        assert page.evaluate("box") == pytest.approx(box) and complaints == []
 
 
 def test_the_largest_map_is_shown_in_one_small_page_and_drawn_in_seconds(tmp_path):

@@ -161,7 +161,7 @@ class Config(Frozen):
     action_selector: str  # epsilon_greedy | greedy (never explores) | softmax (draws from the agent's logits: ppo)
     name: Text  # name of the configuration; the run folder's name begins with it
     seed: Whole  # every random number of a run follows from it
-    seeds: Seeds  # several runs, one after another, with one table at the end
+    seeds: Seeds  # several runs, one after another
 
     use_cuda: bool  # use GPUs if there are any
     use_ddp: bool  # False: run=ddp trains in this process; a group started by torchrun is joined anyway

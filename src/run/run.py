@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,7 +19,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import identity_of, is_trusted, same_runs
 from omagd.run.launch.launcher import launch
 from omagd.run.launchers import is_main
-from omagd.run.reporting.report import render_summary, seeds_table
+from omagd.run.reporting.report import render_summary
 from omagd.utils.errors import UserError, readable, visible
 from omagd.utils.logging import setup_logging
 from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json, make_token
@@ -49,7 +50,8 @@ def _run_all(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
     for single in listed.singles:
         started = partial(listed.started, single.seed)
         summaries.append(finished.get(single.seed) or _run_one(_run, single, started))
-    _show(seeds_table(summaries))
+    folders = " ".join(shlex.quote(str(summary["folder"])) for summary in summaries)
+    _show(f"{len(summaries)} seeds: python -m omagd compare --each {folders}")
     return {"runs": summaries}
 
 

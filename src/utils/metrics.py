@@ -166,17 +166,6 @@ def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return total
 
 
-def of_maps(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return the values of single maps, named `train/<map>/<name>` and `test/<map>/<name>`, by map and short name."""
-    found: dict[str, dict[str, float]] = {}
-    for name, value in values.items():
-        purpose, _, rest = name.partition("/")
-        task, _, short = rest.rpartition("/")
-        if purpose in {"train", "test"} and task:
-            found.setdefault(task, {})[f"{purpose}/{short}"] = value
-    return found
-
-
 def _plus(total: Number, value: Number) -> Number:
     """Return `total + value` in double precision without waiting for the device."""
     if not isinstance(value, Tensor):

@@ -185,6 +185,26 @@ def _json(value: Any) -> bytes:
     return (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
+def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines; skips what is none, such as the last line of a killed run.
+
+    Nothing is read from a pipe or a device.
+    """
+    if os.path.isfile(path):
+        yield from (record for record in json_lines(path) if record is not None)
+
+
+def json_lines(path: str | Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the object of each line that is not empty; None where it is none."""
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        for line in filter(str.strip, file):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            yield record if isinstance(record, dict) else None
+
+
 def plain(value: Any) -> Any:
     """Return `value` as values of strict JSON. Errors: TypeError for other objects."""
     if isinstance(value, float):

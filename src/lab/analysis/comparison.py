@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from omagd.lab.analysis.groups import groups, repeated, shown, telling, with_studies
-from omagd.lab.analysis.runs import Run, load
+from omagd.lab.analysis.groups import groups, marks, repeated, shown, telling, with_studies
+from omagd.lab.analysis.runs import Run, aligned, load
 from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, interval, mean
-from omagd.run.reporting.card import marks
-from omagd.run.reporting.report import aligned, number_text, stage_value, value_columns, value_head
+from omagd.run.reporting.report import SHOWN, Summary, number_text
 from omagd.utils.errors import UserError, print_out
 from omagd.utils.logging import duration
+from omagd.utils.storage import is_number
 
 KEYS_SHOWN = 6
 """Most differing keys that have a column, and most others that a footnote names."""
@@ -162,3 +162,21 @@ def _others(rows: Sequence[Row], keys: Sequence[str]) -> str:
     """Return the differing keys that have no column."""
     found = [key for key in dict.fromkeys(key for row in rows for key in row.values) if key not in keys]
     return ", ".join(found[:KEYS_SHOWN]) + (f" and {len(found) - KEYS_SHOWN} more" if len(found) > KEYS_SHOWN else "")
+
+
+def value_columns(results: Sequence[Summary]) -> list[tuple[str, str]]:
+    """Return (stage, value) for each column: the values of the last stage that any run reached."""
+    stage = max((name for summary in results for name in summary.get("stages", {})), default="")
+    columns = [(stage, key) for known in SHOWN for key in (known, f"best_{known}")]
+    return [column for column in columns if any(stage_value(summary, *column) is not None for summary in results)]
+
+
+def value_head(key: str) -> str:
+    """Return the label of a value, in tables."""
+    return SHOWN.get(key) or f"best {SHOWN[key.removeprefix('best_')]}"
+
+
+def stage_value(summary: Summary, stage: str, key: str) -> float | None:
+    """Return a value of a stage, None if it is not there or not finite."""
+    value = summary.get("stages", {}).get(stage, {}).get("values", {}).get(key)
+    return float(value) if is_number(value) else None

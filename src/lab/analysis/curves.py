@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omagd.lab.analysis.groups import Group, repeated
+from omagd.lab.analysis.groups import Group, differences, repeated
 from omagd.lab.analysis.runs import Run
-from omagd.lab.analysis.statistics import AGGREGATES, Interval, improvement, interval, profile
-from omagd.run.reporting.card import differences
+from omagd.lab.analysis.statistics import AGGREGATES, Interval, interval
 from omagd.utils.errors import UserError, nearest
 
 NAMES = {"win_rate": "test_battle_won_mean", "return": "test_return_mean"}
@@ -293,56 +292,6 @@ def final_panels(groups: Sequence[Group], metric: str, statistic: str | None, to
         lines = [replace(line, values=()) for line in lines]
         panels.append(Panel(f"all {len(common)} maps", tuple(lines), kind, scale is not None))
     return panels
-
-
-def profile_panel(groups: Sequence[Group], metric: str) -> Panel:
-    """Return the share of runs whose last test is above each threshold. Errors: UserError without a common map."""
-    common = _needed(groups)
-    scale = ranges(groups, metric)
-    scores = [final_scores(group, common, metric, scale) for group in groups]
-    thresholds = np.linspace(0.0, 1.0, 101)
-    lines = []
-    for group, each in zip(groups, scores, strict=True):
-        shares, band = profile(each, thresholds)
-        sizes = [len(values) for values in each]
-        lines.append(Line(group.label, thresholds, shares, band, (min(sizes), max(sizes))))
-    return Panel(_title(common), tuple(lines), "mean", scale is not None)
-
-
-def improvement_panel(groups: Sequence[Group], metric: str, baseline: str | None) -> Panel:
-    """Return the probability that a run of each group is better than one of the baseline, the first if not given.
-
-    Errors: UserError for less than two groups, no common map, or an unknown baseline.
-    """
-    if len(groups) < 2:
-        raise UserError("--kind improvement: compares groups, but all runs repeat one. Give runs that differ in a key")
-    labels = [group.label for group in groups]
-    if baseline is not None and baseline not in labels:
-        raise UserError(f"--baseline {baseline}: no group has this label.{nearest(baseline, labels)} Known: {labels}")
-    common = _needed(groups)
-    base = groups[labels.index(baseline) if baseline else 0]
-    theirs = final_scores(base, common, metric)
-    lines = []
-    for group in groups:
-        if group is not base:
-            mine = final_scores(group, common, metric)
-            share, found = improvement(mine, theirs)
-            sizes = [len(values) for values in (*mine, *theirs)]
-            band = None if found is None else (found[0].reshape(1), found[1].reshape(1))
-            ends = (min(sizes), max(sizes))
-            lines.append(Line(group.label, np.array([share]), np.zeros(1), band, ends))
-    return Panel(f"{_title(common)}: better than {base.label}", tuple(lines), "mean")
-
-
-def _needed(groups: Sequence[Group]) -> list[str]:
-    common = common_places(groups)
-    if not common:
-        raise UserError("plot: the groups share no map, so they cannot be compared. Give runs on the same maps")
-    return common
-
-
-def _title(common: Sequence[str]) -> str:
-    return common[0] if len(common) == 1 else f"all {len(common)} maps"
 
 
 def _count(number: int, noun: str) -> str:

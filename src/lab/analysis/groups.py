@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from omagd.config.loading import HERE, read_yaml
 from omagd.config.schema import REMOVED
 from omagd.lab.analysis.runs import Run, flattened, load
-from omagd.run.reporting.card import COVERED, METHOD, NO_EFFECT, ROUNDING, recorded_of
+from omagd.run.reporting.card import (
+    COVERED,
+    METHOD,
+    NO_CARD,
+    NO_EFFECT,
+    READS,
+    ROUNDING,
+    Card,
+    recorded_of,
+)
 from omagd.utils.errors import UserError, readable
 
 if TYPE_CHECKING:
@@ -22,6 +31,9 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path", "checkpoint_path")
 """Keys with paths: each seed may have its own."""
+
+IF_MEANT = "fair if you compare what agents read"
+"""Said where nothing else differs."""
 
 LABELLED = frozenset({"name", "seed", "env", "evaluate"})
 """Keys that are no setting of a method: they have their own place in a table."""
@@ -209,6 +221,50 @@ def shown(values: Mapping[str, Any], key: str) -> str:
     value = values[key]
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return readable(os.path.basename(text.rstrip("/")) if key in WEIGHTS and text else text)[:40]
+
+
+def differences(card: Card | None, first: Card | None) -> str:
+    """Return the entries of `card` that must equal those of `first` and do not, as text; empty if all are equal."""
+    if card is None or first is None:
+        return "" if card is first else f"{NO_CARD}, so unknown" if card is None else "the first row has no card"
+    ours, theirs = card["compared"], first["compared"]
+    names = [name for name in dict.fromkeys([*theirs, *ours]) if ours.get(name) != theirs.get(name)]
+    kind, first_kind = (each.get("kind", "training") for each in (card, first))
+    words = []
+    if kind != first_kind:  # only a training has some entries, such as its updates
+        words = [f"{kind}, not {first_kind}"]
+        names = [name for name in names if name.startswith("env_args.") or name in ours and name in theirs]
+    words += [f"{name} {_shown(ours, name)}, not {_shown(theirs, name)}" for name in names]
+    if names == [READS] and _code(card) == _code(first):
+        words.append(IF_MEANT)
+    elif _code(card) != _code(first):
+        words.append(f"code omagd {_code(card)}, not {_code(first)}")
+    return "; ".join(words)
+
+
+def _code(card: Card) -> str:
+    """Return the version and the commit with which a result was made."""
+    found = recorded_of(card).get("versions")
+    return str(found.get("omagd", "unknown")) if isinstance(found, dict) else "unknown"
+
+
+def marks(cards: Sequence[Card | None], labels: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a mark for each row, `*` if its card differs from the first row's, and the footnotes.
+
+    Args:
+        cards: of the rows, None for a run without one. labels: names of the rows in the footnotes.
+    """
+    differ = [differences(card, cards[0]) for card in cards]
+    notes = []
+    for text in filter(None, dict.fromkeys(differ)):
+        names = dict.fromkeys(label for label, other in zip(labels, differ, strict=True) if other == text)
+        notes.append(f"* not comparable with the first row: {', '.join(names)}: {text}")
+    return ["*" if text else "" for text in differ], notes
+
+
+def _shown(compared: Mapping[str, Any], name: str) -> str:
+    missing = "the default" if name.startswith("env_args.") else "none"
+    return str(compared[name]) if name in compared else missing
 
 
 def load_runs(folder: str | Path | Iterable[str | Path]) -> DataFrame:

@@ -25,7 +25,7 @@ from omagd.utils.errors import UserError, print_out
 from omagd.utils.storage import replace_file
 
 LOG = logging.getLogger("omagd")
-KINDS = ("curves", "final", "profile", "improvement")
+KINDS = ("curves", "final")
 UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 """From how many seconds on, seconds per unit, name."""
 
@@ -53,13 +53,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plot`."""
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="a run, a folder of runs, a study, or its results file")
-    add("--kind", choices=KINDS, default="curves", help="curves (default); final: the last tests; profile: share of"
-        " runs above each score; improvement: probability of being better than the baseline")  # fmt: skip
+    add("--kind", choices=KINDS, default="curves", help="curves (default); final: the last tests")
     add("--metric", help="win_rate (default; else return), or any test metric of metrics.jsonl")
     add("--x", choices=("steps", "wall", "cpu"), default="steps", help="environment steps (default) or time")
     add("--stat", choices=tuple(STATISTIC), help="mean or interquartile mean; default: mean on a map, iqm over maps")
-    add("--baseline", help="improvement: label of the group to compare with (default: the first)")
-    add("--maps-only", action="store_true", help="curves, final: no panel over all maps")
+    add("--maps-only", action="store_true", help="no panel over all maps")
     add("--out", metavar="PATH", help="path of the pictures without ending (default: <kind>_<metric>)")
 
 
@@ -111,11 +109,7 @@ def _ended(found: Sequence[Group]) -> tuple[list[Group], list[str]]:
 def _panels(options: argparse.Namespace, found: Sequence[Group], metric: str) -> list[Panel]:
     if options.kind == "curves":
         return curves.curve_panels(found, metric, options.x, options.stat, not options.maps_only)
-    if options.kind == "final":
-        return curves.final_panels(found, metric, options.stat, not options.maps_only)
-    if options.kind == "profile":
-        return [curves.profile_panel(found, metric)]
-    return [curves.improvement_panel(found, metric, options.baseline)]
+    return curves.final_panels(found, metric, options.stat, not options.maps_only)
 
 
 def _few(panels: Sequence[Panel]) -> list[str]:
@@ -139,13 +133,10 @@ def drawing(
     """Return the figure of panels as PNG and SVG. about: the line below it. clock: of curves, as for `--x`."""
     label = LABELS.get(metric, metric.removeprefix("test_").removesuffix("_mean").replace("_", " "))
     unit, labels = curves.ranges(found, metric) is None, tuple(group.label for group in found)
-    x, y = {
-        "curves": ("environment steps", label), "final": (f"{label} of the last test", ""),
-        "profile": (f"{label} τ", "share of runs above τ"), "improvement": ("probability of improvement", ""),
-    }[kind]  # fmt: skip
+    x, y = ("environment steps", label) if kind == "curves" else (f"{label} of the last test", "")
     if clock != "steps":
         panels, x = _in_units(panels, {"wall": "wall-clock", "cpu": "CPU"}[clock])
-    axes = Axes(kind, x, y, labels, clock != "steps", unit and kind in ("curves", "final"))
+    axes = Axes(kind, x, y, labels, clock != "steps", unit)
     return render(panels, axes, about, marked)
 
 
@@ -170,15 +161,12 @@ def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
     lines = [line for panel in panels for line in panel.lines]
     kinds = list(dict.fromkeys(STATISTIC[panel.statistic] for panel in panels))
     what = kinds[0] if len(kinds) == 1 else f"{kinds[0]} on a map, {kinds[1]} over maps"
-    what = {
-        "curves": what, "final": f"{what} of the last tests", "profile": "Share of runs whose last test is above τ",
-        "improvement": "P(better) of the last tests, a tie counts half",
-    }[kind]  # fmt: skip
+    what += " of the last tests" if kind == "final" else ""
     low, high = min(line.seeds[0] for line in lines), max(line.seeds[1] for line in lines)
     seeds = f"{low} to {high} seeds" if low < high else f"{high} seed{'s' * (high != 1)}"
     several = len(panels) > 1 and len(curves.places(found)) > 1
     episodes = sorted({run.test_episodes for group in found for run in group.runs if run.test_episodes})
-    of_set = kind in ("curves", "final") and any(run.maps for group in found for run in group.runs)
+    of_set = any(run.maps for group in found for run in group.runs)
     parts = {
         f"{what[0].upper()}{what[1:]}, {seeds}{' per map' if several else ''}": True,
         "band: 95 % stratified bootstrap interval over seeds": any(line.band is not None for line in lines),
@@ -197,7 +185,7 @@ class Axes:
     """What the axes of all panels show.
 
     Attributes:
-        kind: curves, final, profile or improvement. x, y: labels. seconds: the x axis is time. unit: values are shares
+        kind: curves or final. x, y: labels. seconds: the x axis is time. unit: values are shares
             from 0 to 1. groups: labels of all groups: a group has one colour in all figures.
     """
 
@@ -219,12 +207,14 @@ def render(panels: Sequence[Panel], axes: Axes, caption: str, marked: set[str]) 
 
     with matplotlib.rc_context(SETTINGS):
         figure = _figure(panels, axes, caption, WIDTHS[len(panels) > 1], marked)
-        found = {}
-        for form, more in (("png", {"dpi": 300}), ("svg", {"metadata": {"Date": None}})):
-            picture = io.BytesIO()
-            figure.savefig(picture, format=form, facecolor="white", **more)
-            found[form] = picture.getvalue()
-    return found
+        return {"png": picture(figure, "png", dpi=300), "svg": picture(figure, "svg", metadata={"Date": None})}
+
+
+def picture(figure: Any, form: str, **more: Any) -> bytes:
+    """Return a figure as the content of a file. form: `png` or `svg`."""
+    content = io.BytesIO()
+    figure.savefig(content, format=form, facecolor="white", **more)
+    return content.getvalue()
 
 
 def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, marked: set[str]) -> Any:
@@ -235,7 +225,7 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
     most = 1 if width < 5 else 3 if len(panels) in (5, 6) else 4
     columns = min(most, len(panels))
     rows = -(-len(panels) // columns)
-    of_groups = axes.kind in ("final", "improvement")
+    of_groups = axes.kind == "final"
     high = 0.5 + 0.17 * max(len(panel.lines) for panel in panels) if of_groups else _height(width / columns)
     # Bold letters are about .56 of their size wide; labels of groups and axes take a quarter of a column.
     letters = int(0.75 * width / columns * 72 / (0.56 * SIZE))
@@ -279,17 +269,15 @@ def _draw_lines(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axe
         colour, dash = styles[line.label]
         if panel.held_out and len(styles) <= len(COLOURS):  # with more groups dashes tell these apart
             dash = DASHES[1]
-        marker = "o" if len(line.x) <= FEW_POINTS and axes.kind == "curves" else ""
+        marker = "o" if len(line.x) <= FEW_POINTS else ""
         (drawn,) = axis.plot(line.x, line.y, color=colour, ls=dash, lw=1.2, marker=marker, ms=2.2)
         if line.band is not None:
             axis.fill_between(line.x, *line.band, color=colour, alpha=0.16, lw=0)
         if line.rest is not None:
             axis.plot(*line.rest, color=colour, ls=(0, (1, 2)), lw=0.9)
         drawn.set_zorder(3)
-    if axes.unit or axes.kind == "profile" or panel.normalised:
+    if axes.unit or panel.normalised:
         axis.set_ylim(-0.03, 1.03)
-    if axes.kind == "profile":
-        axis.set_xlim(0, 1)
 
 
 def _draw_points(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axes: Axes) -> None:
@@ -302,9 +290,7 @@ def _draw_points(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], ax
         if line.band is not None:
             axis.plot([line.band[0][0], line.band[1][0]], [y, y], color=colour, lw=2.0, alpha=0.45)
         axis.plot(line.x, [y], "os^D"[y // len(COLOURS) % 4], color=colour, ms=4)
-    if axes.kind == "improvement":
-        axis.axvline(0.5, color=FAINT, lw=0.7, ls=(0, (2, 2)), zorder=1)
-    if axes.kind == "improvement" or axes.unit or panel.normalised:
+    if axes.unit or panel.normalised:
         axis.set_xlim(-0.03, 1.03)
 
 

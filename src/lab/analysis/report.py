@@ -108,9 +108,9 @@ def run_facts(run: Run) -> dict[str, Any]:
         "preset": preset, "differences": differences,
         "reconstruction": part("reconstruction", run_report.reconstruction, []),
         "times": part("times", run_report.phases, []), "time_note": run_report.time_note(run),
-        "ranks": part("ranks", run_report.ranks, []), "card": part("card", run_report.card_rows, []),
+        "card": part("card", run_report.card_rows, []),
         "pictures": part("pictures", run_report.pictures, []), "player": player,
-        "configuration": run_report.configuration(run), "warnings": warnings,
+        "warnings": warnings,
     }  # fmt: skip
 
 

@@ -1,17 +1,15 @@
-"""What a report says about one run: results, curves, reconstruction, times, ranks, battles, warnings."""
+"""What a report says about one run: results, curves, reconstruction, times, battles, warnings."""
 
 from __future__ import annotations
 
 import base64
-import tempfile
-from collections import deque
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from omagd.config.loading import base_values, config_names
+from omagd.lab.analysis import run_curves
 from omagd.lab.analysis.groups import LABELLED, frozen
-from omagd.lab.analysis.runs import Run, flattened, natural, read_records
+from omagd.lab.analysis.runs import Run, flattened
 from omagd.run.reporting.card import NO_EFFECT, recorded_of, resumed
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import UserError, readable
@@ -42,12 +40,6 @@ POPULATIONS = {
 }  # fmt: skip
 """Rows of a table of beliefs that the page shows, as columns."""
 
-SHARES = {
-    "top1": "token right", "top3": "token among the 3 most probable", "top5": "token among the 5 most probable",
-    "taken_for_dead": "living units taken for dead", "recall_dead": "dead units found dead",
-    "taken_for_dead_before": "living units taken for dead, of those seen before",
-    "dead_ece": "expected calibration error of the probability of being dead",
-}  # fmt: skip
 LARGEST_PICTURE, LARGEST_RECORDING = 1 << 20, 3 << 19
 """Bytes of one picture or recording that is put into a page."""
 
@@ -96,7 +88,7 @@ def results(run: Run) -> list[tuple[str, list[str], Table]]:
 
 
 def reconstruction(run: Run) -> list[dict[str, Any]]:
-    """Return tables of errors on living unseen units and of right guesses: test episodes, and the trained policy's."""
+    """Return tables of errors on living unseen units: of test episodes, and of the trained policy's."""
     tables = []
     for stage, prefix, title in (
         ("stage2", "test_", "Test episodes"), ("stage3", "policy_", "Episodes of the trained policy"),
@@ -109,22 +101,18 @@ def reconstruction(run: Run) -> list[dict[str, Any]]:
             continue
         errors = [[label, *(_text(rows[name]["mse"], guess) for name in shown)] for guess, label in GUESSES.items()]
         errors.append(["units", *(_text(rows[name], "count") for name in shown)])
-        shares = [[label, _text(values, prefix + key)] for key, label in SHARES.items() if prefix + key in values]
         ratios = [_text(values, f"{prefix}ratio_{name}") for name in ("simple", "ridge")]
-        tables.append(
-            {"title": title, "head": ["", *shown.values()], "errors": errors, "shares": shares, "ratios": ratios}
-        )
+        tables.append({"title": title, "head": ["", *shown.values()], "errors": errors, "ratios": ratios})
     return tables
 
 
 def curves_of(run: Run) -> list[tuple[str, str]]:
-    """Return title and picture of the curves of a run; an evaluation has none."""
-    from omagd.run.reporting.plots import curves
-
-    with tempfile.TemporaryDirectory(prefix="omagd_report_") as place:
-        metrics = RunFolder(run.folder).metrics_jsonl
-        made = curves(metrics, Path(place) / "curves.png") if run.kind == "training" else None
-        return [("Curves of all stages", data_uri(made.read_bytes(), "png"))] if made is not None else []
+    """Return title and picture of the curves of a run, or of how the episodes of an evaluation ended."""
+    if run.kind == "training":
+        title, made = "Curves of all stages", run_curves.curves(run)
+    else:
+        title, made = "Return and length of the episodes of this evaluation", run_curves.evaluation(run)
+    return [(title, data_uri(made, "png"))] if made is not None else []
 
 
 def data_uri(content: bytes, form: str) -> str:
@@ -148,19 +136,6 @@ def phases(run: Run) -> list[tuple[str, str, Table]]:
         rows = [[name, duration(s), f"{s / wall:.1%}"] for name, s in ordered if wall and s / wall >= SLOWEST_SHARE]
         found += [(STAGES.get(stage, stage), duration(wall), rows)] if rows else []
     return found
-
-
-def ranks(run: Run) -> Table:
-    """Return a row for each rank with its training episodes over all starts; the head first."""
-    rows = []
-    for path in sorted(RunFolder(run.folder).episode_logs(), key=lambda log: natural(log.stem)):
-        count, steps, recent = 0, 0, deque[dict[str, Any]](maxlen=100)
-        for episode in read_records(path):
-            count, steps = count + 1, steps + (episode["length"] if is_number(episode.get("length")) else 0)
-            recent.append(episode)
-        ends = [_mean_text(recent, name) for name in ("return", "battle_won")]
-        rows.append([path.stem.removeprefix("rank_"), f"{count:,}", f"{steps:,}", *ends])
-    return [["rank", "episodes", "steps", "return, last 100", "won, last 100"], *rows] if rows else []
 
 
 def warnings_of(run: Run) -> list[str]:
@@ -221,16 +196,10 @@ def card_rows(run: Run) -> Table:
     return rows + [[key, _value(value)] for key, value in kept.items() if not isinstance(value, dict)]
 
 
-def configuration(run: Run) -> Table:
-    """Return all keys and values."""
-    return [[key, _value(value)] for key, value in sorted(flattened(run.config).items())]
-
-
 def pictures(run: Run) -> list[tuple[str, str]]:
-    """Return the pictures of battles and of an evaluation: caption and data URI."""
+    """Return the pictures of battles: caption and data URI."""
     captions = {"beliefs": "One moment of a battle of the trained team: as one agent sees it, as it is reconstructed,"
-                " and as it was", "beliefs_stage2": "The same for a held-out episode, after stage 2",
-                "evaluation": "Return and length of the episodes of this evaluation"}  # fmt: skip
+                " and as it was", "beliefs_stage2": "The same for a held-out episode, after stage 2"}  # fmt: skip
     found = []
     for name, caption in captions.items():
         path = RunFolder(run.folder).plots / f"{name}.png"
@@ -260,11 +229,6 @@ def player(run: Run) -> tuple[str, str]:
 
 def _text(values: Mapping[Any, Any], key: Any) -> str:
     return number_text(values[key] if is_number(values.get(key)) else None)
-
-
-def _mean_text(episodes: Sequence[Mapping[str, Any]], name: str) -> str:
-    known = [float(episode[name]) for episode in episodes if is_number(episode.get(name))]
-    return number_text(sum(known) / len(known)) if known else "-"
 
 
 def _value(value: Any) -> str:

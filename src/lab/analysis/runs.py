@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from omagd.config.env_info import map_label
 from omagd.config.schema import COMPONENT_ARGS
 from omagd.run.reporting.card import COVERED, METHOD, Card, is_card, recorded_of
 from omagd.utils.errors import UserError, readable
-from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder
+from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, json_lines, read_records
 from omagd.utils.storage import is_number, read_entry, read_json
 
 LOG = logging.getLogger("omagd")
@@ -212,7 +210,7 @@ def _add_lines(runs: dict[object, Run], path: Path, place: Path) -> list[str]:
     """
     lines = bad = again = 0
     folders = {run.folder for run in runs.values()}
-    for line in _lines(place):
+    for line in json_lines(place):
         lines += 1
         run = None if line is None else _of_line(place, line)
         if line is None or run is None:
@@ -345,24 +343,10 @@ def _is_summary(value: Mapping[str, Any]) -> bool:
     return known and typed and is_time
 
 
-def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; skips what is none, such as the last line of a killed run.
-
-    Nothing is read from a pipe or a device.
-    """
-    if os.path.isfile(path):
-        yield from (record for record in _lines(path) if record is not None)
-
-
-def _lines(path: str | Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the object of each line that is not empty; None where it is none."""
-    with Path(path).open(encoding="utf-8", errors="replace") as file:
-        for line in filter(str.strip, file):
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            yield record if isinstance(record, dict) else None
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines with their cells below each other."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def natural(text: str) -> list[tuple[float, str]]:
@@ -373,8 +357,8 @@ def natural(text: str) -> list[tuple[float, str]]:
 
 # Runs of other programs, from the folders of Sacred's FileStorageObserver: PyMARL, EPyMARL and their relatives.
 #
-# `info.json` has for each value a list, and the list `<value>_T` of environment steps; `metrics.json` has `steps`,
-# `values` and `timestamps`. `config.json` beside them has `name`, `env`, `env_args` and `seed`.
+# `info.json` has for each value a list, and the list `<value>_T` of environment steps; `metrics.json` has `steps`
+# and `values`. `config.json` beside them has `name`, `env`, `env_args` and `seed`.
 
 
 def sacred_folders(place: Path) -> list[Path]:
@@ -419,36 +403,19 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _records(content: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     by_steps: dict[float, dict[str, Any]] = {}
-    began: float | None = None
     for name, found in content.items():
         if isinstance(found, dict):
             steps, values = found.get("steps"), found.get("values")
-            times = [_seconds(text) for text in found.get("timestamps") or ()]
         else:
-            steps, values, times = content.get(f"{name}_T"), found, []
+            steps, values = content.get(f"{name}_T"), found
         if not isinstance(steps, list) or not isinstance(values, list):
             continue
-        known = [time for time in times if time is not None]
-        began = min([*known, *([] if began is None else [began])], default=None)
-        for number, (step, value) in enumerate(zip(map(_plain, steps), map(_plain, values), strict=False)):
+        for step, value in zip(map(_plain, steps), map(_plain, values), strict=False):
             if is_number(step) and is_number(value):
-                record = by_steps.setdefault(step, {"stage": "stage3", "t_env": step})
-                record[name] = value
-                if number < len(times) and times[number] is not None:
-                    record.setdefault("wall_seconds", times[number])
-    for record in by_steps.values():
-        if "wall_seconds" in record and began is not None:
-            record["wall_seconds"] -= began
+                by_steps.setdefault(step, {"stage": "stage3", "t_env": step})[name] = value
     return tuple(by_steps[step] for step in sorted(by_steps))
 
 
 def _plain(value: Any) -> Any:
     """Return a number as it is; one of NumPy is a dictionary with `value`."""
     return value.get("value") if isinstance(value, dict) else value
-
-
-def _seconds(text: Any) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError):
-        return None

@@ -50,16 +50,6 @@ def interval(statistic: Statistic, scores: Scores) -> Interval | None:
     return _bootstrap(lambda *samples: statistic(samples), scores)
 
 
-def profile(scores: Scores, thresholds: np.ndarray) -> tuple[np.ndarray, Interval | None]:
-    """Return the share of runs above each threshold, mean over maps, and its interval.
-
-    Args:
-        scores: arrays [seeds]. thresholds: [k].
-    """
-    above = [(each[None, :] > thresholds[:, None]).astype(float) for each in scores]
-    return mean(above), interval(mean, above)
-
-
 def improvement(scores: Scores, others: Scores) -> tuple[float, Interval | None]:
     """Return the probability that a run of the first is better than one of the others on the same map.
 

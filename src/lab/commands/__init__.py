@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from omagd.run.cli import Command
 
+DOCTOR = Command(
+    "doctor",
+    "check this machine and print fixes; --env-config=NAME: for that environment",
+    "omagd.lab.commands.doctor",
+)
 PLOT = Command(
-    "plot RUN ...", "figures of several runs or a study: curves with bands, profiles", "omagd.lab.analysis.plot"
+    "plot RUN ...", "figures of several runs or a study: curves with bands, last tests", "omagd.lab.analysis.plot"
 )
 COMPARE = Command(
     "compare RUN ...",
@@ -24,6 +29,6 @@ SWEEP = Command(
 )
 WATCH = Command(
     "watch RUN [key=value ...]",
-    "play a trained run, or a recording, as an HTML page, a GIF or an MP4 (--format=...)",
+    "play a trained run, or a recording, as an HTML page or a GIF (--format=...)",
     "omagd.lab.commands.watch",
 )

@@ -42,8 +42,8 @@ def main(options: argparse.Namespace) -> int:
         raise UserError("beliefs: name a run, as in: omagd beliefs --reconstruction results/<run>")
     if not episodes.isdecimal() or not 8 <= int(episodes) <= MOST_EPISODES:
         raise UserError(f"--episodes={episodes}: must be a number from 8 to {MOST_EPISODES:,}")
+    from omagd.lab.analysis.runs import aligned
     from omagd.run.cli.main import updates
-    from omagd.run.reporting.report import aligned
     from omagd.run.training.evaluate import evaluation_config
 
     words = words if not words or words[0] == "with" else ["with", *words]

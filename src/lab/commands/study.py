@@ -1,15 +1,14 @@
-"""`omagd study FILE.yaml`: run a study, estimate it, or show how far it is."""
+"""`omagd study FILE.yaml`: run a study, or show how far it is."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +26,6 @@ def add_common(parser: argparse.ArgumentParser, kind: str, page: str) -> None:
     parser.add_argument("words", nargs="*", metavar="FILE.yaml", help=f"{kind} file; or `status` and a {kind}'s folder")
     parser.add_argument("--executor", help="where the runs go: local, slurm (default: the first one in the file)")
     parser.add_argument("--results", metavar="DIR", help=f"folder around the {kind}'s folder (default: results)")
-    parser.add_argument("--dry-run", action="store_true", help="list the runs; estimate core-hours by short probes")
-    parser.add_argument("--probe-seconds", type=_seconds, default=20.0, metavar="S", help="length of each probe")
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
-            return value
-    raise UserError(f"--probe-seconds={text}: must be a number above 0, in seconds")
 
 
 def only_word(words: Sequence[str], kind: str) -> str:
@@ -65,14 +55,8 @@ def main(options: argparse.Namespace) -> int:
     from omagd.lab.studies.spec import load
 
     study = load(file, results=options.results, executor=options.executor)
-    with stoppable():
-        if options.dry_run:
-            from omagd.lab.studies.estimate import estimate
-
-            print_out(estimate(study, options.probe_seconds))
-            return 0
-        with continued(study.folder, "study", options):
-            return _run(study)
+    with stoppable(), continued(study.folder, "study", options):
+        return _run(study)
 
 
 @contextmanager
@@ -85,7 +69,7 @@ def continued(folder: Path, kind: str, options: argparse.Namespace) -> Iterator[
         from omagd.lab.studies.view import state_line
 
         begun = (folder / STATE).exists()
-        left = state_line(StudyState.read(folder), 0) if begun else "nothing was started"
+        left = state_line(StudyState.read(folder)) if begun else "nothing was started"
         given = [f"--{name}={value}" for name in ("executor", "results") if (value := getattr(options, name))]
         command = shlex.join(["omagd", kind, *options.words, *given])
         stop.where = readable(f": {left} in {folder}. Continue with: {command}")
@@ -108,7 +92,7 @@ def _status(words: Sequence[str]) -> int:
 
     state = StudyState.read(Path(os.path.expanduser(only_word(words, "study"))))
     who = state.leader()  # before the table: it says which runs still go on
-    print_out(f"{study_table(state)}\n{state_line(state, 1)}; {who}\n")
+    print_out(f"{study_table(state)}\n{state_line(state)}; {who}\n")
     return 0
 
 

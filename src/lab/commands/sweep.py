@@ -29,14 +29,8 @@ def main(options: argparse.Namespace) -> int:
     from omagd.lab.studies.sweep_spec import load_sweep
 
     sweep = load_sweep(file, results=options.results, executor=options.executor)
-    with stoppable():
-        if options.dry_run:
-            from omagd.lab.studies.estimate import estimate_sweep
-
-            print_out(estimate_sweep(sweep, options.probe_seconds))
-            return 0
-        with continued(sweep.folder, "sweep", options):
-            return _run(sweep)
+    with stoppable(), continued(sweep.folder, "sweep", options):
+        return _run(sweep)
 
 
 def _run(sweep: Sweep) -> int:
@@ -58,5 +52,5 @@ def _status(words: Sequence[str]) -> int:
         raise UserError(f"{folder}: holds no sweep, or none that has begun a trial (trials.md is missing)") from None
     state = StudyState.read(folder)
     who = state.leader()  # before the table: it says which runs still go on
-    print_out(f"{table}\nruns: {state_line(state, 1)}; {who}\n")
+    print_out(f"{table}\nruns: {state_line(state)}; {who}\n")
     return 0

@@ -1,10 +1,9 @@
-"""`watch RUN [key=value …]` plays a trained team, `watch FILE` shows a recording: a page, a video, or moments."""
+"""`watch RUN [key=value …]` plays a trained team, `watch FILE` shows a recording: a page, a GIF, or moments."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,17 +13,15 @@ from omagd.utils.errors import UserError, print_out
 if TYPE_CHECKING:
     from omagd.run.recording.recording import Recording
 
-NAMED = 8
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `watch`."""
     add = parser.add_argument
-    run = "a run's folder, its models/, a step's folder, a study of one run, or a recording (*.json.gz)"
+    run = "a run's folder, its models/, a step's folder, or a recording (*.json.gz)"
     add("source", nargs="?", metavar="RUN", help=run)
     keys = "keys to change, such as env_args.map_name=3m load_step=400000 seed=2"
     add("words", nargs="*", metavar="key=value", help=keys)
-    add("--format", default="", help="html (default), gif, mp4 (needs the extra `watch`), or png: moments of a battle")
+    add("--format", default="", help="html (default), gif, or png: moments of a battle")
     where = "default: in replays/ of the run, or beside the recording"
     add("-o", "--output", default="", metavar="FILE", help=where)
     add("--agent", metavar="N", help="the agent whose view is shown, in html the first one; default: 0; png: the one of"
@@ -73,8 +70,6 @@ def _format(options: argparse.Namespace) -> str:
     kind = str(options.format or (ending if ending in formats else "html"))
     if kind not in formats:
         raise UserError(f"--format={kind}: must be {', '.join(formats[:-1])} or {formats[-1]}")
-    if kind == "mp4" and find_spec("imageio_ffmpeg") is None:  # before anything is played
-        raise UserError('--format=mp4: needs an extra: pip install "omagd[watch]". Without it use --format=gif')
     return kind
 
 
@@ -96,7 +91,6 @@ def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]
         if not equals or not key:
             raise UserError(f"watch {run} {word}: expected key=value, without spaces around `=`")
         texts[key] = text
-    run = _only_run(run)
     source = f"watch {run}"
     config = evaluation_config(run, texts, "watch")
     step = find_step_folder(config.checkpoint_path, config.load_step, source=source)
@@ -108,29 +102,6 @@ def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]
     maps = list(dict.fromkeys(episode.map_name for episode in recording.episodes))
     name = "_".join([config.env, *([maps[0]] if len(maps) == 1 and maps[0] else []), step.name])
     return recording, RunFolder(run_folder_of(step)).replays / name
-
-
-def _only_run(given: str) -> str:
-    """Return the run to play: as given, or the only one with weights in a study or a folder of runs.
-
-    Errors: UserError that names the runs to choose from.
-    """
-    from omagd.lab.analysis.runs import folders_of_runs
-    from omagd.run.checkpoint.weights import AGENT_FILE
-    from omagd.utils.run_folder import RunFolder
-
-    place = Path(os.path.expanduser(given))
-    runs = {} if (place / AGENT_FILE).is_file() or (place / "models").is_dir() else folders_of_runs(place.absolute())
-    if not runs or place.absolute() in runs:
-        return given
-    trained = [folder for folder in runs if RunFolder(folder).saved_steps()]
-    if len(trained) == 1:
-        return str(trained[0])
-    if not trained:
-        raise UserError(f"watch {given}: holds {len(runs)} runs, and none has saved weights yet")
-    names = ", ".join(str(folder.relative_to(place.absolute())) for folder in trained[:NAMED])
-    more = f" and {len(trained) - NAMED} more" if len(trained) > NAMED else ""
-    raise UserError(f"watch {given}: holds {len(trained)} runs with weights. Name one of them: {names}{more}")
 
 
 def _steps(text: str, kind: str) -> list[int]:

@@ -134,7 +134,7 @@ class _Engine:
             for ended in self._executor.poll():
                 record = self._started.pop(ended.name, (None, None))[0]
                 if record is not None and record.state != PRUNED:
-                    self._spend(record, ended.cpu_seconds)
+                    self._spend(record)
                     self._close(record, DONE if self._state.is_finished(ended.name) else WAITING)
             for name, (record, _) in self._started.items():
                 if record.state == PRUNED:
@@ -171,7 +171,7 @@ class _Engine:
             record.reference = ""
             self._state.changed()
             return
-        self._spend(record, ended.cpu_seconds)
+        self._spend(record)
         if self._state.is_finished(ended.name):
             self._close(record, DONE)
         else:
@@ -181,8 +181,7 @@ class _Engine:
         record.error = error
         self._close(record, FAILED)
 
-    def _spend(self, record: Record, cpu_seconds: float = 0.0) -> None:
-        record.cpu_seconds += cpu_seconds
+    def _spend(self, record: Record) -> None:
         if record.state == RUNNING:
             record.seconds += time.time() - record.since
 

@@ -33,14 +33,12 @@ class Ended:
 
     Attributes:
         name: of the job. exit_code: of its command; negative after a signal, as in `subprocess`; None if unknown.
-        error: the last line that explains a failure; empty if there is none. cpu_seconds: of the process and of those
-            that it waited for; 0 if not measured.
+        error: the last line that explains a failure; empty if there is none.
     """
 
     name: str
     exit_code: int | None
     error: str = ""
-    cpu_seconds: float = 0.0
 
 
 @dataclass

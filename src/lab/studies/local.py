@@ -40,11 +40,6 @@ class LocalArgs(BaseModel):
     cores_per_run: PositiveInt = 1
     threads: PositiveInt | None = None
 
-    @property
-    def cores(self) -> int:
-        """Cores of each run, for estimates."""
-        return self.cores_per_run
-
 
 class LocalExecutor:
     """Starts runs on this machine. Runs end with this process: they save and stop, also when it is killed."""
@@ -57,7 +52,6 @@ class LocalExecutor:
         self.slots = _cores(self._args)
         self.words = () if self._args.threads is None else (f"torch_threads={self._args.threads}",)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._cpu_seconds: dict[str, float] = {}
 
     def start(self, job: Job, command: list[str], cpus: tuple[int, ...]) -> None:
         """Start a run on its cores."""
@@ -68,22 +62,12 @@ class LocalExecutor:
         """Return the runs that have ended."""
         found = []
         for name, process in list(self._processes.items()):
-            code = self._exit_code(name)
+            code = process.poll()
             if code is not None:
                 del self._processes[name]
                 kill_group(process)  # what it may have left
-                cpu_seconds = self._cpu_seconds.pop(name, 0.0)
-                found.append(Ended(name, code, last_error(self._place.log(name), code), cpu_seconds))
+                found.append(Ended(name, code, last_error(self._place.log(name), code)))
         return found
-
-    def _exit_code(self, name: str) -> int | None:
-        """Return the exit code of a run, None while it goes on; when it has ended, note its CPU time."""
-        process = self._processes[name]
-        if process.returncode is None:
-            before = _children_seconds()
-            if process.poll() is not None:  # which adds the times of this process, and of no other, to the children's
-                self._cpu_seconds[name] = _children_seconds() - before
-        return process.returncode
 
     def running(self) -> set[str]:
         """Return the runs in progress."""
@@ -100,7 +84,7 @@ class LocalExecutor:
             for name in self._processes:
                 self.cancel(name)
             until = time.monotonic() + STOP_SECONDS
-            while time.monotonic() < until and any(self._exit_code(name) is None for name in self._processes):
+            while time.monotonic() < until and any(process.poll() is None for process in self._processes.values()):
                 time.sleep(0.05)
         finally:
             for process in self._processes.values():
@@ -118,12 +102,6 @@ def _cores(args: LocalArgs) -> list[tuple[int, ...]]:
             f" {len(usable)} can be used here. Lower one of them"
         )
     return [tuple(usable[i * args.cores_per_run : (i + 1) * args.cores_per_run]) for i in range(jobs)]
-
-
-def _children_seconds() -> float:
-    """Return the CPU seconds of all processes that this one has waited for, and of those that they waited for."""
-    times = os.times()
-    return times.children_user + times.children_system
 
 
 def start_run(
@@ -178,17 +156,6 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a process of `start_run` and what it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def finish(process: subprocess.Popen[bytes], seconds: float = STOP_SECONDS) -> int:
-    """End a process: SIGTERM, after `seconds` SIGKILL. Return its exit code."""
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        kill_group(process)
-        return process.wait()
 
 
 def last_error(log: Path, exit_code: int | None) -> str:

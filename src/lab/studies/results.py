@@ -11,11 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from omagd.lab.analysis.runs import read_records
 from omagd.lab.studies.executors import Job
 from omagd.run.reporting.card import recorded_of
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder, plain
+from omagd.utils.run_folder import RunFolder, json_lines, plain, read_records
 from omagd.utils.storage import is_number, open_lines, opened, read_entry
 
 Key = tuple[str, str]
@@ -43,23 +42,21 @@ def known_keys(path: Path) -> tuple[dict[Key, dict[str, Any]], int]:
     bad = 0
     if not path.exists():
         return found, bad
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-                found[str(entry["start_card"]), str(entry["identity"])] = entry
-            except (ValueError, KeyError, TypeError, RecursionError):
-                bad += bool(line.strip())
+    for entry in json_lines(path):
+        if entry is None or not {"start_card", "identity"} <= entry.keys():
+            bad += 1
+        else:
+            found[str(entry["start_card"]), str(entry["identity"])] = entry
     return found, bad
 
 
 def line_of(
     study: str, job: Job, folder: RunFolder, card: dict[str, Any], identity: str, *,
-    commit: str = "", seconds: float = 0.0, cpu_seconds: float = 0.0,
+    commit: str = "", seconds: float = 0.0,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the line of a finished run.
 
-    commit: of the code, "" if unknown. seconds, cpu_seconds: of all its starts, 0 if not measured.
+    commit: of the code, "" if unknown. seconds: of all its starts, 0 if not measured.
     """
     summary = read_entry(folder.summary_json)
     final = read_entry(folder.card_json) or card
@@ -74,7 +71,7 @@ def line_of(
     return {
         "study": study, "job": job.name, "arm": job.arm, "env": job.env, "map": job.map, "seed": job.seed,
         "words": list(job.words), "start_card": card.get("id"), "identity": identity, "finished": time.time(),
-        "seconds": round(seconds, 1) or None, "cpu_seconds": round(cpu_seconds, 1) or None,
+        "seconds": round(seconds, 1) or None,
         "summary": {**{name: value for name, value in summary.items() if name not in skipped}, "stages": stages},
         "tests": tests_of(folder.metrics_jsonl), "card": final, "versions": versions, "commit": commit or None,
     }  # fmt: skip

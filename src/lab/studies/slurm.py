@@ -52,11 +52,6 @@ class SlurmArgs(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict)
     poll_seconds: PositiveInt = 30
 
-    @property
-    def cores(self) -> int:
-        """Cores of each run, for estimates."""
-        return self.cpus
-
 
 class SlurmRun:
     """What a SLURM task does: runs the command of a job; called on a node. A preempted run saves and is requeued."""

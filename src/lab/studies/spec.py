@@ -43,8 +43,6 @@ MOST_RUNS = 10_000
 """Of one file; the executors take no more, and the state file would be too large to be replaced every second."""
 
 PAGES = {"study": "docs/studies.md", "sweep": "docs/sweeps.md"}
-OWN_KEYS = {"study": {"arms", "runs", "grid", "environments", "results_file"}, "sweep": {"space", "trials", "metric"}}
-"""Keys that show which kind of file it is."""
 
 
 class Entry(BaseModel):
@@ -74,7 +72,7 @@ class StudyFile(Entry):
 
     Attributes:
         name: of the study's folder; default: the name of the file. results: the folder around it.
-        arms: what is compared, by name. runs: instead of arms, a list of overrides.
+        arms: what is compared, by name.
         grid: lists of values by key; each arm has a run for each combination of them.
         environments: by name, or a list of maps. seeds: a list, or how many (1, 2, …).
         executor: settings by executor (`local: {jobs: 2}`); the first one is used unless the command names another.
@@ -84,7 +82,6 @@ class StudyFile(Entry):
     name: str | None = None
     results: str = "results"
     arms: dict[str, dict[str, Any] | None] | None = None
-    runs: list[dict[str, Any]] | None = None
     grid: dict[str, Any] = Field(default_factory=dict)
     environments: dict[str, dict[str, Any] | str | None] | list[dict[str, Any] | str] | None = None
     seeds: int | list[int] = 1
@@ -153,7 +150,7 @@ def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes) -> Iterator
     seeds: Sequence[int] = [1]
     with found.caught():
         seeds = seeds_of(file.seeds, source)
-    factors = {"arms" if file.runs is None else "runs": file.arms or file.runs, "environments": file.environments}
+    factors = {"arms": file.arms, "environments": file.environments}
     grid = _grid(file, source, found)
     counts = {key: len(given or "1") for key, given in factors.items()}
     counts |= {f"grid.{key}": len(given) for key, given in grid.items()}
@@ -197,23 +194,14 @@ def _named(job: Job, config: Config, label: str) -> Job:
 
 
 def _arms(file: StudyFile, source: str, found: Mistakes) -> dict[str, Entry]:
-    """Return the arms by `arms.NAME`; those of `runs` by their overrides."""
-    if file.runs is not None and file.arms is not None:
-        raise UserError(f"{source}: runs: and arms: are given; give one of them")
-    if file.runs is not None:
-        entries = {_title(run) or "plain": Entry.model_validate({"with": run}) for run in file.runs}
-        if len(entries) < len(file.runs):
-            raise UserError(f"{source}: runs: two entries are equal. Leave one out")
-    elif file.arms is not None:
-        entries = {
-            f"arms.{n}": validated(Entry, arm or {}, f"{source}: arms.{n}", found) for n, arm in file.arms.items()
-        }
-    else:
-        entries = {file.config or "default": Entry()}
+    """Return the arms by `arms.NAME`."""
+    if file.arms is None:
+        return {file.config or "default": Entry()}
+    entries = {f"arms.{n}": validated(Entry, arm or {}, f"{source}: arms.{n}", found) for n, arm in file.arms.items()}
     if "arms." in entries:
         raise UserError(f"{source}: arms: a name is empty. Give one, it is part of the names of folders")
     if not entries:
-        raise UserError(f"{source}: the study is empty: give at least one entry of arms: or runs:")
+        raise UserError(f"{source}: the study is empty: give at least one entry of arms:")
     return entries
 
 
@@ -243,13 +231,9 @@ def _on_grid(
         for values in product(*grid.values()):
             point = dict(zip(grid, values, strict=True))
             title = ",".join(f"{shown[key]}={value}" for key, value in point.items())
-            label = f"{name},{title}" if file.arms or file.runs else title
+            label = f"{name},{title}" if file.arms else title
             points[label] = entry.model_copy(update={"with_": {**entry.with_, **point}})
     return points
-
-
-def _title(run: Mapping[str, Any]) -> str:
-    return ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in flattened(run).items())
 
 
 def _environments(file: StudyFile, source: str, found: Mistakes) -> dict[str, Environment]:
@@ -329,9 +313,6 @@ def read_file(given: Given, kind: str, needs: str) -> tuple[str, Any, str, Path]
         raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(problem).split())}") from None
     if not isinstance(values, dict) or not values:
         raise UserError(f"{path}: the {kind} is empty: give {needs} ({PAGES[kind]})")
-    (other,) = OWN_KEYS.keys() - {kind}
-    if OWN_KEYS[other] & values.keys() and not OWN_KEYS[kind] & values.keys():
-        raise UserError(f"{path}: is a {other} file. Start it with: omagd {other} {path}")
     return text, values, path.name, path.absolute().parent
 
 

@@ -37,7 +37,7 @@ class Record:
     Attributes:
         job: its name, arm, environment, seed and words. state: waiting, running, done, failed, elsewhere (its
             result is in the results file), or pruned (a sweep has ended it). error: of the last failure, one line.
-        seconds, cpu_seconds: of its starts, in all; CPU seconds are 0 where the executor does not measure them.
+        seconds: of its starts, in all.
         starts: how often it was started. since: when it was last started, seconds since the epoch; 0 before.
         reference: by which the executor finds it again. extra: words that its first start added.
         identity: hash of its configuration. card: `id` and `compared` of its card at the start.
@@ -55,7 +55,6 @@ class Record:
     extra: tuple[str, ...] = ()
     identity: str = ""
     card: dict[str, Any] = field(default_factory=dict)
-    cpu_seconds: float = 0.0
 
     @classmethod
     def read(cls, values: Any) -> Record:

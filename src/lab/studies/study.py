@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from omagd.lab.analysis.groups import differences
 from omagd.lab.studies import EXECUTORS, engine
 from omagd.lab.studies import results as results_files
 from omagd.lab.studies.executors import Executor, Job, Place
@@ -18,7 +19,7 @@ from omagd.lab.studies.spec import Study, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, check_folder, locked_study
 from omagd.lab.studies.view import ConsoleView
 from omagd.run.launchers import require_one_task
-from omagd.run.reporting.card import IF_MEANT, READS, code
+from omagd.run.reporting.card import code
 from omagd.utils.errors import Mistakes, UserError, readable
 from omagd.utils.run_folder import closed_to_others
 from omagd.utils.signals import stoppable
@@ -59,7 +60,7 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
             warn(line)
         kept = _Results(study, state, warn)
         kept.skip(wanted)
-        view = None if quiet else ConsoleView(state, len(executor.slots))
+        view = None if quiet else ConsoleView(state)
         engine.run(study.jobs, executor, state, on_end=lambda job, record: kept.add(record), view=view)
         return state
 
@@ -130,11 +131,8 @@ def not_comparable(records: Iterable[Record]) -> list[str]:
         base = first.setdefault(place, record)
         if record.job.arm == base.job.arm or not record.card or not base.card:
             continue
-        mine, theirs = record.card["compared"], base.card["compared"]
-        keys = [key for key in {**theirs, **mine} if mine.get(key) != theirs.get(key)]
-        if keys:
-            text = ", ".join(f"{key} {mine.get(key, 'none')}, not {theirs.get(key, 'none')}" for key in keys)
-            found.setdefault(place, {})[record.job.arm] = f"{text} ({IF_MEANT})" if keys == [READS] else text
+        if text := differences(record.card, base.card):
+            found.setdefault(place, {})[record.job.arm] = text
     lines = []
     for place, arms in found.items():
         shown = "; ".join(f"{arm}: {text}" for arm, text in list(arms.items())[:PAIRS_SHOWN])
@@ -183,7 +181,7 @@ class _Results:
         folder = self._state.run_folder(record.job.name)
         entry = results_files.line_of(
             self._name, record.job, folder, record.card, record.identity, commit=self._commit,
-            seconds=record.seconds, cpu_seconds=record.cpu_seconds,
+            seconds=record.seconds,
         )  # fmt: skip
         try:
             results_files.append(self._path, entry)

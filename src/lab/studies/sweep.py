@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ import yaml
 from pydantic import TypeAdapter
 
 from omagd.config.loading import DEFAULT_CONFIG, read_preset, to_plain
-from omagd.lab.analysis.runs import read_records
 from omagd.lab.analysis.statistics import AGGREGATES
 from omagd.lab.studies import engine
 from omagd.lab.studies.executors import Job
@@ -28,8 +26,8 @@ from omagd.lab.studies.state import DONE, FAILED, PRUNED, STATE, StudyState, che
 from omagd.lab.studies.study import examine, make_executor
 from omagd.lab.studies.sweep_spec import Sweep, Value, optuna
 from omagd.lab.studies.view import ConsoleView
-from omagd.utils.errors import UserError, import_library, nearest
-from omagd.utils.run_folder import closed_to_others, write_json
+from omagd.utils.errors import UserError, nearest
+from omagd.utils.run_folder import closed_to_others, read_records, write_json
 from omagd.utils.storage import is_number, read_json, replace_file
 
 if TYPE_CHECKING:
@@ -43,9 +41,6 @@ LOOK_SECONDS = 1.0
 MOST_AT_A_TIME = 8
 ATTEMPTS, RANDOM_ATTEMPTS = 20, 2000
 """How often the sampler, and then chance, may propose what was tried already."""
-
-LEAST_TRIALS = 4
-"""That importances need."""
 
 MAP = "env_args.map_name"
 OPEN, COMPLETE, ENDED_EARLY, BROKEN = "running", "complete", "pruned", "failed"
@@ -78,7 +73,6 @@ def run_sweep(sweep: Sweep, warn: Callable[[str], None], *, quiet: bool = False)
         warn: called with each warning, one line. quiet: do not show how it goes on.
     Errors: UserError where the sweep or its folder is not as it must be, or nothing can be written there.
     """
-    import_library("matplotlib.figure", "sweep")  # now, since it draws at the end of what may take days
     try:
         return _run(sweep, warn, quiet)
     except OSError as problem:
@@ -96,13 +90,12 @@ def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, An
         executor = make_executor(sweep.executor, sweep.settings, state)
         replace_file(sweep.folder / "sweep.yaml", sweep.text.encode())
         search = _Search(sweep, state, trials, len(executor.slots), warn)
-        view = None if quiet else ConsoleView(state, len(executor.slots), search.headline)
+        view = None if quiet else ConsoleView(state, search.headline)
         try:
             engine.run(search.begin(), executor, state, more=search.more, view=view)
         finally:
             state.save(now=True)
             found = search.write()
-        _draw_slices(sweep, trials)
         return found
 
 
@@ -353,22 +346,6 @@ def propose(sweep: Sweep, trials: Sequence[Trial]) -> dict[str, Value] | None:
     return None
 
 
-def importances(sweep: Sweep, trials: Sequence[Trial]) -> dict[str, float]:
-    """Return how much each key matters, by PED-ANOVA; the sum is 1; empty with too few trials to tell.
-
-    Pruned trials count with the value where they ended: without them what is bad would hardly occur.
-    Source: Watanabe et al. 2023, PED-ANOVA: Efficiently Quantifying Hyperparameter Importance.
-    """
-    ended = [replace(trial, state=COMPLETE) for trial in trials if trial.value is not None]
-    if len(ended) < LEAST_TRIALS or len({trial.value for trial in ended}) < 2:
-        return {}
-    module = optuna().importance
-    with warnings.catch_warnings(action="ignore"):
-        evaluator = module.PedAnovaImportanceEvaluator()
-        found = module.get_param_importances(_optuna_study(sweep, ended), evaluator=evaluator)
-    return {key: float(share) for key, share in found.items() if math.isfinite(share)}
-
-
 def best_of(sweep: Sweep, trials: Sequence[Trial]) -> Trial | None:
     """Return the complete trial with the best value."""
     complete = [trial for trial in trials if trial.state == COMPLETE]
@@ -380,7 +357,7 @@ def _worse(sweep: Sweep, value: float | None) -> float:
 
 
 def results_of(sweep: Sweep, trials: Sequence[Trial], state: StudyState) -> dict[str, Any]:
-    """Return the trials, the best one first, and what they say about the keys: the content of `trials.json`."""
+    """Return the trials, the best one first: the content of `trials.json`."""
     file, best, rows = sweep.file, best_of(sweep, trials), []
     for trial in sorted(trials, key=lambda each: (ORDER[each.state], _worse(sweep, each.value), each.trial)):
         names = [job.name for job in sweep.jobs(trial.trial, trial.keys)]
@@ -389,12 +366,12 @@ def results_of(sweep: Sweep, trials: Sequence[Trial], state: StudyState) -> dict
     return {
         "sweep": sweep.folder.name, "metric": file.metric, "direction": file.direction, "over_tests": file.over_tests,
         "over_seeds": file.over_seeds, "seeds": list(sweep.seeds), "best": None if best is None else best.trial,
-        "importances": importances(sweep, trials), "definition": sweep.definition, "trials": rows,
+        "definition": sweep.definition, "trials": rows,
     }  # fmt: skip
 
 
 def markdown(sweep: Sweep, found: Mapping[str, Any]) -> str:
-    """Return the trials as a Markdown table, above it the best one and the importances."""
+    """Return the trials as a Markdown table, above it the best one."""
     file, seeds = sweep.file, [str(seed) for seed in found["seeds"]]
     rows = [["trial", file.metric, *(f"seed {seed}" for seed in seeds), *sweep.space, "state"]]
     rows.append(["---"] * len(rows[0]))
@@ -408,9 +385,6 @@ def markdown(sweep: Sweep, found: Mapping[str, Any]) -> str:
     lines = [f"# {found['sweep']}", "", f"{about} {file.metric} ({more} is better).", ""]
     if found["best"] is not None:
         lines += [f"Best: trial {found['best']}. Train with it: `--config={sweep.folder / 'best.yaml'}`.", ""]
-    if found["importances"]:
-        shares = [f"{key} {share:.2f}" for key, share in found["importances"].items()]
-        lines += [f"Importance of the keys: {', '.join(shares)}.", ""]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
@@ -446,19 +420,3 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         values = values.setdefault(section, {})
     values[last] = value
-
-
-def _draw_slices(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Write `slices.png`: for each key, the value of each complete trial over the key. Errors: OSError."""
-    if best_of(sweep, trials) is None:
-        return
-    from matplotlib import pyplot
-
-    pyplot.switch_backend("agg")
-    with pyplot.rc_context(), warnings.catch_warnings(action="ignore"):
-        drawn = optuna().visualization.matplotlib.plot_slice(
-            _optuna_study(sweep, trials), target_name=sweep.file.metric
-        )
-        figure = np.ravel(drawn)[0].figure
-        figure.savefig(sweep.folder / "slices.png", dpi=150)
-        pyplot.close(figure)

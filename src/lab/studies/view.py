@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+from omagd.lab.analysis.runs import aligned
 from omagd.lab.studies.engine import View
 from omagd.lab.studies.state import DONE, FAILED, RUNNING, WAITING, Record, StudyState
-from omagd.run.reporting.report import aligned
 from omagd.utils.errors import visible
-from omagd.utils.logging import duration
 from omagd.utils.storage import is_number, read_entry
 
 REDRAW_SECONDS = 1.0
@@ -23,14 +22,13 @@ class ConsoleView(View):
     """Writes to standard error.
 
     Args:
-        state: of the study. slots: runs at a time. headline: returns the numbers of all; default: those of the runs.
+        state: of the study. headline: returns the numbers of all; default: those of the runs.
     """
 
     def __init__(
-        self, state: StudyState, slots: int, headline: Callable[[], str] | None = None, stream: TextIO | None = None
+        self, state: StudyState, headline: Callable[[], str] | None = None, stream: TextIO | None = None
     ) -> None:
-        self._state = state
-        self._headline = headline or (lambda: state_line(state, slots))
+        self._headline = headline or (lambda: state_line(state))
         self._stream = sys.stderr if stream is None else stream
         self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._at = 0.0
@@ -57,34 +55,12 @@ class ConsoleView(View):
             self._stream.flush()
 
 
-def state_line(state: StudyState, slots: int) -> str:
-    """Return how many runs are in each state, and the time left with so many `slots`; none: without the time."""
+def state_line(state: StudyState) -> str:
+    """Return how many runs are in each state."""
     counts = state.counts()
-    parts = [f"{counts.get(name, 0)} {name}" for name in dict.fromkeys([DONE, RUNNING, WAITING, FAILED, *counts])]
-    left = seconds_left(state, slots) if slots else None
-    return ", ".join(parts) + (f"; about {duration(left)} left" if left else "")
-
-
-def seconds_left(state: StudyState, slots: int) -> float | None:
-    """Return the seconds until all runs are over, by how long finished ones took; None while none is known."""
-    took: dict[tuple[str, str, str], list[float]] = {}
-    for record in state.records.values():
-        if record.state == DONE and record.seconds:
-            took.setdefault(_kind(record), []).append(record.seconds)
-    waiting = [record for record in state.records.values() if record.state in {RUNNING, WAITING}]
-    if not took or not waiting:
-        return None
-    every = [seconds for each in took.values() for seconds in each]
-    left = 0.0
-    for record in waiting:
-        usual = _mean(took.get(_kind(record), every))
-        spent = record.seconds + (time.time() - record.since if record.state == RUNNING else 0.0)
-        left += max(0.0, usual - spent)
-    return left / max(1, min(slots, len(waiting)))
-
-
-def _kind(record: Record) -> tuple[str, str, str]:
-    return record.job.arm, record.job.env, record.job.map
+    return ", ".join(
+        f"{counts.get(name, 0)} {name}" for name in dict.fromkeys([DONE, RUNNING, WAITING, FAILED, *counts])
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

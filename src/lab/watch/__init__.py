@@ -1,1 +1,1 @@
-"""Battles to look at: the HTML page, GIF, MP4 or pictures that show a recording."""
+"""Battles to look at: the HTML page, GIF or pictures that show a recording."""

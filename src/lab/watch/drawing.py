@@ -5,19 +5,15 @@ The pictures are drawn at twice their size and reduced, which smooths the edges.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from omagd.envs.frames import AGENTS, OPPONENTS
 from omagd.lab.watch.panel import (
-    FIELD,
     FOG,
     HEAL,
     MUTED,
-    OUTLINES,
     PAGE,
     TEAMS,
     TEXT,
@@ -27,13 +23,11 @@ from omagd.lab.watch.panel import (
     around,
     fitted,
     font_of,
-    nearest,
 )  # fmt: skip
 from omagd.run.recording.recording import Belief, Episode, Moment, is_drawable
 
-WIDTH, HEADER, FOOTER, GAP = 860 * TWICE, 58 * TWICE, 90 * TWICE, 10 * TWICE
-STRIP, NAMES = 46 * TWICE, 150 * TWICE
-SHEET, HEADINGS, LEGEND = 1320 * TWICE, 80 * TWICE, 30 * TWICE
+WIDTH, HEADER, FOOTER, GAP = 860 * TWICE, 58 * TWICE, 34 * TWICE, 10 * TWICE
+SHEET, HEADINGS, LEGEND = 1320 * TWICE, 60 * TWICE, 30 * TWICE
 
 
 def extent(episode: Episode) -> tuple[float, float, float, float]:
@@ -86,18 +80,13 @@ def pictures(episode: Episode, agent: int) -> Iterator[Any]:
     wide = (WIDTH - 3 * GAP) // 2 if two else WIDTH - 2 * GAP
     high = int(min(wide * (box[3] - box[1]) / (box[2] - box[0]), (420 if two else 480) * TWICE))
     size = WIDTH, (HEADER + high + FOOTER + 7) // 8 * 8
-    curves = standings(episode)
-    strip = _strip(episode, curves)
     for step in range(len(episode.moments)):
         image = Image.new("RGB", size, PAGE)
         for place, paint in enumerate((_truth, _belief)[: 1 + two]):
             panel = Panel(episode, box, (wide, high))
             paint(panel, step, agent)
             image.paste(panel.image, (GAP + place * (GAP + wide), HEADER))
-        image.paste(strip, (GAP + NAMES, size[1] - STRIP - GAP))
-        draw = ImageDraw.Draw(image)
-        _words(draw, episode, step, agent, (wide, high, two))
-        _now(draw, episode, curves, step, size[1] - STRIP - GAP)
+        _words(ImageDraw.Draw(image), episode, step, agent, (wide, high, two))
         yield image.reduce(TWICE)
 
 
@@ -117,35 +106,14 @@ def sheet(episode: Episode, agent: int, steps: Sequence[int]) -> Any:
         about = " · ".join(part for part in (episode.label, episode.policy, f"step {step}") if part)
         draw.text((GAP, top + 8 * TWICE), fitted(draw, about, 15, SHEET - 2 * GAP), fill=TEXT, font=font_of(15 * TWICE))
         heads = (f"As {name} sees it", f"As {name} reconstructs it", "As it was")
-        for place, (head, note, paint) in enumerate(
-            zip(heads, _notes(episode, step, agent), (_seen, _belief, _truth), strict=True)
-        ):
+        for place, (head, paint) in enumerate(zip(heads, (_seen, _belief, _truth), strict=True)):
             panel, left = Panel(episode, box, (wide, high)), GAP + place * (GAP + wide)
             paint(panel, step, agent)
             image.paste(panel.image, (left, top + HEADINGS))
-            for text, colour, down in ((head, TEXT, 36), (note, MUTED, 56)):
-                words = fitted(draw, text, 13, wide)
-                draw.text((left, top + down * TWICE), words, fill=colour, font=font_of(13 * TWICE))
+            draw.text((left, top + 36 * TWICE), fitted(draw, head, 13, wide), fill=TEXT, font=font_of(13 * TWICE))
     legend = f"white ring: {name} · hollow: guess, with a line to where the unit really was · ring: health"
     draw.text((GAP, image.height - 22 * TWICE), legend, fill=MUTED, font=font_of(13 * TWICE))
     return image.reduce(TWICE)
-
-
-def _notes(episode: Episode, step: int, agent: int) -> tuple[str, str, str]:
-    """Return the line above each panel of a sheet, with counts over all units except the agent."""
-    moment, alive = episode.moments[step], episode.moments[step].alive
-    x0, y0, x1, y1 = episode.scene.bounds if episode.scene.torus and episode.scene.bounds else (0.0, 0.0, 0.0, 0.0)
-    living, seen = sum(alive) - 1, len(seen_by(moment, agent)) - 1
-    known = [belief for belief in (moment.beliefs[agent] if moment.beliefs else []) if is_drawable(belief)]
-    off = [
-        math.hypot(nearest(float(x) - moment.x[unit], x1 - x0), nearest(float(y) - moment.y[unit], y1 - y0))
-        for unit, x, y, _ in known
-        if alive[unit]
-    ]
-    guess = f"{len(known)} unseen believed alive" if known else "nothing to fill in"
-    guess += f", off by {np.mean(off):.1f} cells" if off else ""
-    guess += f", {len(known) - len(off)} of them dead" if len(off) < len(known) else ""
-    return f"{seen} of {living} living units in sight", guess, f"{living} alive, {len(alive) - 1 - living} dead"
 
 
 def _health(episode: Episode, moment: Moment, unit: int) -> tuple[float | None, float]:
@@ -231,7 +199,7 @@ def _belief(panel: Panel, step: int, agent: int, guesses: bool = True) -> None:
 
 
 def _words(draw: Any, episode: Episode, step: int, agent: int, sizes: tuple[int, int, bool]) -> None:
-    """Write the title, the names of the panels, and what the agent does; draw the time line."""
+    """Write the title, the names of the panels, and what the agent does."""
     wide, high, two = sizes
     moment, scene, last = episode.moments[step], episode.scene, episode.length
     over = f": {episode.outcome}" if step == last else ""
@@ -250,87 +218,6 @@ def _words(draw: Any, episode: Episode, step: int, agent: int, sizes: tuple[int,
         draw.text((2 * GAP + wide, 36 * TWICE), f"What {scene.ids[agent]} {what}", fill=MUTED, font=font_of(13 * TWICE))
     doing = fitted(draw, _doing(episode, step, agent), 13, WIDTH - 2 * GAP)
     draw.text((GAP, HEADER + high + 8 * TWICE), doing, fill=TEXT, font=font_of(13 * TWICE))
-
-
-def standings(episode: Episode) -> list[tuple[float, float]]:
-    """Return what both teams have at each moment: the score, else the share of health and shield that is left.
-
-    Empty where there is neither.
-    """
-    scene, teams = episode.scene, np.array(episode.scene.teams)
-    if scene.score:
-        return [(moment.score[0], moment.score[1]) for moment in episode.moments]
-    most = np.array(scene.health_max or 0.0) + np.array(scene.shield_max or 0.0)
-    most = np.array([(most * (teams == team)).sum() for team in (AGENTS, OPPONENTS)])
-    if not most[AGENTS]:
-        return []
-    found = []
-    for moment in episode.moments:
-        left = (np.array(moment.health or 0.0) + np.array(moment.shield or 0.0)) * np.array(moment.alive)
-        shares = [(left * (teams == team)).sum() / (most[team] or 1.0) for team in (AGENTS, OPPONENTS)]
-        found.append((float(shares[0]), float(shares[1])))
-    return found
-
-
-def _across(step: int, last: int) -> float:
-    """Return where in the time line a step is, in pixels."""
-    return 4 * TWICE + (WIDTH - 2 * GAP - NAMES - 8 * TWICE) * step / max(1, last)
-
-
-def _strip(episode: Episode, curves: list[tuple[float, float]]) -> Any:
-    """Return the time line: what each team has at each moment (opponents dashed), and a mark for each death."""
-    from PIL import Image, ImageDraw
-
-    strip, last, teams = Image.new("RGB", (WIDTH - 2 * GAP - NAMES, STRIP), FIELD), episode.length, episode.scene.teams
-    draw, highest = ImageDraw.Draw(strip), max([1e-9, *(value for pair in curves for value in pair)])
-    for team in (OPPONENTS, AGENTS) if curves else ():
-        shares = [min(max(pair[team] / highest, 0.0), 1.0) for pair in curves]
-        points = [
-            (_across(t, last), STRIP - 8 * TWICE - (STRIP - 14 * TWICE) * share) for t, share in enumerate(shares)
-        ]
-        if team == AGENTS:
-            draw.line(points, fill=TEAMS[team], width=2 * TWICE)
-        elif team in teams:
-            _dashes(draw, points, TEAMS[team])
-    for t in range(1, last + 1):
-        for unit, (was, is_) in enumerate(zip(episode.moments[t - 1].alive, episode.moments[t].alive, strict=True)):
-            if was and not is_ and teams[unit] in (AGENTS, OPPONENTS):
-                x = _across(t, last)
-                draw.rectangle((x - TWICE, STRIP - 6 * TWICE, x + TWICE, STRIP), fill=TEAMS[teams[unit]])
-    return strip
-
-
-def _dashes(draw: Any, points: Sequence[Point], colour: str) -> None:
-    """Draw a line in dashes of equal length."""
-    x, y = np.array(points).T
-    way = np.concatenate([[0.0], np.cumsum(np.hypot(np.diff(x), np.diff(y)))])
-    for start in np.arange(0.0, way[-1], 10 * TWICE):
-        ends = np.array([start, min(start + 6 * TWICE, way[-1])])
-        part = np.concatenate([ends[:1], way[(way > ends[0]) & (way < ends[1])], ends[1:]])
-        dash = np.stack([np.interp(part, way, x), np.interp(part, way, y)], 1)
-        draw.line(dash.ravel().tolist(), fill=colour, width=2 * TWICE)
-
-
-def _now(draw: Any, episode: Episode, curves: list[tuple[float, float]], step: int, top: int) -> None:
-    """Mark the moment in the time line, and write what each team has."""
-    x, names = GAP + NAMES + _across(step, episode.length), episode.scene.team_names
-    draw.line((x, top, x, top + STRIP), fill=TEXT, width=2 * TWICE)
-    draw.text(
-        (GAP, top),
-        "score" if episode.scene.score else "health left" if curves else "time",
-        fill=MUTED,
-        font=font_of(11 * TWICE),
-    )
-    for team in (AGENTS, OPPONENTS) if curves else ():
-        if team not in episode.scene.teams:
-            continue
-        value, y = curves[step][team], top + (22 + 17 * team) * TWICE
-        shape = OUTLINES[team == OPPONENTS] * 5 * TWICE + np.array([GAP + 5 * TWICE, y])
-        draw.polygon(shape.ravel().tolist(), fill=TEAMS[team])
-        shown = f" {value:g}" if episode.scene.score else f" {100 * value:.0f} %"
-        room = NAMES - 24 * TWICE - draw.textlength(shown, font=font_of(12 * TWICE))
-        text = fitted(draw, names[team], 12, room) + shown
-        draw.text((GAP + 15 * TWICE, y), text, fill=TEXT, font=font_of(12 * TWICE), anchor="lm")
 
 
 def _doing(episode: Episode, step: int, agent: int) -> str:

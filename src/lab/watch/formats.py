@@ -1,12 +1,11 @@
-"""Writes recordings for people: an HTML page that plays them, GIF, MP4, or a PNG with moments of a battle."""
+"""Writes recordings for people: an HTML page that plays them, a GIF, or a PNG with moments of a battle."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
-from collections.abc import Iterator, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from omagd.lab.watch.drawing import pictures, seen_by, sheet
 from omagd.lab.watch.panel import FIELD, FOG, HEAL, LINE, MUTED, PAGE, SHIELD, TEAMS, TEXT, WALL
 from omagd.run.recording.recording import Episode, Recording
 from omagd.utils.errors import UserError
-from omagd.utils.storage import STORAGE, atomic_file, make_folder, replace_file
+from omagd.utils.storage import STORAGE, atomic_file, replace_file
 
 PLAYER = Path(__file__).with_name("player.html")
 MS, LAST_MS = 160, 2000
@@ -101,37 +100,6 @@ def _palette(image: Any) -> Any:
     palette = Image.new("P", (1, 1))
     palette.putpalette([*common, *(part for colour in KEPT_COLOURS for part in ImageColor.getrgb(colour))])
     return palette
-
-
-def write_mp4(recording: Recording, path: Path, agent: int) -> Path:
-    """Write all episodes, one after another, as a video. Errors: UserError without the extra; OSError."""
-    try:
-        ffmpeg: Any = import_module("imageio_ffmpeg")
-    except ModuleNotFoundError:
-        raise UserError('watch --format=mp4: needs the extra: pip install "omagd[watch]"') from None
-    images = (image for episode in recording.episodes for image in _held(pictures(episode, agent)))
-    first = next(images)
-    beside = path.with_name(f".{path.stem}.tmp.mp4")
-    make_folder(path.parent)
-    writer = ffmpeg.write_frames(str(beside), first.size, fps=1000 / MS, macro_block_size=4, ffmpeg_log_level="error")
-    try:
-        writer.send(None)
-        for image in (first, *images):
-            writer.send(_same_size(image, first.size).tobytes())
-        writer.close()
-        beside.replace(path)
-    finally:
-        writer.close()
-        beside.unlink(missing_ok=True)
-    return path
-
-
-def _held(images: Iterator[Any]) -> Iterator[Any]:
-    """Yield the images and then the last one for a while."""
-    for image in images:
-        yield image
-    for _ in range(LAST_MS // MS):
-        yield image
 
 
 def _same_size(image: Any, size: tuple[int, int]) -> Any:

@@ -69,7 +69,7 @@ Examples:
   python src/main.py --config=omagd with env_args.map_name=5m_vs_6m run=ddp world_size=2
   python -m omagd evaluate results/<run> test_nepisode=256
 
-A run writes <local_results_path>/<unique_token>/: config.json, metrics.jsonl, summary.json, models/, plots/, logs/.
+A run writes <local_results_path>/<unique_token>/: config.json, metrics.jsonl, summary.json, models/, logs/.
 """
 
 
@@ -165,7 +165,7 @@ def _main(argv: list[str]) -> int:
         return _own(command, argv)
     mistakes = Mistakes()
     options = _options(argv, mistakes)
-    if options.help:  # of `doctor` and `evaluate` too, which take the same options
+    if options.help:  # of `evaluate` too, which takes the same options
         mistakes.raise_any()
         print_out(HELP.format(commands="\n".join(map(_line, COMMANDS.names()))))
         return 0
@@ -213,21 +213,6 @@ def _own(command: Command, argv: list[str]) -> int:
 def _evaluate(options: argparse.Namespace, rest: list[str], mistakes: Mistakes) -> int:
     _run(options, _evaluation(options, rest, mistakes), {}, mistakes)
     return 0
-
-
-def _doctor(options: argparse.Namespace, rest: list[str], mistakes: Mistakes) -> int:
-    texts = updates(rest, mistakes)
-    from omagd.run.cli.doctor import Settings, examine, render
-
-    try:
-        config = _resolve(options, texts, mistakes)
-        mistakes.raise_any()
-        settings = Settings.of(config)
-    except ImportError:  # a package that reads configurations is missing; the doctor reports it
-        settings = Settings(env=options.env_config or Settings.env)
-    text, ready = render(examine(settings), settings.env)
-    print_out(text)
-    return 0 if ready else USER_ERROR_EXIT_CODE
 
 
 def _run(
@@ -336,7 +321,6 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}. See --help")
 
 
-DOCTOR = Command("doctor", "check this machine and print fixes; --env-config=NAME: for that environment", run=_doctor)
 EVALUATE = Command(
     "evaluate RUN [key=value ...]",
     "evaluate a trained run; RUN: its folder, its models/ or one step's folder there",

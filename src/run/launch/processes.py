@@ -42,7 +42,6 @@ MODULES = (
     "torch._dynamo",  # otherwise loaded by DistributedDataParallel and by the first optimizer
     "omagd.learners.nq_learner",
     "omagd.run.launch.launcher",
-    "omagd.run.reporting.plots",
     "omagd.run.training.experiment",
 )
 """Imports of a rank, which the fork server loads ahead of time."""

@@ -14,7 +14,6 @@ WRITERS: Registry[Callable[..., Path]] = Registry(
     lazy={
         "html": "omagd.lab.watch.formats:write_page",
         "gif": "omagd.lab.watch.formats:write_gif",
-        "mp4": "omagd.lab.watch.formats:write_mp4",
         "png": "omagd.lab.watch.formats:write_png",
     },
 )

@@ -1,4 +1,4 @@
-"""What a run leaves for its reader: cards, summaries, plots, profiles, Sacred's record."""
+"""What a run leaves for its reader: cards, summaries, profiles, Sacred's record."""
 
 import warnings
 

@@ -12,7 +12,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import packages_distributions, version
@@ -78,9 +78,6 @@ IRRELEVANT = frozenset(
 GAME_VERSIONS = {75689: "4.10", 69232: "4.6.2"}
 READS = "observations"
 """Entry of a card: what agents read."""
-IF_MEANT = "fair if you compare what agents read"
-"""Said where nothing else differs."""
-
 NO_CARD = "no card"
 
 GIT_SECONDS = 3.0
@@ -175,45 +172,6 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
         batch,
         f"card {card['id']}: {', '.join(facts)}",
     ]
-
-
-def differences(card: Card | None, first: Card | None) -> str:
-    """Return the entries of `card` that must equal those of `first` and do not, as text; empty if all are equal."""
-    if card is None or first is None:
-        return "" if card is first else f"{NO_CARD}, so unknown" if card is None else "the first row has no card"
-    ours, theirs = card["compared"], first["compared"]
-    names = [name for name in dict.fromkeys([*theirs, *ours]) if ours.get(name) != theirs.get(name)]
-    kind, first_kind = (each.get("kind", "training") for each in (card, first))
-    words = []
-    if kind != first_kind:  # only a training has some entries, such as its updates
-        words = [f"{kind}, not {first_kind}"]
-        names = [name for name in names if name.startswith("env_args.") or name in ours and name in theirs]
-    words += [f"{name} {_shown(ours, name)}, not {_shown(theirs, name)}" for name in names]
-    if names == [READS] and _code(card) == _code(first):
-        words.append(IF_MEANT)
-    elif _code(card) != _code(first):
-        words.append(f"code omagd {_code(card)}, not {_code(first)}")
-    return "; ".join(words)
-
-
-def _code(card: Card) -> str:
-    """Return the version and the commit with which a result was made."""
-    found = recorded_of(card).get("versions")
-    return str(found.get("omagd", "unknown")) if isinstance(found, dict) else "unknown"
-
-
-def marks(cards: Sequence[Card | None], labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a mark for each row, `*` if its card differs from the first row's, and the footnotes.
-
-    Args:
-        cards: of the rows, None for a run without one. labels: names of the rows in the footnotes.
-    """
-    differ = [differences(card, cards[0]) for card in cards]
-    notes = []
-    for text in filter(None, dict.fromkeys(differ)):
-        names = dict.fromkeys(label for label, other in zip(labels, differ, strict=True) if other == text)
-        notes.append(f"* not comparable with the first row: {', '.join(names)}: {text}")
-    return ["*" if text else "" for text in differ], notes
 
 
 def read_card(folder: str | Path) -> Card | None:
@@ -385,11 +343,6 @@ def _may_differ(config: Config, world_size: int, device: torch.device, compared:
         "device": device.type + card,
         "versions": versions(),
     }
-
-
-def _shown(compared: Mapping[str, Any], name: str) -> str:
-    missing = "the default" if name.startswith("env_args.") else "none"
-    return str(compared[name]) if name in compared else missing
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,14 @@ import secrets
 import struct
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlparse
 
-from omagd.run.reporting.plots import read_metrics
 from omagd.utils.logging import Record, RunFacts, Sink
-from omagd.utils.metrics import of_maps
-from omagd.utils.run_folder import RunFolder, keep_json, unlinked
+from omagd.utils.run_folder import RunFolder, keep_json, read_records, unlinked
 from omagd.utils.storage import listed, opened, read_entry
 
 LOCAL_SECONDS, INIT_SECONDS, AGAIN_SECONDS = 120.0, 30.0, 3600.0
@@ -87,10 +85,7 @@ class WandbSink(Sink):
             self._finish(0)
             self._start(record.stage)
         if record.t > self._sent:
-            values: dict[str, Any] = dict(record.values)
-            if maps := of_maps(record.values):
-                values["maps"] = _table(maps)
-            self._run.log(values, step=record.t)
+            self._run.log(dict(record.values), step=record.t)
 
     def _picture(self, name: str, path: Path, record: Record) -> None:
         import wandb
@@ -173,7 +168,7 @@ def _forget() -> None:
 
 def _logged(path: Path) -> Iterator[Record]:
     """Yield the records of a `metrics.jsonl`."""
-    for line in read_metrics(path) if path.is_file() else ():
+    for line in read_records(path):
         clock = "t_env" if "t_env" in line else "epoch"
         values: dict[str, Any] = {name: math.nan if value is None else value for name, value in line.items()}
         if {"stage", clock} <= values.keys():
@@ -216,15 +211,6 @@ def _steps(path: Path) -> Iterator[int]:
                     entry, whole = Entry.FromString(whole), b""
                     if entry.HasField("history"):
                         yield entry.history.step.num
-
-
-def _table(maps: Mapping[str, Mapping[str, float]]) -> Any:
-    """Return a W&B table with a row for each map; a value that a map lacks is empty."""
-    import wandb
-
-    names = sorted({name for values in maps.values() for name in values})
-    rows = [[task, *(values.get(name) for name in names)] for task, values in maps.items()]
-    return wandb.Table(columns=["map", *names], data=rows)
 
 
 def names(facts: RunFacts, stage: str, naming: str) -> tuple[str, str, list[str]]:

@@ -33,6 +33,7 @@ from omagd.run.reporting.card import (
     versions_of,
 )
 from omagd.run.reporting.log_sinks import make_logger
+from omagd.run.reporting.report import write_summary
 from omagd.run.training.build import build_session, load_pretrained, n_slots, restore_pretrained
 from omagd.run.training.device import (
     deterministic_algorithms,
@@ -154,7 +155,7 @@ def _close(
                 summary["stages"] = stages_so_far(session, summary["stages"])
         # The summary first: closing an environment or a sink may take long, or never end.
         if is_main:
-            steps.callback(finish_files, folder, summary, logger)
+            steps.callback(write_summary, folder, summary)
         steps.callback(close_bars)
 
 
@@ -361,22 +362,6 @@ def require_weights(folder: RunFolder) -> None:
         where, why = missing[-1].parent, STORAGE.why(missing[0])
         fix = "Free some space and run the same command with auto_resume=True: it resumes from the newest checkpoint"
         raise RunFailed(f"{where} could not be written ({why}): the run ends without its weights. {fix}")
-
-
-def finish_files(folder: RunFolder, summary: dict[str, Any], logger: Logger) -> None:
-    """Draw the plots of a completed run, send them to the sinks of `logger`, and write `summary.json`."""
-    from omagd.run.reporting.plots import curves, evaluation  # imports Matplotlib
-    from omagd.run.reporting.report import write_summary
-
-    if summary["exit_state"] == "completed" and folder.metrics_jsonl.is_file():
-        if summary["kind"] == "evaluation":
-            drawn = evaluation(folder.episode_logs(), folder.plots / "evaluation.png")
-        else:
-            drawn = curves(folder.metrics_jsonl, folder.plots / "curves.png")
-        if drawn is not None:
-            logger.picture(drawn.stem, drawn)
-    summary["artifacts"] = folder.artifacts()
-    write_summary(folder, summary)
 
 
 def _ends(config: Config) -> dict[str, int]:

@@ -1,0 +1,381 @@
+"""`omagd doctor`: check this machine and print one line per check: status, finding and fix."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omagd.envs.sc2.install import INSTALL as INSTALL_GAME
+from omagd.envs.sc2.install import build_of, builds, game_folder
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError, print_out
+
+if TYPE_CHECKING:
+    from omagd.config.schema import Config
+
+INSTALL = "pip install -e . -c constraints.txt"
+GAME = ("pysc2", "s2clientprotocol", "protobuf", "websocket-client", "absl-py")
+ON_REQUEST = ("wandb", "tensorboard")
+GET_MAPS = f"{INSTALL_GAME} --maps-only"
+GIGABYTE = 2.0**30
+MORE_ROOM = "give local_results_path=… on a disk with enough space"
+LEAST_DISK, LEAST_MEMORY = 2.0, 2.0
+
+
+class Problem(Exception):
+    """What a check has found: a text and its fix."""
+
+    mark = "missing"
+
+
+class Limited(Problem):
+    """What works, with a limitation."""
+
+    mark = "warning"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor.
+
+    Attributes:
+        look: returns what is there. Errors: Problem. needed: environments that cannot be played without it; "all" means
+            every one. fix: shown if the check itself fails.
+    """
+
+    name: str
+    look: Callable[[Any], str]
+    needed: frozenset[str] = frozenset()
+    fix: str = INSTALL
+
+
+Found = list[tuple[Check, str, str]]
+"""Checks, each with its mark (ok, warning or missing) and its text."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `doctor`."""
+    parser.add_argument("--config", help="as in a training")
+    parser.add_argument("--env-config", "--env_config", help="environment to check the machine for (default: skirmish)")
+    parser.add_argument("words", nargs="*", metavar="with key=value", help="values to check, such as ddp_port=12400")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the findings; return 0 if the environment can be played here."""
+    given = {"config": options.config, "env-config": options.env_config}
+    config: Config | None = None
+    checks: Sequence[Check] = CHECKS
+    try:
+        from omagd.run.cli.main import config_from
+
+        config = config_from([*(f"--{name}={value}" for name, value in given.items() if value), *options.words])
+        env = config.env
+    except ImportError:  # a package that reads configurations is missing; the first checks name it
+        checks, env = CHECKS[:2], str(options.env_config or "skirmish")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [(check, *_look(check, config)) for check in checks]
+    text, ready = render(found, env)
+    print_out(text)
+    return 0 if ready and config is not None else USER_ERROR_EXIT_CODE
+
+
+def _look(check: Check, config: Config | None) -> tuple[str, str]:
+    """Return the mark and the text of a check; one that fails is a problem, too."""
+    try:
+        return "ok", check.look(config)
+    except Problem as problem:
+        return problem.mark, " → ".join(problem.args)
+    except UserError as error:  # its message includes a fix
+        return "missing", error.message
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the doctor reports whatever is broken)
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        return "missing", f"{type(error).__name__}: {reason} → {check.fix}"
+
+
+def render(found: Found, env: str) -> tuple[str, bool]:
+    """Return a line per check and one about the environments, and whether `env` can be played."""
+
+    def missing(name: str) -> list[str]:
+        return [check.name for check, mark, _ in found if mark == "missing" and check.needed & {"all", name}]
+
+    lines = [f"{mark:<9}{check.name:<15}{' '.join(text.split())}" for check, mark, text in found]
+    names = dict.fromkeys((env, "skirmish", "smax", "sc2", "sc2_v2"))
+    lacking = {name: ", ".join(missing(name)) for name in names}
+    ends = [f"{name} {f'cannot be played ({lacks})' if lacks else 'can be played'}" for name, lacks in lacking.items()]
+    return "\n".join([*lines, "; ".join(ends)]) + "\n", not lacking[env]
+
+
+def installed(name: str) -> str:
+    """Return the installed version of a package, empty where there is none."""
+    try:
+        return metadata.version(name) or ""
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def requirements(extra: str = "") -> dict[str, Any]:
+    """Return the version requirements by package, or those that an extra adds."""
+    from packaging.requirements import Requirement
+
+    found = [Requirement(line) for line in metadata.requires("omagd") or []]
+    return {r.name: r.specifier for r in found if (f'"{extra}"' in str(r.marker) if extra else r.marker is None)}
+
+
+def require(names: Sequence[str], fix: str = INSTALL, extra: str = "") -> str:
+    """Return packages with their versions. Errors: Problem where some are missing or do not fit."""
+    have = {name: installed(name) for name in names}
+    if lacking := [name for name in names if not have[name]]:
+        raise Problem(f"not installed: {', '.join(lacking)}", fix)
+    known = requirements(extra)
+    wrong = [name for name in names if name in known and not known[name].contains(have[name], prereleases=True)]
+    if wrong:
+        raise Problem(f"do not fit: {', '.join(f'{name} {have[name]} (needs {known[name]})' for name in wrong)}", fix)
+    return ", ".join(f"{name} {have[name]}" for name in names)
+
+
+def python(_config: Config | None) -> str:
+    """Check the Python version."""
+    from packaging.specifiers import SpecifierSet
+
+    found, wanted = ".".join(map(str, sys.version_info[:3])), metadata.metadata("omagd")["Requires-Python"]
+    if not SpecifierSet(wanted).contains(found, prereleases=True):
+        fix = "make a new environment: PYTHON=python3.12 ./quickstart.sh"
+        raise Problem(f"{found}, but omagd needs {wanted}", fix)
+    return f"{found} in {sys.prefix}"
+
+
+def packages(_config: Config | None) -> str:
+    """Check the versions of the packages that every run needs."""
+    wanted = [name for name in requirements() if name not in {*GAME, *ON_REQUEST}]
+    require(wanted)
+    return f"{len(wanted)} packages as required"
+
+
+def torch(config: Config) -> str:
+    """Check that torch computes correctly."""
+    import torch as library
+
+    if float((library.ones(2, 2) @ library.ones(2, 2)).sum()) != 8.0:
+        raise Problem(f"{library.__version__} computes wrongly", "install another build of torch (pytorch.org)")
+    text = f"{library.__version__}, torch_threads={config.torch_threads} for each rank"
+    ranks = config.world_size or 1
+    cores, threads = _cores(), config.torch_threads * ranks
+    if threads > cores:
+        fix = f"lower torch_threads to {max(1, cores // ranks)}"
+        raise Limited(f"{text}, {threads} in all on {cores} cores", fix)
+    return text
+
+
+def gpu(_config: Config) -> str:
+    """List the GPUs with their free memory, torch's CUDA, and NCCL."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi"):
+            built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+            fix = "install a build that fits the driver: https://pytorch.org/get-started/locally"
+            raise Limited(f"nvidia-smi is installed, but torch finds no GPU; it is built with {built}", fix)
+        return "none: runs use the CPU"
+    cards = range(torch.cuda.device_count())
+    free = [torch.cuda.mem_get_info(card)[0] / GIGABYTE for card in cards]
+    names = ", ".join(f"{torch.cuda.get_device_name(card)}, {free[card]:.1f} GB free" for card in cards)
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    text = f"{len(cards)} ({names}), CUDA {torch.version.cuda}, NCCL {nccl}"
+    if min(free) < LEAST_MEMORY:
+        raise Limited(text, "end what else uses the GPU (nvidia-smi lists it), or lower buffer_size")
+    return text
+
+
+def gpu_battles(_config: Config) -> str:
+    """Check that battles can be played on a GPU: numba-cuda is there, and a kernel compiles and computes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no GPU to play on"
+    found = require(["numba-cuda"], "pip install -e .[gpu] -c constraints.txt", "gpu")
+    importlib.import_module("omagd.envs.battle.compiled.cuda").try_out()
+    return f"{found}: a kernel compiles and computes"
+
+
+def memory(_config: Config) -> str:
+    """Check the free main memory."""
+    from omagd.run.memory_budget import available_bytes
+
+    left = available_bytes()
+    if left is None:
+        raise Limited("unknown on this system", "watch memory/rss_mb in the log")
+    return _room(f"{left / GIGABYTE:.1f} GB left", left, LEAST_MEMORY, "lower buffer_size and batch_size_run")
+
+
+def _room(text: str, left: float, least: float, fix: str) -> str:
+    """Return the text. left: bytes. Errors: Limited where these are less than so many gigabytes."""
+    if left < least * GIGABYTE:
+        raise Limited(text, fix)
+    return text
+
+
+def limits(config: Config) -> str:
+    """Check the numbers of open files and processes, and the size of a file, against the needs of a run."""
+    from omagd.run.training.device import files_needed, largest_file, most_files, processes_left, processes_needed
+
+    workers, ranks = config.batch_size_run if config.env_processes else 0, config.world_size or 1
+    files, most = files_needed(workers, ranks), most_files()
+    processes, (left, why) = processes_needed(workers, ranks, config.torch_threads), processes_left()
+    size = largest_file()
+    room = f"{left} processes left ({why})" if why else "any number of processes"
+    text = f"{most} open files ({files} needed), {room}"
+    text += f" ({processes} needed), files of {'any size' if size == sys.maxsize else f'{size / GIGABYTE:.1f} GB'}"
+    if files > most or processes > left:
+        raise Problem(text, "raise the limit (ulimit -Hn, ulimit -u), or lower batch_size_run and world_size")
+    return _room(text, size, LEAST_DISK, "raise the limit: ulimit -f unlimited")
+
+
+def shared_memory(_config: Config) -> str:
+    """Check the shared memory of environments in processes."""
+    from omagd.run.training.device import LEAST_SHARED, SHARED
+
+    with tempfile.TemporaryFile(dir=SHARED) as file:
+        file.write(b"omagd")
+    room = os.statvfs(SHARED)
+    left = room.f_bavail * room.f_frsize
+    text = f"{SHARED}: {left / GIGABYTE:.2f} GB left"
+    return _room(text, left, LEAST_SHARED, "in a container: docker run --shm-size=1g")
+
+
+def disk(config: Config) -> str:
+    """Check that results can be written."""
+    place = Path(config.local_results_path).expanduser().absolute()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise Problem(f"{place} cannot be written", MORE_ROOM)
+    left = shutil.disk_usage(there).free
+    return _room(f"{place}: {left / GIGABYTE:.1f} GB left", left, LEAST_DISK, MORE_ROOM)
+
+
+def ddp_port(config: Config) -> str:
+    """Check that `ddp_port` is free."""
+    port = config.ddp_port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            text = f"{port} is taken: a run on one machine uses another one, one on several machines needs it"
+            raise Limited(text, f"give another one, such as ddp_port={port + (-1 if port == 65535 else 1)}") from None
+    return f"{port} is free"
+
+
+def smax(_config: Config) -> str:
+    """Check the packages of the extra `smax` without importing JAX."""
+    return require(("jaxmarl", "jax", "jaxlib"), INSTALL_SMAX, "smax")
+
+
+def pysc2(_config: Config) -> str:
+    """Check that the used parts of pysc2 can be imported, and that the game's messages load with this protobuf."""
+    text = require(GAME)
+    protocol = importlib.import_module("omagd.envs.sc2.client")
+    request = protocol.sc_pb.Request(ping=protocol.sc_pb.RequestPing())
+    if protocol.sc_pb.Request.FromString(request.SerializeToString()) != request:
+        raise Problem("a message changes when it is sent and received", INSTALL)
+    for name in ("pysc2.run_configs", "pysc2.lib.sc_process"):
+        importlib.import_module(name)
+    return text
+
+
+def game(config: Config) -> str:
+    """Find the installed versions of the game."""
+    from omagd.run.reporting.card import game_name
+
+    where, source = game_folder(), "SC2PATH" if os.environ.get("SC2PATH") else "SC2PATH is not set"
+    found = builds()
+    if not found:
+        what = "no Versions/Base*/SC2_x64" if where.is_dir() else "no such folder"
+        raise Problem(f"{where} ({source}): {what}", f"{INSTALL_GAME} installs the game; SC2PATH is its folder")
+    stuck = [build for build in found if not os.access(where / f"Versions/Base{build:05d}/SC2_x64", os.X_OK)]
+    if stuck:
+        raise Problem(f"{where} ({source}): Base{stuck[0]} is not executable", f"chmod +x {where}/Versions/*/SC2_x64")
+    version = config.env_args.get("game_version", None)
+    chosen = game_name(build_of(None if version is None else str(version)))
+    others = [game_name(build).removeprefix("StarCraft II ") for build in found if game_name(build) != chosen]
+    return f"{where} ({source}): {chosen} is used" + (f"; also installed: {', '.join(others)}" if others else "")
+
+
+def smac_maps(config: Config) -> str:
+    """Find the files of SMAC's maps."""
+    from omagd.envs.battle.maps import MAPS, is_custom
+
+    chosen = config.map_name if config.env == "sc2" else ""
+    names = [spec.game_file for spec in MAPS.values()]
+    return _maps([*names, chosen] if chosen and is_custom(chosen) else names, chosen)
+
+
+def smacv2_maps(_config: Config) -> str:
+    """Find the map of SMACv2."""
+    from omagd.envs.battle.args import FIELD
+
+    return _maps([FIELD], FIELD)
+
+
+def _maps(names: list[str], chosen: str) -> str:
+    from omagd.envs.sc2.install import map_path
+
+    folder = game_folder() / "Maps"
+    lacking = [name for name in names if not (folder / map_path(name)).is_file()]
+    text = f"{len(names) - len(lacking)} of {len(names)} in {(folder / map_path('x')).parent}"
+    if lacking:
+        text = f"{text}, not there: {', '.join(lacking)}"
+        raise (Problem if chosen in lacking or len(lacking) == len(names) else Limited)(text, GET_MAPS)
+    return text
+
+
+def wandb(_config: Config) -> str:
+    """Check W&B and in which mode it would record."""
+    found = require(["wandb"], f"{INSTALL}, or leave use_wandb=False")
+    from omagd.run.reporting.wandb_sink import choose_mode
+
+    kinds = {"online": "online, a key is stored", "offline": "offline, no key is stored (run `wandb login`)"}
+    return f"{found}, use_wandb=True records {kinds.get(mode := choose_mode(), f'with WANDB_MODE={mode}')}"
+
+
+def tensorboard(_config: Config) -> str:
+    """Check that TensorBoard is installed."""
+    return require(["tensorboard"], f"{INSTALL}, or leave use_tensorboard=False")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+ALL = frozenset({"all"})
+GAMES = frozenset({"sc2", "sc2_v2"})
+INSTALL_SMAX = "pip install -e .[smax] -c constraints.txt"
+CHECKS = (
+    Check("python", python, ALL),
+    Check("packages", packages, ALL),
+    Check("torch", torch, ALL),
+    Check("gpu", gpu, fix="see the line on torch"),
+    Check("gpu battles", gpu_battles),
+    Check("memory", memory, fix="see the line on torch"),
+    Check("limits", limits, fix="see the line on torch"),
+    Check("shared memory", shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),
+    Check("disk", disk, ALL, fix=MORE_ROOM),
+    Check("ddp port", ddp_port, fix="give another ddp_port, such as ddp_port=12400"),
+    Check("smax", smax, frozenset({"smax"}), fix=INSTALL_SMAX),
+    Check("pysc2", pysc2, GAMES),
+    Check("game", game, GAMES, fix="./install_sc2.sh"),
+    Check("SMAC maps", smac_maps, frozenset({"sc2"}), fix=GET_MAPS),
+    Check("SMACv2 map", smacv2_maps, frozenset({"sc2_v2"}), fix=GET_MAPS),
+    Check("W&B", wandb, fix="leave use_wandb=False"),
+    Check("TensorBoard", tensorboard, fix="leave use_tensorboard=False"),
+)
