@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from omagd.lab.studies.state import DONE, FAILED, PRUNED, STATE, StudyState, che
 from omagd.lab.studies.study import examine, make_executor
 from omagd.lab.studies.sweep_spec import Sweep, Value, optuna
 from omagd.lab.studies.view import ConsoleView
-from omagd.utils.errors import UserError, import_library, nearest
+from omagd.utils.errors import UserError, nearest
 from omagd.utils.run_folder import closed_to_others, write_json
 from omagd.utils.storage import is_number, read_json, replace_file
 
@@ -78,7 +79,7 @@ def run_sweep(sweep: Sweep, warn: Callable[[str], None], *, quiet: bool = False)
         warn: called with each warning, one line. quiet: do not show how it goes on.
     Errors: UserError where the sweep or its folder is not as it must be, or nothing can be written there.
     """
-    import_library("matplotlib.figure", "sweep")  # now, since it draws at the end of what may take days
+    import_module("matplotlib.figure")  # now, since it draws at the end of what may take days
     try:
         return _run(sweep, warn, quiet)
     except OSError as problem:
