@@ -172,7 +172,7 @@ def memory_warnings(config: Config, info: EnvInfo, ranks: int, available: float 
 
 def available_bytes() -> float | None:
     """Return the bytes that this process and its children may still allocate; None if unknown."""
-    bounds = [_meminfo(), _cgroup(Path("/sys/fs/cgroup")), _address_space()]
+    bounds = [_meminfo(), _cgroup(Path("/sys/fs/cgroup"))]
     known = [bound for bound in bounds if bound is not None]
     return min(known) if known else None
 
@@ -191,18 +191,6 @@ def _cgroup(folder: Path) -> float | None:
         limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # ValueError: "max"
         return None
-    return float(max(limit - used, 0))
-
-
-def _address_space() -> float | None:
-    """Return the bytes left of `ulimit -v`, if it is set."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
-    try:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        used = resident_bytes()
     return float(max(limit - used, 0))
 
 
