@@ -329,17 +329,6 @@ def test_an_unreachable_service_is_waited_for_once_and_everything_is_recorded_of
         assert (summary["_step"], summary["a"], summary["b"]) == (8, 8 / 3, "NaN")
 
 
-def test_where_nothing_can_be_recorded_wandb_is_off_and_the_run_goes_on(tmp_path, monkeypatch, caplog, home):
-    def init(**_):
-        raise RuntimeError("no\nservice")
-
-    monkeypatch.setattr(wandb, "init", init)
-    log_to(["wandb", "jsonl"], [("stage3", t, {"a": 1.0}) for t in (7, 8)], RunFacts(tmp_path), "failed")
-    (warning,) = caplog.records
-    assert warning.getMessage() == "W&B is off from here on: no service"
-    assert len(metrics_in(tmp_path)) == 2
-
-
 def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link_is_followed(
     tmp_path, monkeypatch, home
 ):
