@@ -1,4 +1,4 @@
-"""Memory: estimates of replay, free memory of the machine, and out-of-memory errors that name the key to reduce."""
+"""Memory: size of a replay, free memory of the machine, and out-of-memory errors that name the key to reduce."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from omagd.components.episode_codec import Codec, Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.learners.protocol import learner_class, records_full_obs
-from omagd.modules.graph_reconstructers import training_fields
 from omagd.runners.rollout import row_fields
 from omagd.utils.errors import UserError
 
@@ -135,39 +134,6 @@ def replay_spec(config: Config, info: EnvInfo) -> Spec:
     """Return the fields of the episodes that stage 3 stores."""
     fields = row_fields(info, records_full_obs(config))
     return {**fields, **controllers.REGISTRY.get(config.mac).extra_fields(config, info)}
-
-
-def pretraining_bytes(config: Config, info: EnvInfo) -> int:
-    """Return the bytes of the episodes of stages 1 and 2 over all ranks if every one reached `episode_limit`."""
-    fields = row_fields(info, full_obs=True)
-    return (
-        Codec({name: fields[name] for name in training_fields(config)}).width
-        * (info.episode_limit + 1)
-        * config.graph_pretrain_episodes
-    )
-
-
-def memory_warnings(config: Config, info: EnvInfo, ranks: int, available: float | None = None) -> list[str]:
-    """Return a line for each key whose episodes may not fit in the memory of a host with `ranks` ranks.
-
-    available: bytes; None means those that the system reports.
-    """
-    available = available_bytes() if available is None else available
-    if available is None:
-        return []
-    on_gpu = config.use_cuda and not config.buffer_cpu_only and torch.cuda.is_available()
-    needs = {}
-    if config.stage in {"stage1", "stage2", "all"} and config.use_graph_reconstruction:
-        needs["graph_pretrain_episodes"] = pretraining_bytes(config, info)
-    if config.stage in {"stage3", "all"} and not config.pretrain_only and not on_gpu:
-        needs[data_key(config)] = ranks * replay_bytes(config, info)
-    of_ranks = f" for {ranks} ranks" if ranks > 1 else ""
-    return [
-        f"{key}={getattr(config, key)}: episodes of {info.episode_limit} steps may take {_gb(need)}{of_ranks}, this"
-        f" machine has {_gb(available)} left. {key}={max(1, int(getattr(config, key) * available / need))} always fits"
-        for key, need in needs.items()
-        if need > available
-    ]
 
 
 def available_bytes() -> float | None:
