@@ -153,7 +153,7 @@ def test_secrets_reach_no_file_and_no_command_line(tmp_path):
     command = [PYTHON, MAIN, *words.split(), *BUDGETS, "checkpoint_interval=0"]
     compiled = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # another HOME has no kernels yet
     places = {"NETRC": str(netrc), "HOME": str(tmp_path), "XDG_CACHE_HOME": compiled}
-    started = Started(command, work, **SECRETS, **places, **FORKED)
+    started = Started(command, work, **{**SECRETS, **places, **FORKED})
     seen: set[bytes] = set()
     until = time.monotonic() + 120
     while started.process.poll() is None and time.monotonic() < until:
