@@ -107,10 +107,12 @@ def _server(owner: int) -> tuple[subprocess.Popen, socket.socket]:
 def serve(connection: socket.socket) -> None:
     """Start what is asked for until the other side is gone; `reaper.py` ends what still runs then."""
     import omagd.run.reporting.sacred_record  # noqa: F401 (imported here once, for all commands)
+    from omagd.envs.battle.skirmish_env import SkirmishEnv
     from omagd.run.launch.processes import MODULES
 
     for name in MODULES:
         importlib.import_module(name)
+    SkirmishEnv.engine()  # loads its kernels
 
     at_start = _read_at_start(dict(os.environ))
     running: dict[int, tuple[int, int]] = {}  # pidfd -> process id, where its exit code goes
@@ -166,9 +168,10 @@ def _become(asked: dict[str, Any], ends: list[int], warm: bool) -> None:
         os.environ.update(env)
         sys.argv, sys.path[0] = command[1:], str(Path(MAIN).parent)
         sys.path[1:1] = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry not in {"", *sys.path}]
-        if env.get(FORK_RANKS):
-            from omagd.run.launch import processes
+        from omagd.run.launch import processes
 
+        processes.STARTED_BY = os.getppid()
+        if env.get(FORK_RANKS):
             processes.start_method, processes.preload = lambda: "fork", lambda config: None
         runpy.run_path(MAIN, run_name="__main__")
         code: Any = 0

@@ -20,10 +20,10 @@ from omagd.learners.protocol import learner_class
 from omagd.run.cli.main import main
 
 COMMANDS = documented_commands()
-# Program, algorithm and environment of commands that fixtures and other tests run already.
+# Program and learner of commands that fixtures and other tests run already; the last two start one that is run here.
 RUN_ELSEWHERE = {
-    ("main", "omagd_small", "skirmish"), ("main", "omagd", "skirmish"), ("main", "qmix", "skirmish"),
-    ("main", "omagd", "smax"), ("torchrun", "qmix", "skirmish"),
+    ("main", "nq_learner"), ("main", "nq_graph_learner"), ("torchrun", "nq_learner"),
+    ("run_gnn_stage3_ddp.sh", "nq_graph_learner"), ("quickstart.sh", "nq_graph_learner"),
 }  # fmt: skip
 STAGES = ("stage1", "stage2", "stage3")
 NAMES = {
@@ -80,11 +80,10 @@ def test_a_run_leaves_its_files_and_a_record_of_sacred(run, ranks, stages, facts
 
 
 @pytest.mark.processes
-def test_the_main_job_on_smax(tmp_path):
+def test_pretraining_on_smax(tmp_path):
     pytest.importorskip("jaxmarl", reason="the extra smax is not installed")
-    options = ("--config=omagd", "--env-config=smax", "with", "env_args.map_name=3m", "run=ddp", "world_size=1")
-    folder = train(tmp_path, *options, "learner=nq_graph_learner_ddp")
-    assert check_run_folder(folder, 1)["env"] == "smax"
+    options = ("--config=omagd", "--env-config=smax", "with", "env_args.map_name=3m", "recontructer_stage=stage1")
+    assert check_run_folder(train(tmp_path, *options), 1, ("stage1",))["env"] == "smax"
 
 
 # --- what is documented
@@ -114,12 +113,21 @@ def distinct(commands: list[Documented]) -> list[Documented]:
     return list({command.meaning: command for command in reversed(commands)}.values())[::-1]
 
 
-def kind(command: Documented) -> tuple[str, str, str]:
-    """Return program, algorithm and environment of a command; keys are tested where they are implemented."""
+def preset(command: Documented) -> str:
+    """Return the preset of a command."""
     given = dict(word.lstrip("-").split("=", 1) for word in command.arguments if "=" in word)
     defaults = {"run_pretrain_ddp.sh": "omagd_origin", "run_gnn_stage3_ddp.sh": "omagd"}
-    config = given.get("config") or command.variables.get("CONFIG") or defaults.get(command.program, "omagd_small")
-    return command.program, config, given.get("env-config", "skirmish")
+    return given.get("config") or command.variables.get("CONFIG") or defaults.get(command.program, "omagd_small")
+
+
+def learner_of(name: str) -> str:
+    """Return the learner of a preset, without `_ddp`."""
+    return read_preset("algs", name).get("learner", "nq_learner").removesuffix("_ddp")
+
+
+def kind(command: Documented) -> tuple[str, str]:
+    """Return program and learner of a command; keys are tested where they are implemented."""
+    return command.program, learner_of(preset(command))
 
 
 def different(commands: list[Documented]) -> list[Documented]:
@@ -134,7 +142,7 @@ def filled_in(command: Documented, runs: dict[str, Path]) -> tuple[dict[str, str
     runs: by --config; a run of the published sizes stands in for all others, with its map.
     """
     script = command.program.endswith(".sh")
-    name = command.variables.get("CONFIG", "omagd") if script else kind(command)[1]
+    name = command.variables.get("CONFIG", "omagd") if script else preset(command)
     graph = runs["omagd_small" if name == "omagd_small" else "omagd"]
     tokenizer, predictor = (str(graph / "models" / f"pretrain_stage{stage}_best") for stage in (1, 2))
     where = {
@@ -185,7 +193,7 @@ def test_commands_are_found_in_the_texts():
 def budgets_of(words):
     """Return small budgets for a command; learners without replay have no buffer, and groups fill two battles."""
     presets = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
-    learner = read_preset("algs", presets[0]).get("learner", "nq_learner") if presets else "nq_learner"
+    learner = learner_of(presets[0]) if presets else "nq_learner"
     on_policy = learner_class(learner).data == "on_policy"
     groups = ["group_size=2"] * (learner == "rloo_learner")
     return [word for word in BUDGETS if not (on_policy and word.startswith("buffer_size="))] + groups

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from command_budgets import BUDGETS
-from command_harness import MAIN
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
@@ -105,26 +101,21 @@ def test_freed_memory_is_kept_for_the_next_request():
     assert min(page_faults() for _ in range(20)) < 10  # a mapped block has at least 20, also with huge pages
 
 
-@pytest.mark.processes
-def test_too_few_open_files_are_made_enough_or_named_before_the_run(tmp_path):
-    """Four workers need more than a soft limit of 24; 24 workers more than a hard limit of 100."""
-    words = (
-        MAIN,
-        "-u",
-        "--config=qmix",
-        "--env-config=matrix_game",
-        "with",
-        *BUDGETS,
-        "env_processes=True",
-        "t_max=20",
-    )
-    for kind, workers, rc in (("-Sn 24", 4, 0), ("-n 100", 24, 2)):
-        given = (*words, f"batch_size_run={workers}", f"local_results_path={tmp_path}")
-        command = ("bash", "-c", f'ulimit {kind}; exec "$@"', "bash", sys.executable, *given)
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-        assert ended.returncode == rc, ended.stderr
-    assert len(list(tmp_path.iterdir())) == 1 and ended.stderr.count("\n") == 1
-    assert "batch_size_run=24: 24 environments in processes" in ended.stderr and "(ulimit -Hn)" in ended.stderr
+def test_too_few_open_files_are_made_enough_or_named_before_the_run(monkeypatch):
+    """Two workers fit below a hard limit of 100, 24 do not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(24, soft // 2), hard))
+        device.raise_limit(soft)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= soft
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(device.resource, "getrlimit", lambda kind: (24, 100))
+    monkeypatch.setattr(device, "processes_left", lambda: (10**6, ""))
+    words = {"env_processes": True, "use_cuda": False}
+    check(batch_size_run=2, **words)
+    check(error="batch_size_run=24: 24 environments in processes", batch_size_run=24, **words)
+    check(error="(ulimit -Hn)", batch_size_run=24, **words)
 
 
 def test_processes_are_counted_per_user_and_per_control_group(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
@@ -17,10 +18,22 @@ from types import SimpleNamespace
 
 import pytest
 from command_budgets import BUDGETS
-from command_harness import ROOT, Started, left_behind, records, run_command, run_folders, summary_of
+from command_harness import (
+    FORKED,
+    MAIN,
+    PYTHON,
+    ROOT,
+    Started,
+    left_behind,
+    records,
+    run_command,
+    run_folders,
+    summary_of,
+)
 from ddp_harness import run_ranks
 from sockets import free_port, wait_until
 
+from omagd.run.cli.main import config_from
 from omagd.run.launch import watchdog as group
 from omagd.run.launch.watchdog import require_shared_folder
 from omagd.utils.dist_utils import Dist
@@ -33,7 +46,7 @@ RUN = ("--config", "qmix", "--env-config", "skirmish", "env_args.map_name=3m", *
 
 def check_folders(rank: int, dist: Dist, cases: list[list[str]]) -> list[str]:
     """Return the error of this rank for each case of one folder per rank; empty if there is none."""
-    group.WAITS, errors = (0.0, 0.1), []
+    group.WAITS, errors = (0.1, 0.0), []
     for case in cases:
         try:
             require_shared_folder(dist, case[rank])
@@ -58,19 +71,52 @@ def test_a_folder_that_is_not_shared_is_rejected_on_all_ranks(tmp_path):
     require_shared_folder(Dist(), tmp_path / "missing")  # one rank needs none
 
 
+def look(rank: int, dist: Dist, _: None) -> list[tuple[bool, str]]:
+    return runpy.run_path(str(ROOT / "scripts" / "probe_ranks.py"))["look"](dist, "gloo")
+
+
 @pytest.mark.processes
+def test_ranks_look_at_their_connections():
+    first, *others = run_ranks(look)
+    assert all(right for right, _ in first) and [right for right, _ in first] == [right for right, _ in others[0]]
+    assert all(words in str(first) for words in ("2 ranks (gloo)", "MB/s", " ms"))
+
+
+# Stands in for Python: plays the probe and the training, which writes its results down; the last step is real.
+PLAYER = f"""#!/usr/bin/env bash
+case "$*" in
+    -c*) echo 0 ;;
+    *probe_ranks.py*) [ "${{FAILS:-}}" != probe ] && echo "ok    probe" || {{ echo "no route to host" >&2; exit 1; }} ;;
+    *main.py*)
+        printf '%s\\0' "$@" >"$CALLED"
+        [ "${{FAILS:-}}" != training ] || exit 1
+        for word in "$@"; do case $word in local_results_path=*) run=${{word#*=}}/run ;; esac; done
+        mkdir -p "$run/logs" && touch "$run/logs/rank_0.log" "$run/logs/rank_1.log"
+        echo '{{"exit_state": "completed", "world_size": 2, "updates": '"${{UPDATES:-7}}"'}}' >"$run/summary.json"
+        echo "results: $run"
+        ;;
+    *) exec "{PYTHON}" "$@" ;;
+esac
+"""
+
+
 def test_the_quick_test_passes_and_fails(tmp_path):
-    """It passes on this machine, and fails with a Python whose torchrun finds no other host."""
     command = [str(ROOT / "scripts" / "quick_distributed_test.sh"), "--master-port", str(free_port())]
-    *lines, verdict = run_command(command, tmp_path, TMPDIR=str(tmp_path)).out.splitlines()
-    assert re.fullmatch(r"PASS in \d+ s", verdict) and all(line.startswith("ok ") for line in lines)
-    assert all(words in "\n".join(lines) for words in ("2 ranks (gloo)", "MB/s", " ms", "updates on 2 ranks"))
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")] == []
-    python = tmp_path / "python"
-    python.write_text('#!/usr/bin/env bash\n[ "$1" = -c ] && echo 0 || { echo "no route to host" >&2; exit 1; }\n')
+    python, called = tmp_path / "python", tmp_path / "called"
+    python.write_text(PLAYER)
     python.chmod(0o755)
-    failed = Started(command, tmp_path, PYTHON=str(python), TMPDIR=str(tmp_path)).wait(60)
-    assert failed.code == 1 and "FAIL after" in failed.out
+    (tmp_path / "temporary").mkdir()
+    given = {"PYTHON": str(python), "CALLED": str(called), "TMPDIR": str(tmp_path / "temporary")}
+    *lines, verdict = run_command(command, tmp_path, **given).out.splitlines()
+    assert re.fullmatch(r"PASS in \d+ s", verdict) and all(line.startswith("ok ") for line in lines)
+    assert "7 updates on 2 ranks" in "\n".join(lines)
+    words = [word for word in called.read_text().split("\0") if word][1:]
+    config = config_from(words[words.index(next(word for word in words if word.endswith("main.py"))) + 1 :])
+    assert (config.run, config.world_size, config.distributed_debug) == ("ddp", 2, True)
+    for more in ({"FAILS": "probe"}, {"FAILS": "training"}, {"UPDATES": "0"}):
+        failed = Started(command, tmp_path, **given, **more).wait(60)
+        assert failed.code == 1 and "FAIL after" in failed.out, more
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def ip(*words: str) -> None:
@@ -117,7 +163,8 @@ def test_two_hosts_train_like_two_ranks_of_one_host_although_the_network_fails_f
     """
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir(), here.mkdir()
-    alone = Started([str(ROOT / "launch.sh"), "--debug", "--gpus", "2", *RUN], here)
+    two = ("run=ddp", "world_size=2", "distributed_debug=True")
+    alone = Started([PYTHON, MAIN, *RUN[:4], "with", *RUN[4:], *two], here, **FORKED)
     words = ("--gpus", "1", "--nodes", "2", "--master-addr", f"{NETWORK}.1", "--master-port", "29613", *RUN)
     words += ("--max-restarts", "4", "dist_timeout_minutes=0.2", "checkpoint_interval=0", "distributed_debug=True")
     started = [

@@ -15,7 +15,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.envs.protocol import Observation
-from omagd.run.memory_budget import asked_bytes, memory_warnings, oom_hint, pretraining_bytes, replay_bytes, replay_spec
+from omagd.run.memory_budget import asked_bytes, oom_hint, replay_bytes, replay_spec
 from omagd.runners.rollout import Recorder
 from omagd.utils.errors import UserError
 
@@ -63,21 +63,6 @@ def test_what_a_controller_of_ones_own_keeps_is_counted(monkeypatch):
     plain = replay_bytes(made, INFO)
     monkeypatch.setattr(controllers.REGISTRY, "get", lambda name: Moody)
     assert replay_bytes(made, INFO) == plain + 4 * 5 * 7 * 71 * made.buffer_size
-
-
-def test_episodes_that_may_not_fit_are_reported_with_a_number_that_does():
-    made = config(buffer_size=5000)
-    need = replay_bytes(made, INFO)
-    assert memory_warnings(made, INFO, 2, available=2 * need) == []
-    (line,) = memory_warnings(made, INFO, 2, available=need)
-    assert [w for w in ("buffer_size=5000", "for 2 ranks", "buffer_size=2500 always fits") if w not in line] == []
-    of_all = config("omagd", graph_pretrain_episodes=800)
-    pretraining = pretraining_bytes(of_all, INFO)
-    assert pretraining == 800 * 71 * (5 * 55 * 4 + 35)
-    first, second = memory_warnings(of_all, INFO, 3, available=pretraining / 2)
-    assert "graph_pretrain_episodes=400 always fits" in first and "buffer_size=" in second
-    only = config("omagd", reconstructer_stage="stage1", graph_pretrain_episodes=800)
-    assert memory_warnings(only, INFO, 3, available=pretraining) == []
 
 
 ERRORS = (

@@ -236,7 +236,7 @@ def test_a_missing_library_is_one_line(tmp_path, monkeypatch, capsys, command, p
     assert main([command, "runs"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith(f"error: {command}: needs ")
-    assert error.endswith(f", which is not installed: pip install {package}\n")
+    assert error.endswith(f": pip install --force-reinstall {package}\n")
     assert [path.name for path in tmp_path.rglob("*") if path.suffix in (".png", ".svg", ".html")] == []
 
 

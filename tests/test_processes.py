@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from command_budgets import BUDGETS
-from command_harness import MAIN, PYTHON, ROOT, Started, left_behind, run_folders, summary_of
-from sockets import running, tree, wait_until
+from command_harness import PYTHON, ROOT
 
 from omagd.envs.sc2.resources import Scratch
 from omagd.run.cli.main import config_from
@@ -47,34 +44,6 @@ def test_the_fork_server_starts_only_where_ranks_will_start(words, rank, wanted,
         processes.preload(config_from(list(words)))
     assert started == [True] * wanted
     assert processes.start_method() == ("forkserver" if wanted else "spawn")
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-LAUNCHERS = {"spawned": ((), "world_size=2"), "torchrun": (TORCHRUN, "env_processes=True")}
-
-
-@pytest.mark.processes
-def test_ranks_end_when_their_launcher_is_killed(tmp_path):
-    """The runs are side by side."""
-    started = {}
-    for how, (launcher, more) in LAUNCHERS.items():
-        (tmp_path / how).mkdir()
-        words = (MAIN, "-u", "--config=qmix", "with", "run=ddp", *BUDGETS, more, "t_max=100000000")
-        started[how] = Started([PYTHON, *launcher, *words], tmp_path / how)
-    for how, command in started.items():
-        wait_until(lambda how=how: list(tmp_path.glob(f"{how}/results/*/metrics.jsonl")))
-        descendants = tree(command.process.pid)
-        assert len(descendants) >= 3
-        os.kill(command.process.pid, signal.SIGKILL)
-        wait_until(lambda started=descendants[1:]: not any(map(running, started)), 20)
-        alive = [pid for pid in descendants[1:] if running(pid)]
-        for pid in alive:  # torchrun's ranks have their own sessions
-            os.kill(pid, signal.SIGKILL)
-        assert alive == []
-        command.wait(60)
-        assert left_behind(command.group, patience=20) == []
-        (folder,) = run_folders(tmp_path / how)
-        assert summary_of(folder)["exit_state"] == "interrupted"
 
 
 @pytest.mark.parametrize(("name", "watched"), [("RANK", []), ("SLURM_PROCID", [processes.STARTED_BY])])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.multiprocessing as multiprocessing
 from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, Started, run_folders, summary_of
+from ddp_harness import HOW
 from sockets import free_port, listening
 
 from omagd.config.loading import resolve
@@ -29,7 +29,9 @@ from omagd.run.launchers import (
 )
 from omagd.utils import dist_utils
 from omagd.utils.dist_utils import (
+    Dist,
     cleanup_distributed,
+    open_board,
     open_rendezvous,
     setup_distributed,
     unwrap_model,
@@ -37,24 +39,9 @@ from omagd.utils.dist_utils import (
 )
 from omagd.utils.errors import UserError
 
-NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
+NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES"}
 PREFIXES = ("SLURM_", "OMPI_", "MV2_", "PMI_", "PMIX_", "PALS_", "MPI_")
 GROUP = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """Return a function that sets the number of visible GPUs and the launcher's variables."""
-
-    def set_up(gpus: int, **values: object) -> None:
-        for name in {*NAMES, "CUDA_VISIBLE_DEVICES"}.union(each for each in os.environ if each.startswith(PREFIXES)):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in (GROUP | values).items():
-            monkeypatch.setenv(name, str(value))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-
-    return set_up
 
 
 @pytest.fixture
@@ -71,9 +58,21 @@ def task(monkeypatch):
     return set_up
 
 
-STEP = {"SLURM_PROCID": 5, "SLURM_STEP_NUM_TASKS": 8, "SLURM_NTASKS": 8, "SLURM_JOB_ID": 77, "SLURM_STEP_ID": 0}
+@pytest.fixture
+def machine(monkeypatch, task):
+    """Return a function that sets the number of visible GPUs and the launcher's variables."""
+
+    def set_up(gpus: int, **values: object) -> None:
+        task(**GROUP | values)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+
+    return set_up
+
+
+STEP = {"SLURM_PROCID": 5, "SLURM_STEP_NUM_TASKS": 8, "SLURM_JOB_ID": 77, "SLURM_STEP_ID": 0}
 NODES = {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": 1, "SLURM_NODEID": 1}
-ONE_HOST = {**STEP, "SLURM_LOCALID": 5, "SLURM_NNODES": 1}
+ONE_HOST = {**STEP, "SLURM_LOCALID": 5, "SLURM_STEP_TASKS_PER_NODE": "8"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": 1, "PMIX_RANK": 1,
     "OMPI_COMM_WORLD_LOCAL_SIZE": 2, "PMIX_NAMESPACE": "prterun-host-11390@1",
@@ -83,7 +82,7 @@ TASKS = {  # variables; rank, number of ranks, rank on this host, ranks there, a
     "srun, two hosts": ({**STEP, **NODES, "SLURM_STEP_NODELIST": "gpu[017-18,20],x"}, 5, 8, 1, 4, "gpu017"),
     "srun, a host without number": (
         {**STEP, **NODES, "SLURM_STEP_TASKS_PER_NODE": "4,3,1", "SLURM_STEP_NODELIST": "a1,b[2-3]"}, 5, 8, 1, 3, "a1"),
-    "srun, two brackets": ({**STEP, **NODES, "SLURM_JOB_NODELIST": "r[1-2]n[07,09].x"}, 5, 8, 1, 4, "r1n07.x"),
+    "srun, two brackets": ({**STEP, **NODES, "SLURM_STEP_NODELIST": "r[1-2]n[07,09].x"}, 5, 8, 1, 4, "r1n07.x"),
     "srun, one host": (ONE_HOST, 5, 8, 5, 8, "127.0.0.1"),
     "srun, with PMI": ({**ONE_HOST, "PMI_RANK": 5, "PMI_SIZE": 8}, 5, 8, 5, 8, "127.0.0.1"),
     "Open MPI": (OPEN_MPI, 1, 2, 1, 2, "127.0.0.1"),
@@ -112,7 +111,7 @@ def test_tasks_of_srun_and_mpi_become_ranks(name, task):
 def test_two_steps_of_a_job_meet_on_different_ports_and_all_tasks_of_one_on_the_same(task):
     ports = []
     for rank, step in ((0, 0), (1, 0), (0, 1)):
-        task(**STEP | {"SLURM_PROCID": rank, "SLURM_STEP_ID": step, "SLURM_NNODES": 1})
+        task(**STEP | {"SLURM_PROCID": rank, "SLURM_STEP_ID": step, "SLURM_STEP_TASKS_PER_NODE": "8"})
         join_tasks()
         ports.append(os.environ["MASTER_PORT"])
     assert ports[0] == ports[1] != ports[2]
@@ -159,9 +158,14 @@ def test_tasks_that_cannot_train_together_end_with_one_line(error, task, capsys,
 
 @pytest.mark.processes
 def test_two_tasks_of_srun_are_one_run(tmp_path):
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+    }
     words = ("-u", "--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "run=ddp", "t_max=20")
-    command = ["env", PYTHON, MAIN, *words, "use_cuda=False"]
+    command = [PYTHON, MAIN, *words, "use_cuda=False"]
     started = [Started(command, tmp_path, **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
     ended = [one.wait() for one in started]
     assert [one.code for one in ended] == [0, 0], ended
@@ -180,20 +184,12 @@ def variables(rank: int, world_size: int, **more: object) -> dict[str, object]:
     return {"RANK": rank, "WORLD_SIZE": world_size, **more}
 
 
-SRUN = {"SLURM_NTASKS": 8, "SLURM_LOCALID": 2, "SLURM_NODEID": 1}
+SRUN = {"SLURM_STEP_NUM_TASKS": 8, "SLURM_LOCALID": 2, "SLURM_NODEID": 1}
 STARTS = {  # visible GPUs, variables, ranks on this host, rank on this host, GPU
     "torchrun": (4, variables(6, 8, LOCAL_RANK=2, LOCAL_WORLD_SIZE=4), 4, 2, 2),
-    "srun, all GPUs visible": (4, variables(6, 8, **SRUN, SLURM_STEP_TASKS_PER_NODE="4(x2)"), 4, 2, 2),
-    "srun, one GPU for each task": (1, variables(6, 8, **SRUN, SLURM_TASKS_PER_NODE="4(x2)"), 4, 2, 0),
-    "srun, uneven hosts": (3, variables(6, 8, **SRUN, SLURM_TASKS_PER_NODE="5,3"), 3, 2, 2),
-    "srun, --ntasks-per-node": (4, variables(6, 8, **SRUN, SLURM_NTASKS_PER_NODE=4), 4, 2, 2),
-    "srun without the number of tasks on each host": (4, variables(6, 8, **SRUN), 4, 2, 2),
-    "Open MPI": (
-        1, variables(5, 8, OMPI_COMM_WORLD_SIZE=8, OMPI_COMM_WORLD_LOCAL_RANK=1, OMPI_COMM_WORLD_LOCAL_SIZE=4), 4, 1, 0,
-    ),
-    "Intel MPI": (4, variables(5, 8, PMI_SIZE=8, MPI_LOCALRANKID=1, MPI_LOCALNRANKS=4), 4, 1, 1),
+    "srun, one GPU for each task": (1, variables(6, 8, **SRUN, SLURM_STEP_TASKS_PER_NODE="4(x2)"), 4, 2, 0),
     "by hand": (4, variables(6, 8), 4, 2, 2),
-    "by hand in a task of srun": (2, variables(1, 2, SLURM_NTASKS=1, SLURM_LOCALID=0), 2, 1, 1),
+    "by hand in a task of srun": (2, variables(1, 2, SLURM_STEP_NUM_TASKS=1, SLURM_LOCALID=0), 2, 1, 1),
     "by hand with LOCAL_RANK": (4, variables(6, 8, LOCAL_RANK=3), 4, 3, 3),
 }  # fmt: skip
 
@@ -202,19 +198,20 @@ STARTS = {  # visible GPUs, variables, ranks on this host, rank on this host, GP
 def test_each_rank_knows_its_host_and_its_gpu(start, machine):
     gpus, values, here, place, index = STARTS[start]
     machine(gpus, **values)
+    join_tasks()
     plan = make_plan(resolve("qmix", "skirmish", {"run": "ddp"}))
     assert (plan.world_size, plan.joins, plan.backend) == (values["WORLD_SIZE"], True, "nccl")
     assert (ranks_here(plan.world_size), local_rank(plan.world_size)) == (here, place)
     assert plan.device(place) == torch.device("cuda", index)
 
 
-LOCAL, TASK = {"LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}, {"SLURM_NTASKS": 2, "SLURM_LOCALID": 1}
+LOCAL, TASK = {"LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}, {"SLURM_STEP_NUM_TASKS": 2, "SLURM_LOCALID": 1}
 CONTRADICTIONS = {
     "more than the 1 visible GPUs": LOCAL,
-    "more than the 1 visible": {**LOCAL, "TORCHELASTIC_RUN_ID": "x", "SLURM_NTASKS": 2},
+    "more than the 1 visible": {**LOCAL, "TORCHELASTIC_RUN_ID": "x", "SLURM_STEP_NUM_TASKS": 2},
     "SLURM_LOCALID=x": {**TASK, "SLURM_LOCALID": "x"},
     "SLURM_LOCALID=7": {**TASK, "SLURM_LOCALID": 7},
-    "SLURM_TASKS_PER_NODE=2(y3)": {**TASK, "SLURM_TASKS_PER_NODE": "2(y3)"},
+    "SLURM_STEP_TASKS_PER_NODE=2(y3)": {**TASK, "SLURM_STEP_TASKS_PER_NODE": "2(y3)"},
     "MPI_LOCALNRANKS=0": {"PMI_SIZE": 2, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 0},
 }
 
@@ -223,12 +220,13 @@ CONTRADICTIONS = {
 def test_contradictions_are_rejected_by_name(named, machine):
     machine(1, **variables(1, 2, **CONTRADICTIONS[named]))
     with pytest.raises(UserError) as error:
+        join_tasks()
         make_plan(resolve("qmix", "skirmish", {"run": "ddp"}))
     assert named in error.value.message
 
 
 def test_ranks_spawned_within_a_task_of_slurm_are_all_on_this_host(machine):
-    machine(0, SLURM_NTASKS=1, SLURM_TASKS_PER_NODE=1, SLURM_LOCALID=0)
+    machine(0, SLURM_STEP_NUM_TASKS=1, SLURM_STEP_TASKS_PER_NODE=1, SLURM_LOCALID=0)
     plan = make_plan(resolve("qmix", "skirmish", {"run": "ddp", "world_size": 2}))
     assert plan.spawns and ranks_here(2) == 2
 
@@ -263,33 +261,22 @@ def test_an_interface_set_by_the_user_is_kept(monkeypatch):
 
 
 # A rank of a group that a batch system has started: only the environment variables, no store of an agent.
-MEMBER = """
-import os
-import torch
-from sockets import listening
-from omagd.utils.dist_utils import Dist, cleanup_distributed, open_board, setup_distributed
-rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-setup_distributed(rank, 2, "gloo", port, 0.5, attempt=1)
-dist, board = Dist(rank, 2), open_board(rank, port, 0.5, hosted=False, attempt=1)
-board.set(str(rank), f"here {rank}")
-assert board.get(str(1 - rank)) == f"here {1 - rank}".encode()
-assert dist.sum(torch.ones(1)).item() == 2
-print({str(address) for address in listening([os.getpid()])[os.getpid()]}, flush=True)
-dist.sum(torch.ones(1))
-cleanup_distributed()
-"""
+def member(rank: int, port: int) -> None:
+    group = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ.update({name: str(value) for name, value in group.items()})
+    setup_distributed(rank, 2, "gloo", port, 0.5, attempt=1)
+    dist, board = Dist(rank, 2), open_board(rank, port, 0.5, hosted=False, attempt=1)
+    board.set(str(rank), f"here {rank}")
+    assert board.get(str(1 - rank)) == f"here {1 - rank}".encode()
+    assert dist.sum(torch.ones(1)).item() == 2
+    assert {str(address) for address in listening([os.getpid()])[os.getpid()]} == {"127.0.0.1"}
+    dist.sum(torch.ones(1))
+    cleanup_distributed()
 
 
 @pytest.mark.processes
 def test_without_an_agent_rank_0_holds_the_store_at_the_given_address():
-    path = os.pathsep.join(filter(None, (os.path.dirname(__file__), os.environ.get("PYTHONPATH"))))
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env = {**os.environ, **shared, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", MEMBER]
-    for member in [subprocess.Popen(command, env={**env, "RANK": rank}, **pipes) for rank in "01"]:
-        out, err = member.communicate(timeout=60)
-        assert (member.returncode, out) == (0, "{'127.0.0.1'}\n"), err
+    multiprocessing.start_processes(member, args=(free_port(),), nprocs=2, start_method=HOW)
 
 
 class Branches(torch.nn.Module):

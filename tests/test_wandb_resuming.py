@@ -15,18 +15,14 @@ from wandb_files import assert_recorded_once, offline_files
 
 pytestmark = pytest.mark.processes
 KEYS = {
-    **{key: yaml.safe_load(value) for key, value in (word.split("=") for word in BUDGETS[2:10])}, "t_max": 1200,
+    **{key: yaml.safe_load(value) for key, value in (word.split("=") for word in BUDGETS[2:10])}, "t_max": 1500,
     "log_interval": 100, "runner_log_interval": 100, "learner_log_interval": 100, "checkpoint_interval": 0.0,
     "use_wandb": True, "rnn_hidden_dim": 8, "use_cuda": False,
 }  # fmt: skip
 
 
-def command_of(kind):
-    """Return the command of a run or a list of seeds; the same command continues it, as in a study or a sweep."""
-    more = {"run": "unique_token=mine", "seeds": "seeds=1,2"}[kind]
-    words = [f"{key}={value}" for key, value in KEYS.items()]
-    start = [PYTHON, MAIN, "--config=vdn", "--env-config=skirmish", "with", "env_args.map_name=3m"]
-    return [*start, *words, more, "auto_resume=True"]
+WORDS = [f"{key}={value}" for key, value in KEYS.items()]
+COMMAND = [PYTHON, MAIN, "--config=vdn", "with", "env_args.map_name=3m", *WORDS, "seeds=1,2", "auto_resume=True"]
 
 
 def runs_in(place):
@@ -39,18 +35,17 @@ def is_under_way(run):
     return len(lines) >= 3 and offline_files(run) and (run / "saved.json").exists()
 
 
-@pytest.mark.parametrize(("kind", "how"), [("run", signal.SIGKILL), ("seeds", signal.SIGTERM)])
-def test_the_same_command_goes_on_in_the_same_folder_and_wandb_run(tmp_path, kind, how):
-    number, command = 2 if kind == "seeds" else 1, command_of(kind)
-    first = Started(command, tmp_path)
-    assert wait_until(lambda: len(runs_in(tmp_path)) == number and is_under_way(max(runs_in(tmp_path)))), first.kill()
-    os.kill(first.group, how)
+def test_the_same_command_goes_on_in_the_same_folder_and_wandb_run(tmp_path):
+    """A list of seeds is killed in its second one."""
+    first = Started(COMMAND, tmp_path)
+    assert wait_until(lambda: len(runs_in(tmp_path)) == 2 and is_under_way(max(runs_in(tmp_path)))), first.kill()
+    os.kill(first.group, signal.SIGKILL)
     first.wait()
     before = runs_in(tmp_path)
     assert not json.loads((before[-1] / "run.json").read_text()).get("finished"), "the run was too short"
     done = [(run / "summary.json").stat().st_mtime_ns for run in before[:-1]]
-    run_command(command, tmp_path)
-    assert runs_in(tmp_path)[: len(before)] == before and len(runs_in(tmp_path)) == number
+    run_command(COMMAND, tmp_path)
+    assert runs_in(tmp_path) == before
     assert [(run / "summary.json").stat().st_mtime_ns for run in before[:-1]] == done, "a finished seed was repeated"
     for run in before:
         assert summary_of(run)["exit_state"] == "completed"

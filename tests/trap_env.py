@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,6 @@ class Trap(Walk):
             raise ZeroDivisionError("the trap has closed")
         if how == "user":
             raise UserError("env_args.how=user: take another")
-        if how == "leave":
-            sys.exit(0)
         if how == "exit":
             os._exit(0)
         if how in ("kill", "once"):

@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from omagd.utils.errors import UserError
 
@@ -26,52 +26,38 @@ PORTS = range(10000, 30000)
 """Ports for ranks to meet on; below those that systems give to outgoing connections."""
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """Environment variables by which a launcher describes its tasks; of several names the first one that is set counts.
 
     Attributes:
         name: for messages. rank: index of the task. size: number of tasks; "" if the launcher does not tell.
-        batch: a batch script that is no task has `rank` as well, but no `size`.
-        sizes: more names of the number of tasks, read only if RANK and WORLD_SIZE are set by hand.
         local_rank: index of the task on this host. here: number of tasks on this host.
-        each: numbers of tasks on all hosts, as SLURM writes them: "4(x2),3". node: index of this host.
-        nodes: number of hosts. hosts: their names, as SLURM writes them: "gpu[17-18],login".
         job: equal in all tasks of a group, and different in another group on the same host.
     """
 
     name: str
     rank: str
     size: str = ""
-    batch: bool = False
-    sizes: tuple[str, ...] = ()
     local_rank: tuple[str, ...] = ()
     here: tuple[str, ...] = ()
-    each: tuple[str, ...] = ()
-    node: str = ""
-    nodes: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
 
 
 LAUNCHERS = (
     Launcher(
-        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        here=("OMPI_COMM_WORLD_LOCAL_SIZE",), job=("PMIX_NAMESPACE",),
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",), ("PMIX_NAMESPACE",),
     ),
     Launcher(
-        "MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-        here=("MV2_COMM_WORLD_LOCAL_SIZE",),
+        "MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
     Launcher(
-        "MPI", "PMI_RANK", "PMI_SIZE", local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        here=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), job=("PALS_APID",),
+        "MPI", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        ("PALS_APID",),
     ),
-    Launcher(
-        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", True, ("SLURM_NTASKS",), ("SLURM_LOCALID",),
-        ("SLURM_NTASKS_PER_NODE",), ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "SLURM_NODEID",
-        ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
-        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    SRUN := Launcher(
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), (), ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
     Launcher("PMIx", "PMIX_RANK"),
 )  # fmt: skip
@@ -94,12 +80,16 @@ def is_main() -> bool:
 def join_tasks() -> None:
     """Set the variables of torchrun that are missing, if a launcher has started this process as one of several tasks.
 
-    Errors: UserError where the number of tasks is unknown.
+    Errors: UserError where the number of tasks is unknown, or a variable is not as the launcher sets it.
     """
-    if in_group() or (launcher := _several()) is None:
-        return
-    rank, size = _task(launcher)
-    for name, value in {"RANK": str(rank), "WORLD_SIZE": str(size), **_meeting(_of_size(size), size)}.items():
+    if not in_group():
+        if (launcher := _several()) is None:
+            return
+        rank, size = _task(launcher)
+        os.environ.setdefault("RANK", str(rank))
+        os.environ.setdefault("WORLD_SIZE", str(size))
+    size = number_of("WORLD_SIZE", 1, 10**6)
+    for name, value in _place(_of_size(size), size).items():
         os.environ.setdefault(name, value)
 
 
@@ -141,34 +131,31 @@ def launcher_of(world_size: int) -> str:
 def ranks_here(world_size: int) -> int:
     """Return how many of the ranks run on this host.
 
-    Read from LOCAL_WORLD_SIZE, else from srun or MPI, else one rank per visible GPU; without a launcher all ranks.
+    Read from LOCAL_WORLD_SIZE, else one rank per visible GPU; without a launcher all ranks.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return min(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     if not in_group():
         return world_size
-    if count := _tasks_here(_of_size(world_size), world_size):
-        return min(world_size, count)
     import torch
 
     return min(world_size, torch.cuda.device_count() or world_size)
 
 
 def local_rank(world_size: int) -> int:
-    """Return this rank's index on this host: from LOCAL_RANK, srun or MPI, else from its rank."""
+    """Return this rank's index on this host: from LOCAL_RANK, else from its rank."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    for name in (name for launcher in _of_size(world_size) for name in launcher.local_rank if name in os.environ):
-        return number_of(name, 0, world_size - 1)
     return int(os.environ["RANK"]) % ranks_here(world_size)
 
 
 def _several() -> Launcher | None:
     """Return the launcher that started this process as one of several tasks, or of an unknown number of tasks."""
     found = [launcher for launcher in LAUNCHERS if launcher.rank in os.environ]
+    # A batch script that is no task has the rank of srun as well, but no size.
     told = [launcher for launcher in found if launcher.size in os.environ]
     several = [launcher for launcher in told if os.environ[launcher.size] != "1"]
-    return next(iter(several or [launcher for launcher in found if not told and not launcher.batch]), None)
+    return next(iter(several or [launcher for launcher in found if not told and launcher is not SRUN]), None)
 
 
 def _task(launcher: Launcher) -> tuple[int, int]:
@@ -182,13 +169,28 @@ def _task(launcher: Launcher) -> tuple[int, int]:
     return number_of(launcher.rank, 0, size - 1), size
 
 
-def _meeting(launchers: Sequence[Launcher], size: int) -> dict[str, str]:
-    """Return address and port where tasks can meet, as far as their launchers tell."""
+def _of_size(world_size: int) -> list[Launcher]:
+    """Return the launchers that started this rank as one of `world_size` tasks; none for torchrun."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return []
+    return [known for known in LAUNCHERS if os.environ.get(known.size) == str(world_size)]
+
+
+def _place(launchers: Sequence[Launcher], size: int) -> dict[str, str]:
+    """Return the place on this host, and where tasks can meet, as far as their launchers tell. Errors: UserError."""
     found = {}
-    hosts = _first(launcher.hosts for launcher in launchers)
-    if _tasks_here(launchers, size) == size:
+    if name := _first(launcher.local_rank for launcher in launchers):
+        found["LOCAL_RANK"] = str(number_of(name, 0, size - 1))
+    if name := _first(launcher.here for launcher in launchers):
+        here = number_of(name, 1, 10**6)
+    else:
+        here = _tasks_of_srun() if SRUN in launchers else 0
+    if here:
+        found["LOCAL_WORLD_SIZE"] = str(min(size, here))
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", os.environ.get("SLURM_STEP_NODELIST", "") if SRUN in launchers else "")
+    if here == size:
         found["MASTER_ADDR"] = "127.0.0.1"
-    elif hosts and (first := re.match(r"(?:[^,\[]|\[[^\]]*\])+", os.environ[hosts])):
+    elif first:  # "gpu[17-18],login"
         found["MASTER_ADDR"] = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0])
     jobs = [job for launcher in launchers if (job := [os.environ.get(name, "") for name in launcher.job]) and job[0]]
     if jobs:
@@ -201,29 +203,16 @@ def _first(names: Iterable[Iterable[str]]) -> str:
     return next((name for group in names for name in group if os.environ.get(name)), "")
 
 
-def _of_size(world_size: int) -> list[Launcher]:
-    """Return the launchers that started this rank as one of `world_size` tasks; none for torchrun."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return []
-    return [known for known in LAUNCHERS if str(world_size) in map(os.environ.get, (known.size, *known.sizes))]
-
-
-def _tasks_here(launchers: Sequence[Launcher], size: int) -> int:
-    """Return how many tasks the launchers have started on this host, 0 if unknown. Errors: UserError."""
-    for launcher in launchers:
-        for name in launcher.each:
-            counts: list[int] = []
-            for part in filter(None, os.environ.get(name, "").split(",")):
-                found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
-                if found is None:
-                    raise UserError(f"{name}={os.environ[name]}: must be as SLURM sets it, such as 4(x2),3. Unset it")
-                counts += [int(found[1])] * int(found[2] or 1)
-            node = int(os.environ.get(launcher.node, "0")) if os.environ.get(launcher.node, "0").isdigit() else 0
-            if node < len(counts):
-                return counts[node]
-    if name := _first(launcher.here for launcher in launchers):
-        return number_of(name, 1, 10**6)
-    return size if os.environ.get(_first(launcher.nodes for launcher in launchers)) == "1" else 0
+def _tasks_of_srun() -> int:
+    """Return how many tasks srun has started on this host, 0 if unknown. Errors: UserError."""
+    text, node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""), os.environ.get("SLURM_NODEID", "0")
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if found is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE={text}: must be as SLURM sets it, such as 4(x2),3. Unset it")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else 0
 
 
 def number_of(name: str, least: int, most: int, default: str | None = None) -> int:
@@ -344,6 +333,5 @@ def _check_group() -> None:
     number_of("RANK", 0, world_size - 1)
     here = number_of("LOCAL_WORLD_SIZE", 1, world_size, str(world_size))
     number_of("LOCAL_RANK", 0, here - 1, "0")
-    local_rank(world_size)
     require_place(world_size)
     number_of("MASTER_PORT", 1, 65535)

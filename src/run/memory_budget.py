@@ -1,4 +1,4 @@
-"""Memory: estimates of replay, free memory of the machine, and out-of-memory errors that name the key to reduce."""
+"""Memory: size of a replay, free memory of the machine, and out-of-memory errors that name the key to reduce."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from omagd.components.episode_codec import Codec, Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.learners.protocol import learner_class, records_full_obs
-from omagd.modules.graph_reconstructers import training_fields
 from omagd.runners.rollout import row_fields
 from omagd.utils.errors import UserError
 
@@ -137,42 +136,9 @@ def replay_spec(config: Config, info: EnvInfo) -> Spec:
     return {**fields, **controllers.REGISTRY.get(config.mac).extra_fields(config, info)}
 
 
-def pretraining_bytes(config: Config, info: EnvInfo) -> int:
-    """Return the bytes of the episodes of stages 1 and 2 over all ranks if every one reached `episode_limit`."""
-    fields = row_fields(info, full_obs=True)
-    return (
-        Codec({name: fields[name] for name in training_fields(config)}).width
-        * (info.episode_limit + 1)
-        * config.graph_pretrain_episodes
-    )
-
-
-def memory_warnings(config: Config, info: EnvInfo, ranks: int, available: float | None = None) -> list[str]:
-    """Return a line for each key whose episodes may not fit in the memory of a host with `ranks` ranks.
-
-    available: bytes; None means those that the system reports.
-    """
-    available = available_bytes() if available is None else available
-    if available is None:
-        return []
-    on_gpu = config.use_cuda and not config.buffer_cpu_only and torch.cuda.is_available()
-    needs = {}
-    if config.stage in {"stage1", "stage2", "all"} and config.use_graph_reconstruction:
-        needs["graph_pretrain_episodes"] = pretraining_bytes(config, info)
-    if config.stage in {"stage3", "all"} and not config.pretrain_only and not on_gpu:
-        needs[data_key(config)] = ranks * replay_bytes(config, info)
-    of_ranks = f" for {ranks} ranks" if ranks > 1 else ""
-    return [
-        f"{key}={getattr(config, key)}: episodes of {info.episode_limit} steps may take {_gb(need)}{of_ranks}, this"
-        f" machine has {_gb(available)} left. {key}={max(1, int(getattr(config, key) * available / need))} always fits"
-        for key, need in needs.items()
-        if need > available
-    ]
-
-
 def available_bytes() -> float | None:
     """Return the bytes that this process and its children may still allocate; None if unknown."""
-    bounds = [_meminfo(), _cgroup(Path("/sys/fs/cgroup")), _address_space()]
+    bounds = [_meminfo(), _cgroup(Path("/sys/fs/cgroup"))]
     known = [bound for bound in bounds if bound is not None]
     return min(known) if known else None
 
@@ -191,18 +157,6 @@ def _cgroup(folder: Path) -> float | None:
         limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # ValueError: "max"
         return None
-    return float(max(limit - used, 0))
-
-
-def _address_space() -> float | None:
-    """Return the bytes left of `ulimit -v`, if it is set."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
-    try:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
-        used = resident_bytes()
     return float(max(limit - used, 0))
 
 

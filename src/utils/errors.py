@@ -217,32 +217,17 @@ def import_extra(module: str, needed: str, extra: str) -> Any:
         raise UserError(f'{needed}{broken}: pip install "omagd[{extra}]"') from None
 
 
-LIBRARIES = {"matplotlib": "matplotlib", "scipy": "SciPy", "jinja2": "Jinja2", "pandas": "pandas"}
-"""Packages that commands import where they need them, with their names in sentences."""
-
-
 @contextmanager
 def libraries_of(command: str) -> Iterator[None]:
-    """Turn the failure of a block to import one of `LIBRARIES` into a UserError with the command that installs it."""
+    """Turn the failure of a block to import a package into a UserError with the command that installs it."""
     try:
         yield
     except ImportError as error:
-        frames = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
-        tops = (name.partition(".")[0] for name in (error.name or "", *frames))
-        package = next((top for top in tops if top in LIBRARIES), None)
-        if package is None:
+        package = (error.name or "omagd").partition(".")[0]
+        if package == "omagd":
             raise
-        own = (error.name or "").partition(".")[0] == package  # else something that the package imports is missing
-        missing = isinstance(error, ModuleNotFoundError) and own and sys.modules.get(package) is None
-        fix = package if missing else f"--force-reinstall {package}"
-        why = "is not installed" if missing else f"cannot be imported ({readable(str(error))[:200]})"
-        raise UserError(f"{command}: needs {LIBRARIES[package]}, which {why}: pip install {fix}") from error
-
-
-def import_library(module: str, command: str) -> Any:
-    """Import a module of `LIBRARIES` for a command. Errors: UserError where the package is missing or broken."""
-    with libraries_of(command):
-        return import_module(module)
+        why = f"which cannot be imported ({readable(str(error))[:200]})"
+        raise UserError(f"{command}: needs {package}, {why}: pip install --force-reinstall {package}") from error
 
 
 def print_out(text: str) -> None:

@@ -29,10 +29,6 @@ class Row(NamedTuple):
         return f" {self.why}"
 
 
-def _only(method: str) -> str:
-    return f"It belongs to {method}, which is not available here: leave it out"
-
-
 KEYS = (
     Row("hidden_dim hidden_size hidden_units rnn_hidden_size", "rnn_hidden_dim"),
     Row("learning_rate", "lr"),
@@ -96,37 +92,6 @@ KEYS = (
     Row("per_alpha per_beta return_priority", why="Leave it out: prioritised replay is not implemented"),
     Row("hpn_hyper_dim", "agent_args.hyper_dim", why="of agent=hpn_rnn"),
     Row("hpn_head_num hpn_hyper_activation", why="Leave it out: agent=hpn_rnn has one head and ReLU"),
-    Row("transformer_depth transformer_embed_dim transformer_heads", why=_only("UPDeT")),
-    Row("critic_baseline_fn critic_q_fn critic_train_mode critic_train_reps", why=_only("COMA")),
-    Row("qtran_arch opt_loss nopt_min_loss network_size", why=_only("QTRAN")),
-    Row(
-        "adv_hypernet_embed adv_hypernet_layers is_adv_attention is_minus_one is_stop_gradient num_kernel"
-        " weighted_head",
-        why="It belongs to QPLEX, an example in a package (examples/omagd_example): leave it out",
-    ),
-    Row(
-        "central_action_embed central_agent central_loss central_mac central_mixer central_mixing_embed_dim"
-        " central_rnn_hidden_dim hysteretic_qmix qmix_loss w",
-        why=_only("weighted QMIX"),
-    ),
-    Row(
-        "agent_own_state_size n_attention_head n_constrant_value n_head_embedding_layer1 n_head_embedding_layer2"
-        " n_key_embedding_layer1 n_query_embedding_layer1 n_query_embedding_layer2 type",
-        why=_only("Qatten"),
-    ),
-    Row(
-        "critics_update_num hypernet_embed_dim lica_mixing_embed_dim off_batch_size off_buffer_size step",
-        why=_only("LICA, DOP or RIIT"),
-    ),
-    Row(
-        "cg_edges cg_payoff_rank cg_payoffs_hidden_dim cg_utilities_hidden_dim duelling msg_anytime msg_iterations"
-        " msg_normalized initial_entropy_coef final_entropy_coef entropy_end_ratio state_value_type",
-        why=_only("PAC"),
-    ),
-    Row("reg", why=_only("MADDPG")),
-    Row("asn_hidden_size", why=_only("ASN")),
-    Row("augment_times enable_data_augmentation", why=_only("data augmentation")),
-    Row("frames", why=_only("the convolutional agent")),
     Row("hypergroup", why="Leave it out: groups of runs come from their configuration"),
 )
 _OWN = "Environments of your own come from a package (docs/extending.md); leave out their env_args too"

@@ -280,9 +280,6 @@ class _Formatter(logging.Formatter):
 GONE = frozenset({errno.EIO, errno.EPIPE})
 """Errors of a closed terminal and of a pipe without a reader."""
 
-ECHO = 2
-"""Columns of ^C."""
-
 # tqdm's default lock is a semaphore between processes, which a dead worker would leave behind.
 tqdm.set_lock(threading.RLock())
 
@@ -297,15 +294,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A bar that leaves space for the ^C of a terminal, which would wrap to the next line otherwise."""
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        values = super().format_dict
-        return {**values, "ncols": max(1, values["ncols"] - ECHO)} if values.get("ncols") else values
-
-
 class Progress:
     """A progress bar with speed and time left on stderr; nothing if that is no terminal.
 
@@ -317,7 +305,7 @@ class Progress:
     def __init__(
         self, total: int, unit: str = "step", description: str = "", enabled: bool = True, initial: int = 0
     ) -> None:
-        self._bar = _Bar(
+        self._bar = tqdm(
             total=total,
             initial=initial,
             desc=description or None,

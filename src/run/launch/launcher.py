@@ -45,12 +45,6 @@ from omagd.utils.storage import STORAGE, FolderGone, hold, read_entry, require_h
 
 ENDED = "all ranks have been ended"
 OUT_OF_MEMORY = " (the system does that when memory runs out: lower buffer_size, batch_size_run or world_size)"
-WITHOUT_FORK_SERVER = 255
-"""Exit code that multiprocessing reports for each rank once the process that the ranks are forked from is gone."""
-FORK_SERVER_GONE = (
-    "the process that the ranks are forked from was killed, which ends the run and its ranks; continue with the same"
-    " command and auto_resume=True"
-)
 CONSEQUENCES = frozenset({-signal.SIGABRT, 128 + signal.SIGINT})
 """Exit codes that the failure of another rank can cause."""
 
@@ -299,18 +293,19 @@ class Notes:
         """Send the error of this rank; only its first error counts."""
         error = explained(error) or error
         if isinstance(error, UserError):
-            self._fail(user=error.message)
-        elif isinstance(error, SystemExit):
-            self._fail(reason=exit_line(error))
+            self._fail(UserError(*error.messages))
         elif isinstance(error, RunFailed):
-            self._fail(failed=str(error))
+            self._fail(RunFailed(str(error)))
+        elif isinstance(error, SystemExit):
+            self._fail(RankFailed(f"rank {self.rank}: {exit_line(error)}; {ENDED}"))
         else:
             trace = "".join(traceback.format_exception(error))
-            self._fail(trace=trace, exchange=broken_exchange(error) is not None)
+            failed = RankFailed(f"rank {self.rank} failed; {ENDED}\n{trace}")
+            self._fail(failed, exchange=broken_exchange(error) is not None)
 
     def hung(self, line: str, stack: str) -> None:
         """Name a hanging rank. stack: of this rank, if it is the one that hangs."""
-        self._fail(line=line, stack=stack)
+        self._fail(RankFailed(f"{line}; {ENDED}\n{stack}".rstrip()), hung=True)
 
     def done(self, summary: Mapping[str, Any]) -> None:
         """Tell that this rank has finished its work, with the summary of the run."""
@@ -320,10 +315,10 @@ class Notes:
         """Pass a value on to the Sacred run, which is in the launcher's process."""
         self._send(scalar=(name, value, t))
 
-    def _fail(self, **content: Any) -> None:
+    def _fail(self, error: BaseException, exchange: bool = False, hung: bool = False) -> None:
         if not self._failed:
             self._failed = True
-            self._send(**content)
+            self._send(error=error, exchange=exchange, hung=hung)
 
     def _send(self, **content: Any) -> None:
         # The watchdog is a thread. Where the launcher is gone, a signal stops its ranks: they need not fail here.
@@ -340,10 +335,8 @@ def verdict(failed: Mapping[int, int], found: list[dict[str, Any]], world_size: 
     codes = set(failed.values())
     if len(failed) == world_size > 1 and codes <= {128 + number for number in SAVING}:
         return Verdict(Stopped(min(codes) - 128))  # one received a signal and all stopped together
-    if found and "line" in found[0]:
-        return Verdict(RankFailed(f"{found[0]['line']}; {ENDED}\n{found[0]['stack']}".rstrip()))
-    if len(failed) == world_size > 1 and codes == {WITHOUT_FORK_SERVER} and not found:
-        return Verdict(RankFailed(FORK_SERVER_GONE))
+    if found and found[0]["hung"]:
+        return Verdict(found[0]["error"])
     for rank, code in _silent_causes(failed, found).items():
         if code == 128 + signal.SIGINT:
             return Verdict(Stopped(signal.SIGINT))
@@ -352,14 +345,7 @@ def verdict(failed: Mapping[int, int], found: list[dict[str, Any]], world_size: 
             return Verdict(RankFailed(f"rank {rank} ended with exit code {code} without an error message; {ENDED}"))
         killed = f"rank {rank} was killed by {signal.Signals(number).name}"
         return Verdict(RankFailed(f"{killed}{OUT_OF_MEMORY * (number == signal.SIGKILL)}; {ENDED}"), killed)
-    first = found[0]
-    if "user" in first:
-        return Verdict(UserError(first["user"]))
-    if "failed" in first:
-        return Verdict(RunFailed(first["failed"]))
-    if "reason" in first:
-        return Verdict(RankFailed(f"rank {first['rank']}: {first['reason']}; {ENDED}"))
-    return Verdict(RankFailed(f"rank {first['rank']} failed; {ENDED}\n{first['trace']}"))
+    return Verdict(found[0]["error"])
 
 
 def _silent_causes(failed: Mapping[int, int], found: list[dict[str, Any]]) -> dict[int, int]:
@@ -374,4 +360,4 @@ def _silent_causes(failed: Mapping[int, int], found: list[dict[str, Any]]) -> di
     if causes or not found:
         return causes or silent
     aborted = {rank: code for rank, code in silent.items() if code == -signal.SIGABRT}
-    return aborted if found[0].get("exchange") else {}
+    return aborted if found[0]["exchange"] else {}

@@ -182,7 +182,7 @@ class Ranks:
     @property
     def hung(self) -> bool:
         """Whether a note names a hanging rank; waiting for the others is pointless then."""
-        return any("line" in note for note in self.notes)
+        return any(note.get("hung") for note in self.notes)
 
     def summary(self) -> dict[str, Any]:
         """Return the summary in rank 0's last note."""

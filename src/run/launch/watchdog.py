@@ -258,8 +258,8 @@ LOST_CONNECTION = (
 )
 """Messages of gloo and NCCL after the other rank of an exchange has ended."""
 
-WAITS = (0.0, 0.2, 0.5, 1.0, 2.0)
-"""Seconds before each attempt to read a file: a network file system may show new files late."""
+WAITS = (0.2, 0.5, 1.0, 2.0, 0.0)
+"""Seconds after each attempt to find a file: a network file system may show new files late."""
 
 
 @contextmanager
@@ -367,9 +367,16 @@ def require_shared_folder(dist: Dist, path: str | Path) -> None:
     if dist.world_size == 1:
         return
     folder, host = Path(path), socket.gethostname()
-    with _mark(folder, dist) as (mark, content):
-        trouble = _trouble(folder, mark, content, dist.rank)
-        found = {where: what for where, what in reversed(dist.gather((host, trouble))) if what}
+    mark = dist.broadcast(f".shared_{secrets.token_hex(32)}")
+    if dist.is_main:
+        with suppress(OSError):  # every rank, this one too, reports what it finds
+            (folder / mark).touch()
+    dist.all(True)  # from here on the file is there
+    trouble = _trouble(folder, mark, dist.rank)
+    found = {where: what for where, what in reversed(dist.gather((host, trouble))) if what}
+    if dist.is_main:
+        with suppress(OSError):
+            (folder / mark).unlink(missing_ok=True)
     if found:
         where = ", ".join(f"{what} on host {name}" for name, what in sorted(found.items()))
         fix = "give a folder of a file system that all hosts share (NFS, Lustre, …), under the same name everywhere"
@@ -377,39 +384,19 @@ def require_shared_folder(dist: Dist, path: str | Path) -> None:
         raise UserError(f"local_results_path: the run's folder {shown} {where}; {fix}")
 
 
-@contextmanager
-def _mark(folder: Path, dist: Dist) -> Iterator[tuple[str, str]]:
-    """Let rank 0 write a file with a random name; yield its name and content on every rank."""
-    name, content = dist.broadcast((f".shared_{secrets.token_hex(8)}", secrets.token_hex(32)))
-    if dist.is_main:
-        with suppress(OSError):  # every rank, this one too, reports what it finds
-            (folder / name).write_text(content)
-    dist.all(True)  # from here on the file is there
-    try:
-        yield name, content
-    finally:
-        if dist.is_main:
-            with suppress(OSError):
-                (folder / name).unlink(missing_ok=True)
-
-
-def _trouble(folder: Path, name: str, content: str, rank: int) -> str:
+def _trouble(folder: Path, name: str, rank: int) -> str:
     """Return what is wrong with the folder on this rank; empty if it is rank 0's and can be written."""
-    for seconds in () if rank == 0 else WAITS:
+    for seconds in WAITS:
+        if rank == 0 or os.path.exists(folder / name):
+            break
         time.sleep(seconds)
-        try:
-            with suppress(FileNotFoundError):
-                if (folder / name).read_text() == content:
-                    break
+        with suppress(OSError):
             list(folder.iterdir())  # makes NFS ask its server again
-        except OSError:
-            continue
     else:
-        if rank != 0:
-            return "is not rank 0's"
+        return "is not rank 0's"
     own = folder / f"{name}_{rank}"
     try:
-        own.write_text(content)
+        own.touch()
         own.unlink()
     except OSError as problem:
         return f"cannot be written ({problem.strerror})"

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,53 +88,46 @@ def _box(x0: float, y0: float, x1: float, y1: float, least: float) -> bool:
     return _near(x0, y0, x1, y1) and x1 - x0 >= least and y1 - y0 >= least
 
 
-def _faults_of_scene(scene: Scene) -> Iterator[str]:
-    units, n = len(scene.ids), scene.teams.count(AGENTS)
-    if not 0 < n <= units <= MOST_UNITS or not len(scene.teams) == len(scene.kinds) == units:
-        yield "the scene's units differ in number"
-    if len(set(scene.ids)) != units:
-        yield "two units have one name"
-    names = len(scene.team_names)
-    if any(scene.teams[:n]) or not {*scene.teams} <= {*TEAMS[:names]} or (scene.score and names < 2):
-        yield "a unit has no team, or agents are not first"
-    if any(len(part) not in (0, units) for part in (scene.health_max, scene.shield_max, scene.heals)):
-        yield "health or healers are of other units"
-    if not all(0 <= most < math.inf for most in (*scene.health_max, *scene.shield_max)):
-        yield "a largest health is no number from 0 on"
-    if any(
-        len(part) not in (0, n) or not _near(*part) or min(part, default=0) < 0 for part in (scene.sight, scene.reach)
-    ):
-        yield "a sight or reach is no distance of an agent"
-    if not _box(*scene.bounds, least=1) if scene.bounds else scene.torus:
-        yield "the map has no size"
-    if not all(_box(*wall, least=0) for wall in scene.walls):
-        yield "a wall is no rectangle"
+def _is_scene(scene: Scene) -> bool:
+    """Return whether a scene can be drawn: its lists agree, agents come first, and what has a place is on a map."""
+    units, n, names = len(scene.ids), scene.teams.count(AGENTS), len(scene.team_names)
+    return (
+        0 < n <= units <= MOST_UNITS
+        and len(scene.teams) == len(scene.kinds) == len(set(scene.ids)) == units
+        and not any(scene.teams[:n])
+        and {*scene.teams} <= {*TEAMS[:names]}
+        and (names >= 2 or not scene.score)
+        and all(len(part) in (0, units) for part in (scene.health_max, scene.shield_max, scene.heals))
+        and all(0 <= most < math.inf for most in (*scene.health_max, *scene.shield_max))
+        and all(
+            len(part) in (0, n) and _near(*part) and min(part, default=0) >= 0 for part in (scene.sight, scene.reach)
+        )
+        and (_box(*scene.bounds, least=1) if scene.bounds else not scene.torus)
+        and all(_box(*wall, least=0) for wall in scene.walls)
+    )
 
 
-def _faults_of_moment(scene: Scene, moment: Moment) -> Iterator[str]:
+def _is_moment_of(scene: Scene, moment: Moment) -> bool:
+    """Return whether a moment has the units and agents of a scene, at places that can be drawn."""
     units, n = len(scene.ids), scene.teams.count(AGENTS)
-    whole = (moment.health, moment.shield, moment.targets, moment.bodies)
-    if {len(moment.x), len(moment.y), len(moment.alive), *(len(part) for part in whole if part)} != {units}:
-        yield "a moment has other units than the scene"
-    if any(part and len(part) != n for part in (moment.actions, moment.values, moment.seen, moment.beliefs)):
-        yield "a moment has other agents than the scene"
-    if (any(scene.health_max) and not moment.health) or (any(scene.shield_max) and not moment.shield):
-        yield "a moment has no health"
-    if not _near(*moment.x, *moment.y) or any(len(body) % 2 or not _near(*body) for body in moment.bodies):
-        yield "a unit is at no place"
-    if any(moment.bodies) and scene.bounds is None:
-        yield "a body needs a map"
-    if not all(0 <= unit < units and moment.alive[unit] for unit in moment.marked):
-        yield "a unit is marked that is not there"
-    if len(moment.score) != (2 if scene.score else 0):
-        yield "the score is not that of two teams"
-    if any(action < 0 for action in moment.actions) or not all(map(SEEN.fullmatch, moment.seen)):
-        yield "an action is negative, or what is seen is no hexadecimal number"
-    places = [
-        (unit, [v for v in (x, y) if not isinstance(v, str)]) for each in moment.beliefs for unit, x, y, _ in each
-    ]
-    if not all(0 <= unit < units and _near(*place) for unit, place in places):
-        yield "a belief is about no unit or place"
+    of_units = (moment.health, moment.shield, moment.targets, moment.bodies)
+    of_agents = (moment.actions, moment.values, moment.seen, moment.beliefs)
+    beliefs = [belief for each in moment.beliefs for belief in each]
+    return (
+        {len(moment.x), len(moment.y), len(moment.alive), *(len(part) for part in of_units if part)} == {units}
+        and all(len(part) in (0, n) for part in of_agents)
+        and (bool(moment.health) or not any(scene.health_max))
+        and (bool(moment.shield) or not any(scene.shield_max))
+        and _near(*moment.x, *moment.y)
+        and all(len(body) % 2 == 0 and _near(*body) for body in moment.bodies)
+        and (scene.bounds is not None or not any(moment.bodies))
+        and all(0 <= unit < units and moment.alive[unit] for unit in moment.marked)
+        and len(moment.score) == (2 if scene.score else 0)
+        and all(action >= 0 for action in moment.actions)
+        and all(map(SEEN.fullmatch, moment.seen))
+        and all(0 <= unit < units for unit, *_ in beliefs)
+        and all(_near(value) for _, x, y, _ in beliefs for value in (x, y) if not isinstance(value, str))
+    )
 
 
 def _shows_a_unit(bounds: tuple[float, float, float, float], moment: Moment) -> bool:
@@ -165,18 +157,16 @@ class Episode(_Part):
     @model_validator(mode="after")
     def _fits(self) -> Episode:
         """Reject what cannot be drawn: the player and the pictures rely on what holds here."""
-        words = (self.env, self.map_name, self.policy, *self.scene.ids, *self.scene.team_names, *self.scene.actions)
-        if max(map(len, words)) > LONGEST_TEXT:
-            raise ValueError("a text is too long")
-        wrong = [*_faults_of_scene(self.scene)]
-        for moment in self.moments:
-            wrong = wrong or [*_faults_of_moment(self.scene, moment)]
-        if wrong:
-            raise ValueError(wrong[0])
-        if len({bool(moment.seen) for moment in self.moments}) > 1:
-            raise ValueError("only some moments say what is seen")
-        if self.scene.bounds is not None and not any(_shows_a_unit(self.scene.bounds, each) for each in self.moments):
-            raise ValueError("no living unit is on the map")
+        scene, moments = self.scene, self.moments
+        words = (self.env, self.map_name, self.policy, *scene.ids, *scene.team_names, *scene.actions)
+        if not (
+            max(map(len, words)) <= LONGEST_TEXT
+            and _is_scene(scene)
+            and all(_is_moment_of(scene, moment) for moment in moments)
+            and len({bool(moment.seen) for moment in moments}) == 1
+            and (scene.bounds is None or any(_shows_a_unit(scene.bounds, moment) for moment in moments))
+        ):
+            raise ValueError("what it holds cannot be drawn")
         return self
 
     @property

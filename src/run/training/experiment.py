@@ -18,7 +18,7 @@ from omagd.run.checkpoint.recovery import ResumePlan, cut_back, recover
 from omagd.run.checkpoint.resuming import rank_at_work
 from omagd.run.checkpoint.store import StageResult
 from omagd.run.launchers import ranks_here
-from omagd.run.memory_budget import memory_warnings, oom_hint
+from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.card import (
     Card,
     beside_one_rank,
@@ -257,9 +257,8 @@ def log_start(session: Session, card: Card) -> None:
     more = beside_one_rank(config, dist.world_size, session.env.n_slots, learner.data)
     for line in (*([more] if more else []), *start_lines(card, sizes, batch)):
         session.logger.info(line)
-    ranks = ranks_here(dist.world_size)
-    limits = limit_warnings(config, info, session.folder.path, dist.device.type == "cuda" and ranks > 1)
-    for line in (*memory_warnings(config, info, ranks), *limits):
+    on_gpus = dist.device.type == "cuda" and ranks_here(dist.world_size) > 1
+    for line in limit_warnings(config, info, session.folder.path, on_gpus):
         session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
 
