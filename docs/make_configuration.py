@@ -210,7 +210,8 @@ def arguments(
         if part is not None:
             rows += arguments(part, values.get(key) or {}, prefix=f"{prefix}{key}.")
         else:
-            rows.append((prefix + key, kind(model, key), values.get(key, field.default), meanings.get(key, "")))
+            default = "no default" if field.is_required() else field.default
+            rows.append((prefix + key, kind(model, key), values.get(key, default), meanings.get(key, "")))
     return rows
 
 

@@ -313,7 +313,7 @@ class Config(Frozen):
     @property
     def map_name(self) -> str:
         """The map, the task or the set of maps, by its name in results; empty if the environment has none."""
-        return map_label(self.env_args.get("map_name", ""))
+        return map_label(self.env_args.get("map_name") or self.env_args.get("key", ""))
 
 
 class Watched(Config):

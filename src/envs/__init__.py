@@ -15,6 +15,9 @@ REGISTRY: Registry[type] = Registry(
         "snakes_3v3": "omagd.envs.snakes.snakes_env:Snakes3v3",
         "matrix_game": "omagd.envs.sanity:MatrixGame",
         "memory_game": "omagd.envs.sanity:MemoryGame",
+        "gymma": "omagd.envs.adapters:GymmaEnv",
+        "pettingzoo": "omagd.envs.adapters:PettingZooEnv",
+        "pymarl": "omagd.envs.adapters:PyMARLEnv",
     },
     protocol="omagd.envs.protocol:protocol_of",
 )

@@ -71,7 +71,8 @@ KEYS = (
     Row("use_rnn", why="Leave it out: agent=n_rnn and agent=rnn have a memory, agent=ff has none"),
     Row("standardise_rewards", why="Leave it out: rewards stay as they are; PPO has learner_args.normalise_values"),
     Row("standardise_returns", why="Leave it out, or for PPO give learner_args.normalise_values"),
-    Row("common_reward reward_scalarisation", why="Leave it out: mixer=none and PPO learn from rewards of agents"),
+    Row("common_reward", "env_args.common_reward"),
+    Row("reward_scalarisation", "env_args.reward_scalarisation"),
     Row("obs_individual_obs", why="Leave it out: learner_args.critic says what PPO's critic reads"),
     Row("critic critic_type", why="Leave it out, or for PPO give learner_args.critic: state or observation"),
     Row("q_nstep q_lambda lambd lam tb_lambda", why="Leave it out: td_lambda, and learner_args.gae_lambda for PPO"),
@@ -94,10 +95,8 @@ KEYS = (
     Row("hpn_head_num hpn_hyper_activation", why="Leave it out: agent=hpn_rnn has one head and ReLU"),
     Row("hypergroup", why="Leave it out: groups of runs come from their configuration"),
 )
-_OWN = "Environments of your own come from a package (docs/extending.md); leave out their env_args too"
-_OTHERS = (
-    "gymma gym gymnasium pettingzoo mpe lbf lbforaging rware gfootball football grf stag_hunt overcooked vmas mamujoco"
-)
+_OWN = "Gymnasium's, PettingZoo's and PyMARL's environments: docs/environments.md; your own: docs/extending.md"
+_OTHERS = "gfootball football grf stag_hunt overcooked vmas mamujoco"
 _NOT_SHARED = "with share_parameters=False"
 _EXAMPLE = "QPLEX is an example in a package, examples/omagd_example"
 NAMES: dict[str, tuple[Row, ...]] = {
@@ -116,6 +115,7 @@ NAMES: dict[str, tuple[Row, ...]] = {
         Row("smacv2 smac_v2 sc2v2 sc2_v2 sc2wrapped", "sc2_v2_terran", why="or sc2_v2_protoss, sc2_v2_zerg"),
         Row("smaclite", near="skirmish"),
         Row("one_step_matrix_game", near="matrix_game"),
+        Row("gym gymnasium mpe lbf lbforaging rware", "gymma", why="and env_args.key=… (docs/environments.md)"),
         Row(_OTHERS, why=_OWN),
     ),
     "env": (
@@ -123,6 +123,7 @@ NAMES: dict[str, tuple[Row, ...]] = {
         Row("smacv2 smac_v2 sc2v2 sc2wrapped", "sc2_v2"),
         Row("smaclite", near="skirmish"),
         Row("one_step_matrix_game", near="matrix_game"),
+        Row("gym gymnasium mpe lbf lbforaging rware", "gymma", why="and env_args.key=… (docs/environments.md)"),
         Row(_OTHERS, why=_OWN),
     ),
     "learner": (

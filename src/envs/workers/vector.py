@@ -68,13 +68,14 @@ class VectorEnv(BatchedEnv):
     def _setup(self, env_cls: type, args: BaseModel, facts: dict[str, Any], name: str | None) -> None:
         """Set the attributes that follow from `get_env_info()`. name: label of results, by default the class's name."""
         self.args_model = type(args)  # type: ignore[misc]
-        self.deterministic = env_cls.deterministic  # type: ignore[misc, attr-defined]
         self._replies: dict[int, Any] = {}
         self._infos: list[dict[str, float]] = [{} for _ in range(self.n_slots)]  # of each slot's last step
         self._info_order: dict[str, None] = {}  # names in the infos of ended episodes, in order of appearance
         self._choices: list[Any] = []  # each slot's scripted actions by policy, for the current observations
         label = name or env_cls.__name__
         self.info = env_info_from_dict(label, args.model_dump().get("map_name"), facts)
+        promised = facts.get("deterministic", env_cls.deterministic)  # type: ignore[attr-defined]
+        self.deterministic = bool(promised)  # type: ignore[misc]
         self._log = ActionLog(self.n_slots, self.info.n_agents) if self.deterministic else None
 
     @abstractmethod

@@ -140,9 +140,14 @@ def _described(config: Config, found: Mistakes) -> tuple[Config, EnvInfo | None]
             found.note(error)
             wrong = error.wrong if isinstance(error, ArgsError) else {*config.env_args, "map_name"}
             known = fewer(config, "env_args", wrong)
-            described = describe_env(known)  # what else is wrong, such as a game that is not installed
-            if "map_name" not in wrong:  # another map's sizes say nothing about this one
-                return known, described
+            try:
+                described = describe_env(known)  # what else is wrong, such as a game that is not installed
+            except ArgsError as again:
+                if not again.wrong <= set(wrong):  # of the keys that were left out, all is said
+                    raise
+            else:
+                if "map_name" not in wrong:  # another map's sizes say nothing about this one
+                    return known, described
     return config, None
 
 

@@ -228,7 +228,11 @@ def _environment(config: Config) -> dict[str, Any]:
     args = validate_env_args(config.env, dict(config.env_args))
     values = args.model_dump(mode="json")
     module = REGISTRY.get(config.env).__module__
-    facts = {"env": config.env, "map": str(values.get("map_name", "")), "game": _game(args, module)}
+    facts = {
+        "env": config.env,
+        "map": str(values.get("map_name") or values.get("key", "")),
+        "game": _game(args, module),
+    }
     if (tasks := task_set(config.env_args.get("map_name"))) is not None:
         facts |= {"map": tasks.label, "maps": " ".join(tasks.training), "held_out_maps": " ".join(tasks.held_out)}
     if "difficulty" in values:
@@ -244,7 +248,7 @@ def _game(args: BaseModel, module: str) -> str:
         return game_name(build_of(args.game_version))  # type: ignore[attr-defined]
     if module == "omagd.envs.smax":
         return f"jaxmarl {version('jaxmarl')}"
-    package = module.partition(".")[0]
+    package = args.package if module == "omagd.envs.adapters" else module.partition(".")[0]  # type: ignore[attr-defined]
     if package == "omagd":
         return f"omagd {omagd.__version__}"
     found = packages_distributions().get(package, [])

@@ -1,0 +1,412 @@
+"""Environments of other packages: by a Gymnasium id, as PettingZoo's parallel interface, or in PyMARL's shape.
+
+Arguments that a class here does not have go to the environment's own constructor.
+Observations of different sizes are padded with zeros, and actions that an agent does not have are never available.
+Shapes: n agents, A actions (of the agent that has most).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from omagd.envs.outputs import RESERVED
+from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
+from omagd.utils.errors import UserError
+
+EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "pettingzoo", "gymnasium": "gymnasium"}
+"""Packages that an extra of this one installs."""
+
+
+class AdapterArgs(BaseModel):
+    """Arguments of `pymarl`, and of all adapters; the others go to the environment's constructor.
+
+    Attributes:
+        key: which environment: `module:Class` for `pymarl`; a module with `parallel_env`, or `module:function`, for
+            `pettingzoo`; an id, `package:Name-v0`, or `pz-<family>-<name>` for `gymma`.
+        new_each_episode: make a new environment for each episode, which then follows from its seed and its actions.
+            False suits dear constructors: one object plays all episodes, and a run that is resumed may differ.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    key: str
+    new_each_episode: bool = True
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What goes to the environment's constructor."""
+        return dict(self.model_extra or {})
+
+    @property
+    def package(self) -> str:
+        """Package of the environment, whose version belongs to results."""
+        family = self.key.split("-")[1:2] if self.key.startswith("pz-") else []
+        return "mpe2" if family == ["mpe"] else "pettingzoo" if family else re.split("[:.]", self.key)[0]
+
+
+class RewardArgs(AdapterArgs):
+    """Arguments of `gymma` and `pettingzoo`, named as EPyMARL's; the others go to the environment's constructor.
+
+    Attributes:
+        time_limit: steps of an episode; without it, those that the environment declares.
+        common_reward: all agents learn from one reward; False: each from its own (mixer=none, PPO).
+        reward_scalarisation: how that reward follows from those of the agents.
+    """
+
+    common_reward: bool = True
+    reward_scalarisation: Literal["sum", "mean"] = "sum"
+    time_limit: int | None = Field(default=None, ge=1)
+
+
+class _Foreign(MultiAgentEnv):
+    """Base of the adapters. Some environments keep something of the last episode; hence a new one for each.
+
+    A subclass sets `n_agents`, `episode_limit`, `sizes` (of observations) and `n_actions` (of each agent) from `env`.
+    """
+
+    deterministic = True
+    n_agents: int
+    episode_limit: int
+    sizes: list[int]
+    n_actions: list[int]
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.env = self._made()
+        self._fresh = True
+        self._steps = 0
+
+    @abstractmethod
+    def _make(self) -> Any:
+        """Return the environment."""
+
+    @abstractmethod
+    def _begin(self, seed: int) -> None:
+        """Start an episode of `env`, and keep its observations."""
+
+    def _made(self) -> Any:
+        """Return a new environment. Errors: UserError for any fault of its constructor, a missing package named."""
+        try:
+            return self._make()
+        except UserError:
+            raise
+        except Exception as problem:  # noqa: BLE001 (a constructor of other people)
+            said = " ".join(str(problem).split()).rstrip(".") or type(problem).__name__
+            missing = [
+                one for each in _chain(problem) if (one := str(getattr(each, "name", "")).partition(".")[0]) in EXTRAS
+            ]
+            fix = f' Install it: pip install "omagd[{EXTRAS[missing[0]]}]"' if missing else ""
+            raise self._wrong(f"{said}.{fix}") from None
+
+    def _wrong(self, what: str) -> UserError:
+        return UserError(f"env_args.key={self.args.key}: {what}")
+
+    def reset(self, *, seed: int) -> None:
+        """Start an episode."""
+        if self.args.new_each_episode and not self._fresh:
+            self.env.close()
+            self.env = self._made()
+        self._fresh, self._steps = False, 0
+        random.seed(seed)  # for environments that draw from Python's or NumPy's global generator
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        self._begin(seed)
+
+    def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
+        """Return [n, obs_dim] float32; an agent that has left sees zeros."""
+        return self._obs
+
+    def get_state(self) -> np.ndarray:
+        """Return all observations in a row, without padding."""
+        return np.concatenate(self._seen)
+
+    def get_avail_actions(self) -> np.ndarray:
+        """Return [n, A] bool."""
+        return self._avail
+
+    def get_env_info(self) -> dict[str, Any]:
+        """Return sizes; no win is reported, and there is no entity layout."""
+        return {
+            "map_name": self.args.key,
+            "n_agents": self.n_agents,
+            "n_actions": max(self.n_actions),
+            "obs_shape": max(self.sizes),
+            "state_shape": self._state_size(),
+            "episode_limit": self.episode_limit,
+            "agent_rewards": not self.args.common_reward,
+            "has_win": False,
+            "deterministic": self.args.new_each_episode,
+        }
+
+    def _state_size(self) -> int:
+        return sum(self.sizes)
+
+    def _limit(self, declared: Any) -> int:
+        """Return the step limit: the given one, else what the environment declares."""
+        limit = self.args.time_limit or declared
+        if not limit:
+            raise self._wrong("it declares no step limit. Give env_args.time_limit=…")
+        return int(limit)
+
+    def _see(self, obs: Sequence[Any], masks: Sequence[Any]) -> None:
+        """Keep padded observations and masks; `masks` holds None where all of an agent's actions are available."""
+        self._obs = np.zeros((self.n_agents, max(self.sizes)), np.float32)
+        self._avail = np.zeros((self.n_agents, max(self.n_actions)), bool)
+        self._seen = [np.zeros(size) if seen is None else seen for size, seen in zip(self.sizes, obs, strict=True)]
+        for i, (seen, mask) in enumerate(zip(self._seen, masks, strict=True)):
+            self._obs[i, : self.sizes[i]] = seen
+            self._avail[i, : self.n_actions[i]] = True if mask is None else mask
+
+    def _result(
+        self, rewards: Any, ended: bool, truncated: bool, results: Mapping[str, Any]
+    ) -> tuple[float, bool, dict[str, Any]]:
+        """Return a step's result: one reward, the step limit, and what the environment says about the episode."""
+        self._steps += 1
+        late = self._steps >= self.episode_limit
+        each = np.broadcast_to(np.asarray(rewards, np.float64), self.n_agents if np.ndim(rewards) else ())
+        if self.args.reward_scalarisation == "mean" and each.ndim:
+            each = each / self.n_agents
+        info = {(f"env_{name}" if RESERVED.fullmatch(name) else name): value for name, value in results.items()}
+        info[TRUNCATED] = not ended and (truncated or late)
+        if not self.args.common_reward:
+            if not each.ndim:
+                raise self._wrong("it gives one reward to all agents. Leave env_args.common_reward=True")
+            info[AGENT_REWARD] = each.astype(np.float32)
+        return float(each.sum()), ended or truncated or late, info
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+
+def _flat(space: Any, value: Any) -> np.ndarray:
+    """Return an observation as a vector; boxes, which most are, without Gymnasium's slower `flatten`."""
+    from gymnasium.spaces import Box, flatten
+
+    return np.ravel(value) if isinstance(space, Box) else np.asarray(flatten(space, value))
+
+
+def _chain(problem: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and what caused it."""
+    while problem is not None:
+        yield problem
+        problem = problem.__cause__ or problem.__context__
+
+
+def _imported(path: str) -> Any:
+    """Return what an import path `module:name` means. Errors: ImportError, AttributeError."""
+    module, _, name = path.partition(":")
+    found = importlib.import_module(module)
+    for part in filter(None, name.split(".")):
+        found = getattr(found, part)
+    return found
+
+
+class PettingZooEnv(_Foreign):
+    """Any environment of PettingZoo's parallel interface with a fixed set of possible agents.
+
+    An agent that has left (dead, or done before the others) sees zeros, earns nothing, and can only choose action 0,
+    which nobody plays. Masks: `action_mask` in the observation (with `observation`) or in the infos.
+    """
+
+    args_model = RewardArgs
+
+    def __init__(self, args: Any) -> None:
+        from gymnasium import spaces
+
+        super().__init__(args)
+        self.names = list(getattr(self.env, "possible_agents", None) or ())
+        if not self.names:
+            raise self._wrong(
+                "it has no fixed possible_agents; environments whose agents come and go are not supported"
+            )
+        self.n_agents = len(self.names)
+        self._spaces = []
+        self.n_actions = []
+        for name in self.names:
+            seen, acts = self.env.observation_space(name), self.env.action_space(name)
+            if not isinstance(acts, spaces.Discrete):
+                raise self._wrong(f"the actions of {name} are {acts}: only Discrete actions are supported")
+            inner = seen.spaces.get("observation") if isinstance(seen, spaces.Dict) else None
+            self._spaces.append(seen if inner is None else inner)
+            self.n_actions.append(int(acts.n))
+        self.sizes = [spaces.flatdim(space) for space in self._spaces]
+        self.episode_limit = self._limit(getattr(self.env.unwrapped, "max_cycles", None))
+        self._own_state = 0
+        self._begin(0)
+        self._fresh = False
+        with suppress(AttributeError, NotImplementedError):  # it has no state
+            if not np.array_equal(state := np.ravel(self.env.state()), super().get_state()):
+                self._own_state = state.size
+
+    def _path(self) -> str:
+        return str(self.args.key)
+
+    def _make(self) -> Any:
+        found = _imported(self._path())
+        make = getattr(found, "parallel_env", found)
+        if not callable(make):
+            raise self._wrong("it has no parallel_env")
+        env = make(**self.args.own)
+        if not hasattr(env, "observation_space") or hasattr(env, "agent_iter"):
+            raise self._wrong("it is not a parallel environment (pettingzoo.utils.aec_to_parallel makes one)")
+        return env
+
+    def _begin(self, seed: int) -> None:
+        self._keep(*self.env.reset(seed=seed % 2**31))
+
+    def _keep(self, seen: Mapping[str, Any], infos: Mapping[str, Any]) -> None:
+        self._playing = list(self.env.agents)
+        obs, masks = [], []
+        for name, space, count in zip(self.names, self._spaces, self.n_actions, strict=True):
+            one, mask = seen.get(name), infos.get(name, {}).get("action_mask")
+            if isinstance(one, Mapping) and "observation" in one:
+                mask, one = one.get("action_mask", mask), one["observation"]
+            obs.append(None if one is None else _flat(space, one))
+            masks.append(mask if name in self._playing else np.arange(count) == 0)
+        self._see(obs, masks)
+
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        """Play the actions of the agents that take part."""
+        chosen = {name: int(action) for name, action in zip(self.names, actions, strict=True) if name in self._playing}
+        seen, rewards, terminated, truncated, infos = self.env.step(chosen)
+        self._keep(seen, infos)
+        over = not self._playing
+        stopped = over and any(truncated.values())  # as long as it lasts for one agent, its target bootstraps
+        results = {key: value for info in infos.values() for key, value in info.items() if over}
+        return self._result([rewards.get(name, 0.0) for name in self.names], over and not stopped, stopped, results)
+
+    def get_state(self) -> np.ndarray:
+        """Return the environment's state; all observations in a row where it has none or the same."""
+        return np.asarray(self.env.state(), np.float32).ravel() if self._own_state else super().get_state()
+
+    def _state_size(self) -> int:
+        return self._own_state or super()._state_size()
+
+
+class _GymmaOfPettingZoo(PettingZooEnv):
+    """EPyMARL's names of PettingZoo's environments: `pz-mpe-simple-spread-v3` is `mpe.simple_spread_v3`."""
+
+    args_model = RewardArgs
+
+    def _path(self) -> str:
+        _, family, name = self.args.key.split("-", 2)
+        package = "mpe2" if family == "mpe" else f"pettingzoo.{family}"  # MPE has left PettingZoo
+        return f"{package}.{name.replace('-', '_')}"
+
+
+class GymmaEnv(_Foreign):
+    """A multi-agent environment with a Gymnasium id, in EPyMARL's convention.
+
+    Tuple spaces with a part for each agent; `step` takes and returns a value for each agent.
+    """
+
+    args_model = RewardArgs
+
+    def __new__(cls, args: Any) -> Any:
+        """Return PettingZoo's environment for a key that begins with `pz-`, as EPyMARL does."""
+        return _GymmaOfPettingZoo(args) if args.key.startswith("pz-") else super().__new__(cls)
+
+    def __init__(self, args: Any) -> None:
+        from gymnasium import spaces
+
+        super().__init__(args)
+        seen, acts = self.env.observation_space, self.env.action_space
+        if not isinstance(seen, spaces.Tuple) or not isinstance(acts, spaces.Tuple):
+            raise self._wrong("its spaces are not tuples with a part for each agent: it is for one agent")
+        if wrong := [space for space in acts if not isinstance(space, spaces.Discrete)]:
+            raise self._wrong(f"actions {wrong[0]}: only Discrete actions are supported")
+        self.n_agents, self._spaces = len(acts), list(seen)
+        self.n_actions = [int(space.n) for space in acts]
+        self.sizes = [spaces.flatdim(space) for space in seen]
+        self.episode_limit = self._limit(self.env.spec.max_episode_steps)
+
+    def _make(self) -> Any:
+        import gymnasium
+
+        return gymnasium.make(self.args.key, disable_env_checker=True, **self.args.own)
+
+    def _begin(self, seed: int) -> None:
+        self._keep(*self.env.reset(seed=seed % 2**31))
+
+    def _keep(self, obs: Any, info: Mapping[str, Any]) -> None:
+        masks = info.get("action_mask", [None] * self.n_agents)
+        self._see([_flat(space, one) for space, one in zip(self._spaces, obs, strict=True)], masks)
+
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        """Play [n] actions."""
+        obs, rewards, ended, truncated, info = self.env.step(actions.tolist())
+        self._keep(obs, info)
+        return self._result(rewards, bool(np.all(ended)), bool(np.all(truncated)), info)
+
+
+class PyMARLEnv(_Foreign):
+    """A class in PyMARL's shape: `reset`, `step`, `get_obs`, `get_state`, `get_avail_actions`, `get_env_info`.
+
+    `step` may return (reward, terminated, info) or, as in EPyMARL, (obs, reward, terminated, truncated, info).
+    """
+
+    args_model = AdapterArgs
+
+    def __init__(self, args: Any) -> None:
+        self._seed: int | None = None
+        super().__init__(args)
+        if lacking := [name for name in METHODS if not callable(getattr(self.env, name, None))]:
+            raise self._wrong(f"it has no {', '.join(lacking)}")
+        self.facts = dict(self.env.get_env_info())
+
+    def _make(self) -> Any:
+        cls = _imported(self.args.key)
+        takes = inspect.signature(cls).parameters
+        more = (
+            {"seed": self._seed} if self._seed is not None and "seed" in takes and "seed" not in self.args.own else {}
+        )
+        return cls(**self.args.own, **more)
+
+    def reset(self, *, seed: int) -> None:
+        """Start an episode in a new object, which gets the seed where its constructor takes one."""
+        self._seed, self._fresh = seed % 2**31, False
+        super().reset(seed=seed)
+
+    def _begin(self, seed: int) -> None:
+        takes = inspect.signature(self.env.reset).parameters
+        self.env.reset(**({"seed": self._seed} if "seed" in takes else {}))
+
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        """Play [n] actions."""
+        returned = self.env.step(actions.tolist())
+        if len(returned) == 3:
+            reward, ended, info = returned
+            return float(np.sum(reward)), bool(ended), dict(info)
+        _, reward, ended, truncated, info = returned
+        over, stopped = bool(np.all(ended)), bool(np.all(truncated))
+        return float(np.sum(reward)), over or stopped, {**info, TRUNCATED: stopped and not over}
+
+    def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
+        """Return [n, obs_dim] float32."""
+        return np.asarray(self.env.get_obs(), np.float32)
+
+    def get_state(self) -> np.ndarray:
+        """Return [state_dim] float32."""
+        return np.asarray(self.env.get_state(), np.float32)
+
+    def get_avail_actions(self) -> np.ndarray:
+        """Return [n, A] bool."""
+        return np.asarray(self.env.get_avail_actions()).astype(bool)
+
+    def get_env_info(self) -> dict[str, Any]:
+        """Return the environment's own dictionary."""
+        own = {"map_name": self.args.key, "has_win": False, "deterministic": self.args.new_each_episode}
+        return {**own, **self.facts}
+
+
+METHODS = ("reset", "step", "get_obs", "get_state", "get_avail_actions", "get_env_info", "close")
+"""What a class in PyMARL's shape must have."""

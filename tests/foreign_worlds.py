@@ -1,0 +1,112 @@
+"""Environments of other shapes: a parallel one whose agents differ and leave, and two in PyMARL's shape."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+from gymnasium import spaces
+
+SEEN = {"tall": spaces.Box(-9, 9, (2, 2), np.float32), "kind": spaces.Discrete(3)}
+
+
+class Leaving:
+    """`tall` (4 features, 3 actions) leaves after 2 steps, `kind` (3 features, 2 actions) after 4."""
+
+    possible_agents = ("tall", "kind")
+
+    def __init__(self, end: str = "terminated", masks: str = "observation") -> None:
+        self.end, self.masks, self.unwrapped = end, masks, SimpleNamespace(max_cycles=5)
+
+    def observation_space(self, name: str) -> spaces.Space:
+        if self.masks == "observation":
+            return spaces.Dict(
+                {"observation": SEEN[name], "action_mask": spaces.MultiBinary(int(self.action_space(name).n))}
+            )
+        return SEEN[name]
+
+    def action_space(self, name: str) -> spaces.Discrete:
+        return spaces.Discrete({"tall": 3, "kind": 2}[name])
+
+    def _look(self) -> tuple[dict, dict]:
+        seen = {"tall": np.full((2, 2), self.t + self.start, np.float32), "kind": self.t % 3}
+        masks = {"tall": np.array([1, 1, self.t == 1], np.int8), "kind": np.array([1, 1], np.int8)}
+        if self.masks == "observation":
+            both = {name: {"observation": seen[name], "action_mask": masks[name]} for name in self.agents}
+            return both, {name: {} for name in self.agents}
+        return {name: seen[name] for name in self.agents}, {name: {"action_mask": masks[name]} for name in self.agents}
+
+    def reset(self, seed: int | None = None, options: None = None) -> tuple[dict, dict]:
+        self.t, self.start, self.agents = 0, seed % 5, list(self.possible_agents)
+        return self._look()
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        assert actions.keys() == set(self.agents)
+        self.t += 1
+        rewards = {name: float(1 + actions[name]) for name in self.agents}
+        over = {"tall": self.t >= 2, "kind": self.t >= 4}
+        ended = {name: over[name] and (self.end == "terminated" or name == "tall") for name in self.agents}
+        cut = {name: over[name] and not ended[name] for name in self.agents}
+        seen, infos = self._look()
+        if over["kind"]:
+            infos["kind"] |= {"score": 7.0, "return": 1.0}
+        self.agents = [name for name in self.agents if not over[name]]
+        return seen, rewards, ended, cut, infos
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Pursuit:
+    """PyMARL's shape, with a base class of its own: `reset()` without a seed, lists, three values from `step`."""
+
+    def __init__(self, size: int = 4, five: bool = False) -> None:
+        self.size, self.five = size, five
+
+    def reset(self) -> None:
+        self.t, self.place = 0, random.randrange(self.size)  # noqa: S311
+
+    def step(self, actions: list) -> tuple:
+        self.t += 1
+        won = all(action == self.place for action in actions)
+        if self.five:
+            return self.get_obs(), float(won), won, self.t == 3 and not won, {}
+        return float(won), won or self.t == 3, {"battle_won": won, "episode_limit": self.t == 3 and not won}
+
+    def get_obs(self) -> list:
+        return [np.array([self.place, self.t, i]) for i in range(2)]
+
+    def get_state(self) -> list:
+        return [self.place, self.t]
+
+    def get_avail_actions(self) -> list:
+        return [[1] * self.size] * 2
+
+    def get_env_info(self) -> dict:
+        sizes = {"n_agents": 2, "n_actions": self.size, "obs_shape": 3, "state_shape": 2, "episode_limit": 3}
+        return {**sizes, "has_win": not self.five}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class Seeded(Pursuit):
+    """Its constructor takes the seed, as SMAC's does."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(size=1000)
+        self.seed = seed
+
+    def reset(self) -> None:
+        self.t, self.place = 0, self.seed % 1000
+
+
+class Nobody(Leaving):
+    """Agents come and go."""
+
+    possible_agents = ()
+
+
+def raises() -> None:
+    raise OSError("the simulator is not there")

@@ -1,0 +1,155 @@
+"""Environments of Gymnasium, PettingZoo and PyMARL play here what they play on their own."""
+
+from __future__ import annotations
+
+import gymnasium
+import mpe2.simple_speaker_listener_v4 as speaker_listener
+import numpy as np
+import pytest
+from command_harness import train
+
+from omagd.envs.factory import make_env
+from omagd.envs.protocol import random_actions
+from omagd.utils.errors import UserError
+
+ONE = np.ones(1, bool)
+WORLDS = {
+    "gymma lbforaging:Foraging-8x8-2p-3f-v3": {"time_limit": 12},
+    "gymma rware:rware-tiny-2ag-v2": {"time_limit": 12},
+    "gymma pz-mpe-simple-spread-v3": {"common_reward": False},
+    "pettingzoo mpe2.simple_speaker_listener_v4": {"reward_scalarisation": "mean", "max_cycles": 7},
+    "pettingzoo foreign_worlds:Leaving": {},
+    "pymarl foreign_worlds:Pursuit": {"size": 5},
+    "pymarl foreign_worlds:Seeded": {},
+}
+
+
+def made(name, n_slots=1, processes=False, **args):
+    env, _, key = name.partition(" ")
+    return make_env(env, {"key": key, **args}, n_slots, processes)
+
+
+def played(env, seed, script=None):
+    """Return all that an episode shows; actions are `script`, else drawn from the available ones."""
+    which, rng, log = np.zeros(env.n_slots, bool), np.random.default_rng(seed), []
+    which[0] = True
+    env.reset(which, np.full(env.n_slots, seed))
+    for t in range(env.info.episode_limit + 1):
+        seen = env.observe()
+        log += [seen.obs[0].copy(), seen.state[0].copy(), seen.avail_actions[0].copy()]
+        actions = random_actions(seen.avail_actions[0], rng) if script is None else np.array(script[t])
+        result = env.step(np.repeat(actions[None], env.n_slots, 0), which)
+        log += [result.reward[0], result.terminated[0], result.truncated[0]]
+        if result.agent_reward is not None:
+            log.append(result.agent_reward[0])
+        if result.terminated[0]:
+            return [*log, {name: float(values[0]) for name, values in result.info.items()}]
+    raise AssertionError("it went on after its limit")
+
+
+def test_every_episode_is_a_function_of_its_seed_and_actions():
+    """In a used environment, beside others, and in another process."""
+    for name, args in WORLDS.items():
+        first, many = made(name, **args), made(name, 3, **args)
+        apart = made(name, 1, processes=True, **args)
+        wanted = [played(first, seed) for seed in (3, 4)]
+        played(many, 9)
+        for env in (many, apart):
+            for seed, log in zip((3, 4), wanted, strict=True):
+                np.testing.assert_equal(played(env, seed), log, err_msg=name)
+            env.close()
+        first.close()
+
+
+def test_foraging_is_gymnasiums_own():
+    key, script = "lbforaging:Foraging-8x8-2p-3f-v3", np.random.default_rng(0).integers(0, 6, (12, 2))
+    log, own = played(made(f"gymma {key}", time_limit=12), 5, script), gymnasium.make(key)
+    seen, _ = own.reset(seed=5)
+    for t in range(12):
+        obs, state, avail, reward, ended, truncated = log[6 * t : 6 * t + 6]
+        np.testing.assert_array_equal(obs, seen)
+        np.testing.assert_array_equal(state, np.concatenate(seen))
+        seen, rewards, done, _, _ = own.step(script[t].tolist())
+        assert (reward, ended, truncated, avail.all()) == (pytest.approx(sum(rewards)), t == 11, t == 11, True)
+        assert not done
+
+
+def test_observations_and_actions_of_different_sizes_are_padded():
+    script = np.random.default_rng(1).integers(0, 3, (7, 2))
+    env, own = (
+        made("pettingzoo mpe2.simple_speaker_listener_v4", max_cycles=7),
+        speaker_listener.parallel_env(max_cycles=7),
+    )
+    log, (seen, _) = played(env, 2, script), own.reset(seed=2)
+    counts = [own.action_space(name).n for name in own.possible_agents]
+    for t in range(7):
+        obs, state, avail, reward, ended, truncated = log[6 * t : 6 * t + 6]
+        for i, name in enumerate(own.possible_agents):
+            assert obs[i, : len(seen[name])].tolist() == seen[name].tolist() and not obs[i, len(seen[name]) :].any()
+        assert avail.sum(1).tolist() == counts and state.tolist() == own.state().tolist()
+        seen, rewards, _, _, _ = own.step(dict(zip(own.possible_agents, script[t].tolist(), strict=True)))
+        assert reward == pytest.approx(sum(rewards.values()), rel=1e-6)
+    assert (ended, truncated) == (True, True)
+
+
+@pytest.mark.parametrize("masks", ["observation", "infos"])
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_agents_that_leave_see_nothing_and_play_nothing(end, masks):
+    env = made("pettingzoo foreign_worlds:Leaving", end=end, masks=masks, common_reward=False)
+    log = played(env, 8, [(0, 1), (2, 0), (0, 1), (0, 0)])
+    obs, avail, rewards = log[0::7], log[2::7], log[6::7]
+    assert [rows[0].tolist() for rows in obs[:4]] == [[3.0] * 4, [4.0] * 4, [5.0] * 4, [0.0] * 4]
+    assert [rows[1].tolist() for rows in obs[:2]] == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+    assert [rows[0].tolist() for rows in avail[:3]] == [[1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    assert [row.tolist() for row in rewards] == [[1, 2], [3, 1], [0, 2], [0, 1]]
+    assert log[5::7][3] == (end == "truncated")
+    assert log[-1]["score"] == 7.0 and log[-1]["env_return"] == 1.0
+
+
+def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
+    for five in (False, True):
+        env = made("pymarl foreign_worlds:Pursuit", size=5, five=five)
+        log = played(env, 3)
+        place = int(log[0][0, 0])
+        assert log[1].tolist() == [place, 0.0] and log[2].shape == (2, 5) and env.info.has_win is not five
+        won = played(env, 3, [(place, place)])
+        lost = played(env, 3, [((place + 1) % 5,) * 2] * 3)
+        assert (won[3:6], lost[-4:-1]) == ([1.0, True, False], [0.0, True, True])
+    starts = {played(made("pymarl foreign_worlds:Seeded"), seed, [(0, 0)] * 3)[1][0] for seed in (7, 8, 1007)}
+    assert starts == {7.0, 8.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("gymma lbforaging:Foraging-15x15-4p-5f-v3", {}, "Did you mean"),
+        ("gymma lbforaging:Foraging-8x8-2p-3f-v3", {}, "Give env_args.time_limit="),
+        ("gymma CartPole-v1", {}, "it is for one agent"),
+        ("pettingzoo mpe2.simple_spread_v3", {"continuous_actions": True}, "only Discrete actions"),
+        ("pettingzoo mpe2.simple_spread_v3", {"legs": 2}, "unexpected keyword argument 'legs'"),
+        ("pettingzoo foreign_worlds:Nobody", {}, "no fixed possible_agents"),
+        ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there"),
+        ("pettingzoo pettingzoo.nothing_v0", {}, "No module named"),
+        ("pymarl collections:Counter", {}, "it has no reset"),
+    ],
+)
+def test_what_cannot_be_played_is_one_line(name, args, words):
+    with pytest.raises(UserError) as caught:
+        made(name, **args)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"env_args.key={name.partition(' ')[2]}: ")
+
+
+def test_a_package_that_an_extra_installs_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "lbforaging", None)
+    with pytest.raises(UserError, match=r'pip install "omagd\[lbf\]"'):
+        made("gymma lbforaging:Foraging-8x8-2p-3f-v3")
+
+
+@pytest.mark.processes
+def test_commands_of_epymarl_run_as_typed(tmp_path):
+    words = "--config=vdn --env-config=gymma with env_args.time_limit=50 env_args.key=lbforaging:Foraging-8x8-2p-3f-v3"
+    folder = train(tmp_path, *words.split(), "env_processes=True")
+    assert "Foraging-8x8-2p-3f-v3" in folder.name
+    words = "--config=iql --env-config=gymma with env_args.time_limit=25 env_args.key=pz-mpe-simple-spread-v3"
+    assert (train(tmp_path, *words.split(), "env_args.common_reward=False") / "summary.json").exists()
