@@ -8,6 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 from gymnasium import spaces
 
+SMALL = {
+    "gymma": {"key": "lbforaging:Foraging-8x8-2p-3f-v3", "time_limit": 8},
+    "pettingzoo": {"key": "mpe2.simple_spread_v3", "max_cycles": 8},
+    "pymarl": {"key": "foreign_worlds:Pursuit"},
+}
+"""Arguments of each adapter, which plays nothing without a key."""
 SEEN = {"tall": spaces.Box(-9, 9, (2, 2), np.float32), "kind": spaces.Discrete(3)}
 
 

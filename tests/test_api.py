@@ -10,6 +10,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import foreign_worlds
 import numpy as np
 import pytest
 import sc2_stand_in
@@ -363,8 +364,9 @@ def test_make_gives_one_battle_with_the_arguments_of_its_file(monkeypatch):
 def test_every_environment_plays_by_the_parallel_interface(name, tmp_path, monkeypatch):
     """What PettingZoo's own test asks for, and the same numbers as the batched environment, step by step."""
     monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "StarCraftII")))
-    env = omagd.make(name)
-    other = env if env._env.deterministic else omagd.make(name)  # a game continues with other battles
+    args = foreign_worlds.SMALL.get(name, {})
+    env = omagd.make(name, **args)
+    other = env if env._env.deterministic else omagd.make(name, **args)  # a game continues with other battles
     assert env.info.name == name
     try:
         assert_same_as_batched(env, other._env)

@@ -177,9 +177,10 @@ def test_the_doctor_names_a_missing_package_that_reads_configurations(capsys, mo
     monkeypatch.setattr(sys.modules["omagd.run.cli.main"], "config_from", broken)
     with_version("pyyaml")(monkeypatch, None)
     assert main(["doctor", "--env-config=sc2"]) == 2
-    line, last = capsys.readouterr().out.splitlines()[1:]
+    line, broken_line, last = capsys.readouterr().out.splitlines()[1:]
     assert line.startswith("missing  packages") and "pyyaml → pip install" in line
-    assert last.startswith("sc2 cannot be played (packages)")
+    assert broken_line.startswith("missing  configuration") and "No module named 'yaml'" in broken_line
+    assert last.startswith("sc2 cannot be played (packages, configuration)")
 
 
 def test_documented_commands_are_answered(capsys, tmp_path):

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import foreign_worlds
 import numpy as np
 import pytest
 import sc2_stand_in
@@ -28,6 +29,7 @@ from omagd.run.checkpoint.store import pack, unpack
 
 SLOTS = 4
 SMALL_ARGS = {
+    **foreign_worlds.SMALL,
     "smax": {"map_name": "3m", "max_steps": 30},
     "skirmish": {"map_name": "3m", "obs_last_action": True, "obs_timestep_number": True},
     "sc2_v2": {"reward_scale_fix": True},

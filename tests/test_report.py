@@ -390,7 +390,14 @@ def test_the_next_step_follows_the_stages(tmp_path):
     paths += [f"pretrained_mask_predictor_path={stages['stage2']['files']['stage2']}"]
     for last in (1, 2):
         step = next_step({**values, "stages": {f"stage{n}": stages[f"stage{n}"] for n in range(1, last + 1)}})
-        assert shlex.split(step) == ["train", "with", f"reconstructer_stage=stage{last + 1}", *paths[:last]]
+        assert shlex.split(step) == [
+            "the",
+            "same",
+            "command",
+            "with",
+            f"reconstructer_stage=stage{last + 1}",
+            *paths[:last],
+        ]
     write_json(folder.config_json, {"pretrained_tokenizer_path": "/given/tokenizer.th"})
     step = next_step({**values, "stages": {"stage2": stages["stage2"]}})
     assert "pretrained_tokenizer_path=/given/tokenizer.th" in step

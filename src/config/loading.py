@@ -270,6 +270,8 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
         if (value := values.get(key, REMOVED[key][0])) != REMOVED[key][0]:
             raise UserError(f"{source}: trained with {key}={value}, which was removed. Play it with omagd 0.1")
     values = {key: value for key, value in values.items() if key not in REMOVED}
+    if values.get("task_dealing") == "queue":  # how training dealt its maps, which left; a trained team plays the same
+        del values["task_dealing"]
     with collected(None) as found:
         return _merge(read_yaml(HERE / "default.yaml"), values, found, source=str(path))
 

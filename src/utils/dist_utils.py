@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
-Store = dist.Store
 DEFAULT_PORT = 12355
+Store = dist.Store
 LOOPBACK = "127.0.0.1"
 _STARTED = time.perf_counter()
 
@@ -130,12 +130,6 @@ class Dist:
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     waits: Waits = field(default_factory=Waits, compare=False, repr=False)
-    _own: Store = field(default_factory=dist.HashStore, compare=False, repr=False)
-
-    @property
-    def store(self) -> Store:
-        """The key-value store of the process group, for counters of all ranks; this process's own with one rank."""
-        return self._own if self.world_size == 1 else dist.distributed_c10d._get_default_store()
 
     @property
     def is_main(self) -> bool:

@@ -223,11 +223,12 @@ def libraries_of(command: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        package = (error.name or "omagd").partition(".")[0]
+        package = (error.name or "").partition(".")[0]
         if package == "omagd":
             raise
-        why = f"which cannot be imported ({readable(str(error))[:200]})"
-        raise UserError(f"{command}: needs {package}, {why}: pip install --force-reinstall {package}") from error
+        named = f"needs {package}, which cannot be imported" if package else "a package cannot be imported"
+        fix = "Install it again in this environment: pip install --force-reinstall …"
+        raise UserError(f"{command}: {named} ({readable(str(error))[:200]}). {fix}") from error
 
 
 def print_out(text: str) -> None:

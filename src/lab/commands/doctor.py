@@ -9,6 +9,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import tomllib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ GAME = ("pysc2", "s2clientprotocol", "protobuf", "websocket-client", "absl-py")
 ON_REQUEST = ("wandb", "tensorboard")
 GET_MAPS = f"{INSTALL_GAME} --maps-only"
 GIGABYTE = 2.0**30
+EXTRAS = ("smax", "gpu")
 MORE_ROOM = "give local_results_path=… on a disk with enough space"
 LEAST_DISK, LEAST_MEMORY = 2.0, 2.0
 
@@ -80,8 +82,14 @@ def main(options: argparse.Namespace) -> int:
 
         config = config_from([*(f"--{name}={value}" for name, value in given.items() if value), *options.words])
         env = config.env
-    except ImportError:  # a package that reads configurations is missing; the first checks name it
-        checks, env = CHECKS[:2], str(options.env_config or "skirmish")
+    except ImportError as error:  # a package that reads configurations is missing or broken
+        text = f"cannot be read: {error}"
+
+        def look(_config: Config | None) -> str:
+            raise Problem(text, INSTALL)
+
+        checks = [*CHECKS[:2], Check("configuration", look, ALL)]
+        env = str(options.env_config or "skirmish")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = [(check, *_look(check, config)) for check in checks]
@@ -124,12 +132,27 @@ def installed(name: str) -> str:
         return ""
 
 
+def project() -> dict[str, Any]:
+    """Return `[project]` of the repository that omagd runs from, else the same of the installed package."""
+    path = Path(__file__).resolve().parents[3] / "pyproject.toml"
+    found = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {}) if path.is_file() else {}
+    if found.get("name") == "omagd":
+        return dict(found)
+    about = metadata.metadata("omagd")
+    lines = [line.partition(";") for line in metadata.requires("omagd") or []]
+    extras = {extra: [line for line, _, mark in lines if f'"{extra}"' in mark] for extra in EXTRAS}
+    return {
+        "requires-python": about["Requires-Python"], "optional-dependencies": extras,
+        "dependencies": [line for line, _, mark in lines if not mark],
+    }  # fmt: skip
+
+
 def requirements(extra: str = "") -> dict[str, Any]:
     """Return the version requirements by package, or those that an extra adds."""
     from packaging.requirements import Requirement
 
-    found = [Requirement(line) for line in metadata.requires("omagd") or []]
-    return {r.name: r.specifier for r in found if (f'"{extra}"' in str(r.marker) if extra else r.marker is None)}
+    lines = project()["optional-dependencies"][extra] if extra else project()["dependencies"]
+    return {made.name: made.specifier for made in map(Requirement, lines)}
 
 
 def require(names: Sequence[str], fix: str = INSTALL, extra: str = "") -> str:
@@ -148,7 +171,7 @@ def python(_config: Config | None) -> str:
     """Check the Python version."""
     from packaging.specifiers import SpecifierSet
 
-    found, wanted = ".".join(map(str, sys.version_info[:3])), metadata.metadata("omagd")["Requires-Python"]
+    found, wanted = ".".join(map(str, sys.version_info[:3])), project()["requires-python"]
     if not SpecifierSet(wanted).contains(found, prereleases=True):
         fix = "make a new environment: PYTHON=python3.12 ./quickstart.sh"
         raise Problem(f"{found}, but omagd needs {wanted}", fix)

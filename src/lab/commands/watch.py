@@ -67,9 +67,10 @@ def _format(options: argparse.Namespace) -> str:
     """Return the format: as given, else as the output's ending says, else html. Errors: UserError."""
     ending = Path(options.output).suffix.removeprefix(".").lower()
     formats = WRITERS.names()
-    kind = str(options.format or (ending if ending in formats else "html"))
+    kind = str(options.format or {"": "html", "htm": "html"}.get(ending, ending))
     if kind not in formats:
-        raise UserError(f"--format={kind}: must be {', '.join(formats[:-1])} or {formats[-1]}")
+        what = f"--format={kind}" if options.format else f"--output={options.output}: its ending"
+        raise UserError(f"{what}: must be {', '.join(formats[:-1])} or {formats[-1]}".replace("ending:", "ending"))
     return kind
 
 

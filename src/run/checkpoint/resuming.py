@@ -405,6 +405,11 @@ def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> t
     if finished is not None:
         require_free_token(config, "is finished already")
         LOG.info(f"auto_resume=True: {readable(str(finished))} is finished already; a new run begins")
+    elif any(Path(config.local_results_path).expanduser().glob(f"*/{RUN_FILE}")):
+        LOG.info(
+            f"auto_resume=True: no run in {config.local_results_path} has this configuration; a new one begins."
+            " With another t_max or lr, checkpoint_path=<run> continues a run"
+        )
     return None
 
 

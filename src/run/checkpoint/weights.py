@@ -240,7 +240,7 @@ CONTINUED = "continued_from.json"
 
 MUST_AGREE: dict[str, Callable[[Any], Any]] = {
     "learner": lambda name: str(name).removesuffix("_ddp"),  # two names of one learner
-    "group_size": int, "reconstructor_refresh": bool, "truth_until": bool,
+    "group_size": int, "n_starts": lambda count: count is None, "reconstructor_refresh": bool, "truth_until": bool,
     "fill_unseen": lambda fill: fill == "none", "use_graph_reconstruction": bool, "use_full_obs": bool,
     "use_team_obs": bool, "belief_loss": str,
 }  # fmt: skip

@@ -171,6 +171,8 @@ def _main(argv: list[str]) -> int:
         return 0
     if (command := command_of(options.words)) is not None and command.run is not None:
         return command.run(options, options.words[1:], mistakes)
+    if command is not None:
+        raise UserError(f"{options.words[0]}: give the command first: omagd {options.words[0]} …")
     texts = updates(options.words, mistakes)
     if options.version or options.list:
         mistakes.raise_any()

@@ -94,7 +94,7 @@ def next_step(summary: Summary) -> str:
     paths = {"pretrained_tokenizer_path": tokenizer, "pretrained_mask_predictor_path": predictor}
     words = [f"{key}={shlex.quote(str(path))}" for key, path in paths.items() if path]
     stage = "stage3" if predictor else "stage2"
-    return " ".join([f"train with reconstructer_stage={stage}", *words]) if words else ""
+    return " ".join([f"the same command with reconstructer_stage={stage}", *words]) if words else ""
 
 
 def _headline(summary: Summary) -> str:

@@ -16,7 +16,7 @@ from omagd import runners
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.run.launchers import Plan, ranks_here
-from omagd.run.memory_budget import GIGABYTE, data_key, replay_bytes
+from omagd.run.memory_budget import GIGABYTE, available_bytes, data_key, replay_bytes
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -134,9 +134,17 @@ def _check_limits(config: Config, plan: Plan) -> None:
         raise UserError(f"{keys}: {what} need {needed} processes and threads, {left} are left ({why}). {lower}")
 
 
-def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool) -> list[str]:
-    """Return a line for each limit that a run may hit later. on_gpus: whether several ranks exchange through NCCL."""
+def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool, ranks: int) -> list[str]:
+    """Return a line for each limit that a run may hit later.
+
+    on_gpus: whether several ranks exchange through NCCL. ranks: on this host.
+    """
     found = []
+    free = available_bytes()
+    if free is not None and not config.pretrain_only and (need := replay_bytes(config, info) * ranks) > free:
+        key = data_key(config)
+        what = f"{key}={getattr(config, key)}: the episodes of the ranks here may take {need / GIGABYTE:.1f} GB"
+        found.append(f"{what}, and {free / GIGABYTE:.1f} GB of memory are free. Lower {key}")
     if on_gpus and SHARED.is_dir() and (left := shutil.disk_usage(SHARED).free) < LEAST_SHARED * GIGABYTE:
         found.append(f"{SHARED}: {left / GIGABYTE:.2f} GB left, NCCL may need more. In a container: --shm-size=1g")
     if config.enable_checkpointing and config.stage in {"stage3", "all"} and not config.pretrain_only:

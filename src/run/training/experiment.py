@@ -258,7 +258,7 @@ def log_start(session: Session, card: Card) -> None:
     for line in (*([more] if more else []), *start_lines(card, sizes, batch)):
         session.logger.info(line)
     on_gpus = dist.device.type == "cuda" and ranks_here(dist.world_size) > 1
-    for line in limit_warnings(config, info, session.folder.path, on_gpus):
+    for line in limit_warnings(config, info, session.folder.path, on_gpus, ranks_here(dist.world_size)):
         session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
 
