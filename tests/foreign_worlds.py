@@ -22,8 +22,8 @@ class Leaving:
 
     possible_agents = ("tall", "kind")
 
-    def __init__(self, end: str = "terminated", masks: str = "observation") -> None:
-        self.end, self.masks, self.unwrapped = end, masks, SimpleNamespace(max_cycles=5)
+    def __init__(self, end: str = "terminated", masks: str = "observation", start: int = 0) -> None:
+        self.end, self.masks, self.first, self.unwrapped = end, masks, start, SimpleNamespace(max_cycles=5)
 
     def observation_space(self, name: str) -> spaces.Space:
         if self.masks == "observation":
@@ -33,7 +33,7 @@ class Leaving:
         return SEEN[name]
 
     def action_space(self, name: str) -> spaces.Discrete:
-        return spaces.Discrete({"tall": 3, "kind": 2}[name])
+        return spaces.Discrete({"tall": 3, "kind": 2}[name], start=self.first)
 
     def _look(self) -> tuple[dict, dict]:
         seen = {"tall": np.full((2, 2), self.t + self.start, np.float32), "kind": self.t % 3}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import gymnasium
 import mpe2.simple_speaker_listener_v4 as speaker_listener
 import numpy as np
@@ -108,7 +110,7 @@ def test_agents_that_leave_see_nothing_and_play_nothing(end, masks):
 
 def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
     for five in (False, True):
-        env = made("pymarl foreign_worlds:Pursuit", size=5, five=five)
+        env = made("pymarl foreign_worlds:Pursuit", size=5, five=five, new_each_episode=five)
         log = played(env, 3)
         place = int(log[0][0, 0])
         assert log[1].tolist() == [place, 0.0] and log[2].shape == (2, 5) and env.info.has_win is not five
@@ -117,6 +119,19 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         assert (won[3:6], lost[-4:-1]) == ([1.0, True, False], [0.0, True, True])
     starts = {played(made("pymarl foreign_worlds:Seeded"), seed, [(0, 0)] * 3)[1][0] for seed in (7, 8, 1007)}
     assert starts == {7.0, 8.0}
+    kept = made("pymarl foreign_worlds:Seeded", new_each_episode=False)
+    assert [played(kept, seed, [(0, 0)] * 3)[1][0] for seed in (7, 8)] == [7.0, 7.0], (
+        "one object, which was seeded once"
+    )
+
+
+def test_individual_rewards_are_not_scaled_and_common_ones_are():
+    script = [(0, 1), (1, 0), (0, 1), (0, 0)]
+    each = played(
+        made("pettingzoo foreign_worlds:Leaving", common_reward=False, reward_scalarisation="mean"), 8, script
+    )
+    mean = played(made("pettingzoo foreign_worlds:Leaving", reward_scalarisation="mean"), 8, script)
+    assert each[6].tolist() == [1.0, 2.0] and (each[3], mean[3]) == (3.0, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +141,7 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         ("gymma lbforaging:Foraging-8x8-2p-3f-v3", {}, "Give env_args.time_limit="),
         ("gymma CartPole-v1", {}, "it is for one agent"),
         ("pettingzoo mpe2.simple_spread_v3", {"continuous_actions": True}, "only Discrete actions"),
+        ("pettingzoo foreign_worlds:Leaving", {"start": 1}, "only Discrete actions from 0 on"),
         ("pettingzoo mpe2.simple_spread_v3", {"legs": 2}, "unexpected keyword argument 'legs'"),
         ("pettingzoo foreign_worlds:Nobody", {}, "no fixed possible_agents"),
         ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there"),
@@ -140,10 +156,19 @@ def test_what_cannot_be_played_is_one_line(name, args, words):
     assert str(caught.value).startswith(f"env_args.key={name.partition(' ')[2]}: ")
 
 
-def test_a_package_that_an_extra_installs_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "lbforaging", None)
-    with pytest.raises(UserError, match=r'pip install "omagd\[lbf\]"'):
-        made("gymma lbforaging:Foraging-8x8-2p-3f-v3")
+@pytest.mark.parametrize(
+    ("hidden", "name", "extra"),
+    [
+        ("lbforaging", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "lbf"),
+        ("gymnasium", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "gymnasium"),
+        ("gymnasium", "pettingzoo foreign_worlds:Leaving", "gymnasium"),
+        ("mpe2.simple_spread_v3", "gymma pz-mpe-simple-spread-v3", "mpe"),
+    ],
+)
+def test_a_package_that_an_extra_installs_is_named(monkeypatch, hidden, name, extra):
+    monkeypatch.setitem(sys.modules, hidden, None)
+    with pytest.raises(UserError, match=rf'pip install "omagd\[{extra}\]"'):
+        made(name)
 
 
 @pytest.mark.processes

@@ -13,7 +13,7 @@ import random
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -81,30 +81,37 @@ class _Foreign(MultiAgentEnv):
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.env = self._made()
-        self._fresh = True
+        self._seed = 0
+        self._stale = False  # whether the next episode needs a new object
         self._steps = 0
+        with self._in_one_line():
+            self.env = self._make()
+            self._measure()
 
     @abstractmethod
     def _make(self) -> Any:
         """Return the environment."""
 
     @abstractmethod
+    def _measure(self) -> None:
+        """Set sizes from `env`."""
+
+    @abstractmethod
     def _begin(self, seed: int) -> None:
         """Start an episode of `env`, and keep its observations."""
 
-    def _made(self) -> Any:
-        """Return a new environment. Errors: UserError for any fault of its constructor, a missing package named."""
+    @contextmanager
+    def _in_one_line(self) -> Iterator[None]:
+        """Turn any fault of the environment in the block into one line; a missing package names its extra."""
         try:
-            return self._make()
+            yield
         except UserError:
             raise
-        except Exception as problem:  # noqa: BLE001 (a constructor of other people)
+        except Exception as problem:  # noqa: BLE001 (constructors of other people)
             said = " ".join(str(problem).split()).rstrip(".") or type(problem).__name__
-            missing = [
-                one for each in _chain(problem) if (one := str(getattr(each, "name", "")).partition(".")[0]) in EXTRAS
-            ]
-            fix = f' Install it: pip install "omagd[{EXTRAS[missing[0]]}]"' if missing else ""
+            names = (str(getattr(each, "name", "")).partition(".")[0] for each in _chain(problem))
+            extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
+            fix = f' Install it: pip install "omagd[{extra}]"' if extra else ""
             raise self._wrong(f"{said}.{fix}") from None
 
     def _wrong(self, what: str) -> UserError:
@@ -112,10 +119,11 @@ class _Foreign(MultiAgentEnv):
 
     def reset(self, *, seed: int) -> None:
         """Start an episode."""
-        if self.args.new_each_episode and not self._fresh:
+        if self._stale:
             self.env.close()
-            self.env = self._made()
-        self._fresh, self._steps = False, 0
+            with self._in_one_line():
+                self.env = self._make()
+        self._stale, self._steps = self.args.new_each_episode, 0
         random.seed(seed)  # for environments that draw from Python's or NumPy's global generator
         np.random.seed(seed % 2**32)  # noqa: NPY002
         self._begin(seed)
@@ -172,9 +180,9 @@ class _Foreign(MultiAgentEnv):
         self._steps += 1
         late = self._steps >= self.episode_limit
         each = np.broadcast_to(np.asarray(rewards, np.float64), self.n_agents if np.ndim(rewards) else ())
-        if self.args.reward_scalarisation == "mean" and each.ndim:
+        if self.args.reward_scalarisation == "mean" and self.args.common_reward and each.ndim:
             each = each / self.n_agents
-        info = {(f"env_{name}" if RESERVED.fullmatch(name) else name): value for name, value in results.items()}
+        info = _results(results)
         info[TRUNCATED] = not ended and (truncated or late)
         if not self.args.common_reward:
             if not each.ndim:
@@ -185,6 +193,19 @@ class _Foreign(MultiAgentEnv):
     def close(self) -> None:
         """Close the environment."""
         self.env.close()
+
+
+def _ended(terminated: Any, truncated: Any) -> tuple[bool, bool]:
+    """Return whether an episode has ended, and whether it was only cut off; flags of one or of all agents."""
+    over = bool(np.all(np.logical_or(terminated, truncated)))
+    cut = over and bool(np.any(np.logical_and(truncated, np.logical_not(terminated))))
+    return over and not cut, cut
+
+
+def _results(info: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return what an environment says by name; names that the run's own records use begin with `env_`."""
+    named = {name: value for name, value in info.items() if isinstance(name, str)}
+    return {(f"env_{name}" if RESERVED.fullmatch(name) else name): value for name, value in named.items()}
 
 
 def _flat(space: Any, value: Any) -> np.ndarray:
@@ -219,10 +240,9 @@ class PettingZooEnv(_Foreign):
 
     args_model = RewardArgs
 
-    def __init__(self, args: Any) -> None:
+    def _measure(self) -> None:
         from gymnasium import spaces
 
-        super().__init__(args)
         self.names = list(getattr(self.env, "possible_agents", None) or ())
         if not self.names:
             raise self._wrong(
@@ -233,8 +253,8 @@ class PettingZooEnv(_Foreign):
         self.n_actions = []
         for name in self.names:
             seen, acts = self.env.observation_space(name), self.env.action_space(name)
-            if not isinstance(acts, spaces.Discrete):
-                raise self._wrong(f"the actions of {name} are {acts}: only Discrete actions are supported")
+            if not isinstance(acts, spaces.Discrete) or acts.start != 0:
+                raise self._wrong(f"the actions of {name} are {acts}: only Discrete actions from 0 on are supported")
             inner = seen.spaces.get("observation") if isinstance(seen, spaces.Dict) else None
             self._spaces.append(seen if inner is None else inner)
             self.n_actions.append(int(acts.n))
@@ -242,7 +262,7 @@ class PettingZooEnv(_Foreign):
         self.episode_limit = self._limit(getattr(self.env.unwrapped, "max_cycles", None))
         self._own_state = 0
         self._begin(0)
-        self._fresh = False
+        self._stale = self.args.new_each_episode
         with suppress(AttributeError, NotImplementedError):  # it has no state
             if not np.array_equal(state := np.ravel(self.env.state()), super().get_state()):
                 self._own_state = state.size
@@ -281,7 +301,7 @@ class PettingZooEnv(_Foreign):
         self._keep(seen, infos)
         over = not self._playing
         stopped = over and any(truncated.values())  # as long as it lasts for one agent, its target bootstraps
-        results = {key: value for info in infos.values() for key, value in info.items() if over}
+        results = {key: value for info in infos.values() for key, value in info.items()}
         return self._result([rewards.get(name, 0.0) for name in self.names], over and not stopped, stopped, results)
 
     def get_state(self) -> np.ndarray:
@@ -315,15 +335,14 @@ class GymmaEnv(_Foreign):
         """Return PettingZoo's environment for a key that begins with `pz-`, as EPyMARL does."""
         return _GymmaOfPettingZoo(args) if args.key.startswith("pz-") else super().__new__(cls)
 
-    def __init__(self, args: Any) -> None:
+    def _measure(self) -> None:
         from gymnasium import spaces
 
-        super().__init__(args)
         seen, acts = self.env.observation_space, self.env.action_space
         if not isinstance(seen, spaces.Tuple) or not isinstance(acts, spaces.Tuple):
             raise self._wrong("its spaces are not tuples with a part for each agent: it is for one agent")
-        if wrong := [space for space in acts if not isinstance(space, spaces.Discrete)]:
-            raise self._wrong(f"actions {wrong[0]}: only Discrete actions are supported")
+        if wrong := [space for space in acts if not isinstance(space, spaces.Discrete) or space.start != 0]:
+            raise self._wrong(f"actions {wrong[0]}: only Discrete actions from 0 on are supported")
         self.n_agents, self._spaces = len(acts), list(seen)
         self.n_actions = [int(space.n) for space in acts]
         self.sizes = [spaces.flatdim(space) for space in seen]
@@ -338,14 +357,15 @@ class GymmaEnv(_Foreign):
         self._keep(*self.env.reset(seed=seed % 2**31))
 
     def _keep(self, obs: Any, info: Mapping[str, Any]) -> None:
-        masks = info.get("action_mask", [None] * self.n_agents)
+        given = info if isinstance(info, Mapping) else {}
+        masks = given.get("action_mask", [None] * self.n_agents)
         self._see([_flat(space, one) for space, one in zip(self._spaces, obs, strict=True)], masks)
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play [n] actions."""
         obs, rewards, ended, truncated, info = self.env.step(actions.tolist())
         self._keep(obs, info)
-        return self._result(rewards, bool(np.all(ended)), bool(np.all(truncated)), info)
+        return self._result(rewards, *_ended(ended, truncated), info if isinstance(info, Mapping) else {})
 
 
 class PyMARLEnv(_Foreign):
@@ -356,24 +376,20 @@ class PyMARLEnv(_Foreign):
 
     args_model = AdapterArgs
 
-    def __init__(self, args: Any) -> None:
-        self._seed: int | None = None
-        super().__init__(args)
+    def _measure(self) -> None:
         if lacking := [name for name in METHODS if not callable(getattr(self.env, name, None))]:
             raise self._wrong(f"it has no {', '.join(lacking)}")
         self.facts = dict(self.env.get_env_info())
+        self._stale = self._takes_seed  # it was made before there was a seed
 
     def _make(self) -> Any:
         cls = _imported(self.args.key)
-        takes = inspect.signature(cls).parameters
-        more = (
-            {"seed": self._seed} if self._seed is not None and "seed" in takes and "seed" not in self.args.own else {}
-        )
-        return cls(**self.args.own, **more)
+        self._takes_seed = "seed" in inspect.signature(cls).parameters and "seed" not in self.args.own
+        return cls(**self.args.own, **({"seed": self._seed} if self._takes_seed else {}))
 
     def reset(self, *, seed: int) -> None:
-        """Start an episode in a new object, which gets the seed where its constructor takes one."""
-        self._seed, self._fresh = seed % 2**31, False
+        """Start an episode, in an object that has its seed where the constructor takes one."""
+        self._seed = seed % 2**31
         super().reset(seed=seed)
 
     def _begin(self, seed: int) -> None:
@@ -385,10 +401,10 @@ class PyMARLEnv(_Foreign):
         returned = self.env.step(actions.tolist())
         if len(returned) == 3:
             reward, ended, info = returned
-            return float(np.sum(reward)), bool(ended), dict(info)
+            return float(np.sum(reward)), bool(ended), _results(info)
         _, reward, ended, truncated, info = returned
-        over, stopped = bool(np.all(ended)), bool(np.all(truncated))
-        return float(np.sum(reward)), over or stopped, {**info, TRUNCATED: stopped and not over}
+        over, stopped = _ended(ended, truncated)
+        return float(np.sum(reward)), over or stopped, {**_results(info), TRUNCATED: stopped}
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
         """Return [n, obs_dim] float32."""

@@ -75,16 +75,6 @@ class Frame:
         """Return plain values for JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Frame:
-        """Rebuild from `to_dict`, also after a way through JSON."""
-        scene = {name: _tuples(value) for name, value in values["scene"].items()}
-        return cls(**{**values, "scene": Scene(**scene)})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
-
 
 def unit_names(n_agents: int, n_opponents: int) -> tuple[str, ...]:
     """Return the names of units: agents `a0`, `a1`, ..., then opponents `e0`, `e1`, ..."""

@@ -85,7 +85,7 @@ class ActorLoss(LossModule):
             actions (Jang et al. 2017); None: the softmax itself.
         """
         with autocast_bf16(inputs.features.device, self.bf16):
-            logits = self.actor(inputs)
+            logits = self.actor(inputs).to(inputs.features.dtype)
             policy = logits.softmax(-1)
             # Jang et al. 2017: the value of one action, as the environment takes it, with the softmax's gradient.
             actions = policy if noise is None else straight_through(logits + noise)

@@ -178,7 +178,7 @@ class WorkerPool:
         """
         try:
             kind, content = self.conns[number].recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # also in the middle of a message
             return None
         if kind == FAILED:
             text, user_error, crash = content

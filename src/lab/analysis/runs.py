@@ -72,7 +72,8 @@ class Run:
     def map_name(self) -> str:
         """The map, or the name of the set of maps."""
         args = self.config.get("env_args")
-        given = self.summary.get("map_name") or (args.get("map_name") if isinstance(args, dict) else None)
+        args = args if isinstance(args, dict) else {}
+        given = self.summary.get("map_name") or args.get("map_name") or args.get("key")
         return readable(map_label(given or ""))
 
     @property

@@ -111,10 +111,13 @@ def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mis
     from omagd.modules.graph_reconstructers import check_inferences
     from omagd.run.training.checks import check_data, check_dealing, check_groups, check_opponents, check_tasks
     from omagd.run.training.device import check_machine
+    from omagd.utils.compiling import require_numba
 
     with _caught(found):
         if plan is not None:
             check_machine(config, plan, info)
+            if not plan.cuda and not config.evaluate:
+                require_numba("learning on a CPU")
     with _caught(found):
         check_data(config)
     for fits in (_require_units, check_inferences, check_groups, check_tasks, check_dealing, check_opponents):
