@@ -27,6 +27,9 @@ STUDY = Command("study FILE.yaml", "run arms x environments x seeds; `study stat
 SWEEP = Command(
     "sweep FILE.yaml", "search the best keys with Optuna; `sweep status FOLDER`", "omagd.lab.commands.sweep"
 )
+CLEAN = Command(
+    "clean FOLDER ...", "free what finished runs no longer need (--dry-run shows it)", "omagd.lab.commands.clean"
+)
 WATCH = Command(
     "watch RUN [key=value ...]",
     "play a trained run, or a recording, as an HTML page or a GIF (--format=...)",

@@ -41,10 +41,10 @@ REGISTRY: Registry[Command] = Registry(
     "command",
     "omagd.commands",
     lazy={
-        **{name: f"omagd.run.cli.main:{name.upper()}" for name in ("evaluate", "clean")},
+        "evaluate": "omagd.run.cli.main:EVALUATE",
         **{
             name: f"omagd.lab.commands:{name.upper()}"
-            for name in ("doctor", "plot", "compare", "report", "beliefs", "study", "sweep", "watch")
+            for name in ("clean", "doctor", "plot", "compare", "report", "beliefs", "study", "sweep", "watch")
         },
     },
 )

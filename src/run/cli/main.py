@@ -328,6 +328,3 @@ EVALUATE = Command(
     "evaluate a trained run; RUN: its folder, its models/ or one step's folder there",
     run=_evaluate,
 )
-CLEAN = Command(
-    "clean FOLDER ...", "free what finished runs no longer need (--dry-run shows it)", "omagd.run.cli.clean"
-)
