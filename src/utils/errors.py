@@ -217,6 +217,10 @@ def import_extra(module: str, needed: str, extra: str) -> Any:
         raise UserError(f'{needed}{broken}: pip install "omagd[{extra}]"') from None
 
 
+LIBRARIES = {"matplotlib", "scipy", "jinja2", "pandas", "numpy"}
+"""Packages that commands import where they need them; pip knows them by these names."""
+
+
 @contextmanager
 def libraries_of(command: str) -> Iterator[None]:
     """Turn the failure of a block to import a package into a UserError with the command that installs it."""
@@ -226,9 +230,13 @@ def libraries_of(command: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package == "omagd":
             raise
-        named = f"needs {package}, which cannot be imported" if package else "a package cannot be imported"
-        fix = "Install it again in this environment: pip install --force-reinstall …"
-        raise UserError(f"{command}: {named} ({readable(str(error))[:200]}). {fix}") from error
+        why = readable(str(error))[:200]
+        if package not in LIBRARIES:  # of others the name to install may differ
+            raise UserError(
+                f"{command}: {package or 'a package'} cannot be imported ({why}). Install it again"
+            ) from error
+        fix = f"pip install --force-reinstall {package}"
+        raise UserError(f"{command}: needs {package}, which cannot be imported ({why}): {fix}") from error
 
 
 def print_out(text: str) -> None:
