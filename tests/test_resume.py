@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import os
 import shutil
-import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from command_budgets import BUDGETS
 from command_harness import records, summary_of
-from interruption import Interrupted, interrupted_run, wait_for_saves
+from interruption import interrupted_run, wait_for_saves
 from run_equality import differences, reproducible_lines
 
 from omagd.config.schema import Config
@@ -31,7 +28,6 @@ from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import whole_state
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
-from omagd.run.memory_budget import resident_bytes
 from omagd.run.training import experiment
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
@@ -318,30 +314,3 @@ def test_a_checkpoint_of_another_configuration_is_rejected_in_one_line(whole, tm
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
         assert f"checkpoint_path={whole.path}" in line and "does not fit" in line
         assert not (tmp_path / "other").exists()
-
-
-def test_nothing_grows_with_the_iterations(tmp_path, monkeypatch):
-    torch.set_num_threads(1)
-    every, samples, boundary = 40, [], Checkpointer.boundary
-    iterations = iter(range(1, 8 * every + 1))
-
-    def sampled(checkpointer, stage):
-        boundary(checkpointer, stage)
-        if next(iterations) % every == 0:
-            checkpointer.finish()
-            gc.collect()
-            memory = len(gc.get_objects()), sys.getallocatedblocks(), resident_bytes()
-            samples.append((*memory, len(os.listdir("/proc/self/fd")), threading.active_count()))
-        if len(samples) == 8:
-            raise Interrupted
-
-    monkeypatch.setattr(Checkpointer, "boundary", sampled)
-    given = (f"local_results_path={tmp_path}", "t_max=1000000000", "test_interval=20", "save_model_interval=100")
-    with pytest.raises(Interrupted):
-        launch(config_from(["--config=qmix", "--env-config=matrix_game", "with", *SMALLEST, *given]), "endurance")
-    objects, blocks, resident, files, threads = map(list, zip(*samples, strict=True))
-    # What leaks grows from each sample to the next; what is made once, late, does not.
-    assert not all(grown >= every // 2 for grown in np.diff(objects[3:]))
-    assert not all(grown >= every for grown in np.diff(blocks[3:]))
-    assert resident[-1] < 1.02 * resident[3]
-    assert len(set(files[1:])) == len(set(threads[1:])) == 1
