@@ -12,6 +12,7 @@ from command_harness import train
 
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
+from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
 
 IN_PROCESSES = {"gymma lbforaging:Foraging-8x8-2p-3f-v3", "pymarl foreign_worlds:Seeded"}
@@ -170,6 +171,21 @@ def test_a_package_that_an_extra_installs_is_named(monkeypatch, hidden, name, ex
     monkeypatch.setitem(sys.modules, hidden, None)
     with pytest.raises(UserError, match=rf'pip install "omagd\[{extra}\]"'):
         made(name)
+
+
+def test_rewards_of_single_agents_need_a_learner_that_reads_them(capsys):
+    words = (
+        "--env-config=gymma --dry-run with env_args.key=pz-mpe-simple-spread-v3 env_args.common_reward=False".split()
+    )
+    assert [main([f"--config={name}", *words]) for name in ("iql", "ippo", "vdn")] == [0, 0, 2]
+    assert "mixer=vdn learns one reward. Use mixer=none or PPO" in capsys.readouterr().err
+
+
+def test_a_file_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "my_world.py").write_text("from foreign_worlds import Leaving as parallel_env\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert made("pettingzoo my_world").info.n_agents == 2
 
 
 @pytest.mark.processes

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import random
 import re
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -108,7 +110,7 @@ class _Foreign(MultiAgentEnv):
         except UserError:
             raise
         except Exception as problem:  # noqa: BLE001 (constructors of other people)
-            said = " ".join(str(problem).split()).rstrip(".") or type(problem).__name__
+            said = f"{type(problem).__name__}: {' '.join(str(problem).split())}".rstrip(". :")
             names = (str(getattr(each, "name", "")).partition(".")[0] for each in _chain(problem))
             extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
             fix = f' Install it: pip install "omagd[{extra}]"' if extra else ""
@@ -170,6 +172,8 @@ class _Foreign(MultiAgentEnv):
         self._avail = np.zeros((self.n_agents, max(self.n_actions)), bool)
         self._seen = [np.zeros(size) if seen is None else seen for size, seen in zip(self.sizes, obs, strict=True)]
         for i, (seen, mask) in enumerate(zip(self._seen, masks, strict=True)):
+            if np.size(seen) != self.sizes[i]:
+                raise self._wrong(f"agent {i} observes {np.size(seen)} numbers, and its space has {self.sizes[i]}")
             self._obs[i, : self.sizes[i]] = seen
             self._avail[i, : self.n_actions[i]] = True if mask is None else mask
 
@@ -223,7 +227,12 @@ def _chain(problem: BaseException | None) -> Iterator[BaseException]:
 
 
 def _imported(path: str) -> Any:
-    """Return what an import path `module:name` means. Errors: ImportError, AttributeError."""
+    """Return what an import path `module:name` means, also of a file in the working directory.
+
+    Errors: ImportError, AttributeError.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     module, _, name = path.partition(":")
     found = importlib.import_module(module)
     for part in filter(None, name.split(".")):

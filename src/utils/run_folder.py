@@ -42,8 +42,13 @@ def make_token(
             `RunFolder.create` makes them differ. evaluation: add `evaluation` before the date.
     """
     stamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(now))
-    parts = [re.sub(r"[^\w.+-]+", "-", part) for part in (name, env, map_name) if part]
+    parts = [for_files(part) for part in (name, env, map_name) if part]
     return "_".join([*parts, f"seed{seed}", *(["evaluation"] * evaluation), stamp])
+
+
+def for_files(name: str) -> str:
+    """Return a name as files and folders may have it."""
+    return re.sub(r"[^\w.+-]+", "-", name)
 
 
 class RunFolder:

@@ -84,7 +84,7 @@ def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]
     """Play episodes of a run; return them and the path, without ending, of the file to write."""
     from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
     from omagd.run.training.evaluate import evaluation_config, record_battles
-    from omagd.utils.run_folder import RunFolder
+    from omagd.utils.run_folder import RunFolder, for_files
 
     texts: dict[str, str] = {}
     for word in words[1:] if words[:1] == ["with"] else words:
@@ -101,7 +101,7 @@ def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]
         near = f" (of those saved, the nearest to load_step={config.load_step})" if asked else ""
         print_out(f"weights of step {step.name}{near}\n")
     maps = list(dict.fromkeys(episode.map_name for episode in recording.episodes))
-    name = "_".join([config.env, *([maps[0]] if len(maps) == 1 and maps[0] else []), step.name])
+    name = "_".join([config.env, *([for_files(maps[0])] if len(maps) == 1 and maps[0] else []), step.name])
     return recording, RunFolder(run_folder_of(step)).replays / name
 
 

@@ -120,7 +120,15 @@ def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mis
                 require_numba("learning on a CPU")
     with _caught(found):
         check_data(config)
-    for fits in (_require_units, check_inferences, check_groups, check_tasks, check_dealing, check_opponents):
+    for fits in (
+        _require_units,
+        _require_common_reward,
+        check_inferences,
+        check_groups,
+        check_tasks,
+        check_dealing,
+        check_opponents,
+    ):
         with _caught(found):
             fits(config, info)
 
@@ -132,6 +140,17 @@ def _require_units(config: Config, info: EnvInfo) -> None:
         raise UserError(f"use_graph_reconstruction=True: {lacks}. Use --config=qmix")
     if info.layout is None and config.belief_loss != "none":
         raise UserError(f"belief_loss={config.belief_loss}: {lacks}. Use belief_loss=none")
+
+
+def _require_common_reward(config: Config, _info: EnvInfo) -> None:
+    """Reject rewards of single agents where a mixer learns the team's."""
+    from omagd.learners.protocol import learner_class
+
+    if config.env_args.get("common_reward") is False and config.mixer != "none":
+        if learner_class(config.learner).data == "replay":
+            raise UserError(
+                f"env_args.common_reward=False: mixer={config.mixer} learns one reward. Use mixer=none or PPO"
+            )
 
 
 def _described(config: Config, found: Mistakes) -> tuple[Config, EnvInfo | None]:
