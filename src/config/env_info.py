@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
@@ -22,6 +22,11 @@ LARGEST = 1 << 20
 """Largest size that is accepted from a file."""
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
+def given_map(env_args: Mapping[str, Any]) -> Any:
+    """Return what `env_args` give as the map: `map_name`, else `key` as in EPyMARL; empty without either."""
+    return env_args.get("map_name") or env_args.get("key") or ""
 
 
 def map_label(given: object) -> str:

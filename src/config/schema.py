@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from omagd.config.env_info import map_label
+from omagd.config.env_info import given_map, map_label
 from omagd.utils.errors import Unreadable
 
 
@@ -313,7 +313,7 @@ class Config(Frozen):
     @property
     def map_name(self) -> str:
         """The map, the task or the set of maps, by its name in results; empty if the environment has none."""
-        return map_label(self.env_args.get("map_name") or self.env_args.get("key", ""))
+        return map_label(given_map(self.env_args))
 
 
 class Watched(Config):

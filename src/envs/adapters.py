@@ -7,9 +7,9 @@ Shapes: n agents, A actions (of the agent that has most).
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
+import pkgutil
 import random
 import re
 import sys
@@ -98,9 +98,13 @@ class _Foreign(MultiAgentEnv):
     def _measure(self) -> None:
         """Set sizes from `env`."""
 
-    @abstractmethod
     def _begin(self, seed: int) -> None:
         """Start an episode of `env`, and keep its observations."""
+        self._keep(*self.env.reset(seed=seed % 2**31))
+
+    def _keep(self, seen: Any, info: Any) -> None:
+        """Keep what agents observe, and what they can do, until they are asked for."""
+        raise NotImplementedError
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:
@@ -229,15 +233,11 @@ def _chain(problem: BaseException | None) -> Iterator[BaseException]:
 def _imported(path: str) -> Any:
     """Return what an import path `module:name` means, also of a file in the working directory.
 
-    Errors: ImportError, AttributeError.
+    Errors: ImportError, AttributeError, ValueError.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    module, _, name = path.partition(":")
-    found = importlib.import_module(module)
-    for part in filter(None, name.split(".")):
-        found = getattr(found, part)
-    return found
+    return pkgutil.resolve_name(path if ":" in path else f"{path}:")  # all before the colon is imported
 
 
 class PettingZooEnv(_Foreign):
@@ -288,9 +288,6 @@ class PettingZooEnv(_Foreign):
         if not hasattr(env, "observation_space") or hasattr(env, "agent_iter"):
             raise self._wrong("it is not a parallel environment (pettingzoo.utils.aec_to_parallel makes one)")
         return env
-
-    def _begin(self, seed: int) -> None:
-        self._keep(*self.env.reset(seed=seed % 2**31))
 
     def _keep(self, seen: Mapping[str, Any], infos: Mapping[str, Any]) -> None:
         self._playing = list(self.env.agents)
@@ -361,9 +358,6 @@ class GymmaEnv(_Foreign):
         import gymnasium
 
         return gymnasium.make(self.args.key, disable_env_checker=True, **self.args.own)
-
-    def _begin(self, seed: int) -> None:
-        self._keep(*self.env.reset(seed=seed % 2**31))
 
     def _keep(self, obs: Any, info: Mapping[str, Any]) -> None:
         given = info if isinstance(info, Mapping) else {}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from omagd.config.env_info import map_label
+from omagd.config.env_info import given_map, map_label
 from omagd.config.schema import COMPONENT_ARGS
 from omagd.run.reporting.card import COVERED, METHOD, Card, is_card, recorded_of
 from omagd.utils.errors import UserError, readable
@@ -73,8 +73,7 @@ class Run:
         """The map, or the name of the set of maps."""
         args = self.config.get("env_args")
         args = args if isinstance(args, dict) else {}
-        given = self.summary.get("map_name") or args.get("map_name") or args.get("key")
-        return readable(map_label(given or ""))
+        return readable(map_label(self.summary.get("map_name") or given_map(args)))
 
     @property
     def place(self) -> str:
@@ -197,7 +196,7 @@ def _foreign_arms(runs: list[Run]) -> list[Run]:
             given = run.config.get("env_args")
             args = given if isinstance(given, dict) else {}
             about = {key: run.config.get(key) for key in ("name", "env", "seed")}
-            about["env_args"] = {"map_name": args.get("map_name") or args.get("key")}
+            about["env_args"] = {"map_name": given_map(args) or None}
             arm = readable(f"{about['name'] or run.folder.name} (Sacred) {next(labels)}".strip())
             run = replace(run, config=about, arm=arm)
         found.append(run)

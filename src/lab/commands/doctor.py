@@ -95,7 +95,7 @@ def main(options: argparse.Namespace) -> int:
         found = [(check, *_look(check, config)) for check in checks]
     text, ready = render(found, env)
     print_out(text)
-    return 0 if ready and config is not None else USER_ERROR_EXIT_CODE
+    return 0 if ready else USER_ERROR_EXIT_CODE
 
 
 def _look(check: Check, config: Config | None) -> tuple[str, str]:

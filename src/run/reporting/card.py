@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import omagd
 from omagd import runners
+from omagd.config.env_info import given_map
 from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.utils.errors import readable
 from omagd.utils.run_folder import RunFolder, fingerprint, plain
@@ -230,7 +231,7 @@ def _environment(config: Config) -> dict[str, Any]:
     module = REGISTRY.get(config.env).__module__
     facts = {
         "env": config.env,
-        "map": str(values.get("map_name") or values.get("key", "")),
+        "map": str(given_map(values)),
         "game": _game(args, module),
     }
     if (tasks := task_set(config.env_args.get("map_name"))) is not None:
