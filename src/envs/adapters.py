@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from omagd.envs.outputs import RESERVED
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, causes
 
 EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "pettingzoo", "gymnasium": "gymnasium"}
 """Packages that an extra of this one installs."""
@@ -115,7 +115,7 @@ class _Foreign(MultiAgentEnv):
             raise
         except Exception as problem:  # noqa: BLE001 (constructors of other people)
             said = f"{type(problem).__name__}: {' '.join(str(problem).split())}".rstrip(". :")
-            names = (str(getattr(each, "name", "")).partition(".")[0] for each in _chain(problem))
+            names = (str(getattr(each, "name", "")).partition(".")[0] for each in causes(problem))
             extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
             fix = f' Install it: pip install "omagd[{extra}]"' if extra else ""
             raise self._wrong(f"{said}.{fix}") from None
@@ -221,13 +221,6 @@ def _flat(space: Any, value: Any) -> np.ndarray:
     from gymnasium.spaces import Box, flatten
 
     return np.ravel(value) if isinstance(space, Box) else np.asarray(flatten(space, value))
-
-
-def _chain(problem: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and what caused it."""
-    while problem is not None:
-        yield problem
-        problem = problem.__cause__ or problem.__context__
 
 
 def _imported(path: str) -> Any:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from omagd.utils.errors import causes
+
 T = TypeVar("T")
 DEFAULT_PORT = 12355
 Store = dist.Store
@@ -112,10 +114,7 @@ def _exchange(waits: Waits) -> Iterator[None]:
 
 def broken_exchange(error: BaseException) -> BaseException | None:
     """Return the error that broke an exchange: `error` or one of its causes; None if there is none."""
-    cause: BaseException | None = error
-    while cause is not None and not getattr(cause, "in_exchange", False):
-        cause = cause.__cause__ or cause.__context__
-    return cause
+    return next((cause for cause in causes(error) if getattr(cause, "in_exchange", False)), None)
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,13 @@ LIBRARIES = {"matplotlib", "scipy", "jinja2", "pandas", "numpy"}
 """Packages that commands import where they need them; pip knows them by these names."""
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, and what caused it or was being handled when it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 @contextmanager
 def libraries_of(command: str) -> Iterator[None]:
     """Turn the failure of a block to import a package into a UserError with the command that installs it."""
