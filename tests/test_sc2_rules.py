@@ -12,11 +12,11 @@ from command_harness import ROOT
 from omagd.config.loading import config_names
 from omagd.envs.battle.args import CapabilityArgs, SmacArgs, SmacV2Args, StartArgs, TeamArgs, v2_map
 from omagd.envs.battle.backend import Order, Terrain, Units
+from omagd.envs.battle.heuristic import Heuristic
+from omagd.envs.battle.lineups import draw_lineup
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.battle.v2_semantics import EnemyVisibility, V2Semantics, Vision
 from omagd.envs.factory import validate_env_args
-from omagd.envs.sc2.heuristic import Heuristic
-from omagd.envs.sc2.v2_backend import draw_lineup
 from omagd.utils.errors import UserError
 
 FIELD = Terrain(32, 32, (0, 0, 32, 32), np.ones((32, 32), bool), np.zeros((32, 32), np.float32))

@@ -11,12 +11,12 @@ from sc2_stand_in.world import V2_TYPE_IDS
 
 from omagd.envs.battle.args import SmacArgs, SmacV2Args, v2_map
 from omagd.envs.battle.features import battle_info
+from omagd.envs.battle.interface import SmacInterface, SmacV2Interface
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.battle.v2_semantics import V2Semantics
-from omagd.envs.smac import SmacInterface, SmacV2Interface
 from smac_parity import DATA, GROUPS, INFO, SEED, play
 
 SCRIPTED = ("heuristic_ai", "heuristic_rest")  # here the environment itself plays, not the semantics' orders

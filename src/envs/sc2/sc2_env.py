@@ -11,15 +11,15 @@ from pydantic import BaseModel
 
 from omagd.envs.battle.args import SmacArgs, SmacV2Args, v2_map
 from omagd.envs.battle.features import battle_info
+from omagd.envs.battle.heuristic import Heuristic
+from omagd.envs.battle.interface import SmacInterface, SmacV2Interface
 from omagd.envs.battle.maps import MapSpec, get_game_map
 from omagd.envs.battle.semantics import BattleEnv, BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.v2_semantics import V2Semantics
 from omagd.envs.frames import Frame, without_place
 from omagd.envs.protocol import StepResult
-from omagd.envs.sc2.heuristic import Heuristic
 from omagd.envs.sc2.install import build_of, game_folder, map_data
-from omagd.envs.smac import SmacInterface, SmacV2Interface
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
