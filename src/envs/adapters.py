@@ -49,10 +49,18 @@ class AdapterArgs(BaseModel):
         return dict(self.model_extra or {})
 
     @property
+    def path(self) -> str:
+        """Import path of the key; EPyMARL's `pz-mpe-simple-spread-v3` is `mpe2.simple_spread_v3`."""
+        if not self.key.startswith("pz-"):
+            return self.key
+        _, family, name = self.key.split("-", 2)
+        package = "mpe2" if family == "mpe" else f"pettingzoo.{family}"  # MPE has left PettingZoo
+        return f"{package}.{name.replace('-', '_')}"
+
+    @property
     def package(self) -> str:
         """Package of the environment, whose version belongs to results."""
-        family = self.key.split("-")[1:2] if self.key.startswith("pz-") else []
-        return "mpe2" if family == ["mpe"] else "pettingzoo" if family else re.split("[:.]", self.key)[0]
+        return re.split("[:.]", self.path)[0]
 
 
 class RewardArgs(AdapterArgs):
@@ -269,11 +277,8 @@ class PettingZooEnv(_Foreign):
             if not np.array_equal(state := np.ravel(self.env.state()), super().get_state()):
                 self._own_state = state.size
 
-    def _path(self) -> str:
-        return str(self.args.key)
-
     def _make(self) -> Any:
-        found = _imported(self._path())
+        found = _imported(self.args.path)
         make = getattr(found, "parallel_env", found)
         if not callable(make):
             raise self._wrong("it has no parallel_env")
@@ -311,17 +316,6 @@ class PettingZooEnv(_Foreign):
         return self._own_state or super()._state_size()
 
 
-class _GymmaOfPettingZoo(PettingZooEnv):
-    """EPyMARL's names of PettingZoo's environments: `pz-mpe-simple-spread-v3` is `mpe.simple_spread_v3`."""
-
-    args_model = RewardArgs
-
-    def _path(self) -> str:
-        _, family, name = self.args.key.split("-", 2)
-        package = "mpe2" if family == "mpe" else f"pettingzoo.{family}"  # MPE has left PettingZoo
-        return f"{package}.{name.replace('-', '_')}"
-
-
 class GymmaEnv(_Foreign):
     """A multi-agent environment with a Gymnasium id, in EPyMARL's convention.
 
@@ -332,7 +326,7 @@ class GymmaEnv(_Foreign):
 
     def __new__(cls, args: Any) -> Any:
         """Return PettingZoo's environment for a key that begins with `pz-`, as EPyMARL does."""
-        return _GymmaOfPettingZoo(args) if args.key.startswith("pz-") else super().__new__(cls)
+        return PettingZooEnv(args) if args.key.startswith("pz-") else super().__new__(cls)
 
     def _measure(self) -> None:
         from gymnasium import spaces

@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import send_handle
 from typing import Any
 
-from omagd.envs.workers.shared_memory import AnonymousMemory, Arrays, Specs, array_views, total_size
+from omagd.envs.workers.shared_memory import Arrays, Specs, mapped, new_memory, total_size
 from omagd.envs.workers.slot import History
 from omagd.envs.workers.worker import FAILED, REPLY, work
 from omagd.utils.registry import carrying
@@ -58,7 +59,7 @@ class WorkerPool:
         self.replaced = 0
         self.timeout = math.inf
         self._hung: set[int] = set()
-        self.memory = AnonymousMemory()
+        self._memory = -1  # its descriptor
         self._poll = select.poll()
         self._number: dict[int, int] = {}
         self._payload = b""
@@ -76,7 +77,7 @@ class WorkerPool:
     def _spawn(self, number: int) -> tuple[BaseProcess, Connection]:
         context = multiprocessing.get_context("spawn")
         conn, theirs = context.Pipe()
-        args = (theirs, self.memory, number, os.getpid(), self._payload)
+        args = (theirs, number, os.getpid(), self._payload)
         process = context.Process(target=work, args=args, daemon=True, name=f"env-{number}")
         self._number[conn.fileno()] = number
         self._poll.register(conn.fileno(), select.POLLIN)
@@ -104,11 +105,16 @@ class WorkerPool:
 
     def share(self, specs: Specs) -> None:
         """Create the arrays, and let all workers map them."""
-        self._specs = specs
-        self.memory.resize(total_size(specs))
-        self.arrays.update(array_views(self.memory.map(), specs))
+        self._specs, self._memory = specs, new_memory(total_size(specs))
+        self.arrays.update(mapped(self._memory, specs))
         for number in range(len(self.conns)):
-            self._send(number, (specs, None))
+            self._hand_over(number, None)
+
+    def _hand_over(self, number: int, history: History | None) -> None:
+        """Let a worker map the arrays, and begin with `history`."""
+        self._send(number, (self._specs, history))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            send_handle(self.conns[number], self._memory, self.processes[number].pid)
 
     def _send(self, number: int, value: object) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `replies` finds that it has died
@@ -198,7 +204,7 @@ class WorkerPool:
         fate = "starts; its episode is lost" if history is None else "replays its episode"
         LOG.warning("environment worker %d died (%s); a new worker %s", number, how, fate)
         self._respawn(number)
-        self._send(number, (self._specs, history))
+        self._hand_over(number, history)
 
     def _join(self, number: int, seconds: float = CLOSE_GRACE_SECONDS) -> str:
         """Wait for the end of a worker, and kill it after `seconds`; return its exit code in words."""
@@ -218,7 +224,8 @@ class WorkerPool:
             self._join(number, deadline - time.monotonic())
             process.close()
         self.arrays.clear()
-        self.memory.close()
+        if self._memory >= 0:
+            os.close(self._memory)
 
 
 @contextlib.contextmanager

@@ -46,8 +46,6 @@ class ProcessEnvs(VectorEnv):
         self._pending = np.zeros(n_slots, np.uint8)  # last command of each slot until it is known to be executed
         self._argument: Any = None  # of the last command
         self._void = np.zeros(n_slots, bool)  # slots whose episode was lost with their worker
-        self._counted: dict[int, dict[str, float]] = {}  # last counters of each slot
-        self._counted_before: dict[str, float] = {}  # counters of workers that died
         self._workers = WorkerPool()
         self._arrays = self._workers.arrays
         self._finalizer = weakref.finalize(self, self._workers.close)
@@ -80,15 +78,8 @@ class ProcessEnvs(VectorEnv):
         return result
 
     def get_stats(self) -> dict[str, float]:
-        """Return the counters of all slots, as `VectorEnv` does, and `worker_restarts`.
-
-        Excludes what a dead worker had counted since the last call.
-        """
-        total = super().get_stats()
-        self._counted = {slot: stats for slot, stats in self._replies.items() if stats}
-        for name, value in self._counted_before.items():
-            total[name] = total.get(name, 0.0) + value
-        return {**total, "worker_restarts": self._workers.replaced}
+        """Return the counters of the living workers, as `VectorEnv` does, and `worker_restarts`."""
+        return {**super().get_stats(), "worker_restarts": self._workers.replaced}
 
     def _start(self, command: int, slots: np.ndarray, argument: Any = None) -> None:
         self._require_open()
@@ -120,9 +111,6 @@ class ProcessEnvs(VectorEnv):
     def _replace(self, slot: int) -> None:
         """Replace a dead worker; its slot replays its episode and repeats a pending command, or becomes void."""
         self._workers.replace(slot, self._history(slot) if self.deterministic else None)
-        for name, counted in self._counted.pop(slot, {}).items():
-            if not name.endswith(("_rate", "_build")):
-                self._counted_before[name] = self._counted_before.get(name, 0.0) + counted
         if not self.deterministic:
             self._drop_episode(slot)
         if self._pending[slot]:

@@ -38,7 +38,6 @@ class EnvSlot:
         self.slot = slot
         self.arrays = arrays
         self._seed = self._steps = 0
-        self._counted_before: dict[str, float] = {}
         names = ("obs", "full_obs", "state", "avail", "actions", "agent_reward")
         self._row = {name: arrays[name][slot] for name in names}
 
@@ -63,8 +62,7 @@ class EnvSlot:
         elif command == SHOW_FULL:
             self._show_full()
         elif command == STATS:
-            before = self._counted_before
-            return {name: value - before.get(name, 0.0) for name, value in self._stats().items()}
+            return {name: float(value) for name, value in (self.env.get_stats() or {}).items()}
         elif command == CHOOSE:
             rng = generator(self._seed, "script", self._steps)
             own = (policy for policy in self.env.scripted_policies if policy != RANDOM)
@@ -78,22 +76,14 @@ class EnvSlot:
                 return UNSUPPORTED
         return None
 
-    def release(self) -> None:
-        """Drop all views of the arrays, so that their memory can be unmapped."""
-        self.arrays, self._row = {}, {}
-
     def replay(self, history: History) -> None:
-        """Replay the episode of a worker that died. Its counters were counted there and are not counted again."""
+        """Replay the episode of a worker that died."""
         if history.seed is None:
             return
         self._seed, self._steps = history.seed, len(history.actions)
         self.env.reset(seed=history.seed)
         for actions in history.actions:
             self.env.step(actions)
-        self._counted_before = {k: v for k, v in self._stats().items() if not k.endswith(("_rate", "_build"))}
-
-    def _stats(self) -> dict[str, float]:
-        return {name: float(value) for name, value in (self.env.get_stats() or {}).items()}
 
     def _step(self) -> dict[str, float]:
         arrays, slot = self.arrays, self.slot

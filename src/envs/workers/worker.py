@@ -15,9 +15,10 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 
 from omagd.envs.protocol import MultiAgentEnv
-from omagd.envs.workers.shared_memory import AnonymousMemory, array_views
+from omagd.envs.workers.shared_memory import mapped
 from omagd.envs.workers.slot import EnvSlot
 from omagd.utils.errors import UserError
 from omagd.utils.registry import crash_of
@@ -27,22 +28,23 @@ FACTS, REPLY, FAILED = "facts", "reply", "failed"
 _PR_SET_PDEATHSIG = 1
 
 
-def work(conn: Connection, memory: AnonymousMemory, number: int, parent_pid: int, payload: bytes) -> None:
+def work(conn: Connection, number: int, parent_pid: int, payload: bytes) -> None:
     """Host the environment of slot `number` until the parent closes the connection or is gone.
 
-    Sends the environment's facts, receives the arrays' specs and the slot's history, replays it, then obeys.
+    Sends the environment's facts, receives the arrays and the slot's history, replays it, then obeys.
 
     Args:
         payload: pickled function that creates an environment.
     """
     _prepare_process(parent_pid)
     env: MultiAgentEnv | None = None
-    slot: EnvSlot | None = None
     try:
         env = pickle.loads(payload)()
         conn.send((FACTS, env.get_env_info()))
         specs, history = conn.recv()
-        slot = EnvSlot(env, number, array_views(memory.map(), specs))
+        memory = recv_handle(conn)
+        slot = EnvSlot(env, number, mapped(memory, specs))
+        os.close(memory)
         if history is not None:
             slot.replay(history)
         while True:
@@ -55,12 +57,9 @@ def work(conn: Connection, memory: AnonymousMemory, number: int, parent_pid: int
             crash = crash_of(error) if user_error is None else None
             conn.send((FAILED, (traceback.format_exc(), user_error, crash)))
     finally:
-        if slot is not None:
-            slot.release()
         if env is not None:
             env.close()
         conn.close()
-        memory.close()
 
 
 def _prepare_process(parent_pid: int) -> None:
