@@ -1,32 +1,25 @@
 """Environment steps per second as the runner sees them: one thread, random available actions.
 
-    OMP_NUM_THREADS=1 python benchmarks/env_speed.py --maps 3m 5m_vs_6m 27m_vs_30m --slots 16 256 --beside reference
-    OMP_NUM_THREADS=1 python benchmarks/env_speed.py --maps 3m --slots 16 256 --beside reference smax --plot speed.png
+    OMP_NUM_THREADS=1 python benchmarks/env_speed.py --maps 3m 5m_vs_6m 27m_vs_30m --slots 16 256
+    OMP_NUM_THREADS=1 python benchmarks/env_speed.py --maps 3m --slots 16 256 --beside smax --plot speed.png
 
 Each tick observes (observations, full observations, state, masks) and steps all slots; an ended battle starts again.
-Choosing the actions is not timed. What is compared takes turns, in this process: `reference` is the simulator in NumPy
-that tests compare with, `smax` JaxMARL's battles with JAX on one CPU thread. Prints the medians and quartiles of the
-rounds, and of the ratio of each round. On a shared machine processor seconds (`--clock processor`) say more; what
-computes in threads of its own, as SMAX does, needs the wall.
+Choosing the actions is not timed. What is compared takes turns, in this process: `smax` is JaxMARL's battles with JAX
+on one CPU thread. Prints the medians and quartiles of the rounds, and of the ratio of each round. On a shared machine
+processor seconds (`--clock processor`) say more; what computes in threads of its own, as SMAX does, needs the wall.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, random_actions
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from reference.battles import ReferenceEnv  # noqa: E402
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 Speeds = dict[str, np.ndarray]
@@ -50,16 +43,9 @@ def play_round(env: BatchedEnv, ticks: int, rng: np.random.Generator, clock: Cal
     return ticks * env.n_slots / seconds
 
 
-def made(name: str, map_name: str, slots: int) -> BatchedEnv:
-    """Return an environment; `reference` is skirmish by NumPy."""
-    if name != "reference":
-        return make_env(name, {"map_name": map_name}, slots, processes=False)
-    return ReferenceEnv(SkirmishArgs(map_name=map_name), slots)
-
-
 def measure(names: list[str], map_name: str, slots: int, arguments: argparse.Namespace) -> Speeds:
     """Return the steps per second of each round, by name."""
-    envs = {name: made(name, map_name, slots) for name in names}
+    envs = {name: make_env(name, {"map_name": map_name}, slots, processes=False) for name in names}
     ticks = {name: max(10, arguments.steps // slots) for name in names}
     rng, clock = np.random.default_rng(0), CLOCKS[arguments.clock]
     for env in envs.values():
@@ -109,7 +95,7 @@ def main() -> None:
     parser.add_argument("--env", default="skirmish")
     parser.add_argument("--maps", nargs="+", default=["5m_vs_6m"])
     parser.add_argument("--slots", type=int, nargs="+", default=[64])
-    parser.add_argument("--beside", nargs="*", default=[], help="reference, smax, or any registered environment")
+    parser.add_argument("--beside", nargs="*", default=[], help="smax, or any registered environment")
     parser.add_argument("--steps", type=int, default=20_000, help="environment steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")

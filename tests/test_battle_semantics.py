@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from reference.battles import Simulator
+from battle_toys import Simulator
 
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.maps import get_map

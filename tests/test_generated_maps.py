@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from reference.battles import Simulator
+from battle_toys import Simulator
 
 from omagd.envs.battle.maps import BORDER, MAPS, SIZE, generated_map, skirmish_map
 from omagd.envs.factory import make_env

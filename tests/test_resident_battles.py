@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import pytest
 import torch
-from reference.battles import ReferenceEnv
+from battle_toys import JudgedByNumPy
 from resident_toys import FLAGS
 
 from omagd.envs.battle.args import SkirmishArgs
@@ -28,7 +28,7 @@ SLOTS = 5
 
 def battles_and_reference(name, **flags):
     args = SkirmishArgs(map_name=name, **flags)
-    return ResidentBattles(args.spec, args, SLOTS, CPU), ReferenceEnv(args, SLOTS)
+    return ResidentBattles(args.spec, args, SLOTS, CPU), JudgedByNumPy(args, SLOTS)
 
 
 def random_actions(avail: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -7,9 +7,10 @@ import math
 
 import numpy as np
 import pytest
-from reference.battles import Simulator
+from battle_toys import Simulator
 
 from omagd.envs.battle.backend import Order
+from omagd.envs.battle.compiled.tables import ALIVE, TIMER
 from omagd.envs.battle.maps import MAPS, MapSpec, Wall, get_map
 from omagd.envs.battle.units import UNITS
 from omagd.utils.errors import UserError
@@ -169,7 +170,7 @@ def test_marine_duel_takes_the_time_of_eight_shots():
 def test_units_do_not_shoot_at_dead_units():
     bench = Bench("marine marine", "marine marine")
     bench.health[2] = 6.0
-    bench.sim._battle.timer[1, 0] = 2.0  # ready two loops after the first one has killed the target
+    bench.sim._floats[TIMER, 1, 0] = 2.0  # ready two loops after the first one has killed the target
     bench.play(Order.ATTACK, 2)
     assert not bench.alive[2] and bench.health[3] == 45 - 6, "the shot is kept for the enemy that lives"
 
@@ -227,7 +228,7 @@ def test_living_units_keep_apart_and_dead_ones_do_not_collide():
     x, y = bench.x[:6], bench.y[:6]
     assert np.hypot(x[:, None] - x, y[:, None] - y)[np.triu_indices(6, 1)].min() > 0.6
     bench = Bench("marine marine", "spine_crawler", enemy_at=(29.0, 29.0))
-    bench.health[1] = bench.sim._battle.alive[1] = 0
+    bench.health[1] = bench.sim._ints[ALIVE, 1] = 0
     bench.x[0], bench.y[0] = spot = bench.x[1], bench.y[1]
     bench.play(Order.STOP)
     assert (bench.x[0], bench.y[0]) == spot

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from reference.battles import Simulator
+from battle_toys import Simulator
 
 from omagd.envs.battle.backend import Order, Terrain
 from omagd.envs.battle.compiled.tables import FLOATS, INTS
-from omagd.envs.battle.maps import MAPS, TYPE_ORDER, MapSpec
+from omagd.envs.battle.maps import MAPS, TYPE_ORDER, MapSpec, build_terrain
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.sc2.client import raw_pb
 from omagd.envs.sc2.install import GAME_TYPES
@@ -54,7 +54,7 @@ class World:
         self._create: list[tuple[str, int, float, float]] = []
         self._simulator: Simulator | Tape | None = None
         self._column: dict[int, int] = {}
-        self.terrain = (self._simulate(self._spec) if self._spec else Simulator(MAPS["3m"], 1)).terrain
+        self.terrain = self._simulate(self._spec).terrain if self._spec else build_terrain(MAPS["3m"])
         if "ROUGH" in settings:
             self.terrain = roughened(self.terrain, seed)
         self.writer = TapeWriter(self.terrain) if "RECORD" in settings else None
@@ -190,7 +190,7 @@ class World:
         centre = tuple(float(np.mean([c[axis] for c in allies])) for axis in (2, 3))
         race = {UNITS[UNIT_ID[c[0]]].race for c in allies}.pop()
         names = tuple(c[0] for c in allies), tuple(c[0] for c in enemies)
-        spec = MapSpec("created", *names, 1, race, race, 0, "created", ally_start=(centre,))
+        spec = MapSpec("created", *names, 1, race, race, 0, "marines", ally_start=(centre,))
         simulator = self._simulate(spec)
         simulator.reset(self._active, np.array([battle_seed(self._seed, self.battles)]))
         if isinstance(simulator, Simulator):

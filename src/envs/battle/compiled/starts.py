@@ -8,7 +8,6 @@ Source of `mixed`: oxwhirl/smacv2, distributions.py (`surrounded`, `reflect_posi
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
@@ -34,11 +33,11 @@ N_ANGLES = 1024
 # Numbers of a battle beyond the first 2 U, which shift each unit along x and y.
 ANGLE = 0  # of a hidden enemy
 REFLECTS, GROUPS, ORDER, NEAR, MEMBER = 0, 1, 2, 3, 3 + MOST_GROUPS  # of `mixed`; NEAR: by group, MEMBER: by enemy
-# Entries of `Plan.ground`.
+# Entries of `Starts.ground`.
 MIDDLE, LOW, HIGH, WEST, EAST, HEIGHT, INNER, OUTER, SHARE, APART, START_X, START_Y = range(12)
 
 
-class Plan(NamedTuple):
+class Starts(NamedTuple):
     """How battles of a map begin. U units; arrays float32, cells.
 
     Attributes:
@@ -48,14 +47,19 @@ class Plan(NamedTuple):
         ground: [12]: middle of the map; least and greatest coordinate; width of the west, of the east, and height, over
             which mirrored teams are spread; least and greatest distance of a group from the middle along each axis;
             share of mirrored battles; distance of a hidden enemy; the allies' start.
+        full: [3, U], health, shield, energy. kind: [U] int64, allies of one kind are sorted. how: [2] int64, the place
+            in `STARTS`, and whether enemies stay where they are.
     """
 
-    place: np.ndarray
-    offset: np.ndarray
-    lattice: np.ndarray
-    directions: np.ndarray
-    orders: np.ndarray
-    ground: np.ndarray
+    place: Array
+    offset: Array
+    lattice: Array
+    directions: Array
+    orders: Array
+    ground: Array
+    full: Array
+    kind: Array
+    how: Array
 
 
 def formation(
@@ -84,10 +88,10 @@ def formation(
     return centre, offset
 
 
-@lru_cache(maxsize=64)
-def make_plan(spec: MapSpec) -> Plan:
+def make_starts(spec: MapSpec, roster: Roster) -> Starts:
     """Return how battles of a map begin."""
-    ours, theirs = formation(spec.allies, spec.ally_start, spec.spacing, 1), _enemy_formation(spec)
+    ours = formation(spec.allies, spec.ally_start, spec.spacing, 1)
+    theirs = formation(spec.enemies, spec.enemy_start, spec.enemy_spacing or spec.spacing, -1)
     place, offset = (np.concatenate(parts, axis=1) for parts in ((sum(ours), sum(theirs)), (ours[1], theirs[1])))
     lattice = _lattice(place.shape[1], spec.enemy_spacing or spec.spacing)
     angle = np.arange(N_ANGLES) * (2 * np.pi / N_ANGLES)
@@ -100,14 +104,14 @@ def make_plan(spec: MapSpec) -> Plan:
     ground = [
         middle, low, high, west, east, high - low, inner, outer, REFLECTED_SHARE, HIDDEN_APART, *spec.ally_start[0],
     ]  # fmt: skip
-    return Plan(
+    full = np.stack([column.ravel() for column in (roster.health_max, roster.shield_max, roster.energy)])
+    names = (*spec.allies, *spec.enemies)
+    kind = np.array([names.index(name) for name in names], np.int64)
+    return Starts(
         place, offset, lattice, np.stack([np.cos(angle), np.sin(angle)]).astype(np.float32),
-        np.array(list(permutations(range(MOST_GROUPS)))), np.array(ground, np.float32),
+        np.array(list(permutations(range(MOST_GROUPS)))), np.array(ground, np.float32), full, kind,
+        np.array([STARTS.index(spec.start), spec.enemy_waits], np.int64),
     )  # fmt: skip
-
-
-def _enemy_formation(spec: MapSpec) -> tuple[np.ndarray, np.ndarray]:
-    return formation(spec.enemies, spec.enemy_start, spec.enemy_spacing or spec.spacing, -1)
 
 
 def _lattice(count: int, spacing: float) -> np.ndarray:
@@ -126,31 +130,6 @@ HEALTH, SHIELD, ENERGY = range(3)  # rows of `Starts.full`
 STARTS = (FORMATION, MIXED, HIDDEN)
 RANDOM, TURNED = STARTS.index(MIXED), STARTS.index(HIDDEN)
 COUNT_BITS = 8  # of the number of a group's members
-
-
-class Starts(NamedTuple):
-    """How battles begin: `Plan`, and full: [3, U] float32, health, shield, energy. kind: [U] int64, allies of
-    one kind are sorted. how: [2] int64, the place in `STARTS`, and whether enemies stay where they are.
-    """
-
-    place: Array
-    offset: Array
-    lattice: Array
-    directions: Array
-    orders: Array
-    ground: Array
-    full: Array
-    kind: Array
-    how: Array
-
-
-def make_starts(spec: MapSpec, roster: Roster) -> Starts:
-    """Return how battles of a map begin."""
-    full = np.stack([column.ravel() for column in (roster.health_max, roster.shield_max, roster.energy)])
-    names = (*spec.allies, *spec.enemies)
-    kind = np.array([names.index(name) for name in names], np.int64)
-    how = np.array([STARTS.index(spec.start), spec.enemy_waits], np.int64)
-    return Starts(*make_plan(spec), full.astype(np.float32), kind, how)
 
 
 @function

@@ -1,0 +1,58 @@
+"""Battles for tests: the simulator's kernels under orders given by hand, and SMAC's rules in NumPy on top of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.backend import Order
+from omagd.envs.battle.compiled import engine, play, rules
+from omagd.envs.battle.compiled import tables as row
+from omagd.envs.battle.maps import MapSpec
+from omagd.envs.battle.semantics import BattleSemantics
+from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.envs.battle.units import UNITS
+
+UNIT_NAMES = [unit.name for unit in UNITS]
+
+
+class Simulator(engine.Simulator):
+    """The simulator of `skirmish` as a back-end that takes orders, as the game does."""
+
+    def __init__(self, map_spec: MapSpec, n_slots: int, *, difficulty: str = "7") -> None:
+        _, semantics = engine.compiled()
+        super().__init__(map_spec, n_slots, difficulty=difficulty)
+        self._parts = semantics(map_spec, SkirmishArgs(), self, UNIT_NAMES).parts()
+
+    def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
+        """Give orders ([B, n] `Order`, [B, n], [B, n, 2]) to the allies of the active slots and play 8 game loops.
+
+        An order that the game would refuse changes nothing.
+        """
+        roster, parts, n = self._roster, self._parts, self._roster.n
+        agent, aimed = np.arange(n), np.clip(target, 0, roster.total - 1)
+        taken = np.asarray(active)[:, None] & (order != Order.NONE)
+        taken &= (order != Order.ATTACK) | roster.can_hit[agent, aimed]
+        taken &= (order != Order.HEAL) | roster.healable[agent, aimed]
+        walks = taken & (order == Order.MOVE)
+        for kept, values, where in (
+            (self._ints[row.ORDER], order, taken),
+            (self._ints[row.TARGET], np.where(np.asarray(order) >= Order.ATTACK, aimed, -1), taken),
+            (self._floats[row.GOAL_X], dest[..., 0], walks),
+            (self._floats[row.GOAL_Y], dest[..., 1], walks),
+        ):
+            np.copyto(kept[:n].T, values, where=where, casting="same_kind")
+        nothing = np.zeros((self.n_slots, n), np.int64)  # actions that change no order
+        play.step(
+            parts.tables, parts.layout, parts.prices, parts.move_amount, parts.state, parts.episodes, self.memory,
+            parts.orders, parts.shown.avail, nothing, np.array(active, bool), np.zeros(2), np.zeros(2, np.int64),
+            rules.no_results(self.n_slots), False,
+        )  # fmt: skip
+
+
+class JudgedByNumPy(SkirmishEnv):
+    """`skirmish` with masks, orders, observations, rewards and ends by NumPy, as for the real game."""
+
+    @staticmethod
+    def engine():
+        return Simulator, BattleSemantics
