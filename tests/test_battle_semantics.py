@@ -23,14 +23,14 @@ SPECS = {
 }
 
 
-def make_battle(name, slots=1, begin=ON, **flags):
+def make_battle(name, **flags):
     """Return the semantics of a started battle of at most 10 steps, and its units, all in one place."""
     spec = replace(SPECS.get(name) or get_map(name), limit=10)
-    backend = Simulator(spec, slots)
-    backend.reset(np.ones(slots, bool), np.arange(slots))
+    backend = Simulator(spec, 1)
+    backend.reset(ON, np.zeros(1, np.int64))
     backend.units.x[:], backend.units.y[:] = 10.25, 8.5
     semantics = BattleSemantics(spec, BattleArgs(**flags), backend, [unit.name for unit in UNITS])
-    semantics.begin(begin)
+    semantics.begin(ON)
     return semantics, backend.units
 
 

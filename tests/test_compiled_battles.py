@@ -171,15 +171,6 @@ def test_copies_continue_on_their_own():
         env.restore(SkirmishEnv(env.args, 2).snapshot())
 
 
-def test_other_types_and_layouts_of_arguments_are_converted():
-    envs = both(map_name="3m")
-    for env in envs:
-        env.reset(np.ones(2 * SLOTS, bool)[::2], np.arange(2 * SLOTS, dtype=np.int32)[::2])
-        env.observe()
-        env.step(np.ones((3, SLOTS), np.int32).T, np.ones(2 * SLOTS, bool)[::2])
-    assert_equal(*(env.snapshot() for env in envs), "snapshot")
-
-
 @pytest.mark.parametrize("action", [0, 7, -1, 99])
 def test_mistakes_are_the_same_errors(action):
     def said(call):

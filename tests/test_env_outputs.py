@@ -137,45 +137,32 @@ def test_keys_of_the_episode_log_are_reserved(tmp_path: Path) -> None:
     assert own == {"t_env", "slot", "seed", "length", "return"} and all(RESERVED.fullmatch(name) for name in own)
 
 
-class Sloppy(Walk):
-    """A single environment whose types or shapes are wrong from its second step on."""
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("step", lambda returned: (str(returned[0]), *returned[1:]), "reward is '"),
+        ("step", lambda returned: (1j, *returned[1:]), "reward is 1j"),
+        ("step", lambda returned: (*returned[:2], []), "info is [], not a dictionary"),
+        ("step", lambda returned: (returned[0], -7, returned[2]), "terminated is -7, not 0 or 1"),
+        ("step", lambda returned: (*returned[:2], {"battle_won": "yes"}), "info['battle_won'] is 'yes' (str), not a"),
+        ("step", lambda returned: (returned[0], 1, {"lost": [1, 2]}), "info['lost'] is [1, 2] (list), not a number"),
+        ("get_obs", lambda seen: [[1.0], [1.0, 2.0]], "obs is ragged, not of shape (2, 2)"),
+        ("get_obs", lambda seen: seen[:, :1], "obs has shape (2, 1), not (2, 2)"),
+        ("get_avail_actions", lambda mask: mask * -1, "avail_actions holds -1, not 0 or 1"),
+    ],
+)
+def test_types_and_shapes_of_single_environments_are_not_converted(monkeypatch, method, change, message) -> None:
+    """They are wrong from the second step on."""
+    plain = getattr(Walk, method)
 
-    def step(self, actions: np.ndarray) -> tuple[Any, bool, Any]:
-        reward, terminated, info = super().step(actions)
-        if self.t < 2:
-            return reward, terminated, info
-        broken = self.args.broken
-        reports = {"info": [], "won": {"battle_won": "yes"}, "void": {"lost": [1, 2]}}
-        rewards, ends = {"text": str(reward), "complex": 1j}, {"minus": -7, "void": 1}
-        return rewards.get(broken, reward), ends.get(broken, terminated), reports.get(broken, info)
+    def changed(self: Walk, *given: Any, **more: Any) -> Any:
+        returned = plain(self, *given, **more)
+        return change(returned) if self.t > 1 else returned
 
-    def get_avail_actions(self) -> Any:
-        return super().get_avail_actions() * (-1 if self.t > 1 and self.args.broken == "mask" else 1)
-
-    def get_obs(self, no_range_limit: bool = False) -> Any:
-        seen = super().get_obs(no_range_limit)
-        changed = {"flat": seen[:, :1], "ragged": [[1.0], [1.0, 2.0]]}
-        return changed.get(self.args.broken, seen) if self.t > 1 else seen
-
-
-BROKEN = {
-    "text": "reward is '",
-    "complex": "reward is 1j",
-    "info": "info is [], not a dictionary",
-    "ragged": "obs is ragged, not of shape (2, 2)",
-    "flat": "obs has shape (2, 1), not (2, 2)",
-    "minus": "terminated is -7, not 0 or 1",
-    "mask": "avail_actions holds -1, not 0 or 1",
-    "won": "info['battle_won'] is 'yes' (str), not a number",
-    "void": "info['lost'] is [1, 2] (list), not a number",
-}
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_types_and_shapes_of_single_environments_are_not_converted(broken: str) -> None:
-    env = SerialEnvs(Sloppy, WalkArgs(broken=broken), 2)
-    with pytest.raises(UserError, match="^env=Sloppy, slot 1, seed 6, step 2: ") as caught:
+    monkeypatch.setattr(Walk, method, changed)
+    env = SerialEnvs(Walk, WalkArgs(), 2)
+    with pytest.raises(UserError, match="^env=Walk, slot 1, seed 6, step 2: ") as caught:
         env.reset(np.array([False, True]), np.array([5, 6]))
         for _ in range(3):
             env.step(np.zeros((2, 2), int), np.array([False, True]))
-    assert BROKEN[broken] in caught.value.message
+    assert message in caught.value.message

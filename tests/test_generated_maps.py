@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from battle_toys import Simulator
 
 from omagd.envs.battle.maps import BORDER, MAPS, SIZE, generated_map, skirmish_map
 from omagd.envs.factory import make_env
@@ -51,15 +50,14 @@ def test_names_give_armies_sizes_and_features(name, allies, enemies, bits, limit
 @pytest.mark.parametrize("name", OTHERS)
 def test_all_units_start_apart_on_the_map_and_battles_end(name):
     spec = generated_map(name)
-    sim = Simulator(spec, 8)
-    sim.reset(np.ones(8, bool), np.arange(8))
-    x, y, n = sim.units.x, sim.units.y, spec.n_agents
+    env, everyone = make_env("skirmish", {"map_name": name}, 8, processes=False), np.ones(8, bool)
+    env.reset(everyone, np.arange(8))
+    units = env.rules()._backend.units
+    x, y, n = units.x.copy(), units.y.copy(), spec.n_agents
     for place in (x, y):
         assert (place >= BORDER).all() and (place <= SIZE - BORDER).all()
     distance = np.hypot(x[:, :n, None] - x[:, None, n:], y[:, :n, None] - y[:, None, n:])
     assert distance.min() > 6, "no battle begins within range of weapons"
-    env, everyone = make_env("skirmish", {"map_name": name}, 2, processes=False), np.ones(2, bool)
-    env.reset(everyone, np.arange(2))
     active, rng, killed = everyone, np.random.default_rng(0), 0.0
     for _ in range(env.info.episode_limit):
         result = env.step(env.scripted_actions("attack_nearest", rng), active)

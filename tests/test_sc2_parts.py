@@ -1,21 +1,17 @@
-"""Parts of `sc2` without a game: messages, frames, ports, temporary folders, terrain, versions, sizes."""
+"""Parts of `sc2` without a game: messages, temporary folders, terrain, versions."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import sc2_stand_in
 
 from omagd.envs.battle.args import SmacArgs
-from omagd.envs.battle.maps import MAPS
-from omagd.envs.sc2.backend import GameBackend
 from omagd.envs.sc2.client import sc_pb
-from omagd.envs.sc2.game import Game, GameLost
 from omagd.envs.sc2.install import build_of, read_terrain
 from omagd.envs.sc2.resources import Scratch
 from omagd.envs.sc2.sc2_env import SC2Env
@@ -37,32 +33,6 @@ def test_modules_can_be_imported_first_and_pysc2_uses_their_messages():
     env = {key: value for key, value in os.environ.items() if not key.startswith("PROTOCOL_BUFFERS")}
     done = subprocess.run([sys.executable, "-c", code + SAME_MESSAGES], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def game_that_answers(*messages):
-    """Return a connected game that answers with these messages."""
-    answers = iter(messages)
-    game = object.__new__(Game)
-    game._web = SimpleNamespace(send_binary=lambda _: None, recv_data=lambda: (2, next(answers)))
-    return game
-
-
-def test_all_answers_of_a_step_must_be_messages_and_complete():
-    """Action, step, observation: an answer that cannot be decoded is a fault, though only the last is read."""
-    empty = sc_pb.Response(status=sc_pb.in_game)
-    good = sc_pb.Response(status=sc_pb.in_game, observation=sc_pb.ResponseObservation()).SerializeToString()
-    game = game_that_answers(good, good, good)
-    assert game.exchange(b"", b"", b"").HasField("observation") and game.in_game
-    for garbled in range(3):
-        answers = [good] * garbled + [b"\x0a\xff\xff\xff\xff\x0f"] + [good] * (2 - garbled)
-        with pytest.raises(GameLost, match="cannot be decoded"):
-            game_that_answers(*answers).exchange(b"", b"", b"")
-    with pytest.raises(GameLost, match="game_info is empty"):
-        game_that_answers(empty.SerializeToString()).ask(game_info=sc_pb.RequestGameInfo())
-    backend = GameBackend(MAPS["3m"], SmacArgs())
-    backend.game = game
-    with pytest.raises(GameLost, match="no observation"):
-        backend._listed(empty)
 
 
 def test_folders_of_dead_owners_are_removed(sc2_game):

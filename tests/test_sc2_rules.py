@@ -1,4 +1,4 @@
-"""Rules of SMAC and SMACv2 that need the game's environments: script, lineups, visibility, arguments."""
+"""Rules of SMACv2 that recorded battles do not show: lineups, limits of sight and reach, arguments."""
 
 from __future__ import annotations
 
@@ -11,49 +11,15 @@ from command_harness import ROOT
 
 from omagd.config.loading import config_names
 from omagd.envs.battle.args import CapabilityArgs, SmacArgs, SmacV2Args, StartArgs, TeamArgs, v2_map
-from omagd.envs.battle.backend import Order, Terrain, Units
-from omagd.envs.battle.heuristic import Heuristic
+from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.lineups import draw_lineup
 from omagd.envs.battle.units import UNIT_ID, UNITS
-from omagd.envs.battle.v2_semantics import EnemyVisibility, V2Semantics, Vision
+from omagd.envs.battle.v2_semantics import V2Semantics, Vision
 from omagd.envs.factory import validate_env_args
 from omagd.utils.errors import UserError
 
 FIELD = Terrain(32, 32, (0, 0, 32, 32), np.ones((32, 32), bool), np.zeros((32, 32), np.float32))
 ON = np.ones(1, bool)
-
-
-def scene(types: list[str], places: list[tuple[float, float]], health: list[float] | float = 50.0) -> Units:
-    """Return units of one slot with at most 50 health."""
-    x, y = np.array(places, np.float32).T[:, None]
-    zero, full, kinds = np.zeros_like(x), np.full_like(x, 50.0), np.array([[UNIT_ID[name] for name in types]], np.int16)
-    points = zero + np.float32(health)
-    return Units(x, y, points, full, zero, zero, zero, zero, kinds, points > 0)
-
-
-# --- the script
-
-
-def test_the_script_attacks_the_nearest_keeps_its_target_and_heals_the_hurt():
-    units = scene(["marine", "medivac", "marine", "marine"], [(5, 5), (6, 5), (20, 5), (9, 5)], [20, 50, 50, 50])
-    script, avail = Heuristic(2, SmacArgs(heuristic_ai=True)), np.zeros((1, 2, 8), bool)
-    order, target, _ = script.orders(units, FIELD, avail)
-    assert order.tolist() == [[Order.ATTACK, Order.HEAL]] and target.tolist() == [[3, 0]]
-    assert script.actions.tolist() == [7, 6]
-    units.x[0, 2] = 6.0  # another comes nearer: the target stays
-    assert script.orders(units, FIELD, avail)[1][0, 0] == 3
-    units.alive[0, 3], units.health[0, 0] = False, 50.0
-    order, target, _ = script.orders(units, FIELD, avail)
-    assert target[0, 0] == 2 and order[0, 1] == Order.NONE and script.actions[1] == 0
-
-
-def test_with_rest_the_script_walks_along_the_longer_axis():
-    units = scene(["marine", "marine"], [(5, 5), (6, 12)])
-    script = Heuristic(1, SmacArgs(heuristic_ai=True, heuristic_rest=True, move_amount=2))
-    order, _, dest = script.orders(units, FIELD, np.zeros((1, 1, 7), bool))
-    assert order[0, 0] == Order.MOVE and dest[0, 0].tolist() == [5.0, 7.0] and script.actions[0] == 2
-    order, _, _ = script.orders(units, FIELD, np.ones((1, 1, 7), bool))
-    assert order[0, 0] == Order.ATTACK
 
 
 # --- lineups of SMACv2
@@ -108,22 +74,6 @@ def test_surrounding_enemies_stand_in_groups_on_the_diagonals():
 # --- visibility
 
 
-def look(visibility, in_sight, order):
-    visibility.order = lambda slot: order
-    return visibility.look(ON, np.array([in_sight], bool), np.ones((1, len(order)), bool))[0].astype(int).tolist()
-
-
-def test_agents_that_observe_first_see_less():
-    """Agent 0 sees enemies 0 and 1, agent 1 all three: only agent 1 finds enemy 2, which hides the others before."""
-    in_sight = [[1, 1, 0], [1, 1, 1]]
-    first, second = (EnemyVisibility(1.0, 1, 2, 3) for _ in range(2))
-    assert look(first, in_sight, [0, 1]) == [[0, 0, 0], [1, 1, 1]]
-    assert look(first, in_sight, [0, 1]) == [[1, 1, 1], [1, 1, 1]]  # learned meanwhile
-    assert look(second, in_sight, [1, 0]) == [[1, 1, 1], [1, 1, 1]]
-    second.forget_dead(ON, np.array([[True, False, True, True, True]]))  # agent 1, who has found all
-    assert look(second, [[1, 0, 0], [0, 0, 0]], [0, 1])[0] == [0, 0, 0]
-
-
 RANGES = [  # flags, sight, reach, whether a unit exactly at the limit of sight is seen
     ({}, 9.0, 6.0, False),
     ({"use_unit_ranges": True}, 9.0, 5.0, False),  # of a marine
@@ -139,7 +89,9 @@ def test_units_exactly_at_the_limits_of_sight_and_attack_range(flags, sight, rea
     config = CapabilityArgs(n_units=1, n_enemies=4, team_gen=team)
     args = SmacV2Args(capability_config=config, obs_order_fix=True, **flags)  # no enemy hides another
     beyond, within = np.nextafter(np.float32([reach, sight]), np.float32([10, 0]))
-    units = scene(["marine"] * 5, [(x, 0.0) for x in (0.0, reach, beyond, sight, within)])
+    x = np.array([[0.0, reach, beyond, sight, within]], np.float32)
+    zero, full, kinds = np.zeros_like(x), np.full_like(x, 45.0), np.full(x.shape, UNIT_ID["marine"], np.int16)
+    units = Units(x, zero, full, full, zero, zero, zero, zero, kinds, full > 0)
     backend = SimpleNamespace(n_slots=1, terrain=FIELD, units=units)
     semantics = V2Semantics(v2_map(args), args, backend, [unit.name for unit in UNITS])
     semantics.begin(ON, np.zeros(1, np.int64))

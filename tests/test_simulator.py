@@ -156,17 +156,6 @@ def test_a_few_steps_end_as_computed_by_hand(allies, enemies, keys, given, order
         assert found == [None if value is None else pytest.approx(value, rel=1e-4) for value in values], name
 
 
-def test_marine_duel_takes_the_time_of_eight_shots():
-    # 45 health, 6 a shot: 8 shots, the first at once, then 7 cooldowns of 0.61 s = 13.664 loops.
-    duel, steps = Bench("marine", "marine"), 0
-    while duel.alive.all():
-        duel.play(Order.ATTACK, 1)
-        steps += 1
-        assert (duel.health % 6 == 3).all() or not duel.alive.any()
-    assert steps == math.ceil(7 * 0.61 * LOOPS / 2) * 2 // 8 + 1
-    assert not duel.alive.any()
-
-
 def test_units_do_not_shoot_at_dead_units():
     bench = Bench("marine marine", "marine marine")
     bench.health[2] = 6.0

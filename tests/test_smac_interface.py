@@ -23,6 +23,10 @@ def test_a_loop_written_for_smac_plays_skirmish():
     for returned, read in zip(env.reset(seed=7), (env.get_obs(), env.get_state()), strict=True):
         np.testing.assert_array_equal(returned, read)
     assert env.seed() == 7
+    move, (m, width) = env.get_obs_move_feats_size(), env.get_obs_enemy_feats_size()
+    enemies = slice(move, move + m * width)
+    assert not env.get_obs_agent(0)[enemies].any()  # too far away at the start
+    assert env.get_obs_agent(0, fully_observable=True)[enemies].reshape(m, width)[:, 1].all()
     terminated, steps = False, 0
     while not terminated:
         actions = []
@@ -54,19 +58,6 @@ def test_the_documented_loop_runs():
     shown = {}
     exec(loop, shown)
     assert shown["terminated"] and shown["env"].get_stats()["battles_game"] == 1
-
-
-def test_state_and_observations_in_other_forms():
-    plain, joined = (make_smac("skirmish", map_name="3m", obs_instead_of_state=joined) for joined in (False, True))
-    plain.reset(seed=1)
-    _, state = joined.reset(seed=1)
-    assert state.size == 3 * joined.get_obs_size()
-    for name, part in plain.get_state_dict().items():
-        np.testing.assert_array_equal(joined.get_state_dict()[name], part)
-    assert not plain.get_visibility_matrix()[:, 3:].any()
-    own, enemies = plain.get_obs_move_feats_size(), slice(4, 4 + 15)
-    assert own == 4 and not plain.get_obs_agent(0)[enemies].any()
-    assert plain.get_obs_agent(0, fully_observable=True)[enemies].reshape(3, 5)[:, 1].all()
 
 
 MINE = {"n_agents": 2, "n_enemies": 1, "limit": 90, "a_race": "T", "b_race": "P", "unit_type_bits": 0,

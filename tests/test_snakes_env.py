@@ -57,15 +57,6 @@ def test_scripts_choose_as_one_board_in_plain_python_does(name):
         assert np.array_equal(env.scripted_actions(name, np.random.default_rng(0)), expected[1]), "agents are team b"
 
 
-def test_the_random_script_draws_all_actions_for_each_snake_board_and_step():
-    env, seen = begun(), []
-    for _ in played(env, 100):
-        seen.append(np.concatenate([SCRIPTS["random"].act(env._engine.board, np.full(SLOTS, t)) for t in (0, 1)], 1))
-    actions = np.stack(seen)
-    assert (np.abs(np.bincount(actions.reshape(-1)) - 900) < 120).all()
-    assert all(abs((actions == np.roll(actions, 1, axis)).mean() - 0.25) < 0.04 for axis in range(3))
-
-
 OBSERVATIONS = [
     *({"obs": name, "normalise": normalise} for name in ("26", "30", "35") for normalise in (True, False)),
     {"obs": "26_raw"}, {"obs": "near"}, {"obs": "entities"}, {"obs": "entities", "sight": 4.0},
