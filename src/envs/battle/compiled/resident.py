@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,25 +35,16 @@ from omagd.envs.battle.units import UNITS
 from omagd.envs.resident import Outcome, Seen
 from omagd.utils.errors import UserError
 
+if TYPE_CHECKING:
+    from omagd.envs.battle.compiled.cuda import CUDAKernels
 
-class Kernels(Protocol):
-    """Calls `reset`, `step` and `look` (see `cuda`) on one kind of device.
+
+class CPUKernels:
+    """Calls the compiled loops over battles, in this thread; `cuda.CUDAKernels` has the same methods.
 
     Attributes:
         side_by_side: battles are played at the same time, so each needs working memory of its own.
     """
-
-    side_by_side: bool
-
-    def view(self, tensor: Tensor) -> Any:
-        """Return what a kernel takes as this tensor: the same memory."""
-
-    def __call__(self, name: str, threads: int, *args: Any) -> None:
-        """Run a kernel with at least so many threads, on views."""
-
-
-class CPUKernels:
-    """Calls the compiled loops over battles, in this thread."""
 
     side_by_side = False
 
@@ -96,7 +87,7 @@ def _look(
 LOOPS: dict[str, Callable[..., None]] = {"reset": _reset, "step": _step, "look": _look}
 
 
-def kernels_for(device: torch.device) -> Kernels:
+def kernels_for(device: torch.device) -> CPUKernels | CUDAKernels:
     """Return the kernels of a device. Errors: UserError where `numba-cuda` is missing, or for another device."""
     if device.type == "cpu":
         return CPUKernels()

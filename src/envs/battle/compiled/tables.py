@@ -128,10 +128,10 @@ class Roster:
     Attributes:
         step: cells per loop. pace: the same when walking to a place, where the enemy keeps together.
         reach: centre distance at which the weapon (of healers: the beam) reaches; -1 where it cannot hit.
-        touch: centre distance below which two units push each other apart; -1 for pairs that do not collide.
+        layer: [U] bool, the units that do not collide with the first one.
         shield_hit, health_hit: damage of one shot before and after armour.
         vanguard: indices of the enemy's exploding units; rearguard: [U, 1] bool, the other enemies.
-        foe: [U, U] bool, on different sides. healable: [U, U] bool.
+        healable: [U, U] bool.
     """
 
     def __init__(self, spec: MapSpec) -> None:
@@ -156,30 +156,28 @@ class Roster:
         self.heal = np.array([u.heal / LOOPS_PER_SECOND for u in units], dtype=np.float32)
         self.heal_cost = np.array([u.heal_cost for u in units], dtype=np.float32)
         self.armed = self.cooldown > 0
-        self.enemy = np.arange(self.total)[:, None] >= self.n
-        self.vanguard = np.flatnonzero(self.explodes & self.enemy[:, 0])
-        self.rearguard = self.enemy & ~self.explodes[:, None]
+        enemy = np.arange(self.total)[:, None] >= self.n
+        self.vanguard = np.flatnonzero(self.explodes & enemy[:, 0])
+        self.rearguard = enemy & ~self.explodes[:, None]
         self.has_vanguard = self.vanguard.size > 0 and bool(self.rearguard.any())
-        self.foe = self.enemy != self.enemy.T
-        self._pair_tables(units)
+        self._pair_tables(units, enemy != enemy.T)
 
-    def _pair_tables(self, units: list[UnitSpec]) -> None:
+    def _pair_tables(self, units: list[UnitSpec], foe: np.ndarray) -> None:
         radius, air = self.radius[:, 0], np.array([u.air for u in units])
         both = radius[:, None] + radius[None, :]
         hits = np.array([[hit_damage(a, t) for t in units] for a in units], dtype=np.float32)
         self.shield_hit, self.health_hit = hits[..., 0].copy(), hits[..., 1].copy()
-        self.can_hit = self.foe & (self.shield_hit > 0)
+        self.can_hit = foe & (self.shield_hit > 0)
         weapon = np.array([u.heal_range if u.is_healer else u.range for u in units], dtype=np.float32)
         healer, organic = self.heal > 0, np.array(["biological" in u.attributes for u in units])
-        self.healable = healer[:, None] & organic[None, :] & ~self.foe
+        self.healable = healer[:, None] & organic[None, :] & ~foe
         self.reach = np.where(self.can_hit | self.healable, weapon[:, None] + both, -1).astype(np.float32)
-        meet = (air[:, None] == air[None, :]) & ~np.eye(self.total, dtype=bool)
-        self.touch = np.where(meet, both, -1).astype(np.float32)
+        self.layer = air != air[0]
         self.healers = [int(i) for i in np.flatnonzero(healer)]
         self.has_shields = bool((self.shield_max > 0).any())
         self.has_regen = bool((self.hp_regen > 0).any())
         self.has_splash = bool((self.splash_line + self.splash_radius > 0).any())
-        self.all_hit = bool((self.can_hit | ~self.foe).all())
+        self.all_hit = bool((self.can_hit | ~foe).all())
 
     @staticmethod
     def _column(values: list[float]) -> np.ndarray:
@@ -196,8 +194,6 @@ def make_tables(spec: MapSpec, roster: Roster, terrain: Terrain, sight: float) -
     number = np.arange(roster.total, dtype=np.float32)
     low, _, high, _ = terrain.playable  # a square
     inset = np.minimum(roster.radius, 0.5 * (high - low)).astype(np.float32)
-    layer = roster.touch[0] < 0  # the units that do not collide with the first one
-    layer[0] = False
     columns = {
         **vars(roster),
         "low": np.float32(low) + inset,
@@ -208,7 +204,6 @@ def make_tables(spec: MapSpec, roster: Roster, terrain: Terrain, sight: float) -
         "offset_x": APART * number,
         "offset_y": APART * ((number * 7) % 11),
         "far": FAR_AWAY + 100 * number,
-        "layer": layer,
         "free": roster.walks_cliffs & (spec.wall is not None and spec.wall.cliff),
         "held": np.where(roster.rearguard, HOLD_BACK, np.float32(1)),
     }
