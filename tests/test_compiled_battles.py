@@ -16,7 +16,7 @@ import pytest
 from battle_toys import JudgedByNumPy
 
 from omagd.envs.battle.args import SkirmishArgs
-from omagd.envs.battle.compiled import compiler, features
+from omagd.envs.battle.compiled import compiler
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.protocol import random_actions
 from omagd.utils import compiling
@@ -190,15 +190,6 @@ def test_mistakes_are_the_same_errors(action):
         env.rules().drop(np.arange(SLOTS) == 1)
         texts.append(said(lambda env=env, actions=actions: env.step(actions, np.arange(SLOTS) < 2)))
     assert texts[:2] == texts[2:] and "slot 4, agent 2" in texts[0] and "reset them first" in texts[1]
-
-
-def test_ninths_are_quotients():
-    rng, sizes = np.random.default_rng(0), 10.0 ** np.arange(-6, 3)
-    many = (rng.normal(size=(200_000, 1)) * sizes).ravel()
-    steps = np.arange(1, 100_000)
-    edges = 2.0**52 + steps, 2.0**53 - steps, rng.integers(-(2**24), 2**24, 200_000) / 2**19
-    for values in (many, *edges, np.sqrt(np.abs(many))):
-        assert np.array_equal(features.ninth.py_func(values), values / 9)
 
 
 @pytest.mark.parametrize(

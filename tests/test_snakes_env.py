@@ -112,7 +112,7 @@ def test_rewards_are_those_of_plain_python(reward):
         before = now
 
 
-def test_results_are_those_of_the_game_and_counted_by_opponent():
+def test_results_are_those_of_the_game():
     for side, teams in (("a", [0, 0]), ("both", [0, 1]), ("b", [1, 1])):
         env = begun(12, opponent="l4", side=side)
         assert env._team[:2].tolist() == teams
@@ -122,9 +122,6 @@ def test_results_are_those_of_the_game_and_counted_by_opponent():
     for name, values in expected.items():
         np.testing.assert_array_equal(info[name], values)
     assert (info["beans"] >= info["score_own"]).all() and info["deaths"].sum() > 0
-    stats = env.get_stats()
-    assert stats["games"] == stats["games_against_l4"] == 12
-    assert stats["won"] == stats["won_against_l4"] == info["battle_won"].sum()
 
 
 class Fixed:

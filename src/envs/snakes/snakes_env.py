@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -132,7 +131,6 @@ class Snakes3v3(BatchedEnv):
         self._pool = OpponentPool(n_slots, args.opponent)
         self._team = np.zeros(n_slots, np.int64)
         self._avail = np.ones((n_slots, N_TEAM, N_ACTIONS), bool)
-        self._counts = Counter(games=0, won=0, drawn=0)
         self._hit = np.zeros((n_slots, N_SNAKES), bool)  # in the last step, for pictures
         sizes = N_TEAM, N_ACTIONS, self._observer.obs_dim, STATE_DIM, EPISODE_LIMIT, N_ACTIONS
         self.info = EnvInfo(
@@ -213,10 +211,6 @@ class Snakes3v3(BatchedEnv):
             self._ledger.sums[name][:] = values
         self._hit[:] = False
 
-    def get_stats(self) -> dict[str, float]:
-        """Return counts of games since construction: played, won and drawn, in all and against each opponent."""
-        return dict(self._counts)
-
     def frame(self, slot: int) -> Frame:
         """Return the own snakes of a slot, the opponent's, and the beans; marked are those that have just died."""
         board, beans = self._engine.board, self._engine.board.beans_by_slot()[slot]
@@ -241,18 +235,10 @@ class Snakes3v3(BatchedEnv):
         facts = np.zeros((2 + len(RESULTS), self.n_slots), np.float32)
         if terminated.any():
             lead = self._ledger.sums["own"] - self._ledger.sums["other"]
-            ends = {"games": terminated, "won": terminated & (lead > 0), "drawn": terminated & (lead == 0)}
-            self._count(ends)
-            facts[:] = ends["won"], ends["drawn"], *(terminated * self._ledger.sums[name] for name in RESULTS)
+            ended = (terminated * self._ledger.sums[name] for name in RESULTS)
+            facts[:] = terminated & (lead > 0), terminated & (lead == 0), *ended
         info = dict(zip(("battle_won", "draw", *RESULTS.values()), facts, strict=True))
         return StepResult(agent_reward.sum(1), terminated, np.zeros_like(terminated), info, agent_reward=agent_reward)
-
-    def _count(self, ends: dict[str, np.ndarray]) -> None:
-        """Count the episodes that ended, [B] bool each, in all and against each opponent."""
-        for slot, name in enumerate(self.opponents):
-            for key, values in ends.items():
-                if ends["games"][slot]:
-                    self._counts.update({key: int(values[slot]), f"{key}_against_{name}": int(values[slot])})
 
 
 @lru_cache(maxsize=1)

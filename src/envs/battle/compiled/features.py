@@ -17,7 +17,7 @@ from omagd.envs.battle.compiled import function, kernel, memory_rows
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.tables import BLOCK, WIDTH, Array, Episodes, State
 from omagd.envs.battle.features import AROUND, N_HEIGHT, N_MOVES, N_PATHING, UnitTables
-from omagd.envs.battle.maps import HEALING, SIGHT_RANGE, MapSpec
+from omagd.envs.battle.maps import HEALING, MapSpec
 
 (
     N, TOTAL, FIRST, HEALS, ALLY_SHIELD, ENEMY_SHIELD, ALL_HEALTH, OWN_HEALTH, BITS, SEEN_ACTION, PATHING, HEIGHT,
@@ -27,7 +27,6 @@ CENTRE_X, CENTRE_Y, EXTENT_X, EXTENT_Y, LIMIT, SIGHT, REACH = range(7)
 HEALTH_MAX, SHIELD_MAX, READY_MAX = range(3)  # rows of `Layout.unit`
 HEALTH, SHIELD, PLACE_X, PLACE_Y, READY, DISTANCE, TOWARD_X, TOWARD_Y, UNIT_X, UNIT_Y = range(10)  # of working memory
 N_ROWS = UNIT_Y + 1
-NINTH = 1 / 9.0
 ZERO, ONE, TINY = np.float32(0), np.float32(1), np.float32(1e-6)
 
 
@@ -134,33 +133,14 @@ def describe_units(
 
 
 @function
-def ninth(x: float) -> float:
-    """Return x / 9, SMAC's sight range, without a division: an estimate, corrected by what it leaves of x.
-
-    Both differences are exact (8 / 9 and 1 / 9 of x are close to what is left), and no quotient by 9 is as close to
-    the middle between two numbers as the correction's own error: the result is the correctly rounded quotient.
-    """
-    estimate = x * NINTH
-    rest = (x - 8.0 * estimate) - estimate
-    return estimate + rest * NINTH
-
-
-@function
 def look_at_all(o: Layout, i: int, w: Array, distance: Array) -> None:
     """Write distance and direction from agent `i` to all units, also as shares of the sight range."""
     own_x, own_y, sight = np.float64(w[UNIT_X, i]), np.float64(w[UNIT_Y, i]), o.size[SIGHT]
-    if sight != SIGHT_RANGE:
-        for j in range(o.fact[LANES]):
-            dx, dy = np.float64(w[UNIT_X, j]) - own_x, np.float64(w[UNIT_Y, j]) - own_y
-            far = math.sqrt(dx * dx + dy * dy)
-            distance[j] = far
-            w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j] = far / sight, dx / sight, dy / sight
-        return
     for j in range(o.fact[LANES]):
         dx, dy = np.float64(w[UNIT_X, j]) - own_x, np.float64(w[UNIT_Y, j]) - own_y
         far = math.sqrt(dx * dx + dy * dy)
         distance[j] = far
-        w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j] = ninth(far), ninth(dx), ninth(dy)
+        w[DISTANCE, j], w[TOWARD_X, j], w[TOWARD_Y, j] = far / sight, dx / sight, dy / sight
 
 
 @function
