@@ -83,49 +83,12 @@ def test_a_list_that_was_interrupted_is_continued_and_a_finished_one_begins_agai
     assert "a new list begins" in capsys.readouterr().out
 
 
-def test_a_list_killed_between_two_seeds_is_continued(trainer, monkeypatch):
-    real = launching.locked_folder
-
-    def killed(config, token, **more):
-        if config.seed == 2:
-            raise Stopped(signal.SIGKILL)
-        return real(config, token, **more)
-
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(launching, "locked_folder", killed)
-        start("seeds=1,2")
-    assert trainer.took() == [1]
-    start("seeds=1,2", "auto_resume=True")
-    assert trainer.took() == [2]
-
-
 def test_other_lists_other_keys_and_lists_without_auto_resume_start_from_scratch(trainer):
     for words in (("seeds=1,2",), ("seeds=1,2",), ("seeds=1,2", "auto_resume=True", "lr=0.01")):
         interrupt(trainer, 2, *words)
         assert trainer.took() == [1, 2]
     interrupt(trainer, 2, "seeds=2,1", "auto_resume=True")
     assert trainer.took() == [2]
-
-
-@pytest.mark.parametrize("content", ["{", '{"runs": {"1": ".."}}', '{"runs": {"1": "gone"}}', '{"runs": 3}'])
-def test_a_list_whose_file_is_damaged_trains_no_finished_seed_again(content, trainer, tmp_path, capsys):
-    """Nor does it take a run of another configuration, or one elsewhere, for a finished seed."""
-    interrupt(trainer, 2, "seeds=1,2", "lr=0.01")
-    interrupt(trainer, 2, "seeds=1,2")
-    trainer.took()
-    files = sorted((tmp_path / "results").glob(".seeds_*.json"), key=lambda path: path.stat().st_mtime_ns)
-    write_json(tmp_path / "run.json", {"identity": "another", "finished": True})
-    files[-1].write_text(content)
-    trainer.interrupted = None
-    found = start("seeds=1,2", "auto_resume=True")
-    assert trainer.took() == [2] and [run["seed"] for run in found["runs"]] == [1, 2]
-    assert f"{files[-1]} is damaged" in capsys.readouterr().out
-    files[-1].write_text(content)
-    with pytest.raises(UserError, match="is damaged, and each of seeds=1,2 has a finished run"):
-        start("seeds=1,2", "auto_resume=True")
-    assert trainer.took() == []
-    start("seeds=1,2")
-    assert trainer.took() == [1, 2]
 
 
 @pytest.mark.parametrize("content", ["{}", "{"])

@@ -8,7 +8,6 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
-import re
 import shutil
 import signal
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omagd.run.launchers import WATCHED, in_group
+from omagd.utils.run_folder import FOLDER
 from omagd.utils.signals import (
     BOUNDARY_SECONDS,
     CLOSING_SECONDS,
@@ -31,6 +31,7 @@ from omagd.utils.signals import (
     ask_to_end,
     uninterrupted,
 )
+from omagd.utils.storage import opened
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
@@ -45,9 +46,6 @@ MODULES = (
     "omagd.run.training.experiment",
 )
 """Imports of a rank, which the fork server loads ahead of time."""
-
-NAME = re.compile(r"omagd_(?:launch_)?\w{8}\.own")
-"""Name of a temporary folder; its owner holds a lock on it."""
 
 _preloading = False
 
@@ -267,48 +265,23 @@ def _when_over(wait: Callable[[], object], launcher: int | None) -> None:
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder for the duration of a block; remove those of processes that were killed.
-
-    prefix: "omagd_" or "omagd_launch_". Errors: OSError.
-    """
+    """Make a folder for the duration of a block; remove those of processes that were killed. Errors: OSError."""
     remove_left_behind()
-    path, lock = _own_folder(prefix)
+    path = Path(tempfile.mkdtemp(".own", prefix))
     try:
-        yield path
+        with opened(path) as lock:  # the system releases it when this process ends, however it ends
+            with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-
-
-def _own_folder(prefix: str) -> tuple[Path, int]:
-    """Return a new folder and the lock on it, which the system releases when this process ends, however it ends."""
-    while True:
-        path = Path(tempfile.mkdtemp(".own", prefix))
-        lock = os.open(path, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():  # else another process took it for one that was left behind
-            return path, lock
-        os.close(lock)
 
 
 def remove_left_behind() -> None:
     """Remove temporary folders of this user's processes that have ended. Follows no link."""
-    with contextlib.suppress(OSError):
-        root = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            for name in filter(NAME.fullmatch, os.listdir(root)):
-                with contextlib.suppress(OSError):  # its owner lives, or it is a link or another user's
-                    _remove(name, root)
-        finally:
-            os.close(root)
-
-
-def _remove(name: str, root: int) -> None:
-    lock = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(lock).st_uid == os.geteuid():
-            shutil.rmtree(name, ignore_errors=True, dir_fd=root)
-    finally:
-        os.close(lock)
+    for path in Path(tempfile.gettempdir()).glob("omagd_*.own"):
+        with contextlib.suppress(OSError), opened(path, FOLDER) as lock:  # its owner lives, or it is a link
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            about = os.fstat(lock)
+            if about.st_uid == os.geteuid() and time.time() - about.st_mtime > 1.0:  # a new one gets its lock only now
+                shutil.rmtree(path, ignore_errors=True)
