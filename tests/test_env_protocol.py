@@ -275,6 +275,13 @@ def test_scripted_policies_play_what_is_available(env):
         env.scripted_actions("no_such_policy", rng)
 
 
+def test_random_actions_are_uniform_over_the_available_ones():
+    mask = np.array([[True, False, True, True], [False, True, False, False]])
+    drawn = random_actions(np.broadcast_to(mask, (6000, 2, 4)), np.random.default_rng(0))
+    shares = [np.bincount(each, minlength=4) / 6000 for each in drawn.T]
+    np.testing.assert_allclose(shares, mask / mask.sum(1, keepdims=True), atol=0.03)
+
+
 def test_full_obs_adds_units_and_changes_none_that_is_seen(name, env):
     layout = env.info.layout
     if layout is None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from command_harness import PYTHON, ROOT
 
-from omagd.envs.sc2.resources import Scratch
 from omagd.run.cli.main import config_from
 from omagd.run.launch import processes
 from omagd.run.launch.processes import remove_left_behind, temporary_folder
@@ -99,13 +98,3 @@ def test_the_next_start_removes_the_folders_of_killed_processes_only(tmp_path, p
     alive.communicate(timeout=20)
     assert {path.name for path in place.iterdir()} == {"omagd_12345678.own", "omagd_notes"}
     assert (tmp_path / "thesis").is_dir()
-
-
-def test_a_link_is_not_taken_for_the_users_folder_of_games(place, tmp_path):
-    home = tmp_path / "home"
-    (home / "game-1").mkdir(parents=True)
-    (place / f"omagd-sc2-{os.getuid()}").symlink_to(home)
-    made = Scratch()
-    assert made.path.parent == place / f"omagd-sc2-{os.getuid()}-2"
-    made.close()
-    assert [path.name for path in home.rglob("*")] == ["game-1"]

@@ -45,12 +45,6 @@ def killed_game(game, tmp_path, monkeypatch):
     assert shared_memory.left_since(before) == []
 
 
-def files_in(folder: Path) -> list[Path]:
-    """Return the temporary files there, without the lock and the logs in the common folder of all games."""
-    common = folder / f"omagd-sc2-{os.getuid()}"
-    return [path for path in folder.rglob("*") if path != common and (path.parent != common or path.is_dir())]
-
-
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -167,7 +161,7 @@ def test_two_ranks_continue_when_games_and_workers_are_killed(killed_game, tmp_p
     os.kill(parent_of(next(pid for pid in games if pid != int(once.read_text()))), signal.SIGKILL)
     ended = started.wait()
     assert ended.code == 0, ended.text
-    assert left_behind(ended.group) == [] and files_in(tmp_path / "tmp") == []
+    assert left_behind(ended.group) == [] and list((tmp_path / "tmp").rglob("*")) == []
     (folder,) = run_folders(tmp_path)
     summary = summary_of(folder)
     assert summary["card"]["compared"]["game"] == "StarCraft II 4.10 (75689)"

@@ -1,4 +1,4 @@
-"""Parts of `sc2` without a game: messages, temporary folders, terrain, versions."""
+"""Parts of `sc2` without a game: messages, terrain, versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import sc2_stand_in
 from omagd.envs.battle.args import SmacArgs
 from omagd.envs.sc2.client import sc_pb
 from omagd.envs.sc2.install import build_of, read_terrain
-from omagd.envs.sc2.resources import Scratch
 from omagd.envs.sc2.sc2_env import SC2Env
 from omagd.utils.errors import UserError
 
@@ -33,21 +32,6 @@ def test_modules_can_be_imported_first_and_pysc2_uses_their_messages():
     env = {key: value for key, value in os.environ.items() if not key.startswith("PROTOCOL_BUFFERS")}
     done = subprocess.run([sys.executable, "-c", code + SAME_MESSAGES], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_folders_of_dead_owners_are_removed(sc2_game):
-    code = (
-        "import os; from omagd.envs.sc2.resources import Scratch as S; s = S(); os.write(1, bytes(s.path)); os._exit(1)"
-    )
-    left = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False).stdout
-    assert os.path.isdir(left)
-    mine, other = Scratch(), Scratch()
-    assert not os.path.exists(left) and mine.path.is_dir() and other.path.is_dir()
-    mine.log.write_text("out of\nmemory\n")
-    assert mine.last_words() == "out of memory"
-    mine.close()
-    other.close()
-    assert not mine.path.exists() and not other.path.exists()
 
 
 @pytest.mark.parametrize("bits", [1, 8])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,21 @@ from google.protobuf.message import DecodeError, Message
 
 from omagd.envs.sc2.client import common_pb, sc_pb
 from omagd.envs.sc2.install import RACES, build_of, game_folder, map_data, map_path
-from omagd.envs.sc2.resources import HOST, Scratch, claimed_port
 from omagd.utils.errors import UserError
+from omagd.utils.temporary import temporary_folder
 
 # isort: split
 # pysc2 takes the messages that omagd.envs.sc2.client has made.
 from pysc2 import run_configs
 from pysc2.lib import sc_process
 
+HOST = "127.0.0.1"
+# Above the range of pysc2's port picker, below that of Linux for outgoing connections.
+LOWEST, HIGHEST = 25000, 32000
+TRIES = 1000  # of ports
 ATTEMPTS = 5
 QUIT_SECONDS = 2.0
+LAST_WORDS = 300  # bytes of the log of a game that has died
 _QUIT = sc_pb.Request(quit=sc_pb.RequestQuit()).SerializeToString()
 _parse = sc_pb.Response.FromString
 _NEEDED = ("ping", "game_info", "data", "save_replay")  # requests whose answers are read
@@ -80,6 +88,26 @@ class Match:
         return sc_pb.RequestJoinGame(race=common_pb.Race.Value(RACES[self.ally_race]), options=options)
 
 
+@contextlib.contextmanager
+def claimed_port() -> Iterator[int]:
+    """Yield a free port that no other caller on this machine gets meanwhile. Errors: OSError without a free port.
+
+    Bound names are abstract Unix sockets: seen by all users of the network namespace, released with the process.
+    """
+    chance = random.SystemRandom()  # unseeded: workers of the same seed must not try the same ports
+    for _ in range(TRIES):
+        port = chance.randrange(LOWEST, HIGHEST)
+        with socket.socket(socket.AF_UNIX) as held:
+            try:
+                held.bind(f"\0omagd-sc2-port-{port}")
+                socket.create_server((HOST, port)).close()
+            except OSError:
+                continue
+            yield port
+            return
+    raise OSError(f"no free port between {LOWEST} and {HIGHEST}")
+
+
 class _Process(sc_process.StarcraftProcess):  # type: ignore[misc]  # pysc2 has no types
     """pysc2's process, with its output in a file, isolated from Ctrl-C, killed when the calling thread ends."""
 
@@ -118,7 +146,7 @@ class Game:
         self._process: _Process | None = None
         self._web: websocket.WebSocket | None = None
         self._status = sc_pb.launched
-        self._scratch: Scratch | None = None
+        self._log: Path | None = None  # the output of the game
         create, join = match.create_request(), match.join_request()
         reasons: list[str] = []
         while len(reasons) < ATTEMPTS:
@@ -140,13 +168,14 @@ class Game:
 
     def _start(self, create: Message, join: Message) -> None:
         self._stack = contextlib.ExitStack()
-        self._scratch = self._stack.enter_context(contextlib.closing(Scratch()))
+        folder = self._stack.enter_context(temporary_folder("omagd_game_"))
+        self._log = folder / "game.log"
         port = self._stack.enter_context(claimed_port())
         config = run_configs.get(version=self._version)
-        config.tmp_dir = str(self._scratch.path)
+        config.tmp_dir = str(folder)
         program = Path(config.data_dir, "Versions", f"Base{self._build:05d}", "SC2_x64")
         self._process = _Process(
-            config, str(program), config.version, host=HOST, port=port, connect=False, log=self._scratch.log
+            config, str(program), config.version, host=HOST, port=port, connect=False, log=self._log
         )
         self._web = self._connect(f"ws://{HOST}:{port}/sc2api")
         self.version = self.ask(ping=sc_pb.RequestPing()).game_version
@@ -239,8 +268,9 @@ class Game:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 parts.append(f"exit code {self._process.popen.wait(0.2)}")
-        if self._scratch is not None and (words := self._scratch.last_words()):
-            parts.append(f'"{words}"')
+        if self._log is not None and self._log.is_file():
+            words = self._log.read_bytes()[-LAST_WORDS:].decode(errors="replace").split()
+            parts += [f'"{" ".join(words)}"'] if words else []
         self.close(politely=False)
         return ", ".join(parts)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -11,17 +10,14 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omagd.run.launchers import WATCHED, in_group
-from omagd.utils.run_folder import FOLDER
 from omagd.utils.signals import (
     BOUNDARY_SECONDS,
     CLOSING_SECONDS,
@@ -31,7 +27,7 @@ from omagd.utils.signals import (
     ask_to_end,
     uninterrupted,
 )
-from omagd.utils.storage import opened
+from omagd.utils.temporary import remove_left_behind, temporary_folder
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
@@ -261,27 +257,3 @@ def _when_over(wait: Callable[[], object], launcher: int | None) -> None:
         os._exit(128 + signal.SIGINT)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
-
-
-@contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder for the duration of a block; remove those of processes that were killed. Errors: OSError."""
-    remove_left_behind()
-    path = Path(tempfile.mkdtemp(".own", prefix))
-    try:
-        with opened(path) as lock:  # the system releases it when this process ends, however it ends
-            with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_left_behind() -> None:
-    """Remove temporary folders of this user's processes that have ended. Follows no link."""
-    for path in Path(tempfile.gettempdir()).glob("omagd_*.own"):
-        with contextlib.suppress(OSError), opened(path, FOLDER) as lock:  # its owner lives, or it is a link
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            about = os.fstat(lock)
-            if about.st_uid == os.geteuid() and time.time() - about.st_mtime > 1.0:  # a new one gets its lock only now
-                shutil.rmtree(path, ignore_errors=True)
