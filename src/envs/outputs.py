@@ -46,11 +46,6 @@ def wrong_number(value: Any) -> str:
     return f"is {value!r} ({type(value).__name__}), not a number"
 
 
-def wrong_flag(value: Any) -> str:
-    """Return what is wrong with a flag (a bool, 0 or 1), "" if nothing."""
-    return wrong_number(value) or ("" if value in (0, 1) else f"is {value!r}, not 0 or 1")
-
-
 def zeros_and_ones(array: np.ndarray) -> np.ndarray:
     """Return where a numeric array holds 0 or 1."""
     return (array == 0) | (array == 1)

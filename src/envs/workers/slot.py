@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from omagd.envs.outputs import fault, numeric_array, wrong_flag, wrong_number, zeros_and_ones
+from omagd.envs.outputs import fault, numeric_array, wrong_number, zeros_and_ones
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.envs.single import OneSlot
 from omagd.envs.workers.shared_memory import Arrays
@@ -38,8 +38,7 @@ class EnvSlot:
         self.slot = slot
         self.arrays = arrays
         self._seed = self._steps = 0
-        names = ("obs", "full_obs", "state", "avail", "actions", "agent_reward")
-        self._row = {name: arrays[name][slot] for name in names}
+        self._row = {name: array[slot, ...] for name, array in arrays.items() if name != "want_full"}
 
     def execute(self, command: int, argument: Any = None) -> Any:
         """Execute one command; return the reply: of STEP the numbers in the info, of others what is not in arrays.
@@ -86,35 +85,24 @@ class EnvSlot:
             self.env.step(actions)
 
     def _step(self) -> dict[str, float]:
-        arrays, slot = self.arrays, self.slot
         returned = self.env.step(self._row["actions"].copy())
         self._steps += 1
         if not isinstance(returned, tuple | list) or len(returned) != 3:
             many = f" of {len(returned)}" if isinstance(returned, tuple | list) else ""
             raise self._fault(f"step() returned a {type(returned).__name__}{many}, not (reward, terminated, info)")
         reward, terminated, info = returned
-        for name, wrong in (("reward", wrong_number(reward)), ("terminated", wrong_flag(terminated))):
-            if wrong:
-                raise self._fault(f"{name} {wrong}")
         if not isinstance(info, Mapping):
             raise self._fault(f"info is {info!r}, not a dictionary")
-        with np.errstate(over="ignore"):  # as in `_write`
-            arrays["reward"][slot] = reward
+        self._write("reward", reward)
+        self._write("terminated", terminated, flags=True)
         if self._row["agent_reward"].size:
             self._write("agent_reward", info.get(AGENT_REWARD, ()), name=f"info[{AGENT_REWARD!r}]")
-        arrays["terminated"][slot] = terminated
-        limit = TRUNCATED if TRUNCATED in info else "episode_limit"
-        arrays["truncated"][slot] = bool(terminated) and self._flag(info, limit)
-        arrays["lost"][slot] = bool(terminated) and self._flag(info, "lost")
+        over, limit = bool(terminated), TRUNCATED if TRUNCATED in info else "episode_limit"
+        for key, name in (("truncated", limit), ("lost", "lost")):
+            self._write(key, over and info.get(name, False), name=f"info[{name!r}]", flags=True)
         numbers = self._numbers(info)
         self._show()
         return numbers
-
-    def _flag(self, info: Mapping[str, Any], name: str) -> bool:
-        """Return a flag of `info`; False if it is missing."""
-        if wrong := wrong_flag(info.get(name, False)):
-            raise self._fault(f"info[{name!r}] {wrong}")
-        return bool(info.get(name, False))
 
     def _show(self) -> None:
         self._write("obs", self.env.get_obs())
