@@ -50,8 +50,10 @@ V2_MAPS = ("32x32_flat", "10gen_empty", "10gen_terran", "10gen_protoss", "10gen_
 
 def install(folder: Path, version: str = "4.10") -> Path:
     """Put the stand-in and its maps under `folder`, as a game of that version; return `folder` ($SC2PATH)."""
+    from omagd.envs.battle.compiled.engine import compiled
     from omagd.envs.battle.maps import MAPS
 
+    compiled()  # here, since nobody waits for a game that compiles
     build = BUILDS[version]
     game = Path(folder) / "Versions" / f"Base{build}" / "SC2_x64"
     game.parent.mkdir(parents=True, exist_ok=True)
