@@ -6,14 +6,11 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from sacred import SETTINGS, Experiment
-from sacred.observers import FileStorageObserver
-from sacred.serializer import flatten
 
 from omagd.config.loading import to_plain
 from omagd.config.schema import Config
@@ -21,6 +18,16 @@ from omagd.run.launchers import in_group, is_main
 from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE, setup_logging
 from omagd.utils.storage import STORAGE, AppendFile, FolderGone, hold, open_records, release
+
+# Sacred imports pandas where it is installed: a tenth of a start, for data frames that no configuration here holds.
+_hidden = {} if "pandas" in sys.modules else {"pandas": None}
+sys.modules.update(_hidden)  # type: ignore[arg-type]
+from sacred import SETTINGS, Experiment  # noqa: E402
+from sacred.observers import FileStorageObserver  # noqa: E402
+from sacred.serializer import flatten  # noqa: E402
+
+for _name in _hidden:
+    del sys.modules[_name]
 
 MOST = 500
 """Values kept for each name; with more, only every second one, then every fourth, …, and always the last."""
