@@ -306,20 +306,3 @@ def test_a_single_process_that_hangs_and_swallows_errors_ends_with_a_summary(mon
     assert codes == [1]
     assert summary_of(elsewhere / "results" / "hung")["exit_state"] == "failed"
     assert "error: rank 0 (host " in capsys.readouterr().err
-
-
-@pytest.mark.processes
-def test_weights_of_another_map_and_damaged_weights_are_rejected(small_run, elsewhere, capsys):
-    tokenizer, other = small_run / "models" / "pretrain_stage1_best", "env_args.map_name=5m_vs_6m"
-    weights = (tokenizer / "tokenizer.th").read_bytes()
-    (elsewhere / "tokenizer.th").write_bytes(weights[: len(weights) // 2])
-    for named, *words in (
-        ("pretrained_tokenizer_path=", other, f"pretrained_tokenizer_path={tokenizer}"),
-        ("pretrained_tokenizer_path=", f"pretrained_tokenizer_path={elsewhere}"),
-        ("code_dim", "tokenizer_config.code_dim=4", f"pretrained_tokenizer_path={tokenizer}"),
-        ("checkpoint_path", other, "evaluate=True", f"checkpoint_path={small_run}"),
-    ):
-        assert main(["with", *BUDGETS, *words]) == 2
-        out, err = capsys.readouterr()
-        assert re.match(rf"error: .*{named}", err) and (out, "Traceback" in err) == ("", False), err
-    assert [path.name for path in elsewhere.iterdir()] == ["tokenizer.th"]

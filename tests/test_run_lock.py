@@ -24,7 +24,6 @@ from omagd.run.checkpoint import resuming
 from omagd.run.checkpoint.resuming import (
     ADDED,
     ELSEWHERE,
-    Busy,
     busy_rank,
     identity_of,
     locked_folder,
@@ -44,16 +43,6 @@ def config(results: Path, *more: str) -> Config:
     return config_from([*COMMAND, f"local_results_path={results}", *more])
 
 
-def test_one_process_has_the_lock_and_the_next_one_names_it(tmp_path):
-    lock = take(tmp_path)
-    for _ in range(2):
-        with pytest.raises(Busy, match=rf"^process {os.getpid()} on host .+, for \d+ s$"):
-            take(tmp_path)
-    lock.release()
-    lock.release()
-    take(tmp_path).release()
-
-
 def test_a_file_system_without_locks_is_no_error_and_named(tmp_path, monkeypatch, caplog):
     def flock(handle, how):
         raise OSError(errno.ENOLCK, "no locks")
@@ -64,14 +53,6 @@ def test_a_file_system_without_locks_is_no_error_and_named(tmp_path, monkeypatch
     for lock in locks:
         lock.release()
     assert "no locks (flock)" in caplog.text
-
-
-def test_ranks_at_work_are_seen(tmp_path):
-    marks = [mark_rank(tmp_path) for _ in range(2)]
-    assert f"process {os.getpid()} on host" in str(busy_rank(tmp_path))
-    for mark in marks:
-        mark.release()
-    assert busy_rank(tmp_path) is None
 
 
 def left_unfinished(given: Config) -> str:
