@@ -184,25 +184,6 @@ def test_a_policy_rejects_other_shapes_and_maps(trained, tmp_path):
         omagd.play(policy, omagd.make("skirmish", map_name="8m"), episodes=1)
 
 
-def test_acting_uses_the_runs_threads_and_leaves_the_callers(trained, monkeypatch):
-    policy, used = omagd.load_policy(trained), []
-    obs, mask = (np.ones((policy.info.n_agents, size)) for size in (policy.info.obs_dim, policy.info.n_actions))
-
-    def fails(*_):
-        used.append(torch.get_num_threads())
-        raise ZeroDivisionError
-
-    try:
-        torch.set_num_threads(3)
-        omagd.load_policy(trained).act(obs, mask)
-        monkeypatch.setattr(policy._mac, "act", fails)
-        with pytest.raises(ZeroDivisionError):
-            policy.act(obs, mask)
-        assert (used, torch.get_num_threads()) == ([1], 3)
-    finally:
-        torch.set_num_threads(1)
-
-
 class Random:
     """Plays what the mask allows, by chance."""
 
@@ -438,17 +419,6 @@ def test_errors_name_what_is_wrong(tmp_path):
         with pytest.raises(kind, match=words):
             call()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_seeds_of_the_parallel_interface():
-    """The same seed gives the same episodes; a reset without a seed starts another one."""
-    env, again = (omagd.make("skirmish", map_name="2s3z") for _ in range(2))
-    streams = []
-    for each in (env, again):
-        starts = [each.reset(seed=5)] + [each.reset() for _ in range(2)]
-        streams.append([np.concatenate([seen[a]["observation"] for a in each.agents]) for seen, _ in starts])
-    assert all(np.array_equal(one, other) for one, other in zip(*streams, strict=True))
-    assert not np.array_equal(streams[0][0], streams[0][1])
 
 
 def test_pettingzoo_takes_it():

@@ -210,13 +210,21 @@ CHANGES = (
     *({"files": {name: {"bytes": 1, "sha256": "0" * 64}}} for name in OUTSIDE), {"files": {"kept/x": 3}}, {"files": []},
     {"logs": None}, {"iteration": "12"}, {"world_size": None}, {"format": 3}, {"format": None}, {"format": []},
 )  # fmt: skip
+WRONG_FACTS = (
+    ("t_env", None), ("t_env", []), ("t_env", "x"), ("t_env", True), ("t_env", -1), ("score", []), ("score", "x"),
+    ("logs", []), ("logs", [[]]), ("logs", [{"replay": 1}]),
+    ("logs", [{"replay": {"added": 1, "kept": 1, "parts": [{}]}}]),
+    ("stage", 3), ("clock", None), ("world_size", 0), ("iteration", 10**30),
+    ("files", {"\ud800/c": {"bytes": 1, "sha256": ""}}),
+    ("files", {"a" * 300 + "/c": {"bytes": 1, "sha256": ""}}), ("files", {"a/c": {"bytes": "x", "sha256": None}}),
+)  # fmt: skip
 NO_MANIFEST = (b"", b"\xff", b"[]", b"null", b"{", b"3", b"[" * 100_000, b'{"format": 2}', b'{"format": []}')
 
 
 def test_a_manifest_with_other_content_is_damaged(store):
     path = save(store, 4)
     file, manifest = path / "manifest.json", rewrite(path)
-    for change in CHANGES:
+    for change in (*CHANGES, *({key: value} for key, value in WRONG_FACTS)):
         rewrite(path, **change)
         with pytest.raises(Damaged, match=r"manifest\.json"):
             read_checkpoint(path)

@@ -120,17 +120,6 @@ def test_max_episodes_replaces_the_t_max_of_a_preset_only(preset, updates, t_max
     assert preflight(checked).config == checked
 
 
-def test_later_layers_win_and_leave_their_neighbours_alone(tmp_path):
-    mine, base = tmp_path / "mine.yaml", tmp_path / "base.yaml"
-    mine.write_text("{name: mine, lr: 0.01, tokenizer_config: {n_codes: 16}, env_args: {map_name: 8m}}")
-    base.write_text("name: base")
-    updates = {"lr": 0.02, "tokenizer_config": {"hidden_dim": 8}, "env_args.move_amount": 3}
-    config, default = resolve(str(mine), updates=updates), resolve(str(base))
-    assert (resolve(str(mine)).lr, config.lr) == (0.01, 0.02)
-    assert config.env_args == {**default.env_args, "map_name": "8m", "move_amount": 3}
-    assert config.tokenizer_config == default.tokenizer_config.model_copy(update={"n_codes": 16, "hidden_dim": 8})
-
-
 def test_a_configuration_is_frozen_survives_yaml_and_leaves_its_base_alone():
     config = resolve(updates={"seeds": (1, 2), "lr": 1e-5, "tokenizer_config.n_codes": 16})
     assert validate(yaml.safe_load(yaml.safe_dump(to_plain(config)))) == config
@@ -238,21 +227,6 @@ def test_a_file_may_empty_a_section_and_must_not_be_called_as_a_preset(tmp_path,
     assert resolve("qmix.yaml").name == "mine"
     with pytest.raises(UserError, match="with extends=vdn: this is a key of files. Use --config=vdn"):
         resolve(updates={"extends": "vdn"})
-
-
-def test_a_file_without_a_name_is_named_after_itself(tmp_path):
-    (tmp_path / "pqn.yaml").write_text("gamma: 0.9\n")
-    assert resolve(str(tmp_path / "pqn.yaml")).name == "pqn"
-
-
-def test_a_file_that_ends_in_episodes_has_no_end_in_steps_from_below(tmp_path, monkeypatch):
-    """Also where its keys and those that it extends are written to one file, as for the best trial of a sweep."""
-    monkeypatch.chdir(tmp_path)
-    Path("base.yaml").write_text("t_max: 1000")
-    Path("mine.yaml").write_text("extends: base.yaml\nmax_episodes: 8")
-    values = loading.read_preset("algs", "mine.yaml")
-    assert values == {"name": "mine", "max_episodes": 8}
-    assert resolve("mine.yaml").t_max == loading.NO_END_IN_STEPS
 
 
 def test_a_plug_in_adds_presets(tmp_path, monkeypatch):

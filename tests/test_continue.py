@@ -47,17 +47,6 @@ def qmix(results: Path, *more: str) -> Config:
     return config_from(["--config=qmix", "with", *BUDGETS, f"local_results_path={results}", *more])
 
 
-def test_the_nearest_saved_step_is_taken(tmp_path):
-    for step in (100, 250, 1000):
-        (tmp_path / "models" / str(step)).mkdir(parents=True)
-        (tmp_path / "models" / str(step) / "agent.th").write_bytes(b"")
-    (tmp_path / "models" / "pretrain_stage1").mkdir()
-    for given in (tmp_path, tmp_path / "models"):
-        steps = [int(find_step_folder(str(given), wanted).name) for wanted in (0, 1, 170, 180, 999, 5000)]
-        assert steps == [1000, 100, 100, 250, 1000, 1000]
-    assert find_step_folder(str(tmp_path / "models" / "250"), 1000).name == "250"
-
-
 def test_a_newest_step_that_was_cut_short_is_named_and_not_passed_over(tmp_path, capsys):
     for step, whole in ((100, True), (2000, False)):
         (tmp_path / "models" / str(step)).mkdir(parents=True)
@@ -237,27 +226,6 @@ def test_nothing_is_played_where_t_max_has_been_reached(qmix_run, tmp_path):
     assert summary["stages"]["stage3"]["clock"]["t_env"] == step
     write_json(tmp_path / "begun" / "run.json", {"identity": identity_of(config)})  # killed before it was finished
     assert preflight(config).stages == ("stage3",), "an unfinished run may have its last files to write"
-
-
-@pytest.mark.processes
-def test_evaluating_a_graph_run_finds_its_modules_and_repeats(small_run, tmp_path, monkeypatch):
-    """By the keys of its command, and by its own config.json: the same episodes."""
-    monkeypatch.chdir(tmp_path)
-    by_keys = ["with", "run=ddp", "learner=nq_graph_learner_ddp", *BUDGETS, "evaluate=True"]
-    results = []
-    for command, place in (
-        ([*by_keys, f"checkpoint_path={small_run}"], tmp_path / "results"),
-        (["evaluate", str(small_run)], small_run.parent),  # it writes beside the run
-    ):
-        before = set(place.glob("*/summary.json"))
-        assert main(command) == 0
-        (file,) = set(place.glob("*/summary.json")) - before
-        results.append(summary_of(file.parent))
-        (line,) = records(file.parent)
-        assert line["t_env"] == int(find_step_folder(str(small_run)).name)
-    first, second = (result["stages"]["stage3"]["values"] for result in results)
-    assert first == second and 0 <= first["test_battle_won_mean"] <= 1
-    assert {(result["kind"], result["exit_state"]) for result in results} == {("evaluation", "completed")}
 
 
 def _train(rank: int, dist: Dist, folder: str) -> tuple[dict, dict[str, int], np.ndarray, list[int]]:

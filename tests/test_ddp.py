@@ -55,7 +55,7 @@ Q |= {
         "learner_args": {"epochs": 2, "critic": "observation"},
     },
 }
-SINGLE = {"graph", "flat_graph", "team", "PPO apart", "stage1 cosine", "stage2 matched", "stage2 GRU"}
+SINGLE = {"alone", "graph", "flat_graph", "team", "qplex", "PPO apart", "stage1 cosine", "stage2 matched", "stage2 GRU"}
 """Kinds of which gradients are compared, and nothing that several updates would show."""
 for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything registered that is not among these
     compared = {toy_config(**updates).model_dump()[part] for updates in Q.values()}
@@ -70,7 +70,8 @@ STAGES = {
     "stage2 GRU": {"use_gru": True, "early_step_weight": 0.3},
 }
 compared = {updates.get("kind", "masked") for name, updates in STAGES.items() if name.startswith("stage2")}
-STAGES |= {f"stage2 {kind}": {"kind": kind} for kind in sorted({*PREDICTORS.names()} - compared)}
+others = {f"stage2 {kind}": {"kind": kind} for kind in sorted({*PREDICTORS.names()} - compared)}
+STAGES, SINGLE = STAGES | others, SINGLE | others.keys()
 LOSSES = ("loss_td", "td_error_abs", "q_taken_mean", "target_mean", "graph_loss", "loss_belief", "belief_alive")
 FOLLOW_DATA = {"belief_head.mean", "belief_head.deviation"}  # whether a step is taken or not
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}

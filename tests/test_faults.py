@@ -9,9 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,13 +20,12 @@ from command_harness import MAIN, PYTHON, children, left_behind, run_folders, su
 from sockets import listening, running, tree, wait_until
 from trap_env import TrapRun
 
-from omagd.config.schema import Config
 from omagd.envs.sanity import MatrixGame
 from omagd.run.cli.main import config_from, main
-from omagd.run.launch import launcher, watchdog
+from omagd.run.launch import launcher
 from omagd.run.launch.launcher import verdict
 from omagd.run.launch.watchdog import naming_a_lost_rank
-from omagd.utils.dist_utils import Dist, Waits
+from omagd.utils.dist_utils import Waits
 from omagd.utils.errors import RankFailed, UserError
 from omagd.utils.signals import Stopped
 
@@ -280,46 +277,3 @@ def test_a_sys_exit_of_an_environment_never_ends_with_exit_code_0(when, monkeypa
     assert [summary_of(folder)["exit_state"] for folder in run_folders(elsewhere)] == ["failed"] * (when == "step")
     with pytest.raises(RankFailed, match="was called before the run had ended"):
         launcher.launch(config_from([word for word in words if word != "-u"]), "without_the_command_line")
-
-
-def test_a_single_process_that_hangs_and_swallows_errors_ends_with_a_summary(monkeypatch, elsewhere, capsys):
-    monkeypatch.setattr(watchdog, "CLOSING_SECONDS", 0.1)
-    codes: list[int] = []
-    released = threading.Event()
-
-    def end(code: int) -> None:
-        codes.append(code)
-        released.set()
-
-    def swallow(config: Config, dist: Dist, path: str, channel: object) -> dict:
-        dist.waits.playing = True
-        until = time.monotonic() + 30
-        while not released.is_set() and time.monotonic() < until:
-            with suppress(BaseException):
-                released.wait(0.05)
-        return {}
-
-    monkeypatch.setattr(watchdog.os, "_exit", end)
-    monkeypatch.setattr(launcher, "run_experiment", swallow)
-    words = ["--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "dist_timeout_minutes=0.005"]
-    launcher.launch(config_from(words), "hung")
-    assert codes == [1]
-    assert summary_of(elsewhere / "results" / "hung")["exit_state"] == "failed"
-    assert "error: rank 0 (host " in capsys.readouterr().err
-
-
-@pytest.mark.processes
-def test_weights_of_another_map_and_damaged_weights_are_rejected(small_run, elsewhere, capsys):
-    tokenizer, other = small_run / "models" / "pretrain_stage1_best", "env_args.map_name=5m_vs_6m"
-    weights = (tokenizer / "tokenizer.th").read_bytes()
-    (elsewhere / "tokenizer.th").write_bytes(weights[: len(weights) // 2])
-    for named, *words in (
-        ("pretrained_tokenizer_path=", other, f"pretrained_tokenizer_path={tokenizer}"),
-        ("pretrained_tokenizer_path=", f"pretrained_tokenizer_path={elsewhere}"),
-        ("code_dim", "tokenizer_config.code_dim=4", f"pretrained_tokenizer_path={tokenizer}"),
-        ("checkpoint_path", other, "evaluate=True", f"checkpoint_path={small_run}"),
-    ):
-        assert main(["with", *BUDGETS, *words]) == 2
-        out, err = capsys.readouterr()
-        assert re.match(rf"error: .*{named}", err) and (out, "Traceback" in err) == ("", False), err
-    assert [path.name for path in elsewhere.iterdir()] == ["tokenizer.th"]

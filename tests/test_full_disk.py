@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,19 +152,6 @@ def test_weights_are_written_later_in_their_order(log, tmp_path, monkeypatch):
     assert content == {"opt.th": b"0", "mixer.th": b"1", "agent.th": b"1"}
 
 
-def test_old_weights_make_room_in_memory_and_are_counted_and_the_newest_stay(log, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "KEPT_BYTES", 25)
-    monkeypatch.setattr(storage, "replace_file", full)
-    files = [tmp_path / "models" / str(step) / name for step in (1, 2, 3) for name in ("opt.th", "agent.th")]
-    for path in files:
-        STORAGE.write(path, bytes(10 * int(path.parent.name)))
-    assert STORAGE.unwritten(tmp_path) == files[4:]
-    assert STORAGE.unwritten(tmp_path / "plots") == []
-    STORAGE.close()
-    (line,) = [line for line in log if line.startswith("ERROR")]
-    assert all(str(path.relative_to(tmp_path)) in line for path in files)
-
-
 def test_a_checkpoint_waits_for_the_lines_that_belong_to_it(disk, tmp_path):
     """What is cut back to it keeps them: its sizes count lines that wait, and it is not saved before they are there."""
     episodes = EpisodeLog(tmp_path / "rank_0.jsonl")
@@ -187,8 +174,8 @@ def test_a_checkpoint_waits_for_the_lines_that_belong_to_it(disk, tmp_path):
     episodes.close()
 
 
-@pytest.mark.parametrize(("fails", "ends"), [("mkdir", None), ("copy", None), ("copy", ZeroDivisionError)])
-def test_without_a_sacred_record_the_run_continues_with_a_warning(tmp_path, capfd, monkeypatch, fails, ends):
+@pytest.mark.parametrize("fails", ["mkdir", "copy"])
+def test_without_a_sacred_record_the_run_continues_with_a_warning(tmp_path, capfd, monkeypatch, fails):
     inner, results = os.mkdir, tmp_path / "results"
 
     def mkdir(path, *more, **how):
@@ -196,18 +183,15 @@ def test_without_a_sacred_record_the_run_continues_with_a_warning(tmp_path, capf
 
     def run_mode(_run, config, log):
         _run.log_scalar("loss", 1.0, 2)
-        if ends is not None:
-            raise ends
         return {"reached": 7}
 
     broken, name, replacement = (os, "mkdir", mkdir) if fails == "mkdir" else (BoundedObserver, "save_sources", full)
     monkeypatch.setattr(broken, name, replacement)
     config = resolve("qmix", "matrix_game", {"local_results_path": str(results)})
-    with pytest.raises(ends) if ends else nullcontext():
-        assert run_recorded(config, run_mode) == {"reached": 7}
+    assert run_recorded(config, run_mode) == {"reached": 7}
     text = "".join(capfd.readouterr())
     assert text.count(f"{results}/sacred cannot be written ({NO_SPACE}): this run has no Sacred record") == 1
-    assert ("Traceback" not in text or ends) and "TypeError" not in text and "observer" not in text
+    assert "Traceback" not in text and "TypeError" not in text and "observer" not in text
     assert list((results / "sacred").iterdir()) == []
 
 

@@ -235,14 +235,15 @@ def test_stages_are_runs_of_their_own_with_project_group_and_step(tmp_path, monk
     """A resumed run keeps their ids and names, and the key of the environment is written nowhere."""
     monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    config = {"lr": 0.0005, "env_args": {"map_name": "5m_vs_6m"}}
+    config = {"lr": 0.0005, "env_args": {"map_name": "5m_vs_6m"}, "wandb_naming": naming}
     card = {"id": "12ab", "method": "34cd"}
-    facts = RunFacts(tmp_path, "token_7", "omagd", "skirmish", "5m_vs_6m", 2, config, card=card, wandb_naming=naming)
+    facts = RunFacts(tmp_path, "token_7", "omagd", "skirmish", "5m_vs_6m", 2, config, card=card)
     logs = [("stage1", t, {"eval/graph_loss": loss}) for t, loss in ((20, 0.25), (40, 0.125))]
     of_maps = {"test/3m/return_mean": 1.5, "test/4m/return_mean": 2.0, "train/4m/visits": 7.0}
     last = {"won": 0.5, "loss_td": 0.01, **of_maps}
     log_to(["wandb"], [*logs, ("stage3", 10240, last)], facts, "failed")
-    later = replace(facts, wandb_naming="published" if naming == "environment" else "environment")
+    other = "published" if naming == "environment" else "environment"
+    later = replace(facts, config={**config, "wandb_naming": other})
     log_to(["wandb"], [("stage3", 20480, {"loss_td": 0.25})], later)
     runs = {}
     for path in offline_files(tmp_path):
@@ -282,7 +283,7 @@ def test_mode_and_names(monkeypatch, home):
     groups = {names(RunFacts(home, name="n" * 200, world_size=n), f"stage{n}", "environment")[1] for n in (1, 2)}
     assert len(groups) == 2, "a long name keeps stages and ranks apart"
     for naming in ("published", "environment"):
-        assert names(RunFacts(home, wandb_project="my own"), "stage1", naming)[0] == "my own"
+        assert names(RunFacts(home, config={"wandb_project": "my own"}), "stage1", naming)[0] == "my own"
     assert choose_mode() == "offline"
     for host, known in (("example.org", False), ("api.wandb.ai", True)):
         (home / ".netrc").write_text(f"machine {host} login me password {FAKE_KEY}\n")

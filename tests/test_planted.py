@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
@@ -25,7 +24,7 @@ from omagd.run.checkpoint.resuming import locked_folder, rank_at_work
 from omagd.run.cli.main import config_from, main
 from omagd.run.reporting.card import read_card
 from omagd.run.training.build import _given_to, read_env_info
-from omagd.utils import run_folder, storage
+from omagd.utils import run_folder
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, Untrusted, require_own
 from omagd.utils.storage import read_entry
@@ -191,22 +190,6 @@ def test_a_link_in_place_of_a_sinks_folder_switches_that_sink_off(run, home, mon
     text = "".join(capsys.readouterr())
     assert f"W&B is off from here on: {run / 'wandb'} is a link" in text
     assert f"TensorBoard is off from here on: {run / 'tb'} is a link" in text
-
-
-def test_an_own_entry_that_cannot_be_read_is_no_reason_to_start_from_scratch(run, monkeypatch, capsys):
-    inner = os.open
-
-    def opens(path, *more, **how):
-        if Path(path).name == "run.json":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return inner(path, *more, **how)
-
-    monkeypatch.setattr(storage, "RETRY_SECONDS", ())
-    monkeypatch.setattr(storage.os, "open", opens)
-    assert main([*COMMAND, f"local_results_path={run.parent}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {run}/run.json cannot be read ({os.strerror(errno.EIO)})")
-    assert list(run.parent.iterdir()) == [run]
 
 
 def test_new_runs_are_not_world_writable_whatever_the_umask(tmp_path):

@@ -5,44 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from command_harness import PYTHON, ROOT
 
-from omagd.run.cli.main import config_from
 from omagd.run.launch import processes
 from omagd.run.launch.processes import remove_left_behind, temporary_folder
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
-DDP = ("--config=qmix", "with", "run=ddp", "world_size=2")
-
-
-@pytest.mark.parametrize(
-    ("words", "rank", "wanted"),
-    [
-        (DDP, None, True),
-        (DDP, "0", False),  # torchrun has started the ranks
-        ((*DDP, "use_ddp=False"), None, False),
-        ((*DDP[:-1], "world_size=1"), None, False),
-        (("--config=qmix", "with"), None, False),
-    ],
-)
-def test_the_fork_server_starts_only_where_ranks_will_start(words, rank, wanted, monkeypatch):
-    started = []
-    monkeypatch.setattr(forkserver, "ensure_running", lambda: started.append(True))
-    monkeypatch.setattr(forkserver, "set_forkserver_preload", lambda modules: None)
-    monkeypatch.setattr(processes, "_preloading", False)
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", "2")
-    assert processes.start_method() == "spawn"
-    for _ in range(2):
-        processes.preload(config_from(list(words)))
-    assert started == [True] * wanted
-    assert processes.start_method() == ("forkserver" if wanted else "spawn")
 
 
 @pytest.mark.parametrize(("name", "watched"), [("RANK", []), ("SLURM_PROCID", [processes.STARTED_BY])])

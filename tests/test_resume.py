@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from omagd.learners import PREDICTORS, REGISTRY
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.checkpoint import checkpointer as snapshot_writer
 from omagd.run.checkpoint import store as checkpoint_store
-from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import whole_state
 from omagd.run.cli.main import config_from, main
@@ -77,7 +75,6 @@ def test_a_run_lets_no_gpu_round_float32_to_tf32(whole):
 @pytest.mark.parametrize(("words", "iterations"), [
     ((), (0, 1, 5)),
     (("runner=stream", "use_team_obs=True"), (1, 4)),
-    (("belief_loss=features",), (3,)),
     (("--config=mappo", "belief_loss=features", "t_max=200"), (2,)),
 ])  # fmt: skip
 def test_a_run_that_is_interrupted_again_and_again_ends_with_the_same_bits(words, iterations, whole, tmp_path):
@@ -218,26 +215,6 @@ def test_what_a_checkpoint_copies_does_not_grow_with_the_replay(tmp_path, monkey
     wait_for_saves(monkeypatch)
     folder = run(tmp_path)
     assert len(list((folder.checkpoints / "kept").iterdir())) < len(seen), "files that no checkpoint needs go"
-
-
-def test_no_save_begins_while_another_one_is_being_written(tmp_path, monkeypatch):
-    """A second one would refer to files that the first one has not finished."""
-    written, release, ask = [], threading.Event(), Checkpointer.ask
-
-    def write(self, snapshot, logger):
-        written.append(snapshot.facts["iteration"])
-        release.wait(60)
-        return ""
-
-    def release_later(self) -> None:
-        ask(self)
-        if self.iteration == 4:
-            release.set()
-
-    monkeypatch.setattr(snapshot_writer.SnapshotWriter, "write", write)
-    monkeypatch.setattr(Checkpointer, "ask", release_later)
-    run(tmp_path)
-    assert written[0] == 1 and not {2, 3, 4, 5} & set(written) and len(written) > 1
 
 
 def test_a_full_disk_is_logged_and_the_previous_checkpoint_remains(whole, tmp_path, monkeypatch):

@@ -5,14 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import shutil
 import signal
 import sys
-import time
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from command_budgets import BUDGETS
@@ -24,8 +21,6 @@ from omagd.run.checkpoint import resuming
 from omagd.run.checkpoint.resuming import (
     ADDED,
     ELSEWHERE,
-    Busy,
-    ProcessIdentity,
     busy_rank,
     identity_of,
     locked_folder,
@@ -34,26 +29,14 @@ from omagd.run.checkpoint.resuming import (
     take,
 )
 from omagd.run.cli.main import config_from, main
-from omagd.run.launch.launcher import _lock_together
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder, write_json
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 COMMAND = ("--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "auto_resume=True", "t_max=20")
 
 
 def config(results: Path, *more: str) -> Config:
     return config_from([*COMMAND, f"local_results_path={results}", *more])
-
-
-def test_one_process_has_the_lock_and_the_next_one_names_it(tmp_path):
-    lock = take(tmp_path)
-    for _ in range(2):
-        with pytest.raises(Busy, match=rf"^process {os.getpid()} on host .+, for \d+ s$"):
-            take(tmp_path)
-    lock.release()
-    lock.release()
-    take(tmp_path).release()
 
 
 def test_a_file_system_without_locks_is_no_error_and_named(tmp_path, monkeypatch, caplog):
@@ -66,23 +49,6 @@ def test_a_file_system_without_locks_is_no_error_and_named(tmp_path, monkeypatch
     for lock in locks:
         lock.release()
     assert "no locks (flock)" in caplog.text
-
-
-def test_ranks_at_work_are_seen(tmp_path):
-    marks = [mark_rank(tmp_path) for _ in range(2)]
-    assert busy_rank(tmp_path).holder.pid == os.getpid()
-    for mark in marks:
-        mark.release()
-    assert busy_rank(tmp_path) is None
-
-
-@needs_proc
-def test_a_process_id_that_is_used_again_is_another_process():
-    own = ProcessIdentity.own()
-    others = [own.model_copy(update=change) for change in ({"started": own.started - 1}, {"boot": "another boot"})]
-    assert [one.runs() for one in (own, *others)] == [True, False, None]
-    values = json.loads(own.model_dump_json())
-    assert [ProcessIdentity.read(each) for each in (values, {**values, "pid": "1"}, [])] == [own, None, None]
 
 
 def left_unfinished(given: Config) -> str:
@@ -99,21 +65,6 @@ def test_a_second_start_beside_a_running_one_is_rejected_and_starts_nothing(tmp_
         assert "auto_resume_wait=" in line and "auto_resume=False" in line
         assert [folder.parent.name for folder in tmp_path.glob("*/run.json")] == ["run"]
     assert left_unfinished(given) == first.path
-
-
-def test_ranks_of_torchrun_print_the_error_once(tmp_path):
-    """The error that rank 0 has found ends all ranks, and is marked as one that only rank 0 prints."""
-    given = config(tmp_path)
-    path, shared = left_unfinished(given), []
-    lock = take(Path(path))
-    first = SimpleNamespace(is_main=True, broadcast=shared.append)
-    other = SimpleNamespace(is_main=False, broadcast=lambda nothing: shared[-1])
-    for dist in (first, other):
-        with ExitStack() as held, pytest.raises(UserError, match="is in use by process") as caught:
-            _lock_together(given, "run", dist, held)
-        assert caught.value.said_by_rank_0
-        shared[-1] = pickle.loads(pickle.dumps(shared[-1]))
-    lock.release()
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -181,24 +132,17 @@ def test_with_a_unique_token_that_folder_is_continued_or_the_start_rejected_in_o
     assert {path.name for path in tmp_path.iterdir()} == {"run", "mine"}
 
 
-def started_in_child(mine: Config, audit=None, barrier: int | None = None) -> int:
-    """Start `mine` in a forked process, which notes what it has in its lock and waits for the barrier; return its id.
-
-    audit: hook that may kill it.
-    """
+def started_in_child(mine: Config, kill: Callable) -> int:
+    """Start `mine` in a forked process with an audit hook that may kill it; return its exit code."""
     pid = os.fork()
     if pid:
-        return pid
-    code = 9
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
-        if audit is not None:
-            sys.addaudithook(audit)
+        sys.addaudithook(kill)
         with locked_folder(mine, "mine"):
-            os._exit(0 if barrier is None else len(os.read(barrier, 1)))  # 0: it had the folder until the end
-    except UserError as error:
-        code = 2 if "is in use by" in error.message else 3
+            os._exit(0)
     finally:
-        os._exit(code)
+        os._exit(9)
 
 
 def test_a_folder_whose_start_was_killed_before_it_noted_what_it_is_is_used_by_the_next(tmp_path):
@@ -215,10 +159,9 @@ def test_a_folder_whose_start_was_killed_before_it_noted_what_it_is_is_used_by_t
                 if count[0] < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        status = os.waitpid(started_in_child(mine, kill), 0)[1]
-        if os.waitstatus_to_exitcode(status) == 0:
+        if (code := started_in_child(mine, kill)) == 0:
             break
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        assert code == -signal.SIGKILL
         left.append(sorted(path.name.partition(".tmp")[0][:12] for path in folder.glob("*")))
         with unfinished(mine, "mine") as lock:
             assert lock.path == str(folder)
@@ -244,37 +187,6 @@ def test_a_folder_that_holds_something_is_neither_used_nor_changed(there, tmp_pa
     plain = mine.model_copy(update={"auto_resume": False})
     with pytest.raises(UserError, match="unique_token=mine: .* exists already"), locked_folder(plain, "mine"):
         pass
-
-
-def next_code(children: list[int]) -> int:
-    """Wait for the next of these processes to end, drop it from the list and return its exit code.
-
-    Other children of this process do not count.
-    """
-    while True:
-        for pid in children:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                children.remove(pid)
-                return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-
-
-def test_of_many_that_find_an_empty_folder_one_gets_it(tmp_path):
-    mine = config(tmp_path, "unique_token=mine")
-    for number in range(4):
-        if number % 2:
-            (tmp_path / "mine").mkdir()  # else they make it at the same time
-        wait, end = os.pipe()
-        others = [started_in_child(mine, barrier=wait) for _ in range(6)]
-        codes = []
-        while len(codes) < 5:
-            codes.append(next_code(others))
-        assert set(codes) <= {2, 3}, codes
-        os.write(end, b"x")
-        assert next_code(others) == 1
-        assert json.loads((tmp_path / "mine" / "run.json").read_text())["identity"] == identity_of(mine)
-        shutil.rmtree(tmp_path / "mine")
 
 
 def test_keys_that_may_change_when_resuming(tmp_path):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
-import sys
 import time
 import weakref
 from contextlib import nullcontext, suppress
@@ -13,11 +11,8 @@ from contextlib import nullcontext, suppress
 import pytest
 
 from omagd.utils import signals
-from omagd.utils.errors import drop_lost_output
-from omagd.utils.logging import _show, close_bars
 from omagd.utils.signals import (
     Stopped,
-    ask_to_end,
     deferred,
     saving,
     stop_now,
@@ -26,7 +21,6 @@ from omagd.utils.signals import (
     stoppable,
     uninterrupted,
 )
-from omagd.utils.storage import STORAGE
 
 
 def send(number: int = signal.SIGTERM) -> None:
@@ -167,29 +161,3 @@ def test_a_closed_terminal_saves_like_sigterm_and_nohup_keeps_ignoring_it():
     finally:
         signal.signal(signal.SIGHUP, before)
     assert done == [True, False]
-
-
-def test_the_cause_of_a_stop_request_is_reported_once():
-    for request, line in ((lambda: ask_to_end("it ended"), ": it ended"), (lambda: send(signal.SIGINT), " by SIGINT")):
-        with pytest.raises(Stopped) as stopped, stoppable():
-            request()
-            time.sleep(5)
-        assert stopped.value.render() == f"interrupted{line}"
-
-
-def test_output_to_a_closed_terminal_is_dropped_and_other_output_stays(monkeypatch, tmp_path):
-    outer, inner = pty.openpty()
-    with open(inner, "w") as terminal, open(tmp_path / "file", "w") as file:
-        monkeypatch.setattr(sys, "stdout", terminal)
-        monkeypatch.setattr(sys, "stderr", file)
-        drop_lost_output()
-        assert terminal.isatty()
-        os.close(outer)
-        with pytest.raises(OSError):
-            os.write(inner, b"lost")
-        for text, stream in (("a line", terminal), ("another one", terminal), ("kept", file)):
-            _show(text, stream)
-        close_bars()
-    assert (tmp_path / "file").read_text() == "kept\n"
-    assert STORAGE._broken == {}
-    STORAGE.close()

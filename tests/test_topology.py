@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, Started, run_folders, summary_of
-from ddp_harness import HOW
-from sockets import free_port, listening
+from sockets import free_port
 
 from omagd.config.loading import resolve
 from omagd.run.cli.main import main
@@ -29,10 +26,7 @@ from omagd.run.launchers import (
 )
 from omagd.utils import dist_utils
 from omagd.utils.dist_utils import (
-    Dist,
     cleanup_distributed,
-    open_board,
-    open_rendezvous,
     setup_distributed,
     unwrap_model,
     wrap_model_ddp,
@@ -237,46 +231,12 @@ def test_ranks_that_share_a_gpu_are_named():
         require_own_gpus([("a", "GPU-1"), ("a", "GPU-2"), ("a", "GPU-1")])
 
 
-def test_the_store_listens_on_this_host_only_and_keeps_its_port():
-    before = listening([os.getpid()])[os.getpid()]
-    store = open_rendezvous(0)
-    added = listening([os.getpid()])[os.getpid()] - before
-    assert all(address.is_loopback for address in added)
-    socket.create_connection(("127.0.0.1", store.port), timeout=5).close()
-    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", store.port), timeout=5):
-        pass
-    assert open_rendezvous(store.port).port != store.port
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        assert "0.0.0.0" in map(str, listening([os.getpid()])[os.getpid()]), "the check finds open sockets"
-
-
 def test_an_interface_set_by_the_user_is_kept(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # restored at the end
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     dist_utils._stay_on_this_host()
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "lo")
-
-
-# A rank of a group that a batch system has started: only the environment variables, no store of an agent.
-def member(rank: int, port: int) -> None:
-    group = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ.update({name: str(value) for name, value in group.items()})
-    setup_distributed(rank, 2, "gloo", port, 0.5, attempt=1)
-    dist, board = Dist(rank, 2), open_board(rank, port, 0.5, hosted=False, attempt=1)
-    board.set(str(rank), f"here {rank}")
-    assert board.get(str(1 - rank)) == f"here {1 - rank}".encode()
-    assert dist.sum(torch.ones(1)).item() == 2
-    assert {str(address) for address in listening([os.getpid()])[os.getpid()]} == {"127.0.0.1"}
-    dist.sum(torch.ones(1))
-    cleanup_distributed()
-
-
-@pytest.mark.processes
-def test_without_an_agent_rank_0_holds_the_store_at_the_given_address():
-    multiprocessing.start_processes(member, args=(free_port(),), nprocs=2, start_method=HOW)
 
 
 class Branches(torch.nn.Module):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from runner_toys import FakeEnv, Probe, runner_of
 from sockets import wait_until
 from walk_env import SteadyArgs, SteadyWalk
 
@@ -25,11 +21,9 @@ from omagd.run.cli.preflight import describe_env
 from omagd.run.launch.watchdog import Heartbeat, Watchdog, ended_if_hung
 from omagd.run.reporting.profiling import Profiler
 from omagd.run.training.stages.base import BUILDING, CLOSING, Session
-from omagd.utils import compiling
-from omagd.utils.compiling import Compiler
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
-from omagd.utils.signals import Stopped, stoppable, uninterrupted
+from omagd.utils.signals import stoppable, uninterrupted
 
 
 class Board:
@@ -109,32 +103,6 @@ def watch(dist: Dist, timeout: float, work: Callable[[Callable[[], None]], None]
     return found
 
 
-@pytest.mark.parametrize("how", ["loading", "no cache", "another process compiles"])
-def test_kernels_that_take_longer_than_the_limit_are_no_hang(how, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" if how == "no cache" else tmp_path))
-    (tmp_path / "file").touch()
-    compiler = Compiler(tmp_path, "sums", "1 s")
-    dist = Dist()
-
-    def work(_: object) -> None:
-        with dist.waits.doing(BUILDING):
-            if how == "loading":
-                monkeypatch.setattr(compiling, "numba_problem", lambda: time.sleep(0.5))
-                compiling.require_numba("this test")
-            elif how == "no cache":
-                compiler.prepare(lambda: time.sleep(0.5))
-            else:
-                with (compiler.folder / "lock").open() as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                    held = threading.Timer(0.5, fcntl.flock, (lock, fcntl.LOCK_UN))
-                    held.start()
-                    with suppress(IndexError):  # it has no kernels
-                        compiler.prepare(lambda: None)
-                    held.join()
-
-    assert watch(dist, 0.1, work) == []
-
-
 def test_a_rank_without_progress_is_named_with_slot_seed_and_stack():
     dist, env = Dist(1, 2), SerialEnvs(SteadyWalk, SteadyArgs(), 2)
     dist.waits.slots = env.busy_slots
@@ -180,28 +148,6 @@ def test_a_session_whose_environment_cannot_be_closed_is_ended(held):
         Session.close(session)
 
 
-def test_an_environment_is_watched_while_it_is_saved_and_its_counters_are_read():
-    dist, env, policy = Dist(), FakeEnv(3), Probe()
-    runner = runner_of(env, name="stream")
-    runner.ticked, runner.asked = dist.waits.played, dist.waits.ask
-    runner.collect(policy, explore=None)
-    policy.snapshot = dict
-
-    def save(stuck: Callable[[], None]) -> None:
-        env.snapshot = lambda: stuck() or {}
-        runner.snapshot()
-
-    ((line, _),) = watch(dist, 0.2, save)
-    playing = [f"slot {slot} from seed {env.seed[slot]}" for slot in range(3) if not env.over[slot]]
-    assert playing and all(slot in line for slot in playing)
-
-    def count(stuck: Callable[[], None]) -> None:
-        Session.env_stats(SimpleNamespace(dist=dist, env=SimpleNamespace(get_stats=lambda: stuck() or {})))
-
-    ((line, _),) = watch(dist, 0.2, count)
-    assert " hangs: in reading environment counters for " in line
-
-
 def test_long_work_with_progress_or_on_a_disk_or_in_an_exchange_is_no_hang():
     dist = Dist()
     profiler = Profiler(dist)
@@ -218,16 +164,3 @@ def test_long_work_with_progress_or_on_a_disk_or_in_an_exchange_is_no_hang():
             time.sleep(0.4)
 
     assert watch(dist, 0.25, work) == []
-
-
-def test_a_rank_that_ends_no_longer_uses_the_store():
-    """The store is often gone by then; torch would print its C++ stack."""
-    board = Board()
-    with pytest.raises(Stopped), stoppable():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
-        finally:
-            with Heartbeat(Dist(0, 2), board, 1.0, lambda line, stack: None):
-                time.sleep(0.3)
-    assert board.texts == {}

@@ -82,12 +82,10 @@ def join_tasks() -> None:
 
     Errors: UserError where the number of tasks is unknown, or a variable is not as the launcher sets it.
     """
-    if not in_group():
-        if (launcher := _several()) is None:
-            return
-        rank, size = _task(launcher)
-        os.environ.setdefault("RANK", str(rank))
-        os.environ.setdefault("WORLD_SIZE", str(size))
+    if (found := _group()) is None:
+        return
+    for name, number in zip(("RANK", "WORLD_SIZE"), found, strict=False):
+        os.environ.setdefault(name, str(number))
     size = number_of("WORLD_SIZE", 1, 10**6)
     for name, value in _place(_of_size(size), size).items():
         os.environ.setdefault(name, value)
@@ -106,14 +104,8 @@ def require_place(size: int) -> None:
 
 def require_one_task(command: str) -> None:
     """Reject a command that each of several tasks would repeat. Errors: UserError."""
-    if in_group():
-        rank, size = number_of("RANK", 0, 10**6), number_of("WORLD_SIZE", 1, 10**6)
-        name = launcher_of(size)
-    elif launcher := _several():
-        (rank, size), name = _task(launcher), launcher.name
-    else:
-        return
-    if size > 1:
+    if (found := _group()) is not None and found[1] > 1:
+        rank, size, name = found
         raise UserError(f"omagd {command}: this is task {rank} of {size} of {name}; start it as one task")
 
 
@@ -158,15 +150,23 @@ def _several() -> Launcher | None:
     return next(iter(several or [launcher for launcher in found if not told and launcher is not SRUN]), None)
 
 
-def _task(launcher: Launcher) -> tuple[int, int]:
-    """Return the index of this task and the number of tasks. Errors: UserError."""
+def _group() -> tuple[int, int, str] | None:
+    """Return the index of this task, the number of tasks and their launcher's name; None for a single process.
+
+    Errors: UserError.
+    """
+    if in_group():
+        size = number_of("WORLD_SIZE", 1, 10**6)
+        return number_of("RANK", 0, 10**6), size, launcher_of(size)
+    if (launcher := _several()) is None:
+        return None
     if launcher.size not in os.environ:
         raise UserError(
             f"{launcher.rank}={os.environ[launcher.rank]}: {launcher.name} does not tell how many tasks it has started."
             f" Set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each, or unset {launcher.rank}"
         )
     size = number_of(launcher.size, 1, 10**6)
-    return number_of(launcher.rank, 0, size - 1), size
+    return number_of(launcher.rank, 0, size - 1), size, launcher.name
 
 
 def _of_size(world_size: int) -> list[Launcher]:

@@ -33,7 +33,6 @@ class RunFacts:
         totals: where each clock ends, by its name ("t_env", "epoch"), and `episode` if that ends the run.
         card: the comparability card, see `omagd.run.reporting.card`. made_by: code, command line, host and versions.
         saved: state of the sinks by name, from the checkpoint that this run resumes.
-        wandb_project: empty for a name made by `wandb_naming`. wandb_entity: empty for the user's own.
     """
 
     folder: Path
@@ -47,9 +46,6 @@ class RunFacts:
     card: dict[str, Any] = field(default_factory=dict)
     made_by: dict[str, Any] = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
-    wandb_project: str = ""
-    wandb_entity: str = ""
-    wandb_naming: str = "environment"
 
     @property
     def label(self) -> str:

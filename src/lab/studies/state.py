@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from omagd.lab.studies.executors import Job
 from omagd.lab.studies.results import try_folder
-from omagd.run.checkpoint.resuming import Busy, ProcessIdentity, take
+from omagd.run.checkpoint.resuming import Busy, busy_run, take
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, write_json
 from omagd.utils.storage import held, read_entry, read_json, replace_file
@@ -69,13 +69,12 @@ class StudyState:
     """The runs of a study.
 
     Args:
-        folder: of the study. Attributes: records: by the name of the job. launcher: process that leads the study.
+        folder: of the study. Attributes: records: by the name of the job.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.records: dict[str, Record] = {}
-        self.launcher: ProcessIdentity | None = None
         self._saved = 0.0
         self._changed = False
 
@@ -88,7 +87,6 @@ class StudyState:
             if values["format"] != FORMAT:
                 raise UserError(f"{folder / STATE}: has format {values['format']}; this version reads {FORMAT}")
             state.records = {entry["job"]["name"]: Record.read(entry) for entry in values["jobs"]}
-            state.launcher = ProcessIdentity.read(values["launcher"])
         except OSError as problem:
             raise UserError(f"{folder}: holds no study ({problem.strerror}: {STATE})") from None
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as problem:
@@ -137,8 +135,12 @@ class StudyState:
 
         Jobs that an executor has handed over, as to SLURM, go on without a leader and stay as they are.
         """
-        if self.launcher is not None and self.launcher.runs() is not False:
-            return f"run by {self.launcher.describe()}"
+        try:
+            busy = busy_run(self.folder)
+        except OSError as problem:
+            return f"its lock cannot be read ({problem.strerror})"
+        if busy is not None:
+            return f"run by {busy}"
         left = [record for record in self.records.values() if record.state == RUNNING and not record.reference]
         for record in left:
             record.state = WAITING
@@ -151,9 +153,8 @@ class StudyState:
     def save(self, now: bool = False) -> None:
         """Write the file if something has changed, at most every second, or `now`. Errors: OSError."""
         if self._changed and (now or time.monotonic() - self._saved >= SAVE_SECONDS):
-            launcher = None if self.launcher is None else self.launcher.model_dump()
             records = [asdict(record) for record in self.records.values()]
-            write_json(self.folder / STATE, {"format": FORMAT, "launcher": launcher, "jobs": records})
+            write_json(self.folder / STATE, {"format": FORMAT, "jobs": records})
             self._saved, self._changed = time.monotonic(), False
 
     def keep_copy(self, text: str) -> None:
@@ -205,12 +206,10 @@ def locked_study(folder: Path) -> Iterator[StudyState]:
         for left in folder.glob(".*.tmp"):  # of a start that was killed while it wrote
             left.unlink(missing_ok=True)
         state = StudyState.read(folder) if (folder / STATE).exists() else StudyState(folder)
-        state.launcher = ProcessIdentity.own()
         with held(folder):
             try:
                 yield state
             finally:
-                state.launcher = None
                 if state.records:
                     state.changed()
                     with suppress(OSError):

@@ -5,12 +5,11 @@ A file that exists but cannot be read is never treated as missing. Then cut the 
 A run that continues from its newest complete checkpoint repeats what came after it, so later output is removed. In
 every other case (an older checkpoint, lost episodes, weights alone, other ranks or versions) it is moved to
 `set_aside/<time>_<attempt>/`, under the same names. Each step may be the last one before a kill: files are
-linked before they are cut, checkpoints move after everything else, and the next start repeats what is left.
+copied before they are cut, checkpoints move after everything else, and the next start repeats what is left.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -18,8 +17,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_codec import EpisodeRange, load_range
@@ -45,7 +45,9 @@ from omagd.run.checkpoint.weights import SavedWeights, saved_weights
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import OWN, RunFolder, rank_of
-from omagd.utils.storage import Unreadable, atomic_file, listed, make_folder, require_held, sync
+from omagd.utils.storage import Unreadable, listed, make_folder, require_held, sync
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -217,33 +219,6 @@ def unusable(path: Path | str, problem: BaseException) -> UserError:
 NEW_FOLDER = "auto_resume=False begins from scratch in a new folder"
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """A checkpoint after its files have been compared. faults: problem by file."""
-
-    path: Path
-    checkpoint: Checkpoint | None
-    faults: Mapping[str, str]
-
-    def usable(self, mode: str, newest: bool) -> str:
-        """Return what it can be used for under `resume=mode`: exact, lossy, weights, or nothing."""
-        if self.checkpoint is None:
-            return ""
-        if not self.faults and (newest or mode != "weights"):
-            return "exact"
-        episodes = episode_files(self.checkpoint.manifest)
-        if mode == "lossy" and self.faults.keys() <= episodes:
-            return "lossy"
-        own = {name for name in self.faults if Path(name).name.startswith("rank_")}
-        return "weights" if mode == "weights" and self.faults.keys() <= episodes | own else ""
-
-    @property
-    def problem(self) -> str:
-        """What is wrong, in words; of several files the first."""
-        found = list(self.faults.values())
-        return f"{found[0]} and {len(found) - 1} more file(s)" if len(found) > 1 else found[0] if found else ""
-
-
 def recover(folder: RunFolder, dist: Dist, config: Config, as_before: bool) -> ResumePlan:
     """Return what a run continues from. Changes nothing.
 
@@ -260,15 +235,11 @@ def recover(folder: RunFolder, dist: Dist, config: Config, as_before: bool) -> R
     problems: dict[Path, str] = {}
     found = None
     for name in names:
-        judged = _judge(folder.checkpoints / name, dist)
         newest = not problems and _iteration(name) >= (completed or 0)
-        kind = judged.usable(mode, newest)
-        found, judged = _loaded(judged, kind, dist)
-        if found is None and (second := judged.usable(mode, newest)) != kind:  # reading has found more damage
-            found, judged = _loaded(judged, second, dist)
+        found, problem = _usable(folder.checkpoints / name, dist, mode, newest)
         if found is not None:
             break
-        problems[judged.path] = judged.problem
+        problems[folder.checkpoints / name] = problem
     least = max([completed or 0, 1, *map(_iteration, names)])
     if mode == "weights" and (found is None or found.kind == "weights"):
         weights = _agreed(dist, saved_weights, folder, config)
@@ -285,7 +256,7 @@ def _iteration(name: str) -> int:
     return int(name.partition("_")[0])
 
 
-def _agreed(dist: Dist, read: Any, *arguments: Any) -> Any:
+def _agreed(dist: Dist, read: Callable[..., T], *arguments: Any) -> T:
     """Return what rank 0 reads, on every rank. Errors: UserError of rank 0, on every rank."""
     value, problem = None, ""
     if dist.is_main:
@@ -294,11 +265,11 @@ def _agreed(dist: Dist, read: Any, *arguments: Any) -> Any:
         except UserError as error:
             problem = error.message
         except OSError as error:
-            problem = f"{error.filename} cannot be read ({error.strerror}); nothing was changed"
+            problem = f"{error.filename} ({error.strerror or error}): check the disk and the permissions"
     value, problem = dist.broadcast((value, problem))
     if problem:
         raise Unreadable(problem)
-    return value
+    return cast(T, value)
 
 
 def _survey(folder: RunFolder) -> tuple[list[str], int | None, bool]:
@@ -319,29 +290,36 @@ def _own(folder: RunFolder, part: Path) -> list[Path]:
     return [path for path in found if OWN.fullmatch(str(path.relative_to(folder.path)))]
 
 
-def _judge(path: Path, dist: Dist) -> _Judged:
-    """Compare a checkpoint with its manifest; each rank compares a share of the files."""
-    found: list[Checkpoint] = []
+def _usable(path: Path, dist: Dist, mode: str, newest: bool) -> tuple[RecoveredState | None, str]:
+    """Return a checkpoint if it is whole enough for `resume=mode`, else what is wrong with it.
+
+    Each rank compares a share of the files with the manifest. Reading the parts may find more damage.
+    """
+    read: list[Checkpoint] = []
 
     def compare() -> dict[str, str]:
-        found.append(read_checkpoint(path))
-        return found[0].faults(dist.rank, dist.world_size)
+        read.append(read_checkpoint(path))
+        return read[0].faults(dist.rank, dist.world_size)
 
-    everyone, faults = _on_all_ranks(dist, compare)
-    merged = {name: problem for part in everyone for name, problem in (part or {}).items()} | faults
-    return _Judged(path, None if store.MANIFEST in merged else found[0], merged)
+    everyone, damaged = _on_all_ranks(dist, compare)
+    faults = {name: problem for part in everyone for name, problem in (part or {}).items()} | damaged
+    while store.MANIFEST not in faults and (kind := _kind(read[0], faults, mode, newest)):
+        states: list[RecoveredState] = []
+        _, more = _on_all_ranks(dist, partial(_read, states, read[0], dist, kind, frozenset(faults)))
+        if not more:
+            return states[0], ""
+        faults |= more
+    problem = next(iter(faults.values()), "")
+    return None, f"{problem} and {len(faults) - 1} more file(s)" if len(faults) > 1 else problem
 
 
-def _loaded(judged: _Judged, kind: str, dist: Dist) -> tuple[RecoveredState | None, _Judged]:
-    """Read the parts of a checkpoint that is used for `kind`; where one is damaged, return None and its problem."""
-    if not kind or judged.checkpoint is None:
-        return None, judged
-    states: list[RecoveredState] = []
-    checkpoint, lost = judged.checkpoint, frozenset(judged.faults)
-    _, faults = _on_all_ranks(dist, lambda: states.append(_read(checkpoint, dist, kind, lost)))
-    if faults:
-        return None, replace(judged, faults={**judged.faults, **faults})
-    return states[0], judged
+def _kind(checkpoint: Checkpoint, faults: Mapping[str, str], mode: str, newest: bool) -> str:
+    """Return what a checkpoint can be used for under `resume=mode`: exact, lossy, weights, or nothing."""
+    if not faults and (newest or mode != "weights"):
+        return "exact"
+    episodes = episode_files(checkpoint.manifest)
+    own = {name for name in faults if Path(name).name.startswith("rank_")} if mode == "weights" else set()
+    return mode if mode != "exact" and faults.keys() <= episodes | own else ""
 
 
 def _on_all_ranks(dist: Dist, read: Callable[[], Any]) -> tuple[list[Any], dict[str, str]]:
@@ -364,12 +342,12 @@ def _on_all_ranks(dist: Dist, read: Callable[[], Any]) -> tuple[list[Any], dict[
     return [value for value, *_ in everyone], merged
 
 
-def _read(checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -> RecoveredState:
+def _read(states: list[RecoveredState], checkpoint: Checkpoint, dist: Dist, kind: str, lost: frozenset[str]) -> None:
+    """Read the parts of a checkpoint and append them to `states`. Errors: Damaged, Unreadable."""
     common, writers = checkpoint.common(), 0 if kind == "weights" else int(checkpoint.manifest["world_size"])
-    if writers == dist.world_size:
-        return RecoveredState(checkpoint, common, checkpoint.of_rank(dist.rank), (), kind, lost)
-    everyone = tuple(checkpoint.of_rank(rank) for rank in range(writers))
-    return RecoveredState(checkpoint, common, None, everyone, kind, lost)
+    own = checkpoint.of_rank(dist.rank) if writers == dist.world_size else None
+    everyone = tuple(checkpoint.of_rank(rank) for rank in range(writers)) if own is None else ()
+    states.append(RecoveredState(checkpoint, common, own, everyone, kind, lost))
 
 
 def _rejected(folder: RunFolder, mode: str, problems: Mapping[Path, str]) -> UserError:
@@ -388,10 +366,6 @@ def _rejected(folder: RunFolder, mode: str, problems: Mapping[Path, str]) -> Use
     return UserError(f"resume={mode}: {what}. Nothing was changed: {ways[mode]}, {NEW_FOLDER}")
 
 
-OCCUPIED = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
-"""Errors for a file in the place of a folder, or the other way round."""
-
-
 def cut_back(folder: RunFolder, dist: Dist, plan: ResumePlan) -> ResumePlan:
     """Cut a run's files back to what `plan` continues from; return the plan with `aside` and `missing`.
 
@@ -400,19 +374,12 @@ def cut_back(folder: RunFolder, dist: Dist, plan: ResumePlan) -> ResumePlan:
     """
     own = plan.state.own if plan.state is not None else None
     sizes = dist.gather(None if own is None else int(own["episode_bytes"]))
-    missing: dict[str, int] = {}
-    aside, problem = "", ""
-    if dist.is_main:
-        try:
-            aside, missing = _cut(folder, plan, sizes)
-        except OSError as error:
-            fix = "move it away" if error.errno in OCCUPIED else "free the disk or correct the permissions"
-            problem = f"{error.filename or folder.path} ({error.strerror or error}); {fix}"
-        except UserError as error:
-            problem = error.message
-    aside, missing, problem = dist.broadcast((aside, missing, problem))
-    if problem:
-        raise UserError(f"the run cannot be prepared to continue: {problem}, then start again: nothing is lost")
+    try:
+        aside, missing = _agreed(dist, _cut, folder, plan, sizes)
+    except Unreadable as problem:
+        raise UserError(
+            f"the run cannot be prepared to continue: {problem}, then start again: nothing is lost"
+        ) from None
     return replace(plan, aside=aside, missing=missing)
 
 
@@ -545,12 +512,10 @@ class Aside:
             self.move(path)
             return
         target = self._place(path)
-        link(path, target)
-        sync(target.parent)
-        with atomic_file(path) as head, path.open("rb") as all_of_it:
-            shutil.copyfileobj(all_of_it, head)
-            head.truncate(size)
-        sync(path.parent)
+        shutil.copy2(path, target)
+        for changed in (target, target.parent):
+            sync(changed)
+        os.truncate(path, size)
 
     def checkpoint(self, path: Path, stays: bool) -> None:
         """Keep a checkpoint with the shared files that it names, so that it is complete here; or move it."""

@@ -23,9 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import Any
 
 from omagd.config.loading import read_saved, validate
 from omagd.config.schema import REMOVED, Config
@@ -46,73 +44,15 @@ from omagd.utils.run_folder import (
 from omagd.utils.storage import ABSENT, STORAGE, Identity, held, listed, patiently, read_entry
 
 LOG = logging.getLogger(PACKAGE)
-PROC = Path("/proc")
-
-
-class ProcessIdentity(BaseModel):
-    """A process, unique over reboots, containers and hosts.
-
-    Attributes:
-        host: name. boot: id of the host's boot. space: the process-id namespace. pid: number in it.
-        started: clock ticks from boot to the start of the process. since: seconds since the epoch.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    host: str
-    boot: str
-    space: str
-    pid: int
-    started: int
-    since: float
-
-    @classmethod
-    def own(cls) -> Self:
-        """Return the identity of this process, `since` now."""
-        pid, now = os.getpid(), time.time()
-        started = start_ticks(pid) or 0
-        return cls(host=socket.gethostname(), boot=_boot(), space=_space(), pid=pid, started=started, since=now)
-
-    @classmethod
-    def read(cls, values: Any) -> Self | None:
-        """Return the identity in the JSON values of a lock; None if they are anything else."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError:
-            return None
-
-    def runs(self) -> bool | None:
-        """Return whether the process still runs; None where that cannot be seen from here."""
-        if not self.boot or self.boot != _boot() or self.space != _space():
-            return None
-        return self.started > 0 and start_ticks(self.pid) == self.started
-
-    def describe(self) -> str:
-        """Return host, pid and age as text."""
-        return f"process {self.pid} on host {self.host}, for {duration(max(0.0, time.time() - self.since))}"
 
 
 def start_ticks(pid: int) -> int | None:
     """Return when a process started, in clock ticks after boot; None if there is none or it has ended."""
     try:
-        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
-
-
-def _boot() -> str:
-    try:
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _space() -> str:
-    try:
-        return os.readlink(PROC / "self/ns/pid")
-    except OSError:
-        return ""
 
 
 LOCK, RANKS = "lock", "lock.ranks"
@@ -126,15 +66,7 @@ FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class Busy(Exception):
-    """Another process has the lock.
-
-    Attributes:
-        holder: that process; None if unknown.
-    """
-
-    def __init__(self, holder: ProcessIdentity | None) -> None:
-        super().__init__("another process" if holder is None else holder.describe())
-        self.holder = holder
+    """Another process has the lock; the message says which one, if known."""
 
 
 class Lock:
@@ -176,7 +108,8 @@ def _taken(path: Path, kind: int) -> Lock:
         if not _flock(handle, kind):
             raise Busy(_holder(handle))
         with contextlib.suppress(OSError):  # on a full disk the lock is held all the same, without the holder's name
-            os.pwrite(handle, ProcessIdentity.own().model_dump_json().encode().ljust(ENTRY) + b"\n", 0)
+            holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+            os.pwrite(handle, json.dumps(holder).encode().ljust(ENTRY) + b"\n", 0)
         return Lock(handle)
     except BaseException:
         os.close(handle)
@@ -207,11 +140,14 @@ def _flock(handle: int, kind: int) -> bool:
     return True
 
 
-def _holder(handle: int) -> ProcessIdentity | None:
+def _holder(handle: int) -> str:
+    """Return host, pid and age of the process that has a lock, as text."""
     try:
-        return ProcessIdentity.read(json.loads(os.pread(handle, ENTRY + 1, 0)))
-    except (OSError, ValueError):
-        return None
+        entry = json.loads(os.pread(handle, ENTRY + 1, 0))
+        age = duration(max(0.0, time.time() - entry["since"]))
+        return f"process {entry['pid']} on host {entry['host']}, for {age}"
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return "another process"
 
 
 ELSEWHERE = frozenset(

@@ -65,7 +65,7 @@ class WandbSink(Sink):
         ids = own.get("ids")
         self._ids = {str(stage): str(name) for stage, name in ids.items()} if isinstance(ids, dict) else {}
         # A resumed run stays where it is; versions without the key `wandb_naming` used the published names.
-        self._naming = str(own.get("naming", "published")) if self._ids else facts.wandb_naming
+        self._naming = str(own.get("naming", "published") if self._ids else facts.config.get("wandb_naming"))
         ended = {*list(self._ids)[:-1]}
         logged = _logged(RunFolder(facts.folder).metrics_jsonl)
         self._earlier = [record for record in logged if record.stage not in ended]
@@ -138,7 +138,7 @@ class WandbSink(Sink):
             id=self._ids[self._stage],
             resume="allow",
             project=project,
-            entity=facts.wandb_entity or None,
+            entity=facts.config.get("wandb_entity") or None,
             group=group,
             name=f"{facts.token}_{self._stage}",
             job_type=self._stage,
@@ -227,7 +227,7 @@ def names(facts: RunFacts, stage: str, naming: str) -> tuple[str, str, list[str]
     else:
         project, group = f"{facts.env} {facts.map_name}".strip(), f"{method_of(facts)}_{stage}_{ranks}"
         tags = [stage, ranks, facts.name, method_of(facts)]
-    valid = facts.wandb_project or re.sub(r"[/\\#?%:\s]+", "_", project)[:LONGEST_NAME]
+    valid = facts.config.get("wandb_project") or re.sub(r"[/\\#?%:\s]+", "_", project)[:LONGEST_NAME]
     return valid, group[-LONGEST_NAME:], [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags) if tag]
 
 

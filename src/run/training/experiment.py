@@ -229,9 +229,6 @@ def open_logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, car
         card=card,
         made_by=made_by(),
         saved={} if plan.state is None else plan.state.common["run"]["sinks"],
-        wandb_project=config.wandb_project,
-        wandb_entity=config.wandb_entity,
-        wandb_naming=config.wandb_naming,
     )
     return make_logger(facts, sinks, console, minimal=not dist.is_main, sacred=channel)
 
