@@ -178,7 +178,7 @@ def test_the_value_of_healing_an_agent_is_computed_from_that_ally(updates, m):
     info, seen = healing(m=m), SeenByHealers()
     seen.enemies = torch.randn(ROWS, N, m, 5).double()
     agent, inputs = agent_of(updates, info), seen.inputs()
-    values, hidden = agent(inputs, PACKING), agent.hidden_states(inputs, PACKING)
+    values, hidden = agent.unroll(inputs, PACKING)
     assert values.shape == (ROWS, N, NORMAL + max(N, m))
     for row in range(ROWS):
         for i in (1, 2):
@@ -237,11 +237,10 @@ def test_agents_that_share_nothing_equal_the_same_networks_one_by_one(name):
     weights = list(together.parameters())  # each one once
     assert len(weights) == N * len(list(together.each[0].parameters()))
     inputs = batch.inputs()
-    values, hidden = together(inputs, PACKING), together.hidden_states(inputs, PACKING)
+    values = together(inputs, PACKING)
     for i, agent in enumerate(together.each):
         own = AgentInputs(inputs.features[:, [i]], inputs.last_action[:, [i]])
         torch.testing.assert_close(values[:, [i]], agent(own, PACKING))
-        torch.testing.assert_close(hidden[:, [i]], agent.hidden_states(own, PACKING))
     stepped, _ = together.step(inputs.rows(slice(0, 3)), together.init_hidden(3))
     torch.testing.assert_close(stepped, values[:3])
 

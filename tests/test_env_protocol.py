@@ -191,7 +191,7 @@ def test_the_replay_codec_is_lossless(env):
         masks = np.prod(fields["avail_actions"].shape[1:])
         plain = sum(value[0].nbytes for name, value in fields.items() if name in {"full_obs", "state"})
         assert codec.width == plain + -(-of_obs // 8) + -(-masks // 8)
-        for name, value in codec.decode(codec.encode(episode)).items():
+        for name, value in codec.decode(codec.encode(episode)[0]).items():
             assert value.numpy().tobytes() == fields[name].tobytes(), name
 
 
