@@ -49,7 +49,9 @@ def made_up(number: int, steps: int = 4, dtype: torch.dtype = torch.float32) -> 
         "recon": torch.from_numpy(rng.choice(ODD, (rows, n, d)).astype(np.float16)),
         "number": torch.full((rows,), number),
     }
-    return RecordedEpisode(fields, EpisodeMeta(number % 3, 2**62 + number, number % 2, f"g{number}"))
+    return RecordedEpisode(
+        fields, EpisodeMeta(number % 3, 2**62 + number, number % 2, f"g{number}", (0.0, 1.0, np.nan)[number % 3])
+    )
 
 
 def filled(count: int, capacity: int = 50) -> EpisodeBuffer:
@@ -223,6 +225,7 @@ def test_a_file_and_ranges_of_episodes_restore_the_buffer(tmp_path):
     for one in (buffer, from_ranges, from_file, larger):
         assert (numbers(one), one.nbytes) == (list(range(13, 33)), buffer.nbytes)
         assert_same_batch(one.batch(drawn), expected)
+        np.testing.assert_equal([m.outcome for m in one.batch(drawn).meta], [m.outcome for m in expected.meta])
         assert_same_batch(one.batch(drawn).select(range(11)), expected)
     assert from_ranges.added == larger.added == 33
     for one, first in ((from_file, 14), (larger, 13)):
