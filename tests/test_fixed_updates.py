@@ -14,7 +14,7 @@ import torch
 from fixed_toys import BATCH, CPU, METHODS, ROWS, draws, replay
 from q_toys import INFO, equal, make_learner, state_of, toy_config
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu
-from simulated_graphs import Capture, simulated_graphs
+from simulated_graphs import simulated_graphs
 from torch import Tensor
 
 from omagd.components.episode_buffer import ROUNDING
@@ -193,19 +193,6 @@ def test_a_step_without_samples_changes_nothing_where_only_the_device_knows():
         parts = draw.batches(draw.drawn.to(DEVICE), 1)
         learner._step(torch.zeros((), dtype=torch.int64).to(DEVICE), *(learner._part(part) for part in parts))
         assert equal(before, on_cpu(learner))
-
-
-def test_a_graph_that_learns_something_else_is_not_used(caplog, monkeypatch):
-    monkeypatch.setattr(Capture, "replay", lambda self: self.launched.clear())
-    with simulated_gpu(), simulated_graphs() as graphs:
-        learner, plain, buffer = learner_on_gpu(**CHEAP), learner_on_gpu(**CHEAP), replay(DEVICE, longest=6)
-        plain._fixed._captures = False
-        for indices in draws(WARM_UP + 2):
-            for each in (learner, plain):
-                each.update(buffer.fixed(indices), episodes=0)
-        assert equal(on_cpu(learner), on_cpu(plain))
-    assert graphs.replays == 1
-    assert "differs" in caplog.text
 
 
 def test_where_updates_have_fixed_shapes():

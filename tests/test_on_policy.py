@@ -110,10 +110,8 @@ def test_it_resumes_bit_for_bit(tmp_path):
     ("updates", "words"),
     [
         ({"buffer_size": 100}, ["buffer_size=100", "on-policy", "buffer_size=5000"]),
-        ({"updates_per_iteration": 2}, ["updates_per_iteration=2"]),
         ({"learner": "nq_learner", "learner_args": {}, "batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
         ({"batch_size": 200, "t_max": 199}, ["batch_size=200", "t_max=199"]),
-        ({"batch_size": 5, "max_episodes": 4}, ["batch_size=5", "max_episodes=4"]),
         ({"precision": "bf16"}, ["precision=bf16", "learner=example_mappo", "precision=float32"]),
     ],
 )

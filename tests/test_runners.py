@@ -23,7 +23,6 @@ from runner_toys import (
 
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
-from omagd.controllers.types import Exploration
 from omagd.envs.protocol import LOST_IN_A_ROW
 from omagd.run.training.build import PURPOSES, build_session
 from omagd.run.training.evaluate import greedy_episodes
@@ -222,19 +221,6 @@ def test_rows_of_running_episodes_come_back_with_the_policys_own_fields():
         again.record_actions(both, np.zeros(2, int), np.ones((2, AGENTS), int), {"reward": np.zeros((2, 1))})
 
 
-def test_a_recorder_plays_in_the_place_of_the_policy_and_takes_what_was_played():
-    runner, policy, recorder = runner_of(FakeEnv(4), "test"), Probe(wants_full_obs=True), Probe(wants_full_obs=True)
-    taken, written = [], []
-    recorder.take = taken.append
-    session = SimpleNamespace(
-        runners={"test": runner}, info=runner.info, rounds=lambda wanted: wanted // 4, dist=Dist(),
-        episode_log=SimpleNamespace(write=lambda log, t_env: written.append((log, t_env))),
-    )  # fmt: skip
-    greedy_episodes(session, policy, 8, log_at=77, recorder=recorder)
-    assert not policy.explored and set(recorder.explored) == {None} and all(recorder.full)
-    assert len(taken[0]) == 8 and written == [(taken[0], 77)]
-
-
 @pytest.mark.parametrize("generation", [0, 5])
 def test_play_continues_from_a_snapshot_with_new_or_renewed_episodes(generation):
     """Tests in the same environment change nothing."""
@@ -253,17 +239,6 @@ def test_play_continues_from_a_snapshot_with_new_or_renewed_episodes(generation)
     assert all(same(*pair) for pair in zip(found.episodes, expected.episodes, strict=True))
 
 
-def test_policies_get_what_they_ask_for_and_store_their_own_fields():
-    env, explore = FakeEnv(2), Exploration(0.3, np.random.default_rng(0))
-    runner, probe, oracle = runner_of(env), Probe(), Probe(wants_full_obs=True)
-    plain = ScriptedPolicy(env, ("low",), 0.0, np.random.default_rng(0))
-    for policy in (probe, plain, oracle):
-        episode = runner.run(policy, explore=explore).episodes[0]
-        assert "full_obs" not in episode and ("note" in episode) is (policy is not plain)
-    assert all(given is explore for given in probe.explored)
-    assert not any(probe.full) and all(oracle.full)
-
-
 def test_wrong_environments_and_scripts_are_rejected():
     with pytest.raises(UserError, match=r"^env=fake, slot 0, seed \d+, step 9: .* limit of 9 steps"):
         rounds(FakeEnv(2, endless=True))
@@ -276,7 +251,7 @@ def test_scripted_play_follows_its_scripts_and_mixes_in_random_actions():
         """Return how often each episode took the low action where both were available (even steps)."""
         env = FakeEnv(8)
         policy = ScriptedPolicy(env, policies, random_share, np.random.default_rng(1))
-        episodes = runner_of(env).run(policy, explore=None, episodes_per_slot=30).episodes
+        episodes = runner_of(env).run(policy, explore=None, episodes_per_slot=15).episodes
         assert all((episode["obs"] >= 0).all() for episode in episodes)
         return np.array([float((episode["actions"][:-1:2] == 1).float().mean()) for episode in episodes])
 
@@ -286,7 +261,7 @@ def test_scripted_play_follows_its_scripts_and_mixes_in_random_actions():
         (("low",), 0.0, 1.0), (("high",), 0.0, 0.0), (("random",), 0.0, 0.5), ((), 0.7, 0.5), (("low",), 1.0, 0.5),
         (("low",), 0.5, 0.75),
     ):  # fmt: skip
-        tolerance = 0.06 * (0 < expected < 1)
+        tolerance = 0.08 * (0 < expected < 1)
         assert shares_of_low(policies, random_share).mean() == pytest.approx(expected, abs=tolerance)
     either = shares_of_low(("low", "high"), 0.0)
     assert set(either) == {0.0, 1.0} and 0.35 < either.mean() < 0.65
@@ -302,12 +277,10 @@ def test_lost_episodes_are_replaced_until_every_slot_has_its_quota():
 
 
 class Hopeless(LossyEnv):
-    """Slot 1 loses all its episodes but every `kept`-th."""
-
-    kept = 10**6
+    """Slot 1 loses all its episodes."""
 
     def losing(self) -> np.ndarray:
-        return (np.arange(self.n_slots) == 1) & (self.n_begun % self.kept != 0)
+        return np.arange(self.n_slots) == 1
 
     @property
     def n_begun(self) -> int:

@@ -54,11 +54,6 @@ class EpisodeBuffer:
         return len(self._records)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all stored records."""
-        return sum(records.nbytes for records in self._records)
-
-    @property
     def episodes(self) -> tuple[Episode, ...]:
         """All episodes, oldest first; read-only. A field is decoded on each access."""
         if self._codec is None:
