@@ -128,16 +128,6 @@ def test_agents_that_see_the_same_differ_by_their_numbers_alone(name):
         assert difference > 1e-4 if numbered else difference < 1e-12
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_more_targets_than_enemies_and_a_battle_without_allies(name):
-    healers = replace(SMALL, n_actions=NORMAL + M + 2)  # they choose among more allies than there are enemies
-    values = agent_of({"agent": name}, healers)(Seen().inputs(), PACKING)
-    assert values.shape == (ROWS, N, NORMAL + M + 2) and (values[..., NORMAL + M :] == 0).all()
-    agent = agent_of({"agent": name}, wide(1, 2))
-    inputs = AgentInputs(torch.randn(ROWS, 1, 4 + 2 * 5 + 1).double(), torch.zeros(ROWS, 1, dtype=torch.int64))
-    assert agent(inputs, PACKING).shape == (ROWS, 1, NORMAL + 2)
-
-
 def healing(n: int = N, m: int = M) -> EnvInfo:
     """Return the facts of a map with n agents, of which some heal, and m enemies."""
     info = wide(n, m)

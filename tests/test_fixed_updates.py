@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +12,10 @@ import torch
 from fixed_toys import BATCH, CPU, METHODS, ROWS, draws, replay
 from q_toys import INFO, equal, make_learner, state_of, toy_config
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu
-from simulated_graphs import simulated_graphs
 from torch import Tensor
 
 from omagd.components.episode_buffer import ROUNDING
-from omagd.learners.fixed_updates import WARM_UP, uses_graph_updates
+from omagd.learners.fixed_updates import WARM_UP, FixedUpdates, uses_graph_updates
 from omagd.learners.nq_learner import NQGraphLearner, NQLearner
 from omagd.run.launchers import Plan
 from omagd.run.training.device import check_machine
@@ -76,104 +73,101 @@ def test_six_updates_are_those_of_packed_batches(method, kind):
     assert not equal(start, one)
 
 
-def learner_on_gpu(seed: int = 0, **updates: Any) -> NQLearner:
-    """Return a learner on the simulated GPU; equal seeds give the weights of `make_learner`."""
-    return make_learner(toy_config(**updates), Dist(device=DEVICE), seed=seed, device=DEVICE)
-
-
 CHEAP = {"mixer": "vdn", "agent": "ff"}
-ON_GPU = {name: METHODS[name] for name in ("beliefs", "graphs")}
-ON_GPU |= {"in parts, bf16": {"accumulate": 2, "precision": "bf16", "mixer": "none"}}
 
 
-@pytest.mark.parametrize("method", ON_GPU)
-def test_a_graph_learns_what_its_update_learns(method):
-    """On the simulated GPU: replayed for other episodes, with targets copied in between.
+@pytest.fixture
+def graphs(monkeypatch):
+    """Stand-ins for CUDA graphs: a replay does an update again, on the episodes whose numbers lie there then.
 
-    A capture fails where the host waits or copies, so no operation of the update does.
+    tests/gpu/test_gpu_learning.py has real ones.
     """
-    updates, drawn = {**ON_GPU[method], "target_update_updates": 4}, draws(WARM_UP + 3)
-    with simulated_gpu() as gpu:
-        plain, buffer = learner_on_gpu(**updates), replay(DEVICE, longest=6)
-        wanted = [plain.update(buffer.fixed(indices), episodes=0) for indices in drawn]
-        with simulated_graphs() as graphs:
-            learner = learner_on_gpu(**updates)
-            found, waits = [], []
-            for indices in drawn:
-                gpu.waits.clear()
-                found.append(learner.update(buffer.fixed(indices), episodes=0))
-                waits.append(sum(gpu.waits.values()))
-        assert (graphs.captures, graphs.failed, graphs.replays) == (1, 0, 3)
-        assert waits == [0, 0, 1, 0, 0], "one value is read when a graph is new"
-        for one, other in zip(wanted, found, strict=True):
-            assert list(one) == list(other)
-            assert all(float(a) == float(b) for name in one for a, b in zip(one[name], other[name], strict=True))
-        assert equal(on_cpu(plain), on_cpu(learner))
-    assert learner.updates == len(drawn)
+    seen = SimpleNamespace(made=0, replays=0, problem="")
+
+    def made(fixed, shape, draw, drawn):
+        seen.made += 1
+        if seen.problem == "fails":
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+        def again():
+            seen.replays += 1
+            if seen.problem != "differs":
+                stats = fixed._learn(draw, drawn)
+                values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
+                shape.names, shape.values = tuple(stats), torch.stack(values)
+
+        return SimpleNamespace(replay=again)
+
+    monkeypatch.setattr(FixedUpdates, "_made", made)
+    monkeypatch.setattr(FixedUpdates, "_aside", lambda fixed, draw, drawn: fixed._learn(draw, drawn))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    return seen
+
+
+def both_kinds(**updates: Any) -> tuple[NQLearner, NQLearner]:
+    """Return equal learners: one that makes graphs, and one that does not."""
+    graph, plain = (make_learner(toy_config(**CHEAP, **updates)) for _ in range(2))
+    graph._fixed._captures = True
+    return graph, plain
+
+
+def test_a_graph_learns_what_its_update_learns(graphs):
+    """Replayed for other episodes, with targets copied in between; the first update of a graph counts once."""
+    learner, plain = both_kinds(target_update_updates=4)
+    buffer, drawn = replay(longest=6), draws(WARM_UP + 3)
+    for indices in drawn:
+        found, wanted = (each.update(buffer.fixed(indices), episodes=0) for each in (learner, plain))
+        assert {name: (float(a), float(b)) for name, (a, b) in found.items()} == {
+            name: (float(a), float(b)) for name, (a, b) in wanted.items()
+        }
+    assert (graphs.made, graphs.replays) == (1, 3)
+    assert equal(state_of(learner), state_of(plain))
     assert learner._step.dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
 
 
-def on_cpu(learner: NQLearner) -> dict[str, Tensor]:
-    return {name: value.value if isinstance(value, OnGPU) else value for name, value in state_of(learner).items()}
-
-
-def test_graphs_are_made_again_where_what_they_read_has_moved():
+def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
     """The optimizer's state of a checkpoint, the memory of a cleared replay, longer episodes."""
-    with simulated_gpu(), simulated_graphs() as graphs:
-        learner, plain, buffer = learner_on_gpu(**CHEAP), learner_on_gpu(**CHEAP), replay(DEVICE)
-        plain._fixed._captures = False
-        by_length = np.argsort([len(episode["reward"]) for episode in buffer.episodes]).tolist()
-        drawn = [by_length[:2]]
-
-        def both() -> None:
-            for _ in range(WARM_UP + 2):
-                for each in (learner, plain):
-                    each.update(buffer.fixed(drawn[-1]), episodes=0)
-
-        changes: list[Callable[[], object]] = [
-            lambda: [each.load_state_dict(copy.deepcopy(each.state_dict())) for each in (learner, plain)],
-            lambda: buffer.restore([buffer.since(0)], buffer.added),
-            lambda: drawn.append(by_length[-2:]),
-        ]
-        both()
-        for made, change in enumerate(changes, start=1):
-            assert graphs.captures == made
-            change()
-            both()
-            assert equal(on_cpu(learner), on_cpu(plain)), made
-        assert (graphs.captures, graphs.failed) == (len(changes) + 1, 0)
+    (learner, plain), buffer = both_kinds(), replay()
+    by_length = np.argsort([len(episode["reward"]) for episode in buffer.episodes]).tolist()
+    drawn = by_length[:2]
+    for made in range(1, 5):
+        for _ in range(WARM_UP + 2):
+            for each in (learner, plain):
+                each.update(buffer.fixed(drawn), episodes=0)
+        assert graphs.made == made and equal(state_of(learner), state_of(plain))
+        if made == 1:
+            for each in (learner, plain):
+                each.load_state_dict(copy.deepcopy(each.state_dict()))
+        elif made == 2:
+            buffer.restore([buffer.since(0)], buffer.added)
+        else:
+            drawn = by_length[-2:]
 
 
-class Reads(NQLearner):
-    """Reads a number on the host in each update, as a plug-in may."""
+@pytest.mark.parametrize(("problem", "reason"), [("fails", "when stream is capturing)"), ("differs", "differs")])
+def test_what_cannot_be_captured_is_learned_without_a_graph(graphs, caplog, problem, reason):
+    graphs.problem = problem
+    (learner, plain), buffer = both_kinds(), replay(longest=6)
+    for indices in draws(WARM_UP + 2):
+        for each in (learner, plain):
+            each.update(buffer.fixed(indices), episodes=0)
+    assert equal(state_of(learner), state_of(plain)) and graphs.made == 1
+    (record,) = caplog.records
+    assert "graph_updates=False" in record.message and reason in record.message and "\n" not in record.message
 
-    def td_targets(self, values, batch):
-        return super().td_targets(values, batch) * float(batch["reward"].sum() < 1e9)
 
-
-@pytest.mark.parametrize("late", [False, True])
-def test_what_cannot_be_captured_is_learned_without_a_graph(caplog, late):
-    """Late: an optimizer that waits for the norm, after gradients have been captured. They must not add up, which would
-    not show in a clipped sum.
-    """
-    learners = []
-    for graphs_there in (False, True):
-        with simulated_gpu(), simulated_graphs() if graphs_there else contextlib.nullcontext() as graphs:
-            learner, buffer = learner_on_gpu(**CHEAP, grad_norm_clip=1e9), replay(DEVICE, longest=6)
-            if late:
-                learner.optimizer._step_supports_amp_scaling = False
-            else:
-                learner.__class__ = Reads
-            with caplog.at_level(logging.WARNING):
-                for indices in draws(WARM_UP + 2):
-                    learner.update(buffer.fixed(indices), episodes=0)
-            learners.append(on_cpu(learner))
-    assert equal(*learners)
-    assert (graphs.captures, graphs.failed) == (1, 1)
-    assert [record.message.count("\n") for record in caplog.records] == [0]
-    assert "graph_updates=False" in caplog.text
-    assert "_local_scalar_dense" in caplog.text
-    assert not any(group["capturable"] for group in learner.optimizer.param_groups)
+@pytest.mark.parametrize("method", ["qmix", "beliefs", "graphs", "units", "in parts"])
+def test_an_update_waits_for_nothing_on_a_gpu(method):
+    """So a graph of it can be captured; the simulated GPU counts waits and copies."""
+    with simulated_gpu() as gpu:
+        config = toy_config(**METHODS[method], target_update_updates=4)
+        learner, buffer = make_learner(config, Dist(device=DEVICE), device=DEVICE), replay(DEVICE, longest=6)
+        for indices in draws(2):
+            gpu.waits.clear()
+            learner.update(buffer.fixed(indices), episodes=0)
+        assert not gpu.waits, gpu.waits
 
 
 def test_a_replay_counts_as_a_write_of_the_weights():
@@ -186,13 +180,14 @@ def test_a_replay_counts_as_a_write_of_the_weights():
 
 def test_a_step_without_samples_changes_nothing_where_only_the_device_knows():
     with simulated_gpu():
-        learner, buffer = learner_on_gpu(mixer="vdn"), replay(DEVICE, longest=6)
+        learner = make_learner(toy_config(mixer="vdn"), Dist(device=DEVICE), device=DEVICE)
+        buffer = replay(DEVICE, longest=6)
         draw = buffer.fixed(draws(1)[0])
         learner.update(draw, episodes=0)  # from here on, Adam moves weights without gradients, too
-        before = {name: value.clone() for name, value in on_cpu(learner).items()}
+        before = {name: value.value.clone() for name, value in state_of(learner).items() if isinstance(value, OnGPU)}
         parts = draw.batches(draw.drawn.to(DEVICE), 1)
         learner._step(torch.zeros((), dtype=torch.int64).to(DEVICE), *(learner._part(part) for part in parts))
-        assert equal(before, on_cpu(learner))
+        assert before and all(torch.equal(state_of(learner)[name].value, value) for name, value in before.items())
 
 
 def test_where_updates_have_fixed_shapes():

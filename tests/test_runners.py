@@ -135,23 +135,6 @@ def test_steps_are_the_rows_of_the_episodes_that_rounds_play():
     assert whole.steps == sum(len(episode["reward"]) - 1 for episode in whole.episodes)
 
 
-def test_no_other_policy_plays_while_episodes_are_in_flight():
-    env = FakeEnv(3)
-    runner, probe = runner_of(env, name="stream"), Probe()
-    assert not runner.in_flight
-    runner.collect(probe, explore=None)
-    assert runner.in_flight
-    for call in (
-        lambda: runner.renew(1), lambda: runner.run(probe, explore=None), lambda: runner.collect(Probe(), explore=None)
-    ):  # fmt: skip
-        with pytest.raises(RuntimeError, match="in flight: drain them"):
-            call()
-    runner.drain(probe, explore=None)
-    assert not runner.in_flight and runner.drain(probe, explore=None).n_episodes == 0
-    runner_of(env, "test", "stream").run(probe, explore=None, episodes_per_slot=2, keep=False)
-    assert runner.collect(probe, explore=None).n_episodes >= 3
-
-
 def test_every_purpose_rank_slot_number_and_generation_has_its_own_seed():
     everyone, drawn = np.ones(4, bool), []
     for purpose in ("train", "test", "pretrain"):

@@ -40,18 +40,6 @@ def test_a_stream_continues_from_a_snapshot_in_the_middle_of_its_episodes(make):
     assert_continues(lambda: Game(make()), 1, 3)
 
 
-def test_a_snapshot_needs_a_policy_and_an_environment_of_its_size():
-    game, again = Game(steady()), Game(steady())
-    game.collect(1)
-    snapshot = game.runner.snapshot()
-    with pytest.raises(ValueError, match="episodes are in flight"):
-        again.runner.restore(snapshot, None)
-    again.runner.restore(snapshot, again.policy)
-    assert again.runner.in_flight
-    with pytest.raises(ValueError, match="2 agents in 4 slots, not 2 in 3"):
-        SerialEnvs(SteadyWalk, SteadyArgs(), 3).restore(snapshot["flying"]["env"])
-
-
 def test_episodes_that_cannot_be_saved_are_lost_and_counted():
     game, again = (Game(SerialEnvs(Walk, WalkArgs(limit=5), 4)) for _ in range(2))
     game.collect(1)
