@@ -19,7 +19,7 @@ from omagd.config.schema import COMPONENT_ARGS
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.agent import NRNNAgent
 from omagd.modules.mixers import REGISTRY as MIXERS
-from omagd.modules.mixers.mixer import MixerInputs, VDNMixer, mix
+from omagd.modules.mixers.mixer import MixerInputs, mix
 from omagd.run.checkpoint import resuming
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
@@ -35,17 +35,9 @@ class NamesArgs(BaseModel, extra="forbid"):
     scale: float = 1.0
 
 
-class Unreadable(VDNMixer):
-    """Its defaults cannot be read back from a file."""
-
-    class args_model(BaseModel, strict=True):  # noqa: N801
-        pair: tuple[int, int] = (1, 2)
-
-
 @pytest.fixture
 def words(monkeypatch):
-    """Return the beginning of a command; the example's presets are known by name, and so are the toys above."""
-    monkeypatch.setattr(MIXERS, "_objects", {**MIXERS._objects, "unreadable": Unreadable})
+    """Return the beginning of a command; the example's presets are known by name, and so is the toy above."""
     monkeypatch.setattr(
         AGENTS, "_objects", {**AGENTS._objects, "named": type("Named", (NRNNAgent,), {"args_model": NamesArgs})}
     )
@@ -82,7 +74,6 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
         ("agent=named agent_args.scale=1e999", ["agent_args.scale=inf", "finite"]),
         ("mixer_args={n_heads:8}", ["mixer_args={n_heads:8}", "mixer_args.n_heads=8"]),
         ("mixer=qmix", ["mixer_args.n_heads", "mixer=qmix", "qplex.yaml", "--config"]),
-        ("--config=qmix mixer=unreadable", ["mixer_args.pair=[1, 2]"]),
         ("--config=soft_qmix mac=mappo_mac", ["mac=mappo_mac", "learner=example_mappo"]),
         (
             "--config=qmix learner=example_mappo mac=mappo_mac",

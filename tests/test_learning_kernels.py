@@ -114,16 +114,6 @@ def test_weights_that_are_not_finite_show_in_values():
 
 
 @pytest.mark.usefixtures("always")
-def test_a_mixer_can_be_gone_through_backward_twice_with_any_gradients():
-    """One number for all rows, as of a sum, lies in memory once."""
-    mixer, q = QMixer(toy_config(), INFO), torch.randn(300, INFO.n_agents, requires_grad=True)
-    out, leaves = mixer(q, torch.randn(300, INFO.state_dim)), [q, *mixer.parameters()]
-    first = torch.autograd.grad(out, leaves, torch.ones(300), retain_graph=True)
-    second = torch.autograd.grad(out.sum(), leaves)
-    assert all(map(torch.equal, first, second))
-
-
-@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("rows", [70, 2048 + 300])
 def test_compiled_input_layer_equals_the_expression(rows):
     torch.manual_seed(3)

@@ -77,19 +77,6 @@ def test_an_episode_follows_from_its_seed_whatever_plays_beside_it(guesses):
     assert any(len(e["reward"]) != len(first.episodes[0]["reward"]) for e in first.episodes)
 
 
-def test_a_round_that_was_left_early_leaves_nothing_behind():
-    plays, mac = game()
-    loop = plays._resident(mac, 2, False, True)
-    loop._begin(torch.arange(2 * SLOTS).view(2, SLOTS), explore(0.5))
-    with torch.no_grad():
-        while not loop._closing.any():
-            loop.tick()
-    loop.game.faults.fill_(True)
-    fresh, other = game()
-    both = (played(*each, explore=explore(0.5), episodes_per_slot=2) for each in ((plays, mac), (fresh, other)))
-    assert_same(*both)
-
-
 def test_actions_explore_by_epsilon_and_only_among_those_available():
     slots, n, actions = 4000, 3, 5
     torch.manual_seed(1)

@@ -26,7 +26,6 @@ from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.envs.protocol import LOST_IN_A_ROW
 from omagd.run.training.build import PURPOSES, build_session
 from omagd.run.training.evaluate import greedy_episodes
-from omagd.run.training.stages.base import Session
 from omagd.runners.rollout import Recorder
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -277,16 +276,6 @@ def test_a_slot_that_loses_every_episode_ends_the_run_after_ten(name):
     with pytest.raises(UserError, match=r"^env=fake, slot 1, seed \d+, step 1: .*lost, as the 9 episodes of the slot"):
         collected(env, name, 100)
     assert env.n_begun == LOST_IN_A_ROW == 10
-
-
-def test_failures_are_counted_over_runners_and_restarts():
-    env = SimpleNamespace(get_stats=lambda: {"restarts": 3.0})
-    runners = {"train": SimpleNamespace(lost=2), "test": SimpleNamespace(lost=1)}
-    session = Session(None, Dist(), env, None, None, None, runners, None, None)
-    assert session.failure_counts() == {"restarts": 3, "lost_episodes": 3}
-    session.resume_counting({"restarts": 2.0})  # of an earlier start
-    assert session.failure_counts() == {"restarts": 5, "lost_episodes": 3}
-    assert session.logged_failures["restarts"] == 5
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 + 5, 2**70])

@@ -156,23 +156,13 @@ def test_training_on_a_set_continues_in_mid_battle_and_plays_by_weights():
     assert abs(log.count("2m_vs_1m") - 2 * log.count("1m")) <= 3 * SLOTS
 
 
-# The lists of ODIS (LAMDA-RL/ODIS, src/config/tasks): trained on, further maps, largest team of allies, of enemies.
-ODIS = {
-    "marine-easy": ("3m 5m 10m", "4m 6m 7m 8m 9m 11m 12m", 12, 12),
-    "marine-hard": (
-        "3m 5m_vs_6m 9m_vs_10m", "4m 5m 10m 12m 7m_vs_8m 8m_vs_9m 10m_vs_11m 10m_vs_12m 13m_vs_15m", 13, 15,
-    ),
-    "stalker-zealot": ("2s3z 2s4z 3s5z", "1s3z 1s4z 1s5z 2s5z 3s3z 3s4z 4s3z 4s4z 4s5z 4s6z", 10, 10),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_named_sets_play_on_skirmish(name):
+@pytest.mark.parametrize(
+    ("name", "allies", "enemies"), [("marine-easy", 12, 12), ("marine-hard", 13, 15), ("stalker-zealot", 10, 10)]
+)
+def test_named_sets_play_on_skirmish(name, allies, enemies):
     env = make_env("skirmish", {"map_name": name}, 1, processes=False)
     info, each = env.info, {m: make_env("skirmish", {"map_name": m}, 1, False).info for m in NAMED[name].maps}
-    training, held_out, *teams = ODIS[name]
-    assert (NAMED[name].training, NAMED[name].held_out) == (tuple(training.split()), tuple(held_out.split()))
-    assert [info.n_agents, info.layout.n_enemies] == teams and info.n_training == 3
+    assert (info.n_agents, info.layout.n_enemies, info.n_training) == (allies, enemies, 3)
     assert info.tasks == NAMED[name].maps and info.map_name == name and info.name == "skirmish"
     assert info.obs_dim == info.layout.obs_dim == max(of_map.obs_dim for of_map in each.values())
     assert info.n_actions == max(of_map.n_actions for of_map in each.values())
