@@ -119,12 +119,12 @@ class Made:
         return {f"{name}.{key}": value for name, of in pack(state).items() for key, value in of.items()}
 
 
-def cases() -> list[tuple[str, str]]:
+def cases(keys: tuple[str, ...] = KIND) -> list[tuple[str, str]]:
     """Return (configuration, learner): a shipped configuration of each kind, and learners that none of them names."""
     kinds: dict[tuple[str, ...], tuple[str, str]] = {}
     for preset in PRESETS:
         config = config_of(preset)
-        kind = learners.REGISTRY.get(config.learner), *(str(getattr(config, key)) for key in KIND)
+        kind = learners.REGISTRY.get(config.learner), *(str(getattr(config, key)) for key in keys)
         kinds.setdefault(kind, (preset, config.learner))
     found = list(kinds.values())
     known = {learners.REGISTRY.get(learner) for _, learner in found}

@@ -45,7 +45,6 @@ CPU = torch.device("cpu")
 BELIEF = {"belief_loss": "features", "grad_norm_clip": 1e9}
 TOKENS = {**BELIEF, "belief_loss": "tokens", "pretrained_tokenizer_path": "given", **CODES}
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "learner_args": {"epochs": 1}}
-CHUNKS = {**PPO, "learner_args": {"epochs": 1, "chunk_length": 4}}
 N, REAL = INFO.n_agents, feature_mask(LAYOUT).numpy()
 
 
@@ -75,7 +74,7 @@ def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, 
     """Return the summed loss and the number of cases of the last batch, and mean and deviation after all of them."""
     head, config, episodes = learner.mac.head, learner.config, seen[-1]
     moments = np.zeros((3, head.n_units, head.dim))
-    followed = config.belief_every if config.learner == "nq_learner" else 1  # chunks of PPO read other rows each time
+    followed = config.belief_every if config.learner == "nq_learner" else 1  # PPO reads other rows each time
     for earlier in seen:
         for unit in range(head.n_units):
             x = np.array(
@@ -89,7 +88,7 @@ def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, 
     deviation[(deviation <= 1e-3) | ~REAL[1:, : head.dim].astype(bool)] = 0
     batch = pack_episodes(episodes)
     with torch.no_grad():
-        hidden = learner.mac.agent.hidden_states(learner.mac.inputs(batch), batch.packing)
+        _, hidden = learner.mac.agent.unroll(learner.mac.inputs(batch), batch.packing)
         told = [batch.packing.pad(part).numpy() for part in head(hidden)]
     places = {episode: place for place, episode in enumerate(batch.sample_index)}
     total, cases = 0.0, cases_of(episodes, config, config.belief_every)
@@ -108,9 +107,9 @@ def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, 
 
 
 @pytest.mark.parametrize(("learner", "kind", "units", "every"), [
-    ({}, BELIEF, "unseen", 3), ({}, BELIEF, "all", 1), (PPO, BELIEF, "all", 3), (CHUNKS, BELIEF, "unseen", 3),
+    ({}, BELIEF, "unseen", 3), ({}, BELIEF, "all", 1), (PPO, BELIEF, "all", 3),
     ({}, TOKENS, "unseen", 3), (PPO, TOKENS, "all", 1),
-], ids=["QMIX", "QMIX all", "PPO", "chunks", "tokens", "tokens PPO"])  # fmt: skip
+], ids=["QMIX", "QMIX all", "PPO", "tokens", "tokens PPO"])  # fmt: skip
 def test_the_loss_and_its_statistics_are_those_of_a_loop_over_units(learner, kind, units, every):
     config = toy_config(**{**kind, **learner, "belief_every": every, "belief_units": units})
     trained, given = make_learner(config, dtype=torch.float64), batches(3)
@@ -137,7 +136,7 @@ def test_the_weighted_mean_over_cases_is_added_to_the_other_loss():
     one = toy_config(**{**BELIEF, "belief_weight": 1.0})
     loss, cases = BeliefLoss(both.mac.head, one), both.belief.cases(batch)
     loss.observe([cases], Dist())
-    hidden = both.mac.agent.hidden_states(both.mac.inputs(batch), batch.packing)
+    _, hidden = both.mac.agent.unroll(both.mac.inputs(batch), batch.packing)
     weighted = 0.3 * loss(hidden, cases)[0] / cases.counted.sum()
     parts = list(both.mac.agent.parameters())
     wanted = torch.autograd.grad(weighted, parts, allow_unused=True)
@@ -168,15 +167,11 @@ def test_every_agent_with_memory_shows_its_hidden_states(name, share, monkeypatc
         agent, inputs = learner.mac.agent, learner.mac.inputs(batch)
         values, hidden = agent.unroll(inputs, batch.packing)
         assert torch.equal(values, agent(inputs, batch.packing))
-        torch.testing.assert_close(hidden, agent.hidden_states(inputs, batch.packing), atol=1e-12, rtol=0)
         state, rows = agent.init_hidden(len(episodes)), iter(torch.arange(len(hidden)))
         for size in batch.packing.batch_sizes:
             now = torch.stack([next(rows) for _ in range(size)])
             q, state = agent.step(inputs.rows(now), state[:size])
             torch.testing.assert_close((q, state), (values[now], hidden[now]), atol=1e-12, rtol=1e-9)
-        inside = agent.unroll(inputs, batch.packing, torch.ones_like(agent.init_hidden(len(episodes))))
-        assert torch.equal(inside[0], agent(inputs, batch.packing, torch.ones_like(agent.init_hidden(len(episodes)))))
-        assert not torch.equal(inside[1], hidden)
         cases = learner.belief.cases(batch)
         learner.belief.observe([cases], Dist())
         found = torch.autograd.grad(learner.belief(hidden, cases)[0], list(agent.parameters()), allow_unused=True)
@@ -263,8 +258,8 @@ def test_what_does_not_go_with_it_is_named_before_a_folder_exists(env, words, me
 class Doubling(NRNNAgent):
     """A plug-in with another forward, and with a step that fits."""
 
-    def forward(self, inputs, packing, start=None):
-        return 2 * super().forward(inputs, packing, start)
+    def forward(self, inputs, packing):
+        return 2 * super().forward(inputs, packing)
 
     def step(self, inputs, hidden):
         values, hidden = super().step(inputs, hidden)
@@ -272,8 +267,8 @@ class Doubling(NRNNAgent):
 
 
 class Both(Doubling):
-    def unroll(self, inputs, packing, start=None):
-        values, hidden = NRNNAgent.unroll(self, inputs, packing, start)
+    def unroll(self, inputs, packing):
+        values, hidden = NRNNAgent.unroll(self, inputs, packing)
         return 2 * values, hidden
 
 

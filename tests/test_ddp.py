@@ -39,14 +39,14 @@ PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}
 Q |= {
     "PPO": {**PPO, "t_max": 400, "learner_args": {"epochs": 2, "critic": "set", "value_clip": 0.01, "anneal_lr": True}},
     "PPO in groups": {**PPO, "learner": "rloo_learner", "learner_args": {"epochs": 2, "minibatches": 2}},
-    # More minibatches than some ranks have chunks.
+    # More minibatches than some ranks have episodes.
     "PPO belief": {
         **PPO,
         "belief_loss": "features",
         "belief_weight": 0.5,
         "belief_every": 2,
         "accumulate": 2,
-        "learner_args": {"epochs": 2, "minibatches": 3, "chunk_length": 3},
+        "learner_args": {"epochs": 2, "minibatches": 3},
     },
     "PPO apart": {
         **PPO,

@@ -86,19 +86,6 @@ def test_an_update_is_what_the_published_formulas_say(case):
         torch.testing.assert_close(got[name], value.detach(), atol=1e-7, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("updates", [{}, {"agent": "bicnet", "gumbel_softmax": True}])
-def test_bf16_learns_nearly_the_same_as_float32(updates):
-    """test_ddp.py compares the same options, and batches in parts, in double precision."""
-    options = {"obs_agent_id": True, "rnn_hidden_dim": 64, **updates}
-    bf16, exact = (make_ddpg(dtype=torch.float32, precision=p, **options) for p in ("bf16", "float32"))
-    before, batch = weights_of(bf16), pack_episodes(random_steps(0, 100))
-    stats, theirs = bf16.update(batch, episodes=0), exact.update(batch, episodes=0)
-    got, wanted = (float(each["loss_td"][0]) for each in (stats, theirs))
-    assert got != wanted and got == pytest.approx(wanted, rel=0.02)
-    after = weights_of(bf16)
-    assert all(not torch.equal(before[name], after[name]) for name in before if "weight" in name)
-
-
 def acted(epsilon, calls=400, available=(1, 1, 1, 1), **updates):
     """Return actions and stored vectors of many calls on the same observation of five boards, and the policy."""
     torch.manual_seed(0)
@@ -169,11 +156,6 @@ def test_gumbel_noise_has_its_distribution_and_changes_with_every_update():
     assert float(first.std()) == pytest.approx(np.pi / np.sqrt(6), abs=0.06)
     learner.update(batch, episodes=0)
     assert not torch.equal(first, learner._steps(batch).noise)
-
-
-def test_one_network_for_each_agent_is_rejected():
-    with pytest.raises(UserError, match="share_parameters=False: mac=ddpg_mac"):
-        make_ddpg(share_parameters=False)
 
 
 def test_gpus_that_are_named_and_not_there_are_rejected(monkeypatch, tmp_path):

@@ -128,16 +128,6 @@ def test_agents_that_see_the_same_differ_by_their_numbers_alone(name):
         assert difference > 1e-4 if numbered else difference < 1e-12
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_more_targets_than_enemies_and_a_battle_without_allies(name):
-    healers = replace(SMALL, n_actions=NORMAL + M + 2)  # they choose among more allies than there are enemies
-    values = agent_of({"agent": name}, healers)(Seen().inputs(), PACKING)
-    assert values.shape == (ROWS, N, NORMAL + M + 2) and (values[..., NORMAL + M :] == 0).all()
-    agent = agent_of({"agent": name}, wide(1, 2))
-    inputs = AgentInputs(torch.randn(ROWS, 1, 4 + 2 * 5 + 1).double(), torch.zeros(ROWS, 1, dtype=torch.int64))
-    assert agent(inputs, PACKING).shape == (ROWS, 1, NORMAL + 2)
-
-
 def healing(n: int = N, m: int = M) -> EnvInfo:
     """Return the facts of a map with n agents, of which some heal, and m enemies."""
     info = wide(n, m)
@@ -178,7 +168,7 @@ def test_the_value_of_healing_an_agent_is_computed_from_that_ally(updates, m):
     info, seen = healing(m=m), SeenByHealers()
     seen.enemies = torch.randn(ROWS, N, m, 5).double()
     agent, inputs = agent_of(updates, info), seen.inputs()
-    values, hidden = agent(inputs, PACKING), agent.hidden_states(inputs, PACKING)
+    values, hidden = agent.unroll(inputs, PACKING)
     assert values.shape == (ROWS, N, NORMAL + max(N, m))
     for row in range(ROWS):
         for i in (1, 2):
@@ -237,11 +227,10 @@ def test_agents_that_share_nothing_equal_the_same_networks_one_by_one(name):
     weights = list(together.parameters())  # each one once
     assert len(weights) == N * len(list(together.each[0].parameters()))
     inputs = batch.inputs()
-    values, hidden = together(inputs, PACKING), together.hidden_states(inputs, PACKING)
+    values = together(inputs, PACKING)
     for i, agent in enumerate(together.each):
         own = AgentInputs(inputs.features[:, [i]], inputs.last_action[:, [i]])
         torch.testing.assert_close(values[:, [i]], agent(own, PACKING))
-        torch.testing.assert_close(hidden[:, [i]], agent.hidden_states(own, PACKING))
     stepped, _ = together.step(inputs.rows(slice(0, 3)), together.init_hidden(3))
     torch.testing.assert_close(stepped, values[:3])
 

@@ -17,6 +17,7 @@ import sc2_stand_in
 import torch
 from plugin_toys import own_names
 
+from omagd.components.episode_codec import Codec, spec_of
 from omagd.envs import REGISTRY
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, random_actions
@@ -179,6 +180,19 @@ def test_a_batch_is_many_single_battles(name, seeded):
         pytest.skip("test_smax.py compares a batch with a single battle, without compiling one")
     seeds, single = [21, 22, 23, 24], _build(name, 1)
     _assert_same(_play(seeded, seeds), [_play(single, [seed])[0] for seed in seeds])
+
+
+def test_the_replay_codec_is_lossless(env):
+    for played in _play(env, [41, 42, 43, 44]):
+        fields = {name: np.stack([shown[name] for shown in played.shown]) for name in played.shown[0]}
+        episode = {name: torch.from_numpy(value) for name, value in fields.items()}
+        codec = Codec(spec_of(episode))
+        of_obs = np.prod(fields["obs"].shape[1:])
+        masks = np.prod(fields["avail_actions"].shape[1:])
+        plain = sum(value[0].nbytes for name, value in fields.items() if name in {"full_obs", "state"})
+        assert codec.width == plain + -(-of_obs // 8) + -(-masks // 8)
+        for name, value in codec.decode(codec.encode(episode)[0]).items():
+            assert value.numpy().tobytes() == fields[name].tobytes(), name
 
 
 def test_inactive_slots_do_not_change(name, env):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from q_toys import INFO, SMALL, make_learner, toy_config
+from q_toys import INFO, SMALL
 
 import omagd
 from omagd.config.loading import resolve
@@ -115,11 +115,6 @@ def test_learners_read_the_bits_that_agents_acted_on(monkeypatch):
 def test_what_does_not_go_with_it_is_rejected(words, message):
     with pytest.raises(UserError, match=message):
         preflight(resolve("qmix", "skirmish", {"use_team_obs": True, "learner": "nq_graph_learner", **words}))
-
-
-def test_an_environment_without_units_is_rejected():
-    with pytest.raises(UserError, match="use_team_obs=True needs an environment with an entity layout"):
-        make_learner(toy_config(use_team_obs=True), info=make_env("matrix_game", {}, 1, processes=False).info)
 
 
 @pytest.mark.processes

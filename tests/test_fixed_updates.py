@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fixed_toys import BATCH, CPU, HELD, METHODS, ROWS, draws, replay
-from q_toys import INFO, copy_learner, equal, make_learner, random_episode, state_of, toy_config
+from fixed_toys import BATCH, CPU, METHODS, ROWS, draws, replay
+from q_toys import INFO, equal, make_learner, state_of, toy_config
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu
-from simulated_graphs import Capture, simulated_graphs
 from torch import Tensor
 
-from omagd.components.data import ReplayData
-from omagd.components.episode_buffer import ROUNDING, FixedDraw
-from omagd.learners.fixed_updates import WARM_UP, uses_graph_updates
+from omagd.components.episode_buffer import ROUNDING
+from omagd.learners.fixed_updates import WARM_UP, FixedUpdates, uses_graph_updates
 from omagd.learners.nq_learner import NQGraphLearner, NQLearner
 from omagd.run.launchers import Plan
 from omagd.run.training.device import check_machine
@@ -56,13 +52,13 @@ def test_a_batch_of_fixed_shape_repeats_closing_rows():
     ("method", "kind"),
     [*((name, torch.float64) for name in METHODS), ("qmix", torch.float32), ("units", torch.float32)],
 )
-def test_twelve_updates_are_those_of_packed_batches(method, kind):
+def test_six_updates_are_those_of_packed_batches(method, kind):
     """The same episodes, targets copied on the way; statistics, weights, optimizer and targets."""
     config, buffer = toy_config(**METHODS[method], target_update_updates=4), replay()
     packed, fixed = (make_learner(config, dtype=kind) for _ in range(2))
     start = state_of(packed)
     tolerance = {"atol": 1e-10, "rtol": 0} if kind is torch.float64 else {"atol": 3e-4, "rtol": 1e-2}
-    for indices in draws(12):
+    for indices in draws(6):
         wanted = packed.update(buffer.batch(indices), episodes=0)
         found = fixed.update(buffer.fixed(indices), episodes=0)
         assert list(found) == list(wanted)
@@ -77,123 +73,101 @@ def test_twelve_updates_are_those_of_packed_batches(method, kind):
     assert not equal(start, one)
 
 
-def test_a_run_goes_on_with_the_other_kind_of_updates():
-    """The saved state has one form, and the same episodes are drawn: from packed to fixed and back."""
-    config, buffer = toy_config(target_update_updates=3), replay()
-    straight, first, second, third = (make_learner(config, dtype=torch.float64, seed=s) for s in (0, 0, 1, 2))
-    learners = [first, second, third]
-    for number, indices in enumerate(draws(9)):
-        straight.update(buffer.batch(indices), episodes=0)
-        part = number // 3
-        if number in {3, 6}:
-            copy_learner(learners[part - 1], learners[part])
-        learners[part].update(buffer.fixed(indices) if part == 1 else buffer.batch(indices), episodes=0)
-    one, other = state_of(straight), state_of(third)
-    for name, value in one.items():
-        torch.testing.assert_close(other[name], value, atol=1e-10, rtol=0, msg=name)
-    groups = [learner.state_dict()["optimizer"]["param_groups"] for learner in (straight, third)]
-    assert groups[0] == groups[1]
-
-
-def learner_on_gpu(seed: int = 0, **updates: Any) -> NQLearner:
-    """Return a learner on the simulated GPU; equal seeds give the weights of `make_learner`."""
-    return make_learner(toy_config(**updates), Dist(device=DEVICE), seed=seed, device=DEVICE)
-
-
 CHEAP = {"mixer": "vdn", "agent": "ff"}
-ON_GPU = {name: METHODS[name] for name in ("qmix", "beliefs", "graphs", "units")}
-ON_GPU |= {"in parts, bf16": {"accumulate": 2, "precision": "bf16", "mixer": "none"}}
 
 
-@pytest.mark.parametrize("method", ON_GPU)
-def test_a_graph_learns_what_its_update_learns(method):
-    """On the simulated GPU: replayed for other episodes, with targets copied in between.
+@pytest.fixture
+def graphs(monkeypatch):
+    """Stand-ins for CUDA graphs: a replay does an update again, on the episodes whose numbers lie there then.
 
-    A capture fails where the host waits or copies, so no operation of the update does.
+    tests/gpu/test_gpu_learning.py has real ones.
     """
-    updates, drawn = {**ON_GPU[method], "target_update_updates": 4}, draws(WARM_UP + 3)
-    with simulated_gpu() as gpu:
-        plain, buffer = learner_on_gpu(**updates), replay(DEVICE, longest=6)
-        wanted = [plain.update(buffer.fixed(indices), episodes=0) for indices in drawn]
-        with simulated_graphs() as graphs:
-            learner = learner_on_gpu(**updates)
-            found, waits = [], []
-            for indices in drawn:
-                gpu.waits.clear()
-                found.append(learner.update(buffer.fixed(indices), episodes=0))
-                waits.append(sum(gpu.waits.values()))
-        assert (graphs.captures, graphs.failed, graphs.replays) == (1, 0, 3)
-        assert waits == [0, 0, 1, 0, 0], "one value is read when a graph is new"
-        for one, other in zip(wanted, found, strict=True):
-            assert list(one) == list(other)
-            assert all(float(a) == float(b) for name in one for a, b in zip(one[name], other[name], strict=True))
-        assert equal(on_cpu(plain), on_cpu(learner))
-    assert learner.updates == len(drawn)
+    seen = SimpleNamespace(made=0, replays=0, problem="")
+
+    def made(fixed, shape, draw, drawn):
+        seen.made += 1
+        if seen.problem == "fails":
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+        def again():
+            seen.replays += 1
+            if seen.problem != "differs":
+                stats = fixed._learn(draw, drawn)
+                values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
+                shape.names, shape.values = tuple(stats), torch.stack(values)
+
+        return SimpleNamespace(replay=again)
+
+    monkeypatch.setattr(FixedUpdates, "_made", made)
+    monkeypatch.setattr(FixedUpdates, "_aside", lambda fixed, draw, drawn: fixed._learn(draw, drawn))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    return seen
+
+
+def both_kinds(**updates: Any) -> tuple[NQLearner, NQLearner]:
+    """Return equal learners: one that makes graphs, and one that does not."""
+    graph, plain = (make_learner(toy_config(**CHEAP, **updates)) for _ in range(2))
+    graph._fixed._captures = True
+    return graph, plain
+
+
+def test_a_graph_learns_what_its_update_learns(graphs):
+    """Replayed for other episodes, with targets copied in between; the first update of a graph counts once."""
+    learner, plain = both_kinds(target_update_updates=4)
+    buffer, drawn = replay(longest=6), draws(WARM_UP + 3)
+    for indices in drawn:
+        found, wanted = (each.update(buffer.fixed(indices), episodes=0) for each in (learner, plain))
+        assert {name: (float(a), float(b)) for name, (a, b) in found.items()} == {
+            name: (float(a), float(b)) for name, (a, b) in wanted.items()
+        }
+    assert (graphs.made, graphs.replays) == (1, 3)
+    assert equal(state_of(learner), state_of(plain))
     assert learner._step.dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
 
 
-def on_cpu(learner: NQLearner) -> dict[str, Tensor]:
-    return {name: value.value if isinstance(value, OnGPU) else value for name, value in state_of(learner).items()}
+def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
+    """The optimizer's state of a checkpoint, the memory of a cleared replay, longer episodes."""
+    (learner, plain), buffer = both_kinds(), replay()
+    by_length = np.argsort([len(episode["reward"]) for episode in buffer.episodes]).tolist()
+    drawn = by_length[:2]
+    for made in range(1, 5):
+        for _ in range(WARM_UP + 2):
+            for each in (learner, plain):
+                each.update(buffer.fixed(drawn), episodes=0)
+        assert graphs.made == made and equal(state_of(learner), state_of(plain))
+        if made == 1:
+            for each in (learner, plain):
+                each.load_state_dict(copy.deepcopy(each.state_dict()))
+        elif made == 2:
+            buffer.restore([buffer.since(0)], buffer.added)
+        else:
+            drawn = by_length[-2:]
 
 
-def test_graphs_are_made_again_where_what_they_read_has_moved():
-    """The optimizer's state of a checkpoint, the memory of a cleared replay, another learning rate, longer episodes."""
-    with simulated_gpu(), simulated_graphs() as graphs:
-        learner, plain, buffer = learner_on_gpu(**CHEAP), learner_on_gpu(**CHEAP), replay(DEVICE)
-        plain._fixed._captures = False
-        by_length = np.argsort([len(episode["reward"]) for episode in buffer.episodes]).tolist()
-        drawn = [by_length[:2]]
-
-        def both() -> None:
-            for _ in range(WARM_UP + 2):
-                for each in (learner, plain):
-                    each.update(buffer.fixed(drawn[-1]), episodes=0)
-
-        changes: list[Callable[[], object]] = [
-            lambda: [each.load_state_dict(copy.deepcopy(each.state_dict())) for each in (learner, plain)],
-            lambda: buffer.restore([buffer.since(0)], buffer.added),
-            lambda: [each.optimizer.param_groups[0].update(lr=0.01) for each in (learner, plain)],
-            lambda: drawn.append(by_length[-2:]),
-        ]
-        both()
-        for made, change in enumerate(changes, start=1):
-            assert graphs.captures == made
-            change()
-            both()
-            assert equal(on_cpu(learner), on_cpu(plain)), made
-        assert (graphs.captures, graphs.failed) == (len(changes) + 1, 0)
+@pytest.mark.parametrize(("problem", "reason"), [("fails", "when stream is capturing)"), ("differs", "differs")])
+def test_what_cannot_be_captured_is_learned_without_a_graph(graphs, caplog, problem, reason):
+    graphs.problem = problem
+    (learner, plain), buffer = both_kinds(), replay(longest=6)
+    for indices in draws(WARM_UP + 2):
+        for each in (learner, plain):
+            each.update(buffer.fixed(indices), episodes=0)
+    assert equal(state_of(learner), state_of(plain)) and graphs.made == 1
+    (record,) = caplog.records
+    assert "graph_updates=False" in record.message and reason in record.message and "\n" not in record.message
 
 
-class Reads(NQLearner):
-    """Reads a number on the host in each update, as a plug-in may."""
-
-    def td_targets(self, values, batch):
-        return super().td_targets(values, batch) * float(batch["reward"].sum() < 1e9)
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_what_cannot_be_captured_is_learned_without_a_graph(caplog, late):
-    """Late: an optimizer that waits for the norm, after gradients have been captured. They must not add up, which would
-    not show in a clipped sum.
-    """
-    learners = []
-    for graphs_there in (False, True):
-        with simulated_gpu(), simulated_graphs() if graphs_there else contextlib.nullcontext() as graphs:
-            learner, buffer = learner_on_gpu(**CHEAP, grad_norm_clip=1e9), replay(DEVICE, longest=6)
-            if late:
-                learner.optimizer._step_supports_amp_scaling = False
-            else:
-                learner.__class__ = Reads
-            with caplog.at_level(logging.WARNING):
-                for indices in draws(WARM_UP + 2):
-                    learner.update(buffer.fixed(indices), episodes=0)
-            learners.append(on_cpu(learner))
-    assert equal(*learners)
-    assert (graphs.captures, graphs.failed) == (1, 1)
-    assert [record.message.count("\n") for record in caplog.records] == [0]
-    assert "graph_updates=False" in caplog.text
-    assert "_local_scalar_dense" in caplog.text
-    assert not any(group["capturable"] for group in learner.optimizer.param_groups)
+@pytest.mark.parametrize("method", ["qmix", "beliefs", "graphs", "units", "in parts"])
+def test_an_update_waits_for_nothing_on_a_gpu(method):
+    """So a graph of it can be captured; the simulated GPU counts waits and copies."""
+    with simulated_gpu() as gpu:
+        config = toy_config(**METHODS[method], target_update_updates=4)
+        learner, buffer = make_learner(config, Dist(device=DEVICE), device=DEVICE), replay(DEVICE, longest=6)
+        for indices in draws(2):
+            gpu.waits.clear()
+            learner.update(buffer.fixed(indices), episodes=0)
+        assert not gpu.waits, gpu.waits
 
 
 def test_a_replay_counts_as_a_write_of_the_weights():
@@ -206,26 +180,14 @@ def test_a_replay_counts_as_a_write_of_the_weights():
 
 def test_a_step_without_samples_changes_nothing_where_only_the_device_knows():
     with simulated_gpu():
-        learner, buffer = learner_on_gpu(mixer="vdn"), replay(DEVICE, longest=6)
+        learner = make_learner(toy_config(mixer="vdn"), Dist(device=DEVICE), device=DEVICE)
+        buffer = replay(DEVICE, longest=6)
         draw = buffer.fixed(draws(1)[0])
         learner.update(draw, episodes=0)  # from here on, Adam moves weights without gradients, too
-        before = {name: value.clone() for name, value in on_cpu(learner).items()}
+        before = {name: value.value.clone() for name, value in state_of(learner).items() if isinstance(value, OnGPU)}
         parts = draw.batches(draw.drawn.to(DEVICE), 1)
         learner._step(torch.zeros((), dtype=torch.int64).to(DEVICE), *(learner._part(part) for part in parts))
-        assert equal(before, on_cpu(learner))
-
-
-def test_a_graph_that_learns_something_else_is_not_used(caplog, monkeypatch):
-    monkeypatch.setattr(Capture, "replay", lambda self: self.launched.clear())
-    with simulated_gpu(), simulated_graphs() as graphs:
-        learner, plain, buffer = learner_on_gpu(**CHEAP), learner_on_gpu(**CHEAP), replay(DEVICE, longest=6)
-        plain._fixed._captures = False
-        for indices in draws(WARM_UP + 2):
-            for each in (learner, plain):
-                each.update(buffer.fixed(indices), episodes=0)
-        assert equal(on_cpu(learner), on_cpu(plain))
-    assert graphs.replays == 1
-    assert "differs" in caplog.text
+        assert before and all(torch.equal(state_of(learner)[name].value, value) for name, value in before.items())
 
 
 def test_where_updates_have_fixed_shapes():
@@ -236,9 +198,6 @@ def test_where_updates_have_fixed_shapes():
         ({**resident, "graph_updates": True}, CPU, 1, True),
         ({**resident, "graph_updates": False}, DEVICE, 1, False),
         (resident, DEVICE, 2, False),
-        ({"runner": "resident"}, DEVICE, 1, False),
-        ({"buffer_cpu_only": False}, DEVICE, 1, False),
-        ({**resident, "enable_gradient_checkpointing": True}, DEVICE, 1, False),
     ]:
         assert uses_graph_updates(toy_config(**updates), device, ranks) is expected
 
@@ -246,8 +205,7 @@ def test_where_updates_have_fixed_shapes():
         def update(self, batch, *, episodes):
             return super().update(batch, episodes=episodes)
 
-    assert NQLearner.learns_from_draws()
-    assert NQGraphLearner.learns_from_draws()
+    assert NQLearner.learns_from_draws() and NQGraphLearner.learns_from_draws()
     assert not Own.learns_from_draws()
 
 
@@ -263,16 +221,3 @@ def test_fixed_shapes_that_cannot_be_are_one_line(updates, ranks, error):
         check_machine(config, Plan(ranks, "gloo", cuda=False, joins=False), INFO)
     assert "graph_updates=True: " in raised.value.render()
     assert "\n" not in raised.value.render()
-
-
-def test_both_kinds_of_replay_draw_the_same_episodes():
-    config = toy_config(runner="resident", buffer_cpu_only=False, updates_per_iteration=3, batch_size=BATCH)
-    packed, fixed = (ReplayData(config, CPU, np.random.default_rng(0), ROWS, kind) for kind in (False, True))
-    for data in (packed, fixed):
-        data.add([random_episode(seed, 3 + seed % 7) for seed in range(HELD)])
-    for batch, draw in zip(packed.batches(), fixed.batches(), strict=True):
-        assert isinstance(draw, FixedDraw)
-        places = dict(zip(batch.sample_index, batch.packing.lengths, strict=True))
-        assert draw.drawn[1].tolist() == [places[i] for i in range(BATCH)]
-        assert torch.equal(draw.batches(draw.drawn, 1)[0]["reward"].view(-1, BATCH)[0].sort()[0],
-                           batch["reward"][:BATCH].sort()[0])  # fmt: skip

@@ -151,23 +151,6 @@ def test_a_run_does_not_need_the_file_of_its_maps_again(trained, tmp_path, capsy
     assert (compared["map"], compared["maps"], compared["held_out_maps"]) == ("mine", "3m 4m_vs_3m", "1m 5m")
 
 
-def test_the_shape_of_the_set_does_not_change_what_agents_do(trained):
-    """Padded to the set's shape, the same battles are played with the same actions."""
-    policy = omagd.load_policy(trained["folder"])
-    alone, of_set = (make_env("skirmish", {"map_name": of}, 1, processes=False) for of in ("3m", ",".join(MAPS)))
-    fitted, slot, rng = policy.on(alone.info), np.ones(1, bool), np.random.default_rng(0)
-    assert policy.on(policy.info) is policy and fitted.info == alone.info
-    for env in (alone, of_set):
-        env.reset(slot, np.array([3]))
-    for _ in range(6):
-        seen, padded = alone.observe(), of_set.observe()
-        actions = fitted.act(seen.obs[0], seen.avail_actions[0])
-        np.testing.assert_array_equal(policy.act(padded.obs[0], padded.avail_actions[0]), [*actions, 0, 0])
-        drawn = random_actions(seen.avail_actions, rng)  # so that the battles come to many states
-        alone.step(drawn, slot)
-        of_set.step(np.pad(drawn, ((0, 0), (0, 2))), slot)
-
-
 def test_training_continues_on_other_maps(trained, tmp_path):
     before = omagd.load_policy(trained["folder"])._mac.agent.state_dict()
     for other in ("5m_vs_6m,7m", "3m,4m_vs_3m", "3m"):

@@ -70,7 +70,6 @@ ERRORS = (
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."), 4096),
     (np._core._exceptions._ArrayMemoryError((GB,), np.dtype(np.float64)), 8 * GB),
     (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1048576 bytes."), 2**20),
-    (RuntimeError("std::bad_alloc"), 0),
     (MemoryError(), 0),
     (OSError(12, "Cannot allocate memory"), 0),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
@@ -87,11 +86,8 @@ KEYS = (
     ("stage1", "update", ["graph_frames_at_once=1024", "graph_pretrain_batch_size=128"]),
     ("stage2", "test", ["graph_frames_at_once=1024", "graph_pretrain_eval_episodes=40"]),
     ("stage1", "collect", ["batch_size_run=8", "graph_pretrain_episodes=5000"]),
-    ("stage1", "replay", ["graph_pretrain_episodes=5000"]),
     ("stage3", "update", ["accumulate=4", "batch_size=128"]),
     ("stage3", "replay", ["buffer_size=5000"]),
-    ("stage3", "collect", ["batch_size_run=8"]),
-    ("all stages", "start", ["batch_size_run=8"]),
     ("preflight", "networks", ["Lower one of agent_args.hyper_dim=60000, rnn_hidden_dim=64"]),
 )
 

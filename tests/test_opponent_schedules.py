@@ -145,18 +145,11 @@ SELVES, LEARN = "opponent_difficulty_strategy=self_play", "learner=nq_learner ma
     ("updates", "words"),
     [
         ("opponent_difficulty_strategy=liner", ["opponent_difficulty_strategy=liner", "linear"]),
-        ("opponent_order=mesured", ["opponent_order=mesured", "measured"]),
-        ("env_args.opponent=greddy", ["env_args.opponent=greddy", "random"]),
         ("enable_opponent_evasion=True opponent_evasion_start_episode=5 t_max=1000", ["start_episode=5", "t_max=1000"]),
-        (f"{SELVES} agent=bicnet", [SELVES, "does not talk"]),
         (f"{SELVES} obs_agent_id=True use_full_obs=True", ["agent=ddpg", "obs_agent_id=False, use_full_obs=False"]),
         (f"{SELVES} {LEARN} agent=n_rnn", ["agent=n_rnn", "agent=ddpg", "agent=ff"]),
-        ("use_graph_reconstruction=True env_args.obs=entities learner=nq_graph_learner", ["mac=ddpg_mac"]),
-        (f"{SELVES} use_full_obs=True env_args.obs=entities", ["agent=ddpg", "use_full_obs=False"]),
         ("mac=n_mac", ["learner=ddpg_learner", "mac=ddpg_mac", "mac=n_mac"]),
         ("agent=ff", ["learner=ddpg_learner", "agent=ddpg", "agent=bicnet", "agent=ff"]),
-        ("obs_last_action=True", ["obs_last_action=True", "obs_last_action=False"]),
-        (f"{LEARN} agent=gnn_rnn", ["agent=gnn_rnn"]),
         ("opponent_difficulty_strategy=linear env_processes=True", ["env_processes=False"]),
         (
             "--config=qmix --env-config=matrix_game opponent_difficulty_strategy=linear",
@@ -175,23 +168,17 @@ LOGS = ("log_interval=200", "runner_log_interval=200", "learner_log_interval=200
 ALONE = ("learner=nq_learner", "mac=n_mac", "agent=ff", "mixer=none", "epsilon_speed=None")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "learns", "cuts"),
-    [("curriculum", (), (0, 15)), ("self_play", ALONE, (12,))],
-)
-def test_a_run_with_changing_opponents_is_resumed_bit_for_bit(strategy, learns, cuts, tmp_path):
-    """Games, tests and opponents in flight: cut off in the first games, before and after tests, ends the same."""
-    words = (*RUN, *LONG, *LOGS, "auto_resume=True", f"opponent_difficulty_strategy={strategy}", "opponent_pool_size=2")
-    whole_config, given = (config_from([*words, *learns, f"local_results_path={tmp_path}/{name}"]) for name in "ab")
+def test_a_run_with_changing_opponents_is_resumed_bit_for_bit(tmp_path):
+    """Games, tests and opponents in flight, frozen policies among them: interrupted, the run ends the same."""
+    words = (*RUN, *LONG, *LOGS, *ALONE, "auto_resume=True", SELVES, "opponent_pool_size=2")
+    whole_config, given = (config_from([*words, f"local_results_path={tmp_path}/{name}"]) for name in "ab")
     whole = Path(launch(whole_config, "whole")["folder"])
-    for cut in cuts:
-        folder, _ = interrupted_run(given, cut)
+    folder, _ = interrupted_run(given, 12)
     launch(given, "another")
     assert differences(whole, folder.path) == []
     lines = reproducible_lines(whole)
-    key = "opponent_level" if strategy == "curriculum" else "opponent_selves"
-    values = [record[key] for record in lines if key in record]
-    assert values[0] < 1 and (values[-1] == 2 if strategy == "self_play" else values[-1] > 3)
+    values = [record["opponent_selves"] for record in lines if "opponent_selves" in record]
+    assert values[0] < 1 and values[-1] == 2
     for purpose in ("", "test_"):
         each = [record for record in lines if f"{purpose}return_agent_0_mean" in record]
         assert each, "each snake's return stands beside the team's"

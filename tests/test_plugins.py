@@ -23,7 +23,7 @@ from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResu
 from omagd.lab.studies import EXECUTORS
 from omagd.learners.nq_learner import NQLearner, QLoss
 from omagd.modules import agents, critics, mixers
-from omagd.modules.agents.agent import Agent, InputLinear, RNNAgent
+from omagd.modules.agents.agent import RNNAgent
 from omagd.run.cli import REGISTRY as COMMANDS
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
@@ -197,23 +197,6 @@ class ColumnCritic(nn.Module):
         return self.layer(state)
 
 
-class NoChunks(Agent):
-    """Has what an agent must have, and no more."""
-
-    def __init__(self, config, info):
-        super().__init__()
-        self.n, self.layer = info.n_agents, InputLinear(info.obs_dim, info.n_actions, config, info)
-
-    def init_hidden(self, n_slots):
-        return self.layer.weight.new_zeros(n_slots, self.n, 0)
-
-    def step(self, inputs, hidden):
-        return self.layer(inputs.features, inputs.last_action), hidden
-
-    def forward(self, inputs, packing):
-        return self.layer(inputs.features, inputs.last_action)
-
-
 @pytest.fixture
 def plug(monkeypatch):
     """Return a function that registers classes under the names of their keys, for one test."""
@@ -371,15 +354,6 @@ def test_every_parameter_of_a_preset_takes_part(name):
     config = resolve(name, env, {"world_size": 1, "use_cuda": False})
     learner, _ = build_learner_once(config, preflight(config).info, torch.device("cpu"))
     learner.warm_up()
-
-
-def test_an_agent_without_chunks_is_rejected_where_a_learner_cuts_episodes(plug, tmp_path):
-    plug(agent=NoChunks)
-    command = words(tmp_path, "agent=my_agent", config="mappo")
-    assert preflight(config_from(command)).stages == ("stage3",)
-    message = "learner_args.chunk_length=2: agent=my_agent .*has no hidden_states; forward takes no start"
-    with pytest.raises(UserError, match=message):
-        preflight(config_from([*command, "learner_args.chunk_length=2"]))
 
 
 def test_a_package_adds_a_command_that_help_shows(tmp_path, capsys, monkeypatch):

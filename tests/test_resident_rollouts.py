@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.learners.nq_learner import NQLearner
 from omagd.runners import resident_runner
-from omagd.runners.resident_runner import LOOK_EVERY, WARM_UP, Captured, Watch, choose
+from omagd.runners.resident_runner import choose
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
@@ -79,19 +77,6 @@ def test_an_episode_follows_from_its_seed_whatever_plays_beside_it(guesses):
     assert any(len(e["reward"]) != len(first.episodes[0]["reward"]) for e in first.episodes)
 
 
-def test_a_round_that_was_left_early_leaves_nothing_behind():
-    plays, mac = game()
-    loop = plays._resident(mac, 2, False, True)
-    loop._begin(torch.arange(2 * SLOTS).view(2, SLOTS), explore(0.5))
-    with torch.no_grad():
-        while not loop._closing.any():
-            loop.tick()
-    loop.game.faults.fill_(True)
-    fresh, other = game()
-    both = (played(*each, explore=explore(0.5), episodes_per_slot=2) for each in ((plays, mac), (fresh, other)))
-    assert_same(*both)
-
-
 def test_actions_explore_by_epsilon_and_only_among_those_available():
     slots, n, actions = 4000, 3, 5
     torch.manual_seed(1)
@@ -114,10 +99,7 @@ def test_actions_explore_by_epsilon_and_only_among_those_available():
 
 
 def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
-    """Shared by agents, steps or both decisions, they would be correlated, which no frequency shows.
-
-    Nor are they the one of the episode, which decides whether it shows all units.
-    """
+    """Shared by agents, steps or both decisions, they would be correlated, which no frequency shows."""
     numbers: list[Tensor] = []
 
     def noted(number: Tensor, key: Tensor) -> Tensor:
@@ -129,7 +111,7 @@ def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
     q = torch.zeros(steps, agents, actions)
     choose(q, q == 0, torch.tensor(0.5), torch.zeros(steps, dtype=torch.int64), torch.arange(steps))
     drawn = torch.cat(numbers).unique()
-    assert drawn.numel() == 2 * steps * agents and resident_runner.SHOWN not in drawn
+    assert drawn.numel() == 2 * steps * agents
 
 
 def test_acting_reads_the_weights_at_every_tick():
@@ -180,63 +162,6 @@ def test_an_iteration_on_the_device_makes_the_host_wait_twice(monkeypatch):
     assert sum(waits.values()) == 2 * 2, waits
     first = zip(batches[:1], expected[:1], strict=True)
     assert all(torch.equal(one[name].value, other[name]) for one, other in first for name in other.data)
-
-
-@pytest.fixture
-def card(monkeypatch):
-    """A card that captures what is launched, and has events."""
-    made = SimpleNamespace(captured=[], replayed=0, events=[])
-
-    class Graph:
-        def replay(self):
-            made.replayed += 1
-
-    @contextlib.contextmanager
-    def graph(which, capture_error_mode):
-        made.captured.append(which)
-        yield
-
-    class Event:
-        def synchronize(self):
-            made.events.append("synchronize")
-
-        def record(self):
-            made.events.append("record")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name, value in {"CUDAGraph": Graph, "graph": graph, "Event": Event}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    return made
-
-
-def test_a_tick_becomes_a_graph_after_some_that_are_played(card):
-    """While it is captured, the garbage collector frees no earlier graph."""
-    calls: list[int] = []
-    collects: list[bool] = []
-    run = Captured(lambda: (calls.append(card.replayed), collects.append(gc.isenabled())), DEVICE)
-    for _ in range(WARM_UP + 4):
-        run()
-    assert len(calls) == WARM_UP + 1, "played, and captured once"
-    assert collects == [True] * WARM_UP + [False] and gc.isenabled()
-    assert (len(card.captured), card.replayed) == (1, 4)
-    on_cpu = Captured(lambda: calls.append(0), CPU)
-    for _ in range(10):
-        on_cpu()
-    assert len(calls) == WARM_UP + 11
-    assert len(card.captured) == 1
-
-
-def test_a_round_on_a_card_ends_once_the_last_look_saw_nobody_play(card):
-    watch, busy, idle = Watch(DEVICE), torch.tensor([False, True]), torch.zeros(2, dtype=torch.bool)
-    for _ in range(2):  # rounds
-        before = len(card.events)
-        assert not any(watch.over(tick, busy, idle) for tick in range(2 * LOOK_EVERY))
-        assert not any(watch.over(tick, idle, busy) for tick in range(2 * LOOK_EVERY, 3 * LOOK_EVERY)), "closing rows"
-        assert not watch.over(3 * LOOK_EVERY, idle, idle), "the last look saw a closing row"
-        assert not watch.over(3 * LOOK_EVERY + 1, idle, idle), "no look at this tick"
-        assert watch.over(4 * LOOK_EVERY, idle, idle)
-        assert card.events[before:] == ["record", *["synchronize", "record"] * 3, "synchronize"]
 
 
 @pytest.mark.parametrize(("config", "env", "updates", "error"), [

@@ -23,11 +23,9 @@ from runner_toys import (
 
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
-from omagd.controllers.types import Exploration
 from omagd.envs.protocol import LOST_IN_A_ROW
 from omagd.run.training.build import PURPOSES, build_session
 from omagd.run.training.evaluate import greedy_episodes
-from omagd.run.training.stages.base import Session
 from omagd.runners.rollout import Recorder
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -136,23 +134,6 @@ def test_steps_are_the_rows_of_the_episodes_that_rounds_play():
     assert whole.steps == sum(len(episode["reward"]) - 1 for episode in whole.episodes)
 
 
-def test_no_other_policy_plays_while_episodes_are_in_flight():
-    env = FakeEnv(3)
-    runner, probe = runner_of(env, name="stream"), Probe()
-    assert not runner.in_flight
-    runner.collect(probe, explore=None)
-    assert runner.in_flight
-    for call in (
-        lambda: runner.renew(1), lambda: runner.run(probe, explore=None), lambda: runner.collect(Probe(), explore=None)
-    ):  # fmt: skip
-        with pytest.raises(RuntimeError, match="in flight: drain them"):
-            call()
-    runner.drain(probe, explore=None)
-    assert not runner.in_flight and runner.drain(probe, explore=None).n_episodes == 0
-    runner_of(env, "test", "stream").run(probe, explore=None, episodes_per_slot=2, keep=False)
-    assert runner.collect(probe, explore=None).n_episodes >= 3
-
-
 def test_every_purpose_rank_slot_number_and_generation_has_its_own_seed():
     everyone, drawn = np.ones(4, bool), []
     for purpose in ("train", "test", "pretrain"):
@@ -222,19 +203,6 @@ def test_rows_of_running_episodes_come_back_with_the_policys_own_fields():
         again.record_actions(both, np.zeros(2, int), np.ones((2, AGENTS), int), {"reward": np.zeros((2, 1))})
 
 
-def test_a_recorder_plays_in_the_place_of_the_policy_and_takes_what_was_played():
-    runner, policy, recorder = runner_of(FakeEnv(4), "test"), Probe(wants_full_obs=True), Probe(wants_full_obs=True)
-    taken, written = [], []
-    recorder.take = taken.append
-    session = SimpleNamespace(
-        runners={"test": runner}, info=runner.info, rounds=lambda wanted: wanted // 4, dist=Dist(),
-        episode_log=SimpleNamespace(write=lambda log, t_env: written.append((log, t_env))),
-    )  # fmt: skip
-    greedy_episodes(session, policy, 8, log_at=77, recorder=recorder)
-    assert not policy.explored and set(recorder.explored) == {None} and all(recorder.full)
-    assert len(taken[0]) == 8 and written == [(taken[0], 77)]
-
-
 @pytest.mark.parametrize("generation", [0, 5])
 def test_play_continues_from_a_snapshot_with_new_or_renewed_episodes(generation):
     """Tests in the same environment change nothing."""
@@ -253,17 +221,6 @@ def test_play_continues_from_a_snapshot_with_new_or_renewed_episodes(generation)
     assert all(same(*pair) for pair in zip(found.episodes, expected.episodes, strict=True))
 
 
-def test_policies_get_what_they_ask_for_and_store_their_own_fields():
-    env, explore = FakeEnv(2), Exploration(0.3, np.random.default_rng(0))
-    runner, probe, oracle = runner_of(env), Probe(), Probe(wants_full_obs=True)
-    plain = ScriptedPolicy(env, ("low",), 0.0, np.random.default_rng(0))
-    for policy in (probe, plain, oracle):
-        episode = runner.run(policy, explore=explore).episodes[0]
-        assert "full_obs" not in episode and ("note" in episode) is (policy is not plain)
-    assert all(given is explore for given in probe.explored)
-    assert not any(probe.full) and all(oracle.full)
-
-
 def test_wrong_environments_and_scripts_are_rejected():
     with pytest.raises(UserError, match=r"^env=fake, slot 0, seed \d+, step 9: .* limit of 9 steps"):
         rounds(FakeEnv(2, endless=True))
@@ -276,7 +233,7 @@ def test_scripted_play_follows_its_scripts_and_mixes_in_random_actions():
         """Return how often each episode took the low action where both were available (even steps)."""
         env = FakeEnv(8)
         policy = ScriptedPolicy(env, policies, random_share, np.random.default_rng(1))
-        episodes = runner_of(env).run(policy, explore=None, episodes_per_slot=30).episodes
+        episodes = runner_of(env).run(policy, explore=None, episodes_per_slot=15).episodes
         assert all((episode["obs"] >= 0).all() for episode in episodes)
         return np.array([float((episode["actions"][:-1:2] == 1).float().mean()) for episode in episodes])
 
@@ -286,7 +243,7 @@ def test_scripted_play_follows_its_scripts_and_mixes_in_random_actions():
         (("low",), 0.0, 1.0), (("high",), 0.0, 0.0), (("random",), 0.0, 0.5), ((), 0.7, 0.5), (("low",), 1.0, 0.5),
         (("low",), 0.5, 0.75),
     ):  # fmt: skip
-        tolerance = 0.06 * (0 < expected < 1)
+        tolerance = 0.08 * (0 < expected < 1)
         assert shares_of_low(policies, random_share).mean() == pytest.approx(expected, abs=tolerance)
     either = shares_of_low(("low", "high"), 0.0)
     assert set(either) == {0.0, 1.0} and 0.35 < either.mean() < 0.65
@@ -302,12 +259,10 @@ def test_lost_episodes_are_replaced_until_every_slot_has_its_quota():
 
 
 class Hopeless(LossyEnv):
-    """Slot 1 loses all its episodes but every `kept`-th."""
-
-    kept = 10**6
+    """Slot 1 loses all its episodes."""
 
     def losing(self) -> np.ndarray:
-        return (np.arange(self.n_slots) == 1) & (self.n_begun % self.kept != 0)
+        return np.arange(self.n_slots) == 1
 
     @property
     def n_begun(self) -> int:
@@ -321,16 +276,6 @@ def test_a_slot_that_loses_every_episode_ends_the_run_after_ten(name):
     with pytest.raises(UserError, match=r"^env=fake, slot 1, seed \d+, step 1: .*lost, as the 9 episodes of the slot"):
         collected(env, name, 100)
     assert env.n_begun == LOST_IN_A_ROW == 10
-
-
-def test_failures_are_counted_over_runners_and_restarts():
-    env = SimpleNamespace(get_stats=lambda: {"restarts": 3.0})
-    runners = {"train": SimpleNamespace(lost=2), "test": SimpleNamespace(lost=1)}
-    session = Session(None, Dist(), env, None, None, None, runners, None, None)
-    assert session.failure_counts() == {"restarts": 3, "lost_episodes": 3}
-    session.resume_counting({"restarts": 2.0})  # of an earlier start
-    assert session.failure_counts() == {"restarts": 5, "lost_episodes": 3}
-    assert session.logged_failures["restarts"] == 5
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 + 5, 2**70])

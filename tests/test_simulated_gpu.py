@@ -1,6 +1,6 @@
 """Every registered learner on a simulated GPU: acting, reconstruction, updates, tests, saving and loading.
 
-Shipped configurations of every kind and all registered learners are tested.
+Shipped configurations of every controller, agent and runner, and all registered learners are tested.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from omagd.utils.packing import pack_episodes
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(("preset", "learner"), cases())
+@pytest.mark.parametrize(("preset", "learner"), cases(("mac", "agent", "runner", "use_graph_reconstruction")))
 def test_a_learner_plays_learns_is_saved_and_continues_on_a_gpu(preset: str, learner: str, tmp_path: Path) -> None:
     config = config_of(preset, learner=learner)
     on_cpu = Made(config, CPU)
@@ -115,8 +115,7 @@ def test_a_step_is_skipped_on_the_device_and_the_host_does_not_wait() -> None:
         assert checksum({**made.weights(), **pack({"step": step})}) == before
 
 
-@pytest.mark.parametrize("mixer", ["qmix", "none"])
-def test_in_bf16_the_recurrence_and_the_targets_stay_in_float32(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_bf16_the_recurrence_and_the_targets_stay_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under autocast cuDNN's GRU would run in fp16, even when bf16 is requested."""
     seen: list[tuple[str, bool, set[torch.dtype]]] = []
 
@@ -132,7 +131,7 @@ def test_in_bf16_the_recurrence_and_the_targets_stay_in_float32(mixer: str, monk
         monkeypatch.setattr(place, name, call)
 
     with simulated_gpu():
-        made = Made(config_of("qmix", mixer=mixer, precision="bf16"), DEVICE)
+        made = Made(config_of("qmix", precision="bf16"), DEVICE)
         batch = made.batch(made.play())
         # Autocast leaves the input of the recurrence in bf16.
         spy(PackedGRU, "forward", slice(0), lambda args: (args[0], args[1].bfloat16(), *args[2:]))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from command_budgets import BUDGETS
 from command_harness import records
-from q_toys import toy_config
 from runner_toys import FakeEnv, Game, assert_continues, nothing, rounds
 from walk_env import SteadyArgs, SteadyWalk, Walk, WalkArgs
 
@@ -17,8 +15,6 @@ import omagd
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.loading import resolve
 from omagd.controllers import REGISTRY as MACS
-from omagd.controllers.basic_mac import BasicMAC
-from omagd.controllers.types import Tick
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv
 from omagd.envs.workers.vector import SerialEnvs
@@ -44,18 +40,6 @@ def test_a_stream_continues_from_a_snapshot_in_the_middle_of_its_episodes(make):
     assert_continues(lambda: Game(make()), 1, 3)
 
 
-def test_a_snapshot_needs_a_policy_and_an_environment_of_its_size():
-    game, again = Game(steady()), Game(steady())
-    game.collect(1)
-    snapshot = game.runner.snapshot()
-    with pytest.raises(ValueError, match="episodes are in flight"):
-        again.runner.restore(snapshot, None)
-    again.runner.restore(snapshot, again.policy)
-    assert again.runner.in_flight
-    with pytest.raises(ValueError, match="2 agents in 4 slots, not 2 in 3"):
-        SerialEnvs(SteadyWalk, SteadyArgs(), 3).restore(snapshot["flying"]["env"])
-
-
 def test_episodes_that_cannot_be_saved_are_lost_and_counted():
     game, again = (Game(SerialEnvs(Walk, WalkArgs(limit=5), 4)) for _ in range(2))
     game.collect(1)
@@ -66,26 +50,6 @@ def test_episodes_that_cannot_be_saved_are_lost_and_counted():
     assert not {entry["seed"] for entry in one.log} & {entry["seed"] for entry in other.log}
     with pytest.raises(NotImplementedError, match="cannot be restored"):
         SerialEnvs(Walk, WalkArgs(), 1).restore({})
-
-
-def test_acting_uses_the_newest_weights_and_leaves_the_agent_in_training():
-    env, config, device = skirmish(2), toy_config(mac="n_mac"), torch.device("cpu")
-    env.reset(np.ones(2, bool), np.arange(2))
-    mac = BasicMAC(config, env.info, device)
-
-    def acted(one: BasicMAC) -> torch.Tensor:
-        one.begin(2)
-        one.act(Tick(env.observe(), np.zeros(2, np.int64), np.ones(2, bool)), None)
-        return one.snapshot()["hidden"]
-
-    before = acted(mac)
-    with torch.no_grad():
-        for parameter in mac.agent.parameters():
-            parameter.add_(0.1)
-    fresh = BasicMAC(config, env.info, device)
-    fresh.agent.load_state_dict(mac.agent.state_dict())
-    assert torch.equal(acted(mac), acted(fresh)) and not torch.equal(acted(mac), before)
-    assert mac.agent.training
 
 
 def test_training_keeps_and_counts_every_episode_of_a_stream(tmp_path, monkeypatch):

@@ -17,7 +17,6 @@ from omagd.components.episode_codec import (
     Codec,
     EpisodeRange,
     Facts,
-    RuleBroken,
     Spec,
     StoredEpisode,
     read_episodes,
@@ -53,11 +52,6 @@ class EpisodeBuffer:
 
     def __len__(self) -> int:
         return len(self._records)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all stored records."""
-        return sum(records.nbytes for records in self._records)
 
     @property
     def episodes(self) -> tuple[Episode, ...]:
@@ -96,14 +90,13 @@ class EpisodeBuffer:
     def _encode(self, episode: Episode) -> Tensor:
         """Return an episode's records; a field that breaks its rule is stored plain from now on, in all episodes."""
         assert self._codec is not None
-        while True:
-            try:
-                return self._codec.encode(episode).to(self.device)
-            except RuleBroken as broken:
-                old, new = self._codec, self._codec.without(broken.name)
-                for i, records in enumerate(self._records):
-                    self._records[i] = new.encode(StoredEpisode(old, records, self._meta[i])).to(self.device)
-                self._codec = new
+        records, fits = self._codec.encode(episode)
+        if broken := [name for name, kept in fits.items() if not kept]:
+            old, self._codec = self._codec, self._codec.without(broken)
+            for i, stored in enumerate(self._records):
+                self._records[i] = self._codec.encode(StoredEpisode(old, stored, self._meta[i]))[0].to(self.device)
+            records, _ = self._codec.encode(episode)
+        return records.to(self.device)
 
     def _put(self, records: Tensor, meta: EpisodeMeta) -> None:
         self.added += 1
@@ -225,8 +218,9 @@ class ResidentBuffer(EpisodeBuffer):
         if spec != codec.spec or rows != self._rows:
             return False
         firsts = range(0, count, TOGETHER)
-        parts = [codec.encode_rows({n: v[i : i + TOGETHER].flatten(0, 1) for n, v in block.items()}) for i in firsts]
-        if not bool(torch.stack([fits for _, fits in parts]).all()):  # the one value that the host reads
+        parts = [codec.encode({n: v[i : i + TOGETHER].flatten(0, 1) for n, v in block.items()}) for i in firsts]
+        fits = [kept for _, of_part in parts for kept in of_part.values()]
+        if fits and not bool(torch.stack(fits).all()):  # the one value that the host reads
             return False
         self._codec = codec
         self.added += max(0, len(episodes) - self.capacity)

@@ -47,14 +47,6 @@ def spec_of(episode: Episode) -> Spec:
     return {name: (value.dtype, tuple(value.shape[1:])) for name, value in episode.items()}
 
 
-class RuleBroken(ValueError):
-    """The field `name` of an episode breaks the rule of its encoding."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"field {name} cannot be stored in short")
-        self.name = name
-
-
 @dataclass(frozen=True)
 class Column:
     """Place of a field in a record: bytes `start` to `start + width`."""
@@ -92,9 +84,9 @@ class Codec:
             start += width
         self.width = start
 
-    def without(self, name: str) -> Codec:
-        """Return a codec that stores the field `name` plain."""
-        return Codec(self.spec, self.plain | {name})
+    def without(self, names: Iterable[str]) -> Codec:
+        """Return a codec that stores the fields `names` plain."""
+        return Codec(self.spec, self.plain | {*names})
 
     def _kind(self, name: str) -> Literal["plain", "bits", "shown"]:
         dtype, shape = self.spec[name]
@@ -104,43 +96,24 @@ class Codec:
             return "bits"
         return "shown" if self.spec.get(SHOWN_IN.get(name, "")) == (dtype, shape) else "plain"
 
-    def encode(self, episode: Episode) -> Tensor:
-        """Return the records of one episode, [L + 1, R] uint8 on the CPU, in new memory.
+    def encode(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the records [S, R] of rows [S, ...], where these are, in new memory.
 
-        Errors: RuleBroken where a field breaks its rule.
+        Returns also, for each field that is not stored plain, a scalar bool there: whether no row breaks its rule.
         """
-        rows = len(next(iter(episode.values())))
-        records = np.empty((rows, self.width), np.uint8)
-        for column in self._columns.values():
-            value = _numbers(episode[column.name])
-            part = records[:, column.start : column.start + column.width]
-            if column.kind == "plain":
-                part[:] = value.reshape(rows, column.numel).view(np.uint8).reshape(part.shape)
-            elif column.kind == "bits":
-                part[:] = _pack_mask(column.name, value.reshape(rows, column.numel).view(np.uint8))
-            else:
-                whole = f"i{column.dtype.itemsize}"
-                pair = (value, _numbers(episode[SHOWN_IN[column.name]]))
-                obs, full = (each.reshape(rows, column.numel).view(whole) for each in pair)
-                part[:] = _pack_shown(column.name, obs, full)
-        return torch.from_numpy(records)
-
-    def encode_rows(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the records [S, R] of rows [S, ...] on any device, and there whether no field breaks its rule."""
-        rows, parts = len(next(iter(fields.values()))), []
-        fits = torch.ones((), dtype=torch.bool, device=next(iter(fields.values())).device)
+        rows, parts, fits = len(next(iter(fields.values()))), [], {}
         for column in self._columns.values():
             value = fields[column.name].reshape(rows, column.numel)
             if column.kind == "plain":
-                parts.append(value.view(torch.uint8).reshape(rows, column.width))
+                parts.append(value.contiguous().view(torch.uint8).reshape(rows, column.width))
             elif column.kind == "bits":
                 mask = value.view(torch.uint8)
-                fits = fits & (mask <= 1).all()
+                fits[column.name] = (mask <= 1).all()
                 parts.append(_pack(mask))
             else:
                 whole, full = _WHOLE[column.dtype.itemsize], fields[SHOWN_IN[column.name]].reshape(value.shape)
                 shown = value.view(whole) == full.view(whole)
-                fits = fits & (shown | (value.view(whole) == 0)).all()
+                fits[column.name] = (shown | (value.view(whole) == 0)).all()
                 parts.append(_pack(shown.to(torch.uint8)))
         return torch.cat(parts, dim=1), fits
 
@@ -195,26 +168,6 @@ class StoredEpisode(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._codec.spec)
-
-
-def _numbers(value: Tensor) -> np.ndarray:
-    """Return a field of an episode as a contiguous array."""
-    return np.ascontiguousarray(
-        value.detach().cpu().numpy() if value.requires_grad or value.device.type != "cpu" else value.numpy()
-    )
-
-
-def _pack_mask(name: str, mask: np.ndarray) -> np.ndarray:
-    if mask.size and mask.max() > 1:
-        raise RuleBroken(name)
-    return np.packbits(mask, axis=1)
-
-
-def _pack_shown(name: str, obs: np.ndarray, full: np.ndarray) -> np.ndarray:
-    shown = obs == full
-    if not (shown | (obs == 0)).all():
-        raise RuleBroken(name)
-    return np.packbits(shown, axis=1)
 
 
 def _pack(bits: Tensor) -> Tensor:

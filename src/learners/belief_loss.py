@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.synced_optimizer import Stats
-from omagd.modules.agents.agent import Remembers, SeparateAgents, StartsInside
+from omagd.modules.agents.agent import Remembers, SeparateAgents
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
 from omagd.modules.graph_reconstructers.graphs import GraphTables, feature_mask
 from omagd.modules.graph_reconstructers.reconstructor import Belief
@@ -222,5 +222,5 @@ class HeadBeliefs:
     def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
         """Return the missing nodes [S, n, N] bool of a batch, and the belief about each."""
         missing = GraphTables(self.layout, batch.device).sight(batch["obs"])[1] & batch.valid_mask[:, None, None]
-        hidden = cast(StartsInside, self._mac.agent).hidden_states(self._mac.inputs(batch), batch.packing)
+        _, hidden = cast(Remembers, self._mac.agent).unroll(self._mac.inputs(batch), batch.packing)
         return missing, self._head.belief(hidden, missing)

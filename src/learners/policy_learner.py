@@ -4,8 +4,7 @@ Source: PPO, Schulman et al. 2017, arXiv:1707.06347. Nothing here knows its rank
 `SyncedOptimizer` and of `Dist`.
 
 A *sample* is one agent at one step at which it has a choice. Dead agents have only one action; with `death_masking`
-(of MAPPO) they are no samples, and every mean below is over samples of all ranks. A *chunk* is a piece of consecutive
-steps of an episode; minibatches consist of chunks.
+(of MAPPO) they are no samples, and every mean below is over samples of all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -28,13 +27,11 @@ from omagd.controllers.types import MAC
 from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts
 from omagd.learners.protocol import Data, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, lr_scale, merge
-from omagd.modules import agents
-from omagd.modules.agents.agent import AgentInputs, StartsInside
+from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing, time_order
-from omagd.utils.registry import faults
+from omagd.utils.packing import PackedBatch, Packing
 from omagd.utils.seeding import generator
 
 ADAM_EPSILON = 1e-5  # as in MAPPO's published code
@@ -46,7 +43,7 @@ class PolicyArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     epochs: int = Field(default=5, ge=1, le=2**16)  # passes over each batch
     minibatches: int = Field(default=1, ge=1, le=2**16)  # parts of the batch, over all ranks, each with one step
-    chunk_length: int = Field(default=0, ge=0)  # steps of the pieces that minibatches consist of; 0: whole episodes
+    chunk_length: Literal[0] = 0  # earlier versions could cut episodes in pieces; their runs have this key
     clip: float = Field(default=0.2, gt=0.0)  # bound of the probability ratio's distance from 1
     entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus
     normalise_advantages: bool = True  # subtract the mean and divide by the deviation over the samples of all ranks
@@ -63,95 +60,48 @@ def log_softmax(logits: Tensor, available: Tensor) -> Tensor:
     return logits.masked_fill(~available, torch.finfo(logits.dtype).min).log_softmax(dim=-1)
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """Some chunks, packed.
-
-    Attributes:
-        packing: of their rows. rows: [S] int64 (CPU), row of the batch for each row of the packing. before: [B] int64
-            (CPU), for each chunk the row of the batch just before it; -1 where it begins an episode.
-    """
-
-    packing: Packing
-    rows: Tensor
-    before: Tensor
-
-    def split(self, parts: int) -> list[Chunks]:
-        """Return the chunks in at most `parts` parts of about equal size, each with long and short ones."""
-        parts = min(parts, self.packing.n_episodes)
-        if parts == 1:
-            return [self]
-        number = self.packing.episode
-        lengths = self.packing.lengths
-        return [
-            Chunks(Packing(lengths[i::parts]), self.rows[number % parts == i], self.before[i::parts])
-            for i in range(parts)
-        ]
-
-
-def pack_chunks(batch_packing: Packing, chunks: Sequence[tuple[int, int, int]]) -> Chunks:
-    """Return chunks, (episode, first, end) for the steps first ≤ t < end, in a packing of their own.
-
-    batch_packing: of the batch that they are cut from, in which episodes have these places.
-    """
-    packing, order, gather = time_order([end - first for _, first, end in chunks])
-    starts = batch_packing.starts.numpy()
-    ordered = [chunks[i] for i in order]
-    rows = np.concatenate([starts[first:end] + episode for episode, first, end in ordered])
-    before = [starts[first - 1] + episode if first else -1 for episode, first, _ in ordered]
-    return Chunks(packing, torch.from_numpy(rows)[gather], torch.tensor(before))
-
-
 class Minibatches:
-    """Random minibatches of the chunks of all ranks' batches, drawn alike on all ranks.
+    """Random minibatches of the episodes of all ranks' batches, drawn alike on all ranks.
 
     One process draws the same minibatches if it holds the episodes of all ranks in turns: the first of each rank, then
-    the second of each rank, and so on. Chunks are in the order of place in the rank's sample, rank, and first step.
+    the second of each rank, and so on. Episodes are in the order of place in the rank's sample, and rank.
 
     Args:
-        batch: of this rank. length: of a chunk in steps; 0: whole episodes. Closing rows belong to no chunk, because no
-            action was taken there. dist: the ranks. A collective: every rank builds it.
+        batch: of this rank. dist: the ranks. A collective: every rank builds it.
 
     Attributes:
         steps: in the batches of all ranks.
     """
 
-    def __init__(self, batch: PackedBatch, length: int, dist: Dist) -> None:
-        self._packing = batch.packing
-        places = range(batch.packing.n_episodes)
-        self._episode = dict(zip(batch.sample_index, places, strict=True))
-        steps = {batch.sample_index[place]: batch.packing.lengths[place] - 1 for place in places}
-        self._chunks = [
-            (place, rank, first, min(first + (length or count), count))
-            for place, rank, count in sorted(
-                (place, rank, count)
-                for rank, of_rank in enumerate(dist.gather(steps))
-                for place, count in of_rank.items()
-            )
-            for first in range(0, count, length or max(count, 1))
-        ]
-        self.steps = sum(end - first for _, _, first, end in self._chunks)
+    def __init__(self, batch: PackedBatch, dist: Dist) -> None:
+        self._lengths = batch.packing.lengths
+        self._place = {index: place for place, index in enumerate(batch.sample_index)}
+        steps = {index: self._lengths[place] - 1 for index, place in self._place.items()}
+        of_ranks = [(i, rank, n) for rank, found in enumerate(dist.gather(steps)) for i, n in found.items() if n]
+        self._episodes = [(i, rank) for i, rank, _ in sorted(of_ranks)]
+        self.steps = sum(n for _, _, n in of_ranks)
         self._rank = dist.rank
 
-    def draw(self, count: int, rng: np.random.Generator) -> Iterator[Chunks | None]:
-        """Yield this rank's part of each minibatch; None where only other ranks have chunks of it.
+    def draw(self, count: int, rng: np.random.Generator) -> Iterator[list[int]]:
+        """Yield this rank's episodes of each minibatch by their places in its batch, the longest first.
 
-        There are `count` minibatches of about as many chunks, and no empty ones: fewer where there are fewer chunks.
+        There are `count` minibatches of about as many episodes, and no empty ones: fewer where there are fewer
+        episodes. Lists are empty where only other ranks have episodes of a minibatch.
         """
-        # All ranks permute the chunks of all ranks with equal generators, and take what is theirs.
-        order = rng.permutation(len(self._chunks))
+        # All ranks permute the episodes of all ranks with equal generators, and take what is theirs.
+        order = rng.permutation(len(self._episodes))
         for chosen in np.array_split(order, count)[: len(order)]:  # the first ones are the larger ones
-            drawn = (self._chunks[i] for i in chosen)
-            own = [(self._episode[place], first, end) for place, rank, first, end in drawn if rank == self._rank]
-            yield pack_chunks(self._packing, own) if own else None
+            drawn = (self._episodes[i] for i in chosen)
+            own = [self._place[index] for index, rank in drawn if rank == self._rank]
+            yield sorted(own, key=lambda place: -self._lengths[place])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRows:
-    """R rows of some chunks.
+    """R rows of some episodes.
 
     Attributes:
-        inputs: of the agents. packing: of the rows. start: [B, n, H], hidden states before the chunks; None: episodes.
+        inputs: of the agents. packing: of the rows.
         actions: [R, n] int64. available: [R, n, A] bool. log_prob: [R, n], of the actions when they were taken.
         state: [R, state_dim]. advantage: [R, n].
         weight: [R, n], 1 for samples; 0 where an agent has no choice, or where the rows stand in for a missing part.
@@ -161,7 +111,6 @@ class PolicyRows:
 
     inputs: AgentInputs
     packing: Packing
-    start: Tensor | None = None
     actions: Tensor
     available: Tensor
     log_prob: Tensor
@@ -172,15 +121,19 @@ class PolicyRows:
     target: Tensor | None = None
     cases: BeliefCases | None = None
 
-    def rows(self, which: Tensor, packing: Packing, start: Tensor | None, every: int = 1) -> PolicyRows:
+    def rows(self, which: Tensor, packing: Packing, every: int) -> PolicyRows:
         """Return the rows at the places `which` [R'] as rows of another packing. every: `belief_every`."""
         step = self.packing.step[which]
         which = which.to(self.state.device, non_blocking=True)
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {name: value[which] for name, value in values.items() if isinstance(value, Tensor)}
         cases = None if self.cases is None else self.cases.among(which, step, every)
-        chosen = {"inputs": self.inputs.rows(which), "packing": packing, "start": start, "cases": cases}
-        return PolicyRows(**{**values, **chosen})
+        return PolicyRows(**{**values, "inputs": self.inputs.rows(which), "packing": packing, "cases": cases})
+
+    def steps_of(self, episodes: Sequence[int], every: int) -> PolicyRows:
+        """Return the rows of some episodes, the longest first, without their closing rows."""
+        packing = Packing(tuple(self.packing.lengths[place] - 1 for place in episodes))
+        return self.rows(self.packing.row(packing.step, torch.tensor(episodes)[packing.episode]), packing, every)
 
 
 @dataclass(frozen=True)
@@ -211,9 +164,8 @@ class PolicyLoss(AgentLoss, Generic[Args]):
 
     def forward(self, rows: PolicyRows) -> tuple[Tensor, Stats]:
         """Return the summed loss, and stats per sample; with `belief` its sum is a second one, [2]."""
-        begun = () if rows.start is None else (rows.start,)
         with autocast_bf16(rows.state.device, self.bf16):
-            logits, belief = self.unroll(rows.inputs, rows.packing, rows.cases, *begun)
+            logits, belief = self.unroll(rows.inputs, rows.packing, rows.cases)
         loss, terms = self.terms(rows, logits)
         # Still a sum: ranks and parts have different numbers of samples.
         total, count = (loss * rows.weight).sum(), rows.weight.sum()
@@ -265,11 +217,6 @@ class PolicyLearner(SavesParts, Generic[Args]):
         self.mac, self.config, self.info, self.dist = mac, config, info, dist
         self.lr = config.lr * lr_scale(config, dist.world_size)
         self.args: Args = self.args_model.model_validate(config.learner_args)
-        if self.args.chunk_length and (wrong := faults(agents.REGISTRY.get(config.agent), StartsInside)):
-            raise UserError(
-                f"learner_args.chunk_length={self.args.chunk_length}: agent={config.agent} cannot start within an"
-                f" episode ({'; '.join(wrong)}). Use chunk_length=0, or see StartsInside in docs/extending.md"
-            )
         loss = self.make_loss(config.precision == "bf16")
         loss.belief = self.belief = belief_loss(config, mac)
         self.optimizer = Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON)
@@ -291,14 +238,13 @@ class PolicyLearner(SavesParts, Generic[Args]):
         return int(args.epochs * args.minibatches)
 
     def warm_up(self) -> None:
-        """Run discarded passes on a made-up chunk of two rows."""
+        """Run discarded passes on two made-up rows."""
         like = next(self.mac.agent.parameters())
         n, a = self.info.n_agents, self.info.n_actions
         each = like.new_zeros(2, n)
         rows = PolicyRows(
             inputs=AgentInputs.blank(2, self.info, like),
             packing=Packing((2,)),
-            start=self.mac.agent.init_hidden(1) if self.args.chunk_length else None,
             actions=torch.zeros(2, n, dtype=torch.int64, device=like.device),
             available=torch.ones(2, n, a, dtype=torch.bool, device=like.device),
             log_prob=each,
@@ -314,8 +260,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take a step on each minibatch of each epoch; return their merged stats. `episodes` is not used."""
         rows = self.all_rows(batch)
-        hidden = self._hidden_states(rows)
-        minibatches = Minibatches(batch, self.args.chunk_length, self.dist)
+        minibatches = Minibatches(batch, self.dist)
         self._anneal(minibatches.steps)
         merged: Stats = {}
         same: list[list[PolicyRows]] = []  # of a single minibatch, which has the same rows in every epoch
@@ -323,7 +268,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
             # Keyed by the number of updates, so that a resumed run draws the same minibatches.
             draws = generator(self.config.seed, "minibatches", self.updates)
             drawn = () if same else minibatches.draw(self.args.minibatches, draws)
-            for parts in same or (self._parts(rows, hidden, chunks) for chunks in drawn):
+            for parts in same or (self._parts(rows, own) for own in drawn):
                 same = [parts] if self.args.minibatches == 1 else []
                 count = torch.stack([part.weight.sum() for part in parts]).sum()
                 if self.belief is not None:
@@ -385,17 +330,6 @@ class PolicyLearner(SavesParts, Generic[Args]):
         deviation = (squares / count.clamp(min=1) - mean.square()).clamp(min=0).sqrt()
         return ((advantage - mean) / (deviation + 1e-8)).to(advantage.dtype) * weight
 
-    @torch.no_grad()
-    def _hidden_states(self, rows: PolicyRows) -> Tensor | None:
-        """Return the hidden state after each row, [S, n, H], for chunks that begin within an episode.
-
-        They stay as they were at the beginning of the update, when the policy that collected the episodes left them.
-        """
-        if not self.args.chunk_length:
-            return None
-        with autocast_bf16(rows.state.device, self.config.precision == "bf16"):
-            return cast(StartsInside, self.mac.agent).hidden_states(rows.inputs, rows.packing)
-
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
         return {"agent": self.mac.agent, **({} if self.belief is None else {HEAD: self.belief.head})}
@@ -413,23 +347,12 @@ class PolicyLearner(SavesParts, Generic[Args]):
         super().load_state_dict(state)
         self.steps = state.get("steps", 0)  # checkpoints before `anneal_lr` have none
 
-    def _parts(self, rows: PolicyRows, hidden: Tensor | None, chunks: Chunks | None) -> list[PolicyRows]:
+    def _parts(self, rows: PolicyRows, episodes: Sequence[int]) -> list[PolicyRows]:
         """Return this rank's rows of a minibatch, in `accumulate` parts at most; rows of weight 0 where it has none."""
         every = self.config.belief_every
-        if chunks is None:  # every rank must take part in every step
-            start = None if hidden is None else torch.zeros_like(hidden[:1])
-            first = rows.rows(torch.zeros(1, dtype=torch.int64), Packing((1,)), start, every)
+        if not episodes:  # every rank must take part in every step
+            first = rows.rows(torch.zeros(1, dtype=torch.int64), Packing((1,)), every)
             none = first.cases and replace(first.cases, counted=torch.zeros_like(first.cases.counted))
             return [replace(first, weight=torch.zeros_like(first.weight), cases=none)]
-        return [_of_chunks(rows, hidden, part, every) for part in chunks.split(self.config.accumulate)]
-
-
-def _of_chunks(rows: PolicyRows, hidden: Tensor | None, chunks: Chunks, every: int) -> PolicyRows:
-    """Return the rows of some chunks; each starts from the hidden state before its first row, or from zeros."""
-    start = None
-    if hidden is not None:
-        before = chunks.before.to(hidden.device, non_blocking=True)
-        # Backward stops here: a chunk is a window of truncated backpropagation through time.
-        found = hidden[before.clamp(min=0)]
-        start = torch.where((before < 0).view(-1, 1, 1), torch.zeros_like(found), found)
-    return rows.rows(chunks.rows, chunks.packing, start, every)
+        parts = min(self.config.accumulate, len(episodes))
+        return [rows.steps_of(episodes[i::parts], every) for i in range(parts)]

@@ -11,7 +11,6 @@ import math
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import model_validator
 from torch import Tensor
 
 from omagd.learners.policy_learner import Advantages, PolicyArgs, PolicyLearner
@@ -25,13 +24,7 @@ class RLOOArgs(PolicyArgs):
 
     normalise_advantages: bool = False  # divide by the deviation, and subtract the mean, over the samples of all ranks
     score: Literal["outcome", "return"] = "outcome"  # what is compared: won or not, or the discounted return
-    returns_to_go: bool = False  # score=return: compare at each step what was still to come
-
-    @model_validator(mode="after")
-    def _of_returns(self) -> RLOOArgs:
-        if self.returns_to_go and self.score != "return":
-            raise ValueError(f"learner_args.returns_to_go=True: needs learner_args.score=return, not {self.score}")
-        return self
+    returns_to_go: Literal[False] = False  # earlier versions could compare at each step; their runs have this key
 
 
 class RLOOLearner(PolicyLearner[RLOOArgs]):
@@ -51,28 +44,23 @@ class RLOOLearner(PolicyLearner[RLOOArgs]):
 
             A_k = r_k - (sum of r_j over j != k) / (K - 1)
 
-        or, with `returns_to_go`, the same of the discounted rewards from that step on, which are 0 after the end of an
-        episode. A baseline of other episodes does not depend on the actions of this one, so before clipping and
+        A baseline of other episodes does not depend on the actions of this one, so before clipping and
         normalisation the gradient has no bias. An episode without others in its group has nothing to be compared with:
         its advantage is 0.
         """
         group, others = _groups(batch)
-        episode, count = batch.packing.episode, batch.packing.n_episodes
-        if self.args.returns_to_go:
-            place = group[episode] * batch.packing.n_steps + batch.packing.step
-            # At each step, episodes of a group are compared by what was still to come.
-            advantage = minus_others(self._to_go(batch, weight), place, others[episode])
-        else:  # the first rows of a packing are the first steps of all episodes
-            # One score for the whole episode: every action of a battle that was won is as good as that.
-            score = self._to_go(batch, weight)[:count] if self.args.score == "return" else self._outcomes(batch, weight)
-            advantage = minus_others(score, group, others)[episode.to(score.device, non_blocking=True)]
+        episode = batch.packing.episode
+        # One score for the whole episode: every action of a battle that was won is as good as that.
+        score = self._returns(batch, weight) if self.args.score == "return" else self._outcomes(batch, weight)
+        advantage = minus_others(score, group, others)[episode.to(score.device, non_blocking=True)]
         return Advantages(self.normalised(advantage.unsqueeze(-1).expand_as(weight), weight))
 
-    def _to_go(self, batch: PackedBatch, like: Tensor) -> Tensor:
-        """Return the discounted rewards from each step to the end of its episode, [S]; nothing follows a cut."""
+    def _returns(self, batch: PackedBatch, like: Tensor) -> Tensor:
+        """Return the discounted return of each episode, [B]; nothing follows a cut."""
         reward, ended = (batch[name].to(like.dtype) for name in ("reward", "terminated"))
         # Monte Carlo returns: TD(1) with values of 0.
-        return td_lambda_targets(reward, ended, torch.zeros_like(reward), batch.packing, self.config.gamma, 1.0)
+        to_go = td_lambda_targets(reward, ended, torch.zeros_like(reward), batch.packing, self.config.gamma, 1.0)
+        return to_go[: batch.packing.n_episodes]  # the first rows of a packing are the first steps of all episodes
 
     def _outcomes(self, batch: PackedBatch, like: Tensor) -> Tensor:
         """Return the outcome of each episode, [B]. Errors: UserError where the environment has reported none."""
@@ -96,14 +84,13 @@ def _groups(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return group, torch.bincount(group)[group] - 1
 
 
-def minus_others(score: Tensor, place: Tensor, others: Tensor) -> Tensor:
-    """Return each score minus the mean of the others in its place; 0 where there are no others.
+def minus_others(score: Tensor, group: Tensor, others: Tensor) -> Tensor:
+    """Return each score minus the mean of the others in its group; 0 where there are no others.
 
-    score: [N]. place: [N] int64, equal for scores that are compared. others: [N] int64, number of the others; scores
-        that are missing in a place count as 0.
+    score: [B]. group: [B] int64, equal for scores that are compared. others: [B] int64, number of the others.
     """
-    here = place.to(score.device, non_blocking=True)
+    here = group.to(score.device, non_blocking=True)
     # RLOO (Kool et al. 2019): the mean of the others, as (sum of the group - own) / (K - 1).
-    total = score.new_zeros(int(place.max()) + 1).index_add(0, here, score)[here]
+    total = score.new_zeros(int(group.max()) + 1).index_add(0, here, score)[here]
     count = others.to(score, non_blocking=True)
     return torch.where(count > 0, score - (total - score) / count.clamp(min=1), 0.0)

@@ -67,13 +67,13 @@ class AgentLoss(LossModule):
         self.belief = None
 
     def unroll(
-        self, inputs: AgentInputs, packing: Packing, cases: object | None, *start: Tensor
+        self, inputs: AgentInputs, packing: Packing, cases: object | None
     ) -> tuple[Tensor, tuple[Tensor, Stats] | None]:
         """Return the agent's outputs [S, n, A], and the loss of the `cases` with its stats, None without a head."""
         if self.belief is None:
-            return self.agent(inputs, packing, *start), None
+            return self.agent(inputs, packing), None
         assert cases is not None
-        outputs, hidden = cast("Remembers", self.agent).unroll(inputs, packing, *start)
+        outputs, hidden = cast("Remembers", self.agent).unroll(inputs, packing)
         return outputs, self.belief(hidden, cases)
 
     @staticmethod

@@ -36,7 +36,6 @@ RETURN, LENGTH, END, RESULTS = range(4)
 """Columns of `ResidentLoop.results`: return, length, the tick at which the episode ended, then the game's results."""
 
 GREEDY = -1.0  # an epsilon below every random number
-SHOWN = -1  # number of the draw of an episode that decides whether it shows all units; those of `choose` follow
 WARM_UP = 3  # ticks before a graph is captured: kernels are compiled and libraries set up by then
 LOOK_EVERY = 8  # ticks between two looks at whether slots still play
 

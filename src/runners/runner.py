@@ -199,10 +199,8 @@ class Runner:
             explore: None to act greedily. full_obs: record `full_obs`. keep: return the episodes, or the stats alone.
 
         A lost episode is replaced by another one, from the next seed of its slot.
-        Errors: UserError as in `RolloutLoop.tick`; RuntimeError while other episodes are in flight.
+        Errors: UserError as in `RolloutLoop.tick`.
         """
-        if self.in_flight:
-            raise RuntimeError("episodes are in flight: drain them before others are played")
         self.prepare()
         loop = self._loop(policy, full_obs, keep)
         loop.begin(episodes_per_slot)
@@ -233,12 +231,7 @@ class Runner:
         self.lost = int(snapshot["lost"])
 
     def renew(self, generation: int) -> None:
-        """Draw other, reproducible seeds from here on: see `EpisodeSeeds.renew`.
-
-        Errors: RuntimeError while episodes are in flight.
-        """
-        if self.in_flight:
-            raise RuntimeError("episodes are in flight: drain them before their seeds are renewed")
+        """Draw other, reproducible seeds from here on: see `EpisodeSeeds.renew`. No episode may be in flight."""
         self.stream.renew(generation)
 
     def _loop(self, policy: Policy, full_obs: bool, keep: bool, kind: type[RolloutLoop] = RolloutLoop) -> RolloutLoop:

@@ -30,8 +30,7 @@ class StreamRunner(Runner):
     def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
         """Play until as many episodes have ended as there are slots and return those; the others stay in flight.
 
-        `steps` counts all steps of the returned episodes. Errors: RuntimeError when episodes of another policy are in
-        flight.
+        `steps` counts all steps of the returned episodes. Those in flight are of the same policy, or must be drained.
         """
         self.prepare()
         loop = self._in_flight(policy, full_obs)
@@ -46,7 +45,6 @@ class StreamRunner(Runner):
             self._full_obs = full_obs
             self._flying.begin(ENDLESS)
         else:
-            self._require_same(policy, full_obs)
             policy.refresh()
         return self._flying
 
@@ -54,7 +52,6 @@ class StreamRunner(Runner):
         """Finish the episodes in flight, start no others except replacements of lost ones, and return them."""
         if self._flying is None:
             return Rollout()
-        self._require_same(policy, self._full_obs)
         policy.refresh()
         loop, self._flying = self._flying, None
         loop.clock.left[:] = 0
@@ -115,11 +112,6 @@ class StreamRunner(Runner):
         with self._flying.asking_all():
             self.env.restore(flying["env"])
 
-    def _require_same(self, policy: Policy, full_obs: bool) -> None:
-        assert self._flying is not None
-        if self._flying.policy is not policy or self._full_obs != full_obs:
-            raise RuntimeError("episodes of another policy are in flight: drain them first")
-
 
 class StepLoop(RolloutLoop):
     """Returns every step as an episode of two rows, as soon as its second row is observed."""
@@ -172,7 +164,6 @@ class TickRunner(StreamRunner):
         """Set the episodes in flight aside where the environment can be saved; otherwise finish them."""
         if self._flying is None:
             return Rollout()
-        self._require_same(policy, self._full_obs)
         try:
             self._aside = self._saved(self._flying)
         except NotImplementedError:

@@ -164,7 +164,6 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 NO_GROUP = -1
-MANY = 8  # slots from which on their seeds cost less together than one by one
 
 
 @dataclass
@@ -215,10 +214,7 @@ class EpisodeSeeds:
         if self._generation:
             purpose = f"{purpose}/{self._generation}"
         begun = np.flatnonzero(which)
-        if len(begun) >= MANY:
-            seeds[begun] = stream_seeds(seed, purpose, rank, begun, np.array(self._played, np.int64)[begun])
-        else:
-            seeds[begun] = [stream_seed(seed, purpose, rank, slot, self._played[slot]) for slot in begun.tolist()]
+        seeds[begun] = stream_seeds(seed, purpose, rank, begun, np.array(self._played, np.int64)[begun])
         for slot in begun.tolist():
             self._played[slot] += 1
         return seeds

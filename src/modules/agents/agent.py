@@ -117,20 +117,10 @@ class Agent(nn.Module, ABC):
         """Return the values [B, n, A] of one step and the new hidden state [B, n, H]."""
 
 
-class StartsInside(Protocol):
-    """An agent that can also start within an episode, for learners that cut episodes in chunks (`chunk_length`)."""
-
-    def forward(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> Tensor:
-        """Return the values [S, n, A] of packed rows. start: [B, n, H], hidden states before the first rows."""
-
-    def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
-        """Return the hidden state after each row of whole episodes, [S, n, H]."""
-
-
 class Remembers(Protocol):
     """An agent whose memory a loss can read (`belief_loss`)."""
 
-    def unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def unroll(self, inputs: AgentInputs, packing: Packing) -> tuple[Tensor, Tensor]:
         """Return the values [S, n, A] of `forward`, and the hidden state after each row, [S, n, H]."""
 
 
@@ -163,25 +153,21 @@ class RecurrentAgent(Agent):
         hidden = self.rnn.step(encoded, hidden)
         return self.values(hidden, *others), hidden
 
-    def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
-        """Return the hidden state after each row of whole episodes, [S, n, H]."""
-        encoded, *_ = self.encode(inputs)
-        return self.rnn(encoded, packing)
-
-    def forward(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> Tensor:
-        """Return the values [S, n, A] of whole episodes, or from the hidden state `start` [B, n, H] on.
+    def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
+        """Return the values [S, n, A] of whole episodes.
 
         With `enable_gradient_checkpointing` (Chen et al. 2016, arXiv:1604.06174) only the hidden states between blocks
         of `STEPS_AT_ONCE` time steps are kept; backward computes the activations of one block at a time again.
         """
-        return self.unroll(inputs, packing, start)[0]
+        return self.unroll(inputs, packing)[0]
 
-    def unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def unroll(self, inputs: AgentInputs, packing: Packing) -> tuple[Tensor, Tensor]:
         """Return the values of `forward` and the hidden state after each row, [S, n, H]."""
         # Without gradients nothing is kept for backward, and blocks would only cost time.
         if not self.checkpointing or not torch.is_grad_enabled():
-            return self._unroll(inputs, packing, start)
+            return self._unroll(inputs, packing, None)
         values, states, first = [], [], 0
+        start: Tensor | None = None
         for begin in range(0, packing.n_steps, STEPS_AT_ONCE):
             part = Packing(tuple(min(k - begin, STEPS_AT_ONCE) for k in packing.lengths if k > begin))
             rows = slice(first, first + sum(part.lengths))
@@ -350,24 +336,15 @@ class SeparateAgents(Agent):
         """Return the hidden state at the start of episodes, [B, n, H] zeros."""
         return torch.cat([agent.init_hidden(n_slots) for agent in self._agents()], dim=1)
 
-    def forward(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> Tensor:
-        """Return the values [S, n, A] of whole episodes, or from the hidden state `start` [B, n, H] on."""
-        each = enumerate(self._agents())
-        if start is None:
-            return torch.cat([agent(inputs.agent(i), packing) for i, agent in each], dim=1)
-        return torch.cat([agent(inputs.agent(i), packing, start[:, i : i + 1]) for i, agent in each], dim=1)
+    def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
+        """Return the values [S, n, A] of whole episodes."""
+        return torch.cat([agent(inputs.agent(i), packing) for i, agent in enumerate(self._agents())], dim=1)
 
-    def unroll(self, inputs: AgentInputs, packing: Packing, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def unroll(self, inputs: AgentInputs, packing: Packing) -> tuple[Tensor, Tensor]:
         """Return the values [S, n, A], and the hidden state after each row, [S, n, H]."""
         each = enumerate(cast(list[Remembers], self._agents()))
-        begun = [None if start is None else start[:, i : i + 1] for i in range(len(self.each))]
-        values, hidden = zip(*(agent.unroll(inputs.agent(i), packing, begun[i]) for i, agent in each), strict=True)
+        values, hidden = zip(*(agent.unroll(inputs.agent(i), packing) for i, agent in each), strict=True)
         return torch.cat(values, dim=1), torch.cat(hidden, dim=1)
-
-    def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
-        """Return the hidden state after each row, [S, n, H]."""
-        each = enumerate(cast(list[StartsInside], self._agents()))
-        return torch.cat([agent.hidden_states(inputs.agent(i), packing) for i, agent in each], dim=1)
 
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values [B, n, A] of one step and the new hidden state [B, n, H]."""

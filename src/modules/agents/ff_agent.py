@@ -69,14 +69,9 @@ class FFAgent(Agent):
         """Return an empty hidden state, [B, n, 0]."""
         return self.trunk.fc3.weight.new_zeros(n_slots, self.n_agents, 0)
 
-    def forward(self, inputs: AgentInputs, packing: Packing | None = None, start: Tensor | None = None) -> Tensor:
-        """Return [S, n, A] of all rows; `packing` and `start` do not matter to an agent without memory."""
+    def forward(self, inputs: AgentInputs, packing: Packing | None = None) -> Tensor:
+        """Return [S, n, A] of all rows; `packing` does not matter to an agent without memory."""
         return self.trunk(self.inferences.behind(inputs), inputs.last_action)
-
-    def hidden_states(self, inputs: AgentInputs, packing: Packing) -> Tensor:
-        """Return the empty hidden states, [S, n, 0]."""
-        # Memory of width 0: runners and learners need no case of their own for these agents.
-        return inputs.features[..., :0]
 
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return [B, n, A] of one step and the empty hidden state."""

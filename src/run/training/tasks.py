@@ -27,7 +27,10 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.seeding import EpisodeSeeds
 
 TOLERANCE = 0.05
-"""How far the busiest rank may be above the mean before tasks are dealt again or divided, as a share of the mean."""
+"""How far the busiest rank may be above the mean before tasks are dealt again, as a share of the mean."""
+
+LITTLE = 0.01
+"""Share of a task that a rank plays because it needs more tasks."""
 
 
 def in_turn(n_tasks: int, n_ranks: int, least: int = 1) -> np.ndarray:
@@ -35,54 +38,32 @@ def in_turn(n_tasks: int, n_ranks: int, least: int = 1) -> np.ndarray:
 
     Where there are too few, a rank plays further ones together with others.
     """
-    owned = [[task for task in range(n_tasks) if task % n_ranks == rank] for rank in range(n_ranks)]
-    for rank, tasks in enumerate(owned):
-        spare = [task for task in np.roll(range(n_tasks), -rank).tolist() if task not in tasks]
-        tasks += spare[: max(0, least - len(tasks))]
-    return _equal_parts([set(tasks) for tasks in owned], n_tasks)
+    owned = np.arange(n_tasks) % n_ranks == np.arange(n_ranks)[:, None]
+    for rank, own in enumerate(owned):
+        spare = [task for task in np.roll(range(n_tasks), -rank).tolist() if not own[task]]
+        own[spare[: max(0, least - int(own.sum()))]] = True
+    shares: np.ndarray = owned / owned.sum(0)
+    return shares
 
 
 def balanced(loads: np.ndarray, n_ranks: int, least: int = 1) -> np.ndarray:
-    """Return shares with which the busiest rank is at most `TOLERANCE` above the mean, dividing few tasks.
+    """Return shares with which all ranks have the same to do, except for further tasks of `LITTLE` for `least`.
 
-    The longest task goes first, each to the rank with the least to do (Graham 1969, Bounds on multiprocessing timing
-    anomalies). A task that is longer than the mean of the ranks is divided among several before, and the longest one of
-    the busiest rank after that, as long as it is too busy.
+    The tasks stand in a row, each as long as its load, and the row is cut in W equal parts (McNaughton 1959, Scheduling
+    with deadlines and loss functions): so at most W - 1 cuts divide a task.
 
     Args:
         loads: [n] seconds of each task per episode of the run, all positive. n_ranks: W. least: tasks of each rank.
     """
-    mean = loads.sum() / n_ranks
-    parts = np.minimum(np.ceil(loads / mean * (1 - 1e-9)).astype(int), n_ranks)
-    while parts.sum() < n_ranks * least:
-        parts[np.where(parts < n_ranks, loads / parts, -1.0).argmax()] += 1
-    while True:
-        shares = _packed(loads, parts, n_ranks, least)
-        busy = shares @ loads
-        if busy.max() <= (1 + TOLERANCE) * mean or (parts >= n_ranks).all():
-            return shares
-        candidates = (shares[busy.argmax()] > 0) & (parts < n_ranks)
-        if not candidates.any():
-            candidates = parts < n_ranks
-        parts[np.where(candidates, loads / parts, -1.0).argmax()] += 1
-
-
-def _packed(loads: np.ndarray, parts: np.ndarray, n_ranks: int, least: int) -> np.ndarray:
-    """Return shares when task i is divided into parts[i] equal parts, no two of them on one rank."""
-    owned: list[set[int]] = [set() for _ in range(n_ranks)]
-    busy = [0.0] * n_ranks
-    each = loads / parts
-    for task in np.argsort(-each, kind="stable").tolist():
-        for rank in sorted(range(n_ranks), key=busy.__getitem__)[: parts[task]]:
-            owned[rank].add(task)
-            busy[rank] += each[task]
-    for own in owned:
-        while len(own) < least:
-            giver = max((other for other in owned if len(other) > least and other - own), key=len)
-            task = min(giver - own, key=each.__getitem__)
-            giver.remove(task)
-            own.add(task)
-    return _equal_parts(owned, len(loads))
+    ends = np.cumsum(loads)
+    cuts = np.linspace(0, ends[-1], n_ranks + 1)[:, None]
+    shares = (np.minimum(ends, cuts[1:]) - np.maximum(ends - loads, cuts[:-1])) / loads
+    shares = np.where(shares > LITTLE / 10, shares, 0)  # not what rounding has left
+    for rank, own in enumerate(shares):
+        spare = [task for task in np.roll(range(len(loads)), -rank).tolist() if not own[task]]
+        own[spare[: max(0, least - int((own > 0).sum()))]] = LITTLE
+    balance: np.ndarray = shares / shares.sum(0)
+    return balance
 
 
 def excess(shares: np.ndarray, loads: np.ndarray) -> float:
@@ -101,11 +82,6 @@ def apportioned(total: int, shares: Sequence[float]) -> list[int]:
     while numbers.sum() > total and (numbers > 1).any():
         numbers[np.where(numbers > 1, numbers - exact, -np.inf).argmax()] -= 1
     return [int(number) for number in numbers]
-
-
-def _equal_parts(owned: Sequence[set[int]], n_tasks: int) -> np.ndarray:
-    shares = np.array([[float(task in own) for task in range(n_tasks)] for own in owned])
-    return shares / shares.sum(0)
 
 
 LAST = 100
@@ -179,32 +155,6 @@ class Records(dict[str, Record]):
                 self[name].add(record)
 
 
-class Tally:
-    """Results of each map over all ranks. names: of the maps.
-
-    Attributes:
-        all: up to the last exchange, equal on all ranks. own: this rank's since then, part of each rank's own state.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.all, self.own = Records(names), Records(names)
-
-    def synchronise(self, dist: Dist) -> tuple[np.ndarray, np.ndarray]:
-        """Add the increments of all ranks in rank order; return their seconds and episodes by map, each [n]."""
-        parts = dist.gather(self.own.state_dict())
-        self.own.load_state_dict(Records(self.own).state_dict())
-        added = Records(self.own)
-        added.merge(parts)
-        for name, record in added.items():
-            self.all[name].add(record)
-        found = added.values()
-        return np.array([each.seconds for each in found]), np.array([float(each.visits) for each in found])
-
-    def facts(self) -> dict[str, dict[str, float]]:
-        """Return values by map up to the last exchange."""
-        return {name: record.facts() for name, record in self.all.items()}
-
-
 KEPT_COST = 0.5
 """Part of the measured seconds and episodes that is kept when new ones are added: lengths change with the policy."""
 
@@ -244,7 +194,8 @@ class TrainingTasks(Shaper):
             the seconds that the environment has spent on each task so far. clock: returns the seconds of this rank.
 
     Attributes:
-        tally: results of each map. shares: [W, n] part of each map's episodes that each rank plays.
+        all: results of each map up to the last exchange, equal on all ranks. own: this rank's since then, part of each
+            rank's own state. shares: [W, n] part of each map's episodes that each rank plays.
     """
 
     def __init__(
@@ -263,7 +214,7 @@ class TrainingTasks(Shaper):
         self.names = info.tasks[: info.n_training]
         weights = np.array([config.task_weights.get(name, 1.0) for name in self.names])
         self.weights = weights / weights.sum()
-        self.tally = Tally(self.names)
+        self.all, self.own = Records(self.names), Records(self.names)
         self.costs = np.zeros((2, len(self.names)))  # seconds and episodes, newer ones count more
         self.rebalanced = 0
         self._credit = np.zeros(len(self.names))
@@ -350,13 +301,13 @@ class TrainingTasks(Shaper):
         for episode in log:
             name = str(episode["task"])
             steps[name] += int(episode["length"])
-            self.tally.own[name].note(episode.get("battle_won"))
+            self.own[name].note(episode.get("battle_won"))
         began, before = self._began
         spent = (self._seconds() - before)[: len(self.names)]
         others = max(self._clock() - began - float(spent.sum()), 0.0)
         parts = np.array(list(steps.values()), float)
         spent = spent + others * parts / max(parts.sum(), 1.0)
-        for record, seconds in zip(self.tally.own.values(), spent.tolist(), strict=True):
+        for record, seconds in zip(self.own.values(), spent.tolist(), strict=True):
             record.seconds += seconds
 
     def exchanges(self, iteration: int) -> bool:
@@ -368,10 +319,14 @@ class TrainingTasks(Shaper):
 
         A collective. Only increments are exchanged, and each is added once.
         """
-        seconds, episodes = self.tally.synchronise(self.dist)
-        if not episodes.any():
+        added = Records(self.names)
+        added.merge(self.dist.gather(self.own.state_dict()))
+        self.own.load_state_dict(Records(self.names).state_dict())
+        self.all.merge([added.state_dict()])
+        if not any(record.visits for record in added.values()):
             return False
-        self.costs = KEPT_COST * self.costs + np.stack([seconds, episodes])
+        found = [[record.seconds for record in added.values()], [record.visits for record in added.values()]]
+        self.costs = KEPT_COST * self.costs + np.array(found)
         return self.rebalance()
 
     def rebalance(self) -> bool:
@@ -399,7 +354,7 @@ class TrainingTasks(Shaper):
 
     def record(self) -> dict[str, float]:
         """Return the values for logs, of all ranks up to the last exchange."""
-        facts = self.tally.facts()
+        facts = {name: record.facts() for name, record in self.all.items()}
         values = {f"train/{name}/{key}": float(value) for name, each in facts.items() for key, value in each.items()}
         if self.config.dealing == "sharded":
             values["rebalanced"] = float(self.rebalanced)
@@ -412,20 +367,20 @@ class TrainingTasks(Shaper):
     def register(self, register: Callable[..., None]) -> None:
         """Save what all ranks share, and this rank's statistics since the last exchange."""
         register("maps", self)
-        register("maps of the rank", self.tally.own, "rank")
+        register("maps of the rank", self.own, "rank")
 
     def summary(self) -> dict[str, Any]:
         """Return by map its results and the ranks that play it."""
         found = {}
-        for task, (name, facts) in enumerate(self.tally.facts().items()):
+        for task, (name, record) in enumerate(self.all.items()):
             ranks = np.flatnonzero(self.shares[:, task]).tolist() if self.weights[task] > 0 else []
-            found[name] = {**facts, "ranks": ranks}
+            found[name] = {**record.facts(), "ranks": ranks}
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return what all ranks share."""
         return {
-            "tally": self.tally.all.state_dict(),
+            "tally": self.all.state_dict(),
             "costs": self.costs.tolist(),
             "credit": self._credit.tolist(),
             "shares": self.shares.tolist(),
@@ -435,7 +390,7 @@ class TrainingTasks(Shaper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`; among another number of ranks with tasks dealt by the measured costs."""
-        self.tally.all.load_state_dict(state["tally"])
+        self.all.load_state_dict(state["tally"])
         self.costs = np.array(state["costs"])
         self._credit = np.array(state["credit"])
         self.rebalanced = int(state["rebalanced"])
