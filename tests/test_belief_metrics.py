@@ -15,12 +15,13 @@ from ddp_harness import run_phases
 from graph_toys import INFO, LAYOUT, graph_learner, toy_episodes
 
 from omagd.config.env_info import ALLY, ENEMY
-from omagd.learners import belief_baselines
-from omagd.learners.belief_baselines import BASELINES, LEAST, PENALTIES, Baselines, cases_of, fit_baselines
-from omagd.learners.belief_metrics import belief_values, judge
+from omagd.lab.beliefs import baselines as belief_baselines
+from omagd.lab.beliefs.baselines import BASELINES, LEAST, PENALTIES, Baselines, cases_of, fit_baselines
+from omagd.lab.beliefs.judge import BeliefJudge
+from omagd.lab.beliefs.table import belief_values, judge
 from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Belief
-from omagd.run.training import beliefs
+from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode, pack_episodes
@@ -369,7 +370,7 @@ def test_where_everything_is_seen_there_is_nothing_to_measure() -> None:
         each["obs"] = each["full_obs"] = torch.where(each["full_obs"] == 0, 0.5, each["full_obs"])
     baselines = fitted(episodes, episodes)
     table = judge(graph_learner("stage2"), [pack_episodes(episodes)], baselines, Dist())
-    assert table == {"rows": [], "reliability": []} and belief_values(table) == {}
+    assert table == {"rows": [], "reliability": [], "episodes": 4} and belief_values(table) == {}
     assert not baselines.ridge.any() and not baselines.slot_mean.any()
 
 
@@ -421,12 +422,12 @@ def of_a_team(played: list[Episode], baselines: Baselines, dist: Dist) -> tuple[
     runner = SimpleNamespace(run=lambda mac, **how: SimpleNamespace(episodes=played))
     session = SimpleNamespace(config=stage.config, info=INFO, dist=dist, rounds=int, runners={"beliefs": runner})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beliefs, "saved_baselines", lambda session: baselines)
-        patch.setattr(beliefs, "picture", lambda *rest: "drawn")
-        trained = SimpleNamespace(predictor=stage.predictor, tokenizer=stage.tokenizer)
-        values, drawn, table = beliefs.evaluate_beliefs(session, trained, SimpleNamespace(head=None))  # type: ignore[arg-type]
-    assert drawn == ({"picture": "drawn"} if dist.is_main else {})
-    return values, table
+        patch.setattr(BeliefJudge, "_saved_baselines", lambda judge: baselines)
+        patch.setattr("omagd.lab.beliefs.judge.picture", lambda *rest: "drawn")
+        trained = PretrainedModules(stage.tokenizer, stage.predictor)
+        found = BeliefJudge(session, trained).team(SimpleNamespace(head=None))  # type: ignore[arg-type]
+    assert found.files == ({"picture": "drawn"} if dist.is_main else {})
+    return found.values, found.table
 
 
 @pytest.mark.processes

@@ -11,12 +11,12 @@ from interruption import TornRun, interrupted_run
 from run_equality import differences, reproducible_lines
 
 from omagd.config.schema import Config
+from omagd.lab.beliefs import judge as judging
 from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.stages import pretraining
 from omagd.run.training.stages.pretraining import TEST, Stage2
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
@@ -80,7 +80,7 @@ def test_test_episodes_are_played_last_and_change_nothing_that_is_trained(whole,
 
 def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
     """The best one is made another one than the last, which a run this short may end with."""
-    seen, report, judging = [], Stage2.report, pretraining.judge
+    seen, report, judge = [], Stage2.report, judging.judge
 
     def reporting(self):
         best = {**self.best[2], "head.bias": self.best[2]["head.bias"] + 1}
@@ -91,17 +91,17 @@ def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
 
     def judged(learner, *rest):
         seen.append(checksum(learner.predictor.state_dict()))
-        return judging(learner, *rest)
+        return judge(learner, *rest)
 
     monkeypatch.setattr(Stage2, "report", reporting)
-    monkeypatch.setattr(pretraining, "judge", judged)
+    monkeypatch.setattr(judging, "judge", judged)
     launch(config(tmp_path), "run")
     best, last, reported, after = seen[-4:]
     assert best == reported != last == after
 
 
 def test_baselines_are_fitted_on_training_episodes_and_their_penalties_chosen_on_held_out_ones(tmp_path, monkeypatch):
-    fitted, judged, fit, judge = [], [], pretraining.fit_baselines, pretraining.judge
+    fitted, judged, fit, judge = [], [], judging.fit_baselines, judging.judge
 
     def count(batches):
         return sum(batch.packing.n_episodes for batch in batches)
@@ -110,12 +110,12 @@ def test_baselines_are_fitted_on_training_episodes_and_their_penalties_chosen_on
         fitted.append((count(training()), count(validation())))
         return fit(training, validation, *rest)
 
-    def judging(learner, batches, *rest):
+    def judge_all(learner, batches, *rest):
         judged.append(count(kept := list(batches)))
         return judge(learner, kept, *rest)
 
-    monkeypatch.setattr(pretraining, "fit_baselines", fitting)
-    monkeypatch.setattr(pretraining, "judge", judging)
+    monkeypatch.setattr(judging, "fit_baselines", fitting)
+    monkeypatch.setattr(judging, "judge", judge_all)
     launch(config(tmp_path), "run")
     assert fitted == [(8, 4)] and judged == [4, 4, 6], "8 episodes to learn from, 4 held out, 6 to test on"
 

@@ -18,6 +18,7 @@ from omagd.controllers.graph_mac import NGraphMAC
 from omagd.controllers.types import Tick
 from omagd.envs.frames import Frame, Scene
 from omagd.envs.protocol import Observation
+from omagd.lab.beliefs import picture
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers import REGISTRY, token_reconstructor
 from omagd.modules.graph_reconstructers.graphs import (
@@ -33,7 +34,6 @@ from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.run.recording import WRITERS
 from omagd.run.recording.recording import Recording
-from omagd.run.training import beliefs
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
@@ -276,8 +276,7 @@ def picture_of(monkeypatch, tmp_path, parts, batch, info=INFO):
         config=parts[2], info=info, env=SimpleNamespace(frame=lambda slot: frame),
         folder=SimpleNamespace(plots=tmp_path), logger=SimpleNamespace(picture=lambda name, path: None),
     )  # fmt: skip
-    modules = SimpleNamespace(tokenizer=parts[0], predictor=parts[1])
-    made = beliefs.picture(session, beliefs.reconstructor_of(session, modules), batch, "moment")
+    made = picture.picture(session, TokenReconstructor(*parts), batch, "moment")
     ((recording, agent),) = shown
     assert made == tmp_path / "moment.png" and Recording.model_validate(recording.model_dump())
     return recording.episodes[0], agent
@@ -295,7 +294,7 @@ def test_a_picture_shows_an_agent_for_which_something_is_hidden() -> None:
     obs = full.clone()
     obs[0, 1, 3] = 0.0
     views = (nodes_to_obs(value, LAYOUT)[None] for value in (obs, full))
-    assert beliefs._best_view(*views, LAYOUT) == (0, 1)
+    assert picture._best_view(*views, LAYOUT) == (0, 1)
 
 
 def test_the_picture_of_beliefs_shows_what_is_seen_believed_and_true(tmp_path, monkeypatch) -> None:

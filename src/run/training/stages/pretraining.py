@@ -7,7 +7,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ from torch import nn
 
 from omagd import learners
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.learners.belief_baselines import Baselines, fit_baselines
-from omagd.learners.belief_metrics import belief_values, judge
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.protocol import PretrainingLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
@@ -25,8 +23,8 @@ from omagd.modules.graph_reconstructers import training_fields
 from omagd.modules.graph_reconstructers.pretrained import describe
 from omagd.run.checkpoint.store import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
-from omagd.run.training.beliefs import picture, reconstructor_of, saved_baselines, says_of_units
 from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy
+from omagd.run.training.judges import Verdict, judges
 from omagd.run.training.stages.base import PretrainedModules, Session, Stage, Task, require_same_weights
 from omagd.utils.logging import Progress, duration
 from omagd.utils.metrics import Every, Metrics
@@ -310,8 +308,7 @@ TEST = "pretrain_test"
 class Stage2(PretrainStage):
     """Trains a fresh predictor, over the frozen tokenizer's tokens where its kind reads them.
 
-    Held-out episodes select the best predictor. Then, and not before, test episodes are played, on which it is reported
-    beside the baselines.
+    Held-out episodes select the best predictor. Then, and not before, test episodes are played, on which it is judged.
 
     Attributes:
         tested: the table of the test episodes, empty until then.
@@ -324,6 +321,7 @@ class Stage2(PretrainStage):
     def __init__(self, session: Session, pretrained: PretrainedModules) -> None:
         super().__init__(session, pretrained)
         self.tested: dict[str, Any] = {}
+        self.judges = judges(session, pretrained)
         self.register("tested", Attribute(self, "tested"))
         self.tasks.append(Task("test", self._is_report_due, self.report))
 
@@ -354,52 +352,28 @@ class Stage2(PretrainStage):
             self._missing[TEST] = self.session.config.graph_pretrain_test_episodes
 
     def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
-        """Return also what is measured on living units, beside the baselines."""
-        values = super().measure(buffer)
-        if self.baselines is None:
-            return values
-        batches = in_batches(buffer, self.session.dist.device)
-        return {**values, **belief_values(judge(self.learner, batches, self.baselines, self.session.dist))}
+        """Return also what the judges measure."""
+        return {**super().measure(buffer), **self._judged(buffer).values}
 
-    @cached_property
-    def baselines(self) -> Baselines | None:
-        """The baselines: those of the given predictor's file if it is only evaluated, else fitted ones.
-
-        None for a predictor that says nothing of units. First read by all ranks together.
-        """
-        session, pretrained = self.session, self.pretrained
-        if not says_of_units(self.learner):
-            return None
-        if session.config.evaluation_only:
-            return saved_baselines(session)
-        assert pretrained.train_episodes is not None and pretrained.held_out is not None
-        training, validation = (
-            partial(in_batches, buffer, session.dist.device)
-            for buffer in (pretrained.train_episodes, pretrained.held_out)
-        )
-        return fit_baselines(training, validation, session.info, session.dist)
+    def _judged(self, buffer: EpisodeBuffer) -> Verdict:
+        batches = partial(in_batches, buffer, self.session.dist.device)
+        return Verdict.of(judge.predictor(self.learner, batches()) for judge in self.judges)
 
     def saved_beside(self) -> dict[str, Any]:
-        """Return the baselines, beside which the predictor is judged in later runs too."""
-        return {} if self.baselines is None else {"baselines": self.baselines.state_dict()}
+        """Return what judges need to judge the predictor in later runs too."""
+        return {name: value for judge in self.judges for name, value in judge.saved().items()}
 
     def report(self) -> None:
         """Measure the best predictor on the test episodes and log one record."""
         session, module, buffer = self.session, self.trained, self.buffers()[TEST]
-        baselines = self.baselines
         last = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(self.best[2])
         metrics = Metrics()
         for batch in in_batches(buffer, session.dist.device):
             metrics.add(self.learner.evaluate(batch))
-        values = summarise(metrics.reduce(session.dist))
-        table: dict[str, Any] = {}
-        if baselines is not None:
-            table = judge(self.learner, in_batches(buffer, session.dist.device), baselines, session.dist)
-            values |= belief_values(table)
-            table["episodes"] = session.dist.sum_int(len(buffer))
+        values, judged = summarise(metrics.reduce(session.dist)), self._judged(buffer)
         module.load_state_dict(last)
-        self.tested = {"values": values, "table": table}
+        self.tested = {"values": {**values, **judged.values}, "table": judged.table}
         self.log({f"test/{name}": value for name, value in self.tested["values"].items()})
 
     def standing(self) -> dict[str, float]:
@@ -408,20 +382,14 @@ class Stage2(PretrainStage):
         return {**super().standing(), **{f"test_{name}": value for name, value in tested.items()}}
 
     def finish(self) -> StageResult:
-        """Save the models, and draw one moment as seen, as reconstructed and as it was."""
+        """Save the models, and let judges draw what the best one believes."""
         result = super().finish()
         if self.tested.get("table"):
             result.facts["beliefs"] = self.tested["table"]
-        if self.session.dist.is_main and says_of_units(self.learner):
-            assert self.pretrained.held_out is not None
-            held_out = self.pretrained.held_out
-            path = picture(
-                self.session,
-                reconstructor_of(self.session, self.pretrained),
-                held_out.batch(range(len(held_out))),
-                "beliefs_stage2",
-            )
-            result.files["picture"] = str(path)
+        held_out = self.pretrained.held_out
+        assert held_out is not None
+        for judge in self.judges if self.session.dist.is_main else []:
+            result.files.update(judge.picture(held_out.batch(range(len(held_out)))))
         return result
 
     def _is_over(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from omagd.config.env_info import ALLY, ENEMY, EntityLayout
-from omagd.learners.belief_baselines import BASELINES, SIMPLE, Baselines, Cases, bounded, cases_of
+from omagd.lab.beliefs.baselines import BASELINES, SIMPLE, Baselines, Cases, bounded, cases_of
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
@@ -209,17 +209,18 @@ class BeliefSums:
 
 def judge(believer: Believer, batches: Iterable[PackedBatch], baselines: Baselines, dist: Dist) -> dict[str, Any]:
     """Return the table of a predictor and of the baselines on this rank's `batches` and those of the others."""
-    sums = BeliefSums(believer.layout, dist.device)
+    sums, episodes = BeliefSums(believer.layout, dist.device), 0
     for batch in bounded(batches):
+        episodes += batch.packing.n_episodes
         cases = cases_of(batch, believer.layout)
         missing, belief = believer.beliefs(batch)
         if not torch.equal(missing, cases.missing):
             raise ValueError(
                 f"{type(believer).__name__}.beliefs is about {int(missing.sum())} nodes, not about the {len(cases)}"
-                " unseen ones of living agents in rows with a step (learners/belief_baselines.py)"
+                " unseen ones of living agents in rows with a step (lab/beliefs/baselines.py)"
             )
         sums.add(cases, belief, baselines)
-    return sums.table(dist)
+    return {**sums.table(dist), "episodes": dist.sum_int(episodes)}
 
 
 def belief_values(table: dict[str, Any]) -> dict[str, float]:
