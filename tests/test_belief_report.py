@@ -42,31 +42,41 @@ def logged(folder: Path, prefix: str) -> list[dict]:
     return [line for line in lines if line]
 
 
+def count(batches):
+    return sum(batch.packing.n_episodes for batch in batches)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return a run that nothing interrupted, and what its stage 2 did."""
-    seen, play, measure = [], Stage2._play, Stage2.measure
+    """Return a run that nothing interrupted, and what its stage 2 did with how many episodes."""
+    seen, play, fit, judge = [], Stage2._play, judging.fit_baselines, judging.judge
     with pytest.MonkeyPatch.context() as patch:
 
         def playing(self, purpose, into):
             seen.append((purpose, self.clock.epoch, self.best[1]))
             return play(self, purpose, into)
 
-        def measuring(self, buffer):
-            seen.append(("measure", self.clock.epoch, len(self.buffers()[TEST])))
-            assert buffer is self.pretrained.held_out
-            return measure(self, buffer)
+        def fitting(training, validation, *rest):
+            seen.append(("fit", count(training()), count(validation())))
+            return fit(training, validation, *rest)
+
+        def judge_all(learner, batches, *rest):
+            kept = list(batches)
+            seen.append(("judge", count(kept)))
+            return judge(learner, kept, *rest)
 
         patch.setattr(Stage2, "_play", playing)
-        patch.setattr(Stage2, "measure", measuring)
+        patch.setattr(judging, "fit_baselines", fitting)
+        patch.setattr(judging, "judge", judge_all)
         folder = launch(config(tmp_path_factory.mktemp("whole")), "run")["folder"]
     return RunFolder(folder), seen
 
 
-def test_test_episodes_are_played_last_and_change_nothing_that_is_trained(whole, tmp_path):
+def test_test_episodes_are_played_last_and_nothing_is_learned_from_what_judges(whole, tmp_path):
     folder, seen = whole
     best = read_json(folder.summary_json)["stages"]["stage2"]["values"]["best_epoch"]
-    assert seen == [("measure", 1, 0), ("measure", 2, 0), *[(TEST, 2, best)] * 3], "2 battles at a time, 6 episodes"
+    fitted = ("fit", 8, 4), ("judge", 4), ("judge", 4)  # 8 episodes to learn from; 4 held out, once an epoch
+    assert seen == [*fitted, *[(TEST, 2, best)] * 3, ("judge", 6)], "2 battles at a time, 6 episodes"
     other = launch(config(tmp_path, "graph_pretrain_test_episodes=2"), "run")["folder"]
     found = differences(folder.path, Path(other))
     assert len(found) == 1 and "stage2 ['test/" in found[0], found
@@ -98,26 +108,6 @@ def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
     launch(config(tmp_path), "run")
     best, last, reported, after = seen[-4:]
     assert best == reported != last == after
-
-
-def test_baselines_are_fitted_on_training_episodes_and_their_penalties_chosen_on_held_out_ones(tmp_path, monkeypatch):
-    fitted, judged, fit, judge = [], [], judging.fit_baselines, judging.judge
-
-    def count(batches):
-        return sum(batch.packing.n_episodes for batch in batches)
-
-    def fitting(training, validation, *rest):
-        fitted.append((count(training()), count(validation())))
-        return fit(training, validation, *rest)
-
-    def judge_all(learner, batches, *rest):
-        judged.append(count(kept := list(batches)))
-        return judge(learner, kept, *rest)
-
-    monkeypatch.setattr(judging, "fit_baselines", fitting)
-    monkeypatch.setattr(judging, "judge", judge_all)
-    launch(config(tmp_path), "run")
-    assert fitted == [(8, 4)] and judged == [4, 4, 6], "8 episodes to learn from, 4 held out, 6 to test on"
 
 
 def test_a_run_that_is_interrupted_among_its_test_episodes_ends_with_the_same_bits(whole, tmp_path):

@@ -67,7 +67,9 @@ def test_learners_read_the_guesses_on_which_agents_acted(runner: str, changes: d
 
 
 def test_memories_of_a_predictor_are_part_of_a_controllers_snapshot() -> None:
-    mac, episodes, _ = collected("parallel")
+    """Without dropout, which only trains."""
+    dropout = {"mask_predictor_config.dropout": 0.5, "tokenizer_config.dropout": 0.5}
+    mac, episodes, _ = collected("parallel", **dropout)
     del mac._build_inputs  # which notes
     other, rows = copy.deepcopy(mac), next(episode["obs"] for episode in episodes if len(episode["obs"]) > 12)
     for one in (mac, other):

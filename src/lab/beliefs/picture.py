@@ -86,17 +86,10 @@ def _scene(session: Session, layout: EntityLayout, agent: int) -> Scene:
 
 
 def _best_view(obs: Tensor, full: Tensor, layout: EntityLayout) -> tuple[int, int]:
-    """Return (episode, agent) of the most informative view.
-
-    Score: 10 for each living unit that is hidden now but was seen before, 3 for each visible one (3 at most), 1 for
-    each hidden one.
-    """
-    seen = ~unseen(obs_to_nodes(obs, layout))[..., 1:]
-    alive = ~unseen(obs_to_nodes(full, layout))[..., 1:]
+    """Return (episode, agent) of the view in which most living units are hidden, above all those seen before."""
+    seen, alive = (~unseen(obs_to_nodes(each, layout))[..., 1:] for each in (obs, full))
     hidden = alive & ~seen
     remembered = hidden & torch.cummax(seen.byte(), dim=1).values.bool()
-    score = 10 * remembered.sum(-1) + 3 * (seen & alive).sum(-1).clamp(max=3) + hidden.sum(-1)
-    score = torch.where(hidden.any(-1), score, 0)
-    flat = int(np.argmax(score.cpu().numpy()))
-    episode, _, agent = np.unravel_index(flat, tuple(score.shape))
-    return int(episode), int(agent)
+    score = (10 * remembered + 1 * hidden).sum((1, 3))
+    episode, agent = divmod(int(score.argmax()), score.shape[1])
+    return episode, agent

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
@@ -26,13 +25,12 @@ from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_fi
 from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy
 from omagd.run.training.judges import Verdict, judges
 from omagd.run.training.stages.base import PretrainedModules, Session, Stage, Task, require_same_weights
-from omagd.utils.logging import Progress, duration
+from omagd.utils.logging import Progress
 from omagd.utils.metrics import Every, Metrics
 from omagd.utils.packing import PackedBatch
-from omagd.utils.seeding import generator, seed_everything
+from omagd.utils.seeding import seed_everything
 from omagd.utils.storage import STORAGE
 
-REHEARSAL_EPISODES = 8
 TOGETHER = 32  # episodes that are read together
 PROGRESS = {"best": "best", "last": "last", "missing": "_missing"}
 """What checkpoints hold of the stage itself: names, and attributes."""
@@ -67,7 +65,6 @@ class PretrainStage(Stage):
         self._make_room()
         self._policies: dict[str, Any] = {}
         self._learned = False
-        self._rehearsed = False
         self._bar: Progress | None = None
         for name, attribute in PROGRESS.items():
             self.register(name, Attribute(self, attribute))
@@ -138,12 +135,15 @@ class PretrainStage(Stage):
 
     def update(self) -> None:
         """One epoch: one sampled batch on each rank, one update."""
-        if not self._rehearsed:
-            self._rehearse()
+        config, logger = self.session.config, self.session.logger
+        if self._bar is None:
+            whole, shown = config.graph_pretrain_epochs, self.session.dist.is_main
+            logger.info(f"{self.name}: {whole} epochs of {len(self._episodes)} episodes on every rank")
+            self._bar = Progress(whole, "epoch", self.name, enabled=shown, initial=self.clock.epoch)
         if self.clock.epoch == 0:
             with self.session.profiler.phases("prepare"):  # once, not per epoch
                 self.learner.begin(partial(in_batches, self._episodes, self.session.dist.device))
-        size = min(self.session.config.graph_pretrain_batch_size, len(self._episodes))
+        size = min(config.graph_pretrain_batch_size, len(self._episodes))
         with self.session.profiler.phases("sample"):
             batch = self._episodes.sample(size, self.rng(f"{self.name} sampling")).to(self.session.dist.device)
         self.trained_on.add(self.health.note(self.learner.update(batch)), prefix="train/")
@@ -183,10 +183,11 @@ class PretrainStage(Stage):
         if reached < self.best[0] or math.isnan(self.best[0]):
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained.state_dict()))
 
-    def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
-        """Return the learner's metrics on episodes of all ranks."""
+    def measure(self, buffer: EpisodeBuffer, together: int = 0) -> dict[str, float]:
+        """Return the learner's metrics on episodes of all ranks. together: read at a time, 0: all."""
         metrics = Metrics()
-        metrics.add(self.learner.evaluate(buffer.batch(range(len(buffer))).to(self.session.dist.device)))
+        for batch in in_batches(buffer, self.session.dist.device, together or max(1, len(buffer))):
+            metrics.add(self.learner.evaluate(batch))
         return summarise(metrics.reduce(self.session.dist))
 
     def standing(self) -> dict[str, float]:
@@ -222,22 +223,6 @@ class PretrainStage(Stage):
     def _episodes(self) -> EpisodeBuffer:
         assert self.pretrained.train_episodes is not None
         return self.pretrained.train_episodes
-
-    def _rehearse(self) -> None:
-        """Pass a few episodes through the learner without an update, and log how long the stage will take."""
-        config, self._rehearsed = self.session.config, True
-        size = min(config.graph_pretrain_batch_size, len(self._episodes))
-        few = self._episodes.sample(min(REHEARSAL_EPISODES, size), generator(config.seed, "rehearsal"))
-        started = time.monotonic()
-        passes = self.learner.warm_up(few.to(self.session.dist.device))
-        seconds = (time.monotonic() - started) / passes * size / few.packing.n_episodes
-        left = config.graph_pretrain_epochs - self.clock.epoch
-        self.session.logger.info(
-            f"{self.name}: {left} epochs, each of {size} of {len(self._episodes)} episodes on every rank; about"
-            f" {duration(seconds * left)}"
-        )
-        shown = self.session.dist.is_main
-        self._bar = Progress(config.graph_pretrain_epochs, "epoch", self.name, enabled=shown, initial=self.clock.epoch)
 
     def _wanted(self) -> dict[str, int]:
         """Return how many episodes are to be played over all ranks, by purpose; in whole rounds of all slots."""
@@ -277,10 +262,10 @@ class PretrainStage(Stage):
         return {"shape_key": self.session.info.shape_key(), **more}
 
 
-def in_batches(buffer: EpisodeBuffer, device: torch.device) -> Iterator[PackedBatch]:
+def in_batches(buffer: EpisodeBuffer, device: torch.device, together: int = TOGETHER) -> Iterator[PackedBatch]:
     """Yield all episodes of a buffer, so many at a time that memory does not grow with their number."""
-    for first in range(0, len(buffer), TOGETHER):
-        yield buffer.batch(range(first, min(len(buffer), first + TOGETHER))).to(device)
+    for first in range(0, len(buffer), together):
+        yield buffer.batch(range(first, min(len(buffer), first + together))).to(device)
 
 
 def _buffer_file(rank: int) -> str:
@@ -351,13 +336,12 @@ class Stage2(PretrainStage):
         if lost and begun and not self.session.dist.all(len(self.buffers()[TEST]) > 0):
             self._missing[TEST] = self.session.config.graph_pretrain_test_episodes
 
-    def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
+    def measure(self, buffer: EpisodeBuffer, together: int = 0) -> dict[str, float]:
         """Return also what the judges measure."""
-        return {**super().measure(buffer), **self._judged(buffer).values}
-
-    def _judged(self, buffer: EpisodeBuffer) -> Verdict:
-        batches = partial(in_batches, buffer, self.session.dist.device)
-        return Verdict.of(judge.predictor(self.learner, batches()) for judge in self.judges)
+        self._verdict = Verdict.of(
+            judge.predictor(self.learner, in_batches(buffer, self.session.dist.device)) for judge in self.judges
+        )
+        return {**super().measure(buffer, together), **self._verdict.values}
 
     def saved_beside(self) -> dict[str, Any]:
         """Return what judges need to judge the predictor in later runs too."""
@@ -365,16 +349,13 @@ class Stage2(PretrainStage):
 
     def report(self) -> None:
         """Measure the best predictor on the test episodes and log one record."""
-        session, module, buffer = self.session, self.trained, self.buffers()[TEST]
+        module = self.trained
         last = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(self.best[2])
-        metrics = Metrics()
-        for batch in in_batches(buffer, session.dist.device):
-            metrics.add(self.learner.evaluate(batch))
-        values, judged = summarise(metrics.reduce(session.dist)), self._judged(buffer)
+        values = self.measure(self.buffers()[TEST], TOGETHER)
         module.load_state_dict(last)
-        self.tested = {"values": {**values, **judged.values}, "table": judged.table}
-        self.log({f"test/{name}": value for name, value in self.tested["values"].items()})
+        self.tested = {"values": values, "table": self._verdict.table}
+        self.log({f"test/{name}": value for name, value in values.items()})
 
     def standing(self) -> dict[str, float]:
         """Return also what the best predictor has reached on the test episodes."""
