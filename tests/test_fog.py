@@ -93,37 +93,6 @@ def test_half_of_the_mixed_battles_are_mirrored():
     assert (np.abs(np.bincount(image, minlength=5) / len(image) - 0.2) < 0.06).all()
 
 
-def test_the_other_half_is_surrounded_by_one_to_four_groups():
-    """As SMACv2's `surrounded`: allies in the middle, each group at a random point of a diagonal of its own."""
-    ally, enemy = places("8m_vs_9m", "mixed")
-    around = ~mirrored(ally, enemy)
-    np.testing.assert_allclose(ally[around].mean(1), np.full((around.sum(), 2), 16), atol=1)
-    side = enemy[around] - 16 > 0
-    corner = 2 * side[..., 0] + side[..., 1]
-    counts = np.bincount([len(set(each)) for each in corner.tolist()], minlength=5)[1:] / len(corner)
-    # Of 9 enemies in g groups; the chance that one of them is empty is below 2 % up to 3 groups, and 0.28 for 4.
-    assert counts == pytest.approx([0.25, 0.26, 0.31, 0.18], abs=0.05)
-    assert np.bincount(corner[:, 0]) / len(corner) == pytest.approx([0.25] * 4, abs=0.05)
-    one = np.array([len(set(each)) == 1 for each in corner.tolist()])
-    centre = np.abs(enemy[around][one] - 16).mean(1)
-    assert np.abs(centre[:, 0] - centre[:, 1]).max() < 1.5, "the group is not on the diagonal"
-    assert centre.min() < 4 < 10 < centre.max() and np.median(centre) == pytest.approx(7.2, abs=0.8)
-
-
-def test_a_hidden_enemy_stands_12_cells_away_on_any_side_and_faces_the_allies():
-    ally, enemy = places("3s_vs_5z", "hidden")
-    assert np.abs(ally.mean(1) - 16).max() < 1
-    way = enemy.mean(1) - 16
-    # The mean of three units in front and two behind is an eighth of a cell before the formation's centre.
-    assert np.abs(np.hypot(*way.T) - 11.875).max() < 0.9
-    assert np.hypot(*way.T).mean() == pytest.approx(11.875, abs=0.05)
-    angle = np.arctan2(way[:, 1], way[:, 0])
-    assert np.histogram(angle, 8, (-np.pi, np.pi))[0] / len(angle) == pytest.approx([1 / 8] * 8, abs=0.035)
-    # Five zealots stand in two lines, three of them in front.
-    depth = ((enemy - 16) * (way / 12)[:, None]).sum(-1)
-    assert np.sort(depth, 1).mean(0)[3:].mean() - np.sort(depth, 1).mean(0)[:3].mean() > 1
-
-
 # --- what agents see
 
 

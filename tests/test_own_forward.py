@@ -15,7 +15,7 @@ from torch import nn
 
 from omagd.modules import kernels
 from omagd.modules.agents import REGISTRY as AGENTS
-from omagd.modules.agents.agent import AgentInputs, InputLinear, RecurrentAgent
+from omagd.modules.agents.agent import AgentInputs, RecurrentAgent
 from omagd.modules.agents.ff_agent import FFAgent
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
@@ -161,9 +161,3 @@ def test_mixers_call_layers_of_other_classes(monkeypatch: pytest.MonkeyPatch, na
         monkeypatch.setattr(kernels, "SMALL", small)
         made.append(mix(mixer, inputs))
     torch.testing.assert_close(*made)
-
-
-def test_an_input_layer_of_another_class_is_called() -> None:
-    layer = scaled(InputLinear)(4, 5, q_config(), Q_INFO)
-    given = torch.randn(3, Q_INFO.n_agents, 4), torch.zeros(3, Q_INFO.n_agents, dtype=torch.int64)
-    assert torch.equal(layer.relu(*given), layer(*given).relu())

@@ -13,7 +13,7 @@ import torch
 from browser import opened
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from watch_toys import Oracle, play, small_recording
+from watch_toys import Diverged, Oracle, play, small_recording
 
 from omagd.components.action_selectors import log_softmax
 from omagd.envs.factory import make_env
@@ -184,7 +184,9 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
 @pytest.mark.processes
 def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path):
     page_file = tmp_path / "battle.html"
-    page_file.write_text(formats.player_page(battles, agent=1), encoding="utf-8")
+    diverged = play(map_name="5m_vs_6m", policy=Diverged)[0].episodes
+    shown = Recording(episodes=[*battles.episodes, *diverged])
+    page_file.write_text(formats.player_page(shown, agent=1), encoding="utf-8")
     last = battles.episodes[0].length
     with opened(page_file, dark=True, wide=390) as (page, complaints):
         page.locator("#clock", has_text="step").wait_for()
@@ -207,6 +209,10 @@ def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path):
         page.keyboard.press(" ")
         page.select_option("#episode", "1")
         assert text("clock") == f"step 0 / {battles.episodes[1].length}" and "<b>" in text("policy")
+        page.select_option("#episode", "2")
+        for agent, words in (("1", "infinity"), ("0", "not a number")):
+            page.select_option("#agent", agent)
+            assert words in text("values")
         page.click("#theme")
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         assert complaints == []

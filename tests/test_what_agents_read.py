@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graph_toys import noting
 
 from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration, Tick
@@ -38,7 +37,14 @@ def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
     modules = PretrainedModules(new_tokenizer(config, env.info, CPU), new_predictor(config, env.info, CPU))
     modules.predictor.bind(modules.tokenizer.table())
     mac: Any = build_mac(config, env.info, CPU, modules)
-    read = noting(mac, marks_of)
+    read, build = set[bytes](), mac._build_inputs
+
+    def noted(tick: Any) -> Any:
+        inputs, extras = build(tick)
+        read.update(marks_of(inputs))
+        return inputs, extras
+
+    mac._build_inputs = noted
     plays, episodes = RUNNERS.get(runner)(env, config, env.info, EpisodeSeeds(1, "train")), []
     while len(episodes) < 3:
         explore = Exploration(1.0, np.random.default_rng(0))

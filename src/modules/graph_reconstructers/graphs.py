@@ -73,11 +73,8 @@ def alive(obs: Array) -> Array:
 def feature_mask(layout: EntityLayout) -> Tensor:
     """Return which features of each node come from the observation (no padding, no fixed head), [N, D] bool."""
     # Padding and fixed heads are no news; errors over them would look small.
-    mask = torch.zeros((layout.n_nodes, layout.node_dim), dtype=torch.bool)
-    first_enemy = 1 + layout.n_allies
-    mask[0, SELF_HEAD : SELF_HEAD + layout.move_dim + layout.own_dim] = True
-    mask[1:first_enemy, : layout.ally_dim] = True
-    mask[first_enemy:, : layout.enemy_dim] = True
+    mask = obs_to_nodes(torch.ones(layout.obs_dim), layout).bool()
+    mask[0, 0] = False
     return mask
 
 
