@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
+from omagd.run.training.judges import JUDGES, Judge, Verdict
 from omagd.run.training.stages.pretraining import TEST, Stage2
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
@@ -88,9 +90,22 @@ def test_test_episodes_are_played_last_and_nothing_is_learned_from_what_judges(w
     assert stages[0]["values"]["test_error"] == stages[0]["beliefs"]["rows"][0]["mse"]["predictor"]
 
 
-def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
+class Watching(Judge):
+    """A judge of another package."""
+
+    seen: ClassVar[list[str]] = []
+
+    def predictor(self, learner, batches):
+        self.seen.append(checksum(learner.predictor.state_dict()))
+        return Verdict({"watched": float(count(batches))}, {"watched": [1]})
+
+    def saved(self):
+        return {"watched": torch.ones(1)}
+
+
+def test_all_judges_see_the_best_predictor(tmp_path, monkeypatch):
     """The best one is made another one than the last, which a run this short may end with."""
-    seen, report, judge = [], Stage2.report, judging.judge
+    seen, report = Watching.seen, Stage2.report
 
     def reporting(self):
         best = {**self.best[2], "head.bias": self.best[2]["head.bias"] + 1}
@@ -99,15 +114,15 @@ def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
         report(self)
         seen.append(checksum(self.trained.state_dict()))
 
-    def judged(learner, *rest):
-        seen.append(checksum(learner.predictor.state_dict()))
-        return judge(learner, *rest)
-
     monkeypatch.setattr(Stage2, "report", reporting)
-    monkeypatch.setattr(judging, "judge", judged)
-    launch(config(tmp_path), "run")
+    monkeypatch.setitem(JUDGES._objects, "watching", Watching)
+    summary = launch(config(tmp_path), "run")
     best, last, reported, after = seen[-4:]
     assert best == reported != last == after
+    found, folder = summary["stages"]["stage2"], RunFolder(summary["folder"])
+    assert found["values"]["test_watched"] == 6 and found["beliefs"]["watched"] == [1] and found["beliefs"]["rows"]
+    file = torch.load(folder.pretrained("stage2", best=True) / PREDICTOR_FILE, weights_only=True)
+    assert {"watched", "baselines"} <= file.keys()
 
 
 def test_a_run_that_is_interrupted_among_its_test_episodes_ends_with_the_same_bits(whole, tmp_path):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from omagd.config.env_info import EntityLayout
 from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, unit_names
-from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, units_of_nodes, unseen
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.recording import WRITERS
-from omagd.run.recording.recorder import Views, seen_and_believed, units_of_nodes
+from omagd.run.recording.recorder import Views, seen_and_believed
 from omagd.run.recording.recording import Episode, Moment, Recording
 from omagd.run.training.stages.base import Session
 from omagd.utils.packing import PackedBatch, last_actions
