@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,17 +94,3 @@ def _episode(rng: np.random.Generator, length: int, acting: np.random.Generator)
     shown_and_true = {"obs": obs, "full_obs": full}
     made = {name: nodes_to_obs(torch.from_numpy(nodes), LAYOUT) for name, nodes in shown_and_true.items()}
     return {**made, "actions": torch.from_numpy(acting.integers(0, INFO.n_actions, (rows, n)))}
-
-
-def noting(mac: Any, rows_of: Callable[[Any], set[bytes]]) -> set[bytes]:
-    """Return a set that fills with `rows_of` each input on which the controller `mac` acts."""
-    acted: set[bytes] = set()
-    build = mac._build_inputs
-
-    def noted(tick: Any) -> Any:
-        inputs, extras = build(tick)
-        acted.update(rows_of(inputs))
-        return inputs, extras
-
-    mac._build_inputs = noted
-    return acted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,21 +15,20 @@ import torch
 from ddp_harness import run_phases
 from graph_toys import INFO, LAYOUT, graph_learner, toy_episodes
 
-from omagd.config.env_info import ALLY, ENEMY
-from omagd.learners import belief_baselines
-from omagd.learners.belief_baselines import BASELINES, LEAST, PENALTIES, Baselines, cases_of, fit_baselines
-from omagd.learners.belief_metrics import belief_values, judge
+from omagd.config.env_info import ALLY
+from omagd.lab.beliefs import baselines as belief_baselines
+from omagd.lab.beliefs.baselines import BASELINES, LEAST, PENALTIES, Baselines, cases_of, fit_baselines
+from omagd.lab.beliefs.judge import BeliefJudge
+from omagd.lab.beliefs.table import belief_values, judge
 from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Belief
-from omagd.run.training import beliefs
+from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode, pack_episodes
 
 torch.set_num_threads(1)
 TYPED = replace(LAYOUT, ally_types=1, enemy_types=3, n_types=2)
 N, D = LAYOUT.n_nodes, LAYOUT.node_dim
-AGE_ROWS = {"never": (0, 0), "before": (1, 99), "age1": (1, 1), "age2_3": (2, 3), "age4_7": (4, 7), "age8_15": (8, 15)}
 
 
 class Case(NamedTuple):
@@ -164,12 +164,6 @@ def test_cases_are_the_units_that_living_agents_do_not_see(data) -> None:
         np.testing.assert_array_equal(getattr(cases, name).numpy(), [getattr(case, name) for case in judged])
 
 
-def test_features_that_are_constant_in_training_are_left_out(data) -> None:
-    varies = data.baselines.varies.numpy()
-    np.testing.assert_array_equal(varies[1:], varying(data.training)[1:])
-    assert not varies[3:, 1].any() and not varies[4, 2] and varies[3, 2] and varies[5, 2]
-
-
 def test_what_was_there_is_what_living_agents_could_know_of(data) -> None:
     """Not what an environment may show to the dead, and not what comes after the last step."""
     shown = [{**each, "full_obs": each["full_obs"].clone()} for each in data.training]
@@ -182,6 +176,8 @@ def test_what_was_there_is_what_living_agents_could_know_of(data) -> None:
     for node in range(1, N):
         wanted = [extreme(known[node], axis=0) for extreme in (np.min, np.max)]
         np.testing.assert_array_equal(made.bounds[:, node].numpy(), wanted)
+    np.testing.assert_array_equal(made.varies[1:].numpy(), varying(data.training)[1:])
+    assert not made.varies[3:, 1].any() and made.varies[3:, 2].tolist() == [True, False, True]
 
 
 def test_simple_baselines_are_means_and_last_sights(data) -> None:
@@ -251,23 +247,12 @@ class Guesser:
 
 def of_row(name: str, case: Case) -> bool:
     """Return whether a case belongs to the row `name`."""
-    kind = LAYOUT.node_types[case.node]
-    for part in filter(None, name.replace("age2_3", "age2-3").replace("age4_7", "age4-7").split("_")):
-        found = part.replace("-", "_")
-        if found in ("ally", "enemy"):
-            fits = kind == {"ally": ALLY, "enemy": ENEMY}[found]
-        elif found.startswith("type"):
-            fits = case.truth[(1 if kind == ALLY else 3) + int(found[4:])] > 0.5
-        elif found == "age8":
-            fits = 8 <= case.age <= 15
-        elif found == "15":
-            fits = True
-        else:
-            low, high = AGE_ROWS[found]
-            fits = low <= case.age <= high
-        if not fits:
-            return False
-    return True
+    ally = LAYOUT.node_types[case.node] == ALLY
+    fits = {"ally": ally, "enemy": not ally, "never": not case.age, "before": case.age > 0}
+    if numbers := [int(number) for number in re.findall(r"\d+", name)]:
+        fits["age"] = numbers[0] <= case.age <= numbers[-1]
+        fits["type"] = case.truth[(1 if ally else 3) + min(numbers[0], 1)] > 0.5
+    return all(value for word, value in fits.items() if word in name)
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -279,62 +264,44 @@ def test_the_table_against_loops_over_units(data, counts) -> None:
     table = judge(guesser, [data.batch], baselines, Dist())
     (belief,) = guesser.said
     guesses = {"predictor": belief.features, **baselines.predictions(cases_of(data.batch, LAYOUT))}
+    taken, off = belief.p_dead.numpy() > 0.3, np.zeros(0)
     for entry in table["rows"]:
-        which = [i for i, case in enumerate(data.judged) if of_row(entry["row"], case)]
-        living = [i for i in which if data.judged[i].truth.any()]
-        dead = [i for i in which if not data.judged[i].truth.any()]
+        which = np.array([i for i, case in enumerate(data.judged) if of_row(entry["row"], case)])
+        lives = np.array([data.judged[i].truth.any() for i in which])
+        living, dead = which[lives], which[~lives]
         found.add(entry["row"])
-        if "type" not in entry["row"]:
-            assert entry.get("dead", 0) == len(dead)
-            if dead:
-                assert entry["recall_dead"] == pytest.approx(np.mean([float(belief.p_dead[i] > 0.3) for i in dead]))
-        if not living:
+        assert (entry.get("dead", 0), entry.get("count", 0)) == (len(dead), len(living))
+        if len(dead):
+            assert entry["recall_dead"] == pytest.approx(taken[dead].mean())
+        if not len(living):
             continue
-        assert entry["count"] == len(living)
-        assert entry["taken_for_dead"] == pytest.approx(np.mean([float(belief.p_dead[i] > 0.3) for i in living]))
+        assert entry["taken_for_dead"] == pytest.approx(taken[living].mean())
         truth = np.array([data.judged[i].truth for i in living])
-        health = truth[:, LAYOUT.health]
-        inside, likelihood = [], []
+        counted = np.array([varies[data.judged[i].node] for i in living])
+        some, health = counted.any(1), truth[:, LAYOUT.health]
+        assert ("mse" in entry) == some.any()
         for name, guess in guesses.items():
             off = guess[living].double().numpy() - truth
-            known = [(off[k], varies[data.judged[i].node]) for k, i in enumerate(living)]
-            errors = [(values[counted] ** 2).mean() for values, counted in known if counted.any()]
-            assert ("mse" in entry) == bool(errors)
-            if errors:
-                assert entry["mse"][name] == pytest.approx(np.mean(errors), rel=1e-6), (entry["row"], name)
-            away = 9 * np.hypot(off[:, 2], off[:, 3])
-            assert entry["position_rms"][name] == pytest.approx(math.sqrt((away**2).mean()))
-            assert entry["position_mean"][name] == pytest.approx(away.mean())
+            wanted = {"position_rms": math.sqrt((81 * (off[:, 2:4] ** 2).sum(1)).mean())}
+            wanted["position_mean"] = 9 * np.hypot(off[:, 2], off[:, 3]).mean()
+            if some.any():
+                wanted["mse"] = np.mean([(e[c] ** 2).mean() for e, c in zip(off[some], counted[some], strict=True)])
             if "health_r2" in entry:
-                wanted = 1 - (off[:, LAYOUT.health] ** 2).sum() / ((health - health.mean()) ** 2).sum()
-                assert entry["health_r2"][name] == pytest.approx(wanted, rel=1e-6)
-        off = belief.features[living].double().numpy() - truth
-        for k, i in enumerate(living):
-            counted = varies[data.judged[i].node]
-            if belief.p_dead[i] > 0.3 or not counted.any():  # taken for dead: the spread is that of a living unit
-                continue
-            spread = np.maximum(belief.spread[i].double().numpy(), 0.01)[counted]
-            inside.append((np.abs(off[k][counted]) <= spread).mean())
-            z = off[k][counted] / spread
-            likelihood.append((0.5 * z**2 + np.log(spread * math.sqrt(2 * math.pi))).mean())
-        assert ("coverage" in entry) == ("nll" in entry) == bool(inside)
-        if inside:
-            assert (entry["coverage"], entry["nll"]) == pytest.approx((np.mean(inside), np.mean(likelihood)))
-    kinds = ("", "ally", "enemy")
-    assert found >= {"_".join(filter(None, (kind, age))) for kind in kinds for age in [*AGE_ROWS][:-1]}
-    assert found >= {"", "ally", "enemy", "ally_type0", "ally_type1", "enemy_type0", "enemy_type1"}
-
-
-def test_ages_up_to_any_number_of_steps_have_their_rows(data) -> None:
-    rows, lost = 22, slice(1, None)  # 21 steps and the closing row
-    full = torch.rand(rows, INFO.n_agents, N, D, generator=torch.Generator().manual_seed(0)) + 0.1
-    obs = full.clone()
-    obs[lost, :, 5] = 0  # an enemy that everybody has seen at the first step alone
-    episode = {key: nodes_to_obs(value, LAYOUT) for key, value in (("obs", obs), ("full_obs", full))}
-    table = judge(Guesser(), [pack_episodes([episode])], data.baselines, Dist())
-    counts = {entry["row"]: entry["count"] for entry in table["rows"] if entry["row"].startswith("enemy_age")}
-    steps = {"age1": 1, "age2_3": 2, "age4_7": 4, "age8_15": 8, "age16": 5}  # 1 to 20 steps ago
-    assert counts == {f"enemy_{age}": INFO.n_agents * number for age, number in steps.items()}
+                wanted["health_r2"] = 1 - (off[:, LAYOUT.health] ** 2).sum() / ((health - health.mean()) ** 2).sum()
+            assert {value: entry[value][name] for value in wanted} == pytest.approx(wanted, rel=1e-6), entry["row"]
+        # The spread is that of a unit that is not taken for dead.
+        off, spread = (
+            belief.features[living].double().numpy() - truth,
+            belief.spread[living].double().numpy().clip(0.01),
+        )
+        inside, density = np.abs(off) <= spread, 0.5 * (off / spread) ** 2 + np.log(spread * math.sqrt(2 * math.pi))
+        kept = np.flatnonzero(some & ~taken[living])
+        assert ("coverage" in entry) == ("nll" in entry) == bool(len(kept))
+        for name, values in (("coverage", inside), ("nll", density)) if len(kept) else ():
+            assert entry[name] == pytest.approx(np.mean([values[k][counted[k]].mean() for k in kept]))
+    ages = ("", "never", "before", "age1", "age2_3", "age4_7")
+    assert found >= {"_".join(filter(None, (kind, age))) for kind in ("", "ally", "enemy") for age in ages}
+    assert found >= {"ally_type0", "ally_type1", "enemy_type0", "enemy_type1"}
 
 
 def test_calibration_is_the_distance_of_stated_from_true_shares(data) -> None:
@@ -369,7 +336,7 @@ def test_where_everything_is_seen_there_is_nothing_to_measure() -> None:
         each["obs"] = each["full_obs"] = torch.where(each["full_obs"] == 0, 0.5, each["full_obs"])
     baselines = fitted(episodes, episodes)
     table = judge(graph_learner("stage2"), [pack_episodes(episodes)], baselines, Dist())
-    assert table == {"rows": [], "reliability": []} and belief_values(table) == {}
+    assert table == {"rows": [], "reliability": [], "episodes": 4} and belief_values(table) == {}
     assert not baselines.ridge.any() and not baselines.slot_mean.any()
 
 
@@ -391,18 +358,6 @@ def test_a_predictors_beliefs_are_its_guesses_with_their_spread() -> None:
     torch.testing.assert_close(parts.features, belief.features, rtol=1e-5, atol=1e-6)
 
 
-def test_saved_baselines_predict_the_same_and_others_are_rejected(data) -> None:
-    state = data.baselines.state_dict()
-    again = Baselines.restored(state, INFO, torch.device("cpu"), "x")
-    cases = cases_of(data.batch, LAYOUT)
-    made = again.predictions(cases)
-    assert all(torch.equal(value, made[name]) for name, value in data.baselines.predictions(cases).items())
-    others = (("slot_mean", torch.zeros(2, 3)), ("ridge", torch.full_like(state["ridge"], math.nan)), ("bounds", None))
-    for name, wrong in others:
-        with pytest.raises(UserError, match=rf"key=x: its baselines do not fit \({name} is .*; train stage 2 again"):
-            Baselines.restored({**state, name: wrong}, INFO, torch.device("cpu"), "key=x")
-
-
 def on_a_rank(rank: int, dist: Dist, episodes: list[list[Episode]]) -> Any:
     """Return baselines and table of the episodes of which each rank has a share."""
     training, validation, test = (some[rank :: dist.world_size] for some in episodes)
@@ -421,18 +376,19 @@ def of_a_team(played: list[Episode], baselines: Baselines, dist: Dist) -> tuple[
     runner = SimpleNamespace(run=lambda mac, **how: SimpleNamespace(episodes=played))
     session = SimpleNamespace(config=stage.config, info=INFO, dist=dist, rounds=int, runners={"beliefs": runner})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beliefs, "saved_baselines", lambda session: baselines)
-        patch.setattr(beliefs, "picture", lambda *rest: "drawn")
-        trained = SimpleNamespace(predictor=stage.predictor, tokenizer=stage.tokenizer)
-        values, drawn, table = beliefs.evaluate_beliefs(session, trained, SimpleNamespace(head=None))  # type: ignore[arg-type]
-    assert drawn == ({"picture": "drawn"} if dist.is_main else {})
-    return values, table
+        patch.setattr(BeliefJudge, "_saved_baselines", lambda judge: baselines)
+        patch.setattr("omagd.lab.beliefs.judge.picture", lambda *rest: "drawn")
+        trained = PretrainedModules(stage.tokenizer, stage.predictor)
+        found = BeliefJudge(session, trained).team(SimpleNamespace(head=None))  # type: ignore[arg-type]
+    assert found.files == ({"picture": "drawn"} if dist.is_main else {})
+    return found.values, found.table
 
 
 @pytest.mark.processes
 def test_two_ranks_fit_and_judge_as_one_process(data) -> None:
     episodes = [data.training, data.validation, data.test[:1]]  # the second rank has no test episode
-    (alone,), ranks = run_phases(on_a_rank, [(1, episodes), (2, episodes)])
+    alone = on_a_rank(0, Dist(), episodes)
+    (ranks,) = run_phases(on_a_rank, [(2, episodes)])
     assert not torch.allclose(alone[0]["some"], alone[0]["ridge"], atol=0.01)
     assert alone[2][1]["episodes"] == len(data.validation)
     for state, table, (values, of_team) in ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from interruption import TornRun, interrupted_run
 from run_equality import differences, reproducible_lines
 
 from omagd.config.schema import Config
+from omagd.lab.beliefs import judge as judging
 from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training.stages import pretraining
+from omagd.run.training.judges import JUDGES, Judge, Verdict
 from omagd.run.training.stages.pretraining import TEST, Stage2
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import RunFolder
@@ -42,31 +44,41 @@ def logged(folder: Path, prefix: str) -> list[dict]:
     return [line for line in lines if line]
 
 
+def count(batches):
+    return sum(batch.packing.n_episodes for batch in batches)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return a run that nothing interrupted, and what its stage 2 did."""
-    seen, play, measure = [], Stage2._play, Stage2.measure
+    """Return a run that nothing interrupted, and what its stage 2 did with how many episodes."""
+    seen, play, fit, judge = [], Stage2._play, judging.fit_baselines, judging.judge
     with pytest.MonkeyPatch.context() as patch:
 
         def playing(self, purpose, into):
             seen.append((purpose, self.clock.epoch, self.best[1]))
             return play(self, purpose, into)
 
-        def measuring(self, buffer):
-            seen.append(("measure", self.clock.epoch, len(self.buffers()[TEST])))
-            assert buffer is self.pretrained.held_out
-            return measure(self, buffer)
+        def fitting(training, validation, *rest):
+            seen.append(("fit", count(training()), count(validation())))
+            return fit(training, validation, *rest)
+
+        def judge_all(learner, batches, *rest):
+            kept = list(batches)
+            seen.append(("judge", count(kept)))
+            return judge(learner, kept, *rest)
 
         patch.setattr(Stage2, "_play", playing)
-        patch.setattr(Stage2, "measure", measuring)
+        patch.setattr(judging, "fit_baselines", fitting)
+        patch.setattr(judging, "judge", judge_all)
         folder = launch(config(tmp_path_factory.mktemp("whole")), "run")["folder"]
     return RunFolder(folder), seen
 
 
-def test_test_episodes_are_played_last_and_change_nothing_that_is_trained(whole, tmp_path):
+def test_test_episodes_are_played_last_and_nothing_is_learned_from_what_judges(whole, tmp_path):
     folder, seen = whole
     best = read_json(folder.summary_json)["stages"]["stage2"]["values"]["best_epoch"]
-    assert seen == [("measure", 1, 0), ("measure", 2, 0), *[(TEST, 2, best)] * 3], "2 battles at a time, 6 episodes"
+    fitted = ("fit", 8, 4), ("judge", 4), ("judge", 4)  # 8 episodes to learn from; 4 held out, once an epoch
+    assert seen == [*fitted, *[(TEST, 2, best)] * 3, ("judge", 6)], "2 battles at a time, 6 episodes"
     other = launch(config(tmp_path, "graph_pretrain_test_episodes=2"), "run")["folder"]
     found = differences(folder.path, Path(other))
     assert len(found) == 1 and "stage2 ['test/" in found[0], found
@@ -78,9 +90,22 @@ def test_test_episodes_are_played_last_and_change_nothing_that_is_trained(whole,
     assert stages[0]["values"]["test_error"] == stages[0]["beliefs"]["rows"][0]["mse"]["predictor"]
 
 
-def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
+class Watching(Judge):
+    """A judge of another package."""
+
+    seen: ClassVar[list[str]] = []
+
+    def predictor(self, learner, batches):
+        self.seen.append(checksum(learner.predictor.state_dict()))
+        return Verdict({"watched": float(count(batches))}, {"watched": [1]})
+
+    def saved(self):
+        return {"watched": torch.ones(1)}
+
+
+def test_all_judges_see_the_best_predictor(tmp_path, monkeypatch):
     """The best one is made another one than the last, which a run this short may end with."""
-    seen, report, judging = [], Stage2.report, pretraining.judge
+    seen, report = Watching.seen, Stage2.report
 
     def reporting(self):
         best = {**self.best[2], "head.bias": self.best[2]["head.bias"] + 1}
@@ -89,35 +114,15 @@ def test_the_best_predictor_is_reported(tmp_path, monkeypatch):
         report(self)
         seen.append(checksum(self.trained.state_dict()))
 
-    def judged(learner, *rest):
-        seen.append(checksum(learner.predictor.state_dict()))
-        return judging(learner, *rest)
-
     monkeypatch.setattr(Stage2, "report", reporting)
-    monkeypatch.setattr(pretraining, "judge", judged)
-    launch(config(tmp_path), "run")
+    monkeypatch.setitem(JUDGES._objects, "watching", Watching)
+    summary = launch(config(tmp_path), "run")
     best, last, reported, after = seen[-4:]
     assert best == reported != last == after
-
-
-def test_baselines_are_fitted_on_training_episodes_and_their_penalties_chosen_on_held_out_ones(tmp_path, monkeypatch):
-    fitted, judged, fit, judge = [], [], pretraining.fit_baselines, pretraining.judge
-
-    def count(batches):
-        return sum(batch.packing.n_episodes for batch in batches)
-
-    def fitting(training, validation, *rest):
-        fitted.append((count(training()), count(validation())))
-        return fit(training, validation, *rest)
-
-    def judging(learner, batches, *rest):
-        judged.append(count(kept := list(batches)))
-        return judge(learner, kept, *rest)
-
-    monkeypatch.setattr(pretraining, "fit_baselines", fitting)
-    monkeypatch.setattr(pretraining, "judge", judging)
-    launch(config(tmp_path), "run")
-    assert fitted == [(8, 4)] and judged == [4, 4, 6], "8 episodes to learn from, 4 held out, 6 to test on"
+    found, folder = summary["stages"]["stage2"], RunFolder(summary["folder"])
+    assert found["values"]["test_watched"] == 6 and found["beliefs"]["watched"] == [1] and found["beliefs"]["rows"]
+    file = torch.load(folder.pretrained("stage2", best=True) / PREDICTOR_FILE, weights_only=True)
+    assert {"watched", "baselines"} <= file.keys()
 
 
 def test_a_run_that_is_interrupted_among_its_test_episodes_ends_with_the_same_bits(whole, tmp_path):
@@ -158,15 +163,10 @@ def test_the_predictors_file_has_the_baselines_for_later_runs(whole, tmp_path):
     values = summary["stages"]["stage2"]["values"]
     assert "error" not in values and values["error_all"] == stages["stage2"]["values"]["error_all"]
     assert RunFolder(summary["folder"]).log(0).read_text().count(f"{bare} has no baselines") == 1
-    for harm in ("missing", "infinite"):  # noticed before a run, not after its last stage
-        baselines = dict(content["baselines"])
-        if harm == "missing":
-            baselines.pop("bounds")
-        else:
-            baselines["bounds"] = baselines["bounds"] / 0
-        torch.save({**content, "baselines": baselines}, bare)
-        with pytest.raises(UserError, match=r"stage2_model.th: its baselines do not fit \(bounds is missing"):
-            preflight(config(tmp_path / harm, *given))
+    infinite = {**content["baselines"], "bounds": content["baselines"]["bounds"] / 0}
+    torch.save({**content, "baselines": infinite}, bare)
+    with pytest.raises(UserError, match=r"stage2_model.th: its baselines do not fit \(bounds is missing"):
+        preflight(config(tmp_path / "harm", *given))  # noticed before a run, not after its last stage
 
 
 def test_a_run_is_measured_beside_guesses_on_battles_of_its_team(small_run, capfd):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ from omagd.envs.battle.compiled.engine import compiled
 from omagd.envs.battle.maps import BORDER, MAPS, SIZE
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.battle.units import UNITS
-from omagd.envs.factory import make_env, validate_env_args
-from omagd.modules.graph_reconstructers.pretrained import check, describe
+from omagd.envs.factory import make_env
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.utils.errors import UserError
 
@@ -92,50 +90,6 @@ def test_half_of_the_mixed_battles_are_mirrored():
     assert (np.abs(np.bincount(image, minlength=5) / len(image) - 0.2) < 0.06).all()
 
 
-def test_the_other_half_is_surrounded_by_one_to_four_groups():
-    """As SMACv2's `surrounded`: allies in the middle, each group at a random point of a diagonal of its own."""
-    ally, enemy = places("8m_vs_9m", "mixed")
-    around = ~mirrored(ally, enemy)
-    np.testing.assert_allclose(ally[around].mean(1), np.full((around.sum(), 2), 16), atol=1)
-    side = enemy[around] - 16 > 0
-    corner = 2 * side[..., 0] + side[..., 1]
-    counts = np.bincount([len(set(each)) for each in corner.tolist()], minlength=5)[1:] / len(corner)
-    # Of 9 enemies in g groups; the chance that one of them is empty is below 2 % up to 3 groups, and 0.28 for 4.
-    assert counts == pytest.approx([0.25, 0.26, 0.31, 0.18], abs=0.05)
-    assert np.bincount(corner[:, 0]) / len(corner) == pytest.approx([0.25] * 4, abs=0.05)
-    one = np.array([len(set(each)) == 1 for each in corner.tolist()])
-    centre = np.abs(enemy[around][one] - 16).mean(1)
-    assert np.abs(centre[:, 0] - centre[:, 1]).max() < 1.5, "the group is not on the diagonal"
-    assert centre.min() < 4 < 10 < centre.max() and np.median(centre) == pytest.approx(7.2, abs=0.8)
-
-
-def test_a_hidden_enemy_stands_12_cells_away_on_any_side_and_faces_the_allies():
-    ally, enemy = places("3s_vs_5z", "hidden")
-    assert np.abs(ally.mean(1) - 16).max() < 1
-    way = enemy.mean(1) - 16
-    # The mean of three units in front and two behind is an eighth of a cell before the formation's centre.
-    assert np.abs(np.hypot(*way.T) - 11.875).max() < 0.9
-    assert np.hypot(*way.T).mean() == pytest.approx(11.875, abs=0.05)
-    angle = np.arctan2(way[:, 1], way[:, 0])
-    assert np.histogram(angle, 8, (-np.pi, np.pi))[0] / len(angle) == pytest.approx([1 / 8] * 8, abs=0.035)
-    # Five zealots stand in two lines, three of them in front.
-    depth = ((enemy - 16) * (way / 12)[:, None]).sum(-1)
-    assert np.sort(depth, 1).mean(0)[3:].mean() - np.sort(depth, 1).mean(0)[:3].mean() > 1
-
-
-@pytest.mark.parametrize(("name", "start"), [("3m", "mixed"), ("3s_vs_5z", "mixed"), ("5m_vs_6m", "hidden")])
-def test_enemies_find_allies_who_wait(name, start):
-    env = SkirmishEnv(SkirmishArgs(map_name=name, start=start), 64)
-    env.reset(np.ones(64, bool), SEEDS[:64])
-    hurt = np.zeros(64, bool)
-    for _ in range(60):
-        active = ~env.rules().ended
-        stop = np.where(env.observe().avail_actions[..., 0], 0, 1)
-        result = env.step(stop, active)
-        hurt |= result.info["dead_allies"] > 0
-    assert hurt.mean() > 0.9
-
-
 # --- what agents see
 
 
@@ -174,18 +128,6 @@ def test_agents_see_and_attack_up_to_their_sight(name, sight):
     assert found > 50
 
 
-def test_the_enemys_sight_stays_as_it_is():
-    orders = []
-    for sight in (2.0, 9.0, 20.0):
-        env = SkirmishEnv(SkirmishArgs(map_name="3m", sight_range=sight), 4)
-        env.reset(np.ones(4, bool), np.arange(4))
-        for _ in range(20):
-            env.step(np.where(env.observe().avail_actions[..., 0], 0, 1), ~env.rules().ended)
-        orders.append(env.snapshot()["simulator"])
-    for other in orders[1:]:
-        assert all((other[part] == orders[0][part]).all() for part in other)
-
-
 # --- names, keys and what does not fit
 
 
@@ -214,19 +156,6 @@ def test_what_does_not_fit_is_rejected(env_args, words):
     with pytest.raises(UserError) as caught:
         make_env("skirmish", env_args, 1, processes=False)
     assert words in caught.value.message
-
-
-def test_pretrained_modules_of_another_sight_or_start_are_refused():
-    def info(**args):
-        return SkirmishEnv.describe(validate_env_args("skirmish", {"map_name": "3m", **args}))
-
-    config = resolve("omagd_small", "skirmish", {})
-    meta = describe(config, info(start="mixed", sight_range=6), predictor=True)
-    fits = partial(check, predictor=True, source="here")
-    fits(meta, config, info(map_name="3m_mixed_sight6"))
-    for other, name in (({}, "3m"), ({"start": "mixed"}, "3m_mixed"), ({"start": "hidden", "sight_range": 6}, "3m_h")):
-        with pytest.raises(UserError, match=f"on skirmish 3m_mixed_sight6: give one that .* skirmish {name}"):
-            fits(meta, config, info(**other))
 
 
 def test_runs_from_before_the_keys_are_still_found():

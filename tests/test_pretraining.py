@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,7 @@ from omagd.config.env_info import ALLY, ENEMY, EntityLayout
 from omagd.learners.graph_metrics import perplexity_stats, summarise
 from omagd.learners.predictor_learner import PredictorLearner, match_types
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
-from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
@@ -214,21 +211,6 @@ def test_matching_is_the_cheapest_assignment_within_frame_and_type() -> None:
         assert cost[group, matched[group]].sum() == pytest.approx(least)
 
 
-@pytest.mark.parametrize("use_gru", [False, True])
-def test_everything_that_is_shown_matters_to_its_own_frame_alone(use_gru: bool) -> None:
-    stage = learner(use_gru=use_gru)
-    stage._loss.eval()
-    sample = sample_of(stage, pack_episodes(toy_episodes(5, seed=8)))
-    frames, masked = sample.frames[:4], sample.masked[:4]
-    base, frame = stage.predictor(frames, masked), torch.nonzero(masked)[:, 0]
-    for name in ("ids", "step", "last_ids", "age"):
-        changed = getattr(frames, name).clone()
-        changed[1] = (changed[1] + 1) % K
-        out = stage.predictor(replace(frames, **{name: changed}), masked)
-        assert torch.allclose(out[frame != 1], base[frame != 1], atol=1e-12), name
-        assert not torch.allclose(out[frame == 1], base[frame == 1], atol=1e-6), name
-
-
 @pytest.mark.parametrize("decode", ["mean", "argmax"])
 def test_a_guess_is_absent_or_features_of_codes(decode: str) -> None:
     stage = learner(decode=decode)
@@ -336,17 +318,6 @@ def test_evaluation_warm_up_and_empty_batches_change_nothing(stage: str) -> None
     made.update(pack_episodes(blank))
     assert equal(before, state_of(made))
     assert next(iter(made.modules().values())).training
-
-
-def test_a_file_whose_entries_are_incomplete_is_no_file_of_a_predictor() -> None:
-    config = toy_config()
-    whole = describe(config, INFO, predictor=True)
-    check(whole, config, INFO, predictor=True, source="x=y")
-    broken = [{key: value for key, value in whole.items() if key != gone} for gone in whole]
-    broken += [{**whole, "mask_predictor_config": None}, {**whole, "tokenizer_config": [1]}, {}, None]
-    for meta in broken:
-        with pytest.raises(UserError, match="x=y is not the file of a trained mask_predictor"):
-            check(meta, config, INFO, predictor=True, source="x=y")
 
 
 def test_a_file_of_an_earlier_version_loads() -> None:

@@ -45,9 +45,21 @@ class Oracle:
         return data["recon"], unseen(obs) & living  # also of what it believes to be dead
 
 
-def play(name="skirmish", episodes=1, slots=2, processes=False, policy=Oracle, **env_args):
+class Diverged(Oracle):
+    """An oracle whose values and guesses have become infinite or no numbers."""
+
+    def act(self, tick, explore):
+        decision = super().act(tick, explore)
+        decision.values[:, 0] = np.nan
+        decision.values[:, 1] = np.inf
+        if decision.extras:
+            decision.extras["recon"][:, 0] *= np.nan
+        return decision
+
+
+def play(name="skirmish", episodes=1, slots=2, policy=Oracle, **env_args):
     """Return the recording of some episodes of an environment, its entries in the log, and the policy."""
-    env = make_env(name, env_args, slots, processes=processes)
+    env = make_env(name, env_args, slots, processes=False)
     try:
         made = policy(env.info)
         recorder = Recorder(made, env, env.info, "a <b>policy</b>", most=episodes)

@@ -209,7 +209,7 @@ def belief_loss(config: Config, mac: MAC) -> BeliefLoss | None:
 
 
 class HeadBeliefs:
-    """What the head believes in the episodes of a batch, for the metrics of belief_metrics.py.
+    """What the head believes in the episodes of a batch, for `omagd.lab.beliefs`.
 
     Args:
         mac: whose agent plays. head: trained with it.

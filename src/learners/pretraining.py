@@ -47,11 +47,6 @@ class GraphLearner(SavesParts):
     def sample(self, batch: PackedBatch) -> Any:
         """Return what the loss reads of a batch."""
 
-    def parts(self, batch: PackedBatch) -> list[PackedBatch]:
-        """Return the batch in parts of whole episodes, as even as the limit on frames at once asks for."""
-        frames = len(batch["obs"]) * self.info.n_agents
-        return batch.split(max(1, -(-frames // self.config.graph_frames_at_once)))
-
     def warm_up(self, batch: PackedBatch | None = None) -> int:
         """Run discarded forward and backward passes on `batch` (None: an empty one); return their number."""
         if batch is None:

@@ -13,7 +13,7 @@ from omagd.utils.signals import stoppable
 if TYPE_CHECKING:
     from omagd.config.env_info import EnvInfo
     from omagd.config.schema import Config
-    from omagd.learners.belief_metrics import Believer
+    from omagd.lab.beliefs.table import Believer
     from omagd.utils.packing import PackedBatch
 
 SLOTS = 128
@@ -22,7 +22,7 @@ SLOTS = 128
 MOST_EPISODES = 100_000
 SHOWN = {"predictor": "reconstruction", "slot_mean": "mean of the node", "last_seen_or_mean": "last seen, else mean",
          "map_constant": "map constant", "ridge": "ridge"}  # fmt: skip
-"""Columns of the table: guesses of `belief_metrics`."""
+"""Columns of the table: guesses of `omagd.lab.beliefs.table`."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +61,8 @@ def _measured(config: Config, episodes: int, source: str) -> tuple[str, dict[str
     from omagd.envs import REGISTRY
     from omagd.envs.factory import make_env
     from omagd.envs.protocol import MultiAgentEnv
-    from omagd.learners.belief_baselines import fit_baselines
-    from omagd.learners.belief_metrics import judge
+    from omagd.lab.beliefs.baselines import fit_baselines
+    from omagd.lab.beliefs.table import judge
     from omagd.run.checkpoint.weights import find_step_folder
     from omagd.run.training.evaluate import load_mac, policy_name
     from omagd.runners.runner import Runner
@@ -103,7 +103,7 @@ def _believer(config: Config, info: EnvInfo, mac: Any, step: Any, source: str) -
     """Return the learner of the run's predictor, or its head. Errors: UserError for a run that has neither."""
     import torch
 
-    from omagd import learners
+    from omagd.lab.beliefs.judge import learner_of
     from omagd.learners.belief_loss import HeadBeliefs
     from omagd.run.training.build import load_pretrained, of_checkpoint
     from omagd.utils.dist_utils import Dist
@@ -115,11 +115,11 @@ def _believer(config: Config, info: EnvInfo, mac: Any, step: Any, source: str) -
     if not config.use_graph_reconstruction:
         raise UserError(f"{source}: predicts nothing. Give a run with use_graph_reconstruction=True or a belief_loss")
     trained = load_pretrained(of_checkpoint(config, step), info, torch.device("cpu"))
-    kind = config.mask_predictor_config.kind
-    learner: Any = learners.PREDICTORS.get(kind)(trained.predictor, trained.tokenizer, config, info, Dist())
-    if not hasattr(learner, "beliefs"):
-        raise UserError(f"{source}: mask_predictor_config.kind={kind} says nothing of units")
-    believer: Believer = learner
+    believer: Believer = learner_of(trained, config, info, Dist())
+    if not hasattr(believer, "beliefs"):
+        raise UserError(
+            f"{source}: mask_predictor_config.kind={config.mask_predictor_config.kind} says nothing of units"
+        )
     return believer
 
 

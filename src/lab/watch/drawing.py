@@ -26,7 +26,7 @@ from omagd.lab.watch.panel import (
 )  # fmt: skip
 from omagd.run.recording.recording import Belief, Episode, Moment, is_drawable
 
-WIDTH, HEADER, FOOTER, GAP = 860 * TWICE, 58 * TWICE, 34 * TWICE, 10 * TWICE
+WIDTH, HEADER, GAP = 860 * TWICE, 58 * TWICE, 10 * TWICE
 SHEET, HEADINGS, LEGEND = 1320 * TWICE, 60 * TWICE, 30 * TWICE
 
 
@@ -61,16 +61,6 @@ def aims(episode: Episode, step: int) -> list[int]:
     return found
 
 
-def action_name(episode: Episode, agent: int, action: int) -> str:
-    """Return the name of an agent's action."""
-    scene = episode.scene
-    if action < len(scene.actions):
-        return scene.actions[action]
-    heals = bool(scene.heals and scene.heals[agent])
-    aim = action - len(scene.actions) + (0 if heals else episode.n_agents)
-    return f"action {action}" if aim >= len(scene.ids) else f"{'heal' if heals else 'attack'} {scene.ids[aim]}"
-
-
 def pictures(episode: Episode, agent: int) -> Iterator[Any]:
     """Yield a Pillow image for each moment of an episode, as `agent` sees it."""
     from PIL import Image, ImageDraw
@@ -79,14 +69,14 @@ def pictures(episode: Episode, agent: int) -> Iterator[Any]:
     box, two = extent(episode), bool(episode.moments[0].seen)
     wide = (WIDTH - 3 * GAP) // 2 if two else WIDTH - 2 * GAP
     high = int(min(wide * (box[3] - box[1]) / (box[2] - box[0]), (420 if two else 480) * TWICE))
-    size = WIDTH, (HEADER + high + FOOTER + 7) // 8 * 8
+    size = WIDTH, (HEADER + high + GAP + 7) // 8 * 8
     for step in range(len(episode.moments)):
         image = Image.new("RGB", size, PAGE)
         for place, paint in enumerate((_truth, _belief)[: 1 + two]):
             panel = Panel(episode, box, (wide, high))
             paint(panel, step, agent)
             image.paste(panel.image, (GAP + place * (GAP + wide), HEADER))
-        _words(ImageDraw.Draw(image), episode, step, agent, (wide, high, two))
+        _words(ImageDraw.Draw(image), episode, step, agent, wide, two)
         yield image.reduce(TWICE)
 
 
@@ -198,9 +188,8 @@ def _belief(panel: Panel, step: int, agent: int, guesses: bool = True) -> None:
         panel.note(f"guesses that are not a number: {', '.join(broken)}", 0.95)
 
 
-def _words(draw: Any, episode: Episode, step: int, agent: int, sizes: tuple[int, int, bool]) -> None:
-    """Write the title, the names of the panels, and what the agent does."""
-    wide, high, two = sizes
+def _words(draw: Any, episode: Episode, step: int, agent: int, wide: int, two: bool) -> None:
+    """Write the title and the names of the panels. wide: of a panel. two: whether there are two."""
     moment, scene, last = episode.moments[step], episode.scene, episode.length
     over = f": {episode.outcome}" if step == last else ""
     step_text = f"   ·   step {step} of {last}{over}"
@@ -216,29 +205,6 @@ def _words(draw: Any, episode: Episode, step: int, agent: int, sizes: tuple[int,
     if two:
         what = "sees and believes" if any(each.beliefs for each in episode.moments) else "sees"
         draw.text((2 * GAP + wide, 36 * TWICE), f"What {scene.ids[agent]} {what}", fill=MUTED, font=font_of(13 * TWICE))
-    doing = fitted(draw, _doing(episode, step, agent), 13, WIDTH - 2 * GAP)
-    draw.text((GAP, HEADER + high + 8 * TWICE), doing, fill=TEXT, font=font_of(13 * TWICE))
-
-
-def _doing(episode: Episode, step: int, agent: int) -> str:
-    """Return what the agent does and the actions that it valued most."""
-    moment, name = episode.moments[step], episode.scene.ids[agent]
-    if not moment.alive[agent]:
-        return f"{name} is dead"
-    if step == episode.length or not moment.actions:
-        return f"{name} lives" if episode.scene.health_max else name
-    text = f"{name}: {action_name(episode, agent, moment.actions[agent])}"
-    if not moment.values:
-        return text
-    rated = [(value, k) for k, value in enumerate(moment.values[agent]) if value is not None]
-    order = sorted(rated, key=lambda pair: (isinstance(pair[0], str), -float(pair[0])))[:5]
-    kind = "probability" if episode.values == "probabilities" else "Q"
-    return f"{text}      {kind}: " + ",  ".join(f"{action_name(episode, agent, k)} {_word(v)}" for v, k in order)
-
-
-def _word(value: float | str) -> str:
-    """Return a value of an action in words."""
-    return f"{value:.3g}" if not isinstance(value, str) else "not a number" if value == "NaN" else value.lower()
 
 
 def _inside(scene: Any, x: float, y: float) -> Point:

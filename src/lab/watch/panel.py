@@ -172,22 +172,14 @@ def spread(points: np.ndarray, gap: float, most: float) -> np.ndarray:
     No point moves further than `most`, so that dense crowds may still overlap; equal points part in different
     directions.
     """
-    moved = np.array(points, np.float64)
-    turn = 2.4 * np.arange(1, len(moved) + 1)
-    aside, itself = np.stack([np.cos(turn), np.sin(turn)], 1), np.eye(len(moved), dtype=bool)
+    turn = 2.4 * np.arange(1, len(points) + 1)
+    moved = points + 1e-3 * np.stack([np.cos(turn), np.sin(turn)], 1)
     for _ in range(24):
-        way = moved[:, None] - moved[None]
-        away = np.hypot(way[..., 0], way[..., 1])
-        same = (away < 1e-3) & ~itself
-        way[same] = (aside[:, None] - aside[None])[same]
-        length = np.maximum(np.hypot(way[..., 0], way[..., 1]), 1e-9)
-        push = np.where(itself, 0, np.maximum(gap - away, 0)) / 2 / length
-        if not push.any():
-            break
-        moved += 0.8 * (way * push[..., None]).sum(1).clip(-gap, gap)
-        shift = moved - points
-        far = np.hypot(shift[:, 0], shift[:, 1])
-        moved = points + shift * np.minimum(1, most / np.maximum(far, 1e-9))[:, None]
+        way = moved[:, None] - moved
+        away = np.maximum(np.hypot(way[..., 0], way[..., 1]), 1e-9)
+        push = np.maximum(gap - away, 0) / 2 / away
+        shift = moved + 0.8 * (way * push[..., None]).sum(1).clip(-gap, gap) - points
+        moved = points + shift * np.minimum(1, most / np.maximum(np.hypot(*shift.T), 1e-9))[:, None]
     return moved
 
 

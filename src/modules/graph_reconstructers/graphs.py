@@ -19,6 +19,7 @@ from omagd.config.env_info import EntityLayout
 Array = TypeVar("Array", Tensor, np.ndarray)
 
 SELF_HEAD = 4  # visible, dist, relx, rely
+NO_UNIT = -1
 
 
 def obs_to_nodes(obs: Array, layout: EntityLayout) -> Array:
@@ -73,12 +74,21 @@ def alive(obs: Array) -> Array:
 def feature_mask(layout: EntityLayout) -> Tensor:
     """Return which features of each node come from the observation (no padding, no fixed head), [N, D] bool."""
     # Padding and fixed heads are no news; errors over them would look small.
-    mask = torch.zeros((layout.n_nodes, layout.node_dim), dtype=torch.bool)
-    first_enemy = 1 + layout.n_allies
-    mask[0, SELF_HEAD : SELF_HEAD + layout.move_dim + layout.own_dim] = True
-    mask[1:first_enemy, : layout.ally_dim] = True
-    mask[first_enemy:, : layout.enemy_dim] = True
+    mask = obs_to_nodes(torch.ones(layout.obs_dim), layout).bool()
+    mask[0, 0] = False
     return mask
+
+
+def units_of_nodes(layout: EntityLayout, n_agents: int) -> np.ndarray:
+    """Return the unit that each node of each agent's graph is, [n, N] int64; -1 for agents that a map does not have.
+
+    Units: the agents, then what actions aim at, as in `omagd.envs.frames`.
+    """
+    agent, ally = np.arange(n_agents)[:, None], np.arange(layout.n_allies)[None]
+    others = ally + (ally >= agent)
+    others = np.where(others < n_agents, others, NO_UNIT)
+    enemies = np.broadcast_to(n_agents + np.arange(layout.n_enemies), (n_agents, layout.n_enemies))
+    return np.concatenate([agent, others, enemies], 1)
 
 
 class GraphTables:
@@ -138,9 +148,7 @@ class TeamView:
 
     def __init__(self, layout: EntityLayout, n_agents: int, device: torch.device) -> None:
         self._tables = GraphTables(layout, device)
-        agent, ally = np.arange(n_agents)[:, None], np.arange(layout.n_allies)[None]
-        enemies = np.broadcast_to(layout.n_allies + 1 + np.arange(layout.n_enemies), (n_agents, layout.n_enemies))
-        unit = np.concatenate([agent, ally + (ally >= agent), enemies], 1)  # of each node [n, N]
+        unit = units_of_nodes(layout, n_agents)
         node = unit.argsort(axis=1) + np.arange(n_agents)[:, None] * layout.n_nodes
         self._unit = torch.from_numpy(unit).to(device)
         self._node = torch.from_numpy(np.ascontiguousarray(node.T)).to(device)  # of each unit in each agent's graph

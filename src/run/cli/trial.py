@@ -13,18 +13,10 @@ from typing import Any
 import torch
 
 from omagd import learners, runners
-from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import OF_PARTS, Config, recording
 from omagd.run.checkpoint.resuming import identity_of
-from omagd.run.checkpoint.weights import (
-    PREDICTOR_FILE,
-    find_step_folder,
-    load_file,
-    load_into,
-    load_learner,
-    whole_state,
-)
+from omagd.run.checkpoint.weights import find_step_folder, load_into, load_learner, whole_state
 from omagd.run.training.build import (
     build_plain_mac,
     learner_of,
@@ -35,6 +27,7 @@ from omagd.run.training.build import (
 )
 from omagd.run.training.checks import try_networks
 from omagd.run.training.experiment import stage_names
+from omagd.run.training.judges import JUDGES
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import Mistakes, UserError, collected
@@ -68,7 +61,9 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
         pretrained = load_pretrained(config, info, cpu)
     stages = tuple(stage_names(config, pretrained))
     with found.caught(), in_one_line():
-        _require_baselines(config, info)
+        if config.pretrained_mask_predictor_path and config.use_graph_reconstruction:
+            for name in JUDGES.names():
+                JUDGES.get(name).check(config, info)
     with found.caught(), in_one_line():
         if (episodes := config.pretrain_buffer_path) and not Path(episodes).expanduser().is_dir():
             fix = "Give the pretrain_buffer/ of another run"
@@ -105,18 +100,6 @@ def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | Non
     elif folder is not None:
         _require_steps_left(config, load_learner(learner, folder))
     return read
-
-
-def _require_baselines(config: Config, info: EnvInfo) -> None:
-    """Reject a predictor's file whose baselines stage 3 could not use at its end. Errors: UserError."""
-    from omagd.learners.belief_baselines import Baselines
-
-    key, given = "pretrained_mask_predictor_path", config.pretrained_mask_predictor_path
-    if not given or not config.use_graph_reconstruction:
-        return
-    path = pretrained_file(key, given, PREDICTOR_FILE)
-    if (state := load_file(path, key).get("baselines")) is not None:
-        Baselines.restored(state, info, torch.device("cpu"), f"{key}={path}")
 
 
 def _require_same_maps(config: Config, info: EnvInfo, run: Path) -> None:

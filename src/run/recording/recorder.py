@@ -14,11 +14,9 @@ from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.frames import AGENTS, Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
 from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
-from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import NO_UNIT, obs_to_nodes, units_of_nodes, unseen
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.run.recording.recording import FARTHEST, Belief, Episode, Moment, Number, number_of
-
-NO_UNIT = -1
 
 Views = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 """Nodes [n, N, D] that the agents see, those with guesses, and which ones [n, N] are guesses."""
@@ -161,18 +159,6 @@ class Recorder:
         data = {"obs": obs[:1], fills.field: stored[:1]}
         made, guessed = fills.restore({name: torch.from_numpy(np.array(value)) for name, value in data.items()})
         return nodes, obs_to_nodes(made[0].cpu().numpy(), layout), guessed[0].cpu().numpy()
-
-
-def units_of_nodes(layout: EntityLayout, n_agents: int) -> np.ndarray:
-    """Return the unit that each node of each agent's graph is, [n, N] int64; -1 for agents that a map does not have.
-
-    Units: the agents, then what actions aim at, as in `omagd.envs.frames`.
-    """
-    agent, ally = np.arange(n_agents)[:, None], np.arange(layout.n_allies)[None]
-    others = ally + (ally >= agent)
-    others = np.where(others < n_agents, others, NO_UNIT)
-    enemies = np.broadcast_to(n_agents + np.arange(layout.n_enemies), (n_agents, layout.n_enemies))
-    return np.concatenate([agent, others, enemies], 1)
 
 
 def seen_and_believed(layout: EntityLayout, views: Views, frame: Frame) -> tuple[list[str], list[list[Belief]]]:

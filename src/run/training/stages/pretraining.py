@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch import nn
 
 from omagd import learners
 from omagd.components.episode_buffer import EpisodeBuffer
-from omagd.learners.belief_baselines import Baselines, fit_baselines
-from omagd.learners.belief_metrics import belief_values, judge
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.protocol import PretrainingLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
@@ -25,16 +22,15 @@ from omagd.modules.graph_reconstructers import training_fields
 from omagd.modules.graph_reconstructers.pretrained import describe
 from omagd.run.checkpoint.store import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
-from omagd.run.training.beliefs import picture, reconstructor_of, saved_baselines, says_of_units
 from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy
+from omagd.run.training.judges import Verdict, judges
 from omagd.run.training.stages.base import PretrainedModules, Session, Stage, Task, require_same_weights
-from omagd.utils.logging import Progress, duration
+from omagd.utils.logging import Progress
 from omagd.utils.metrics import Every, Metrics
 from omagd.utils.packing import PackedBatch
-from omagd.utils.seeding import generator, seed_everything
+from omagd.utils.seeding import seed_everything
 from omagd.utils.storage import STORAGE
 
-REHEARSAL_EPISODES = 8
 TOGETHER = 32  # episodes that are read together
 PROGRESS = {"best": "best", "last": "last", "missing": "_missing"}
 """What checkpoints hold of the stage itself: names, and attributes."""
@@ -69,7 +65,6 @@ class PretrainStage(Stage):
         self._make_room()
         self._policies: dict[str, Any] = {}
         self._learned = False
-        self._rehearsed = False
         self._bar: Progress | None = None
         for name, attribute in PROGRESS.items():
             self.register(name, Attribute(self, attribute))
@@ -140,12 +135,15 @@ class PretrainStage(Stage):
 
     def update(self) -> None:
         """One epoch: one sampled batch on each rank, one update."""
-        if not self._rehearsed:
-            self._rehearse()
+        config, logger = self.session.config, self.session.logger
+        if self._bar is None:
+            whole, shown = config.graph_pretrain_epochs, self.session.dist.is_main
+            logger.info(f"{self.name}: {whole} epochs of {len(self._episodes)} episodes on every rank")
+            self._bar = Progress(whole, "epoch", self.name, enabled=shown, initial=self.clock.epoch)
         if self.clock.epoch == 0:
             with self.session.profiler.phases("prepare"):  # once, not per epoch
                 self.learner.begin(partial(in_batches, self._episodes, self.session.dist.device))
-        size = min(self.session.config.graph_pretrain_batch_size, len(self._episodes))
+        size = min(config.graph_pretrain_batch_size, len(self._episodes))
         with self.session.profiler.phases("sample"):
             batch = self._episodes.sample(size, self.rng(f"{self.name} sampling")).to(self.session.dist.device)
         self.trained_on.add(self.health.note(self.learner.update(batch)), prefix="train/")
@@ -185,10 +183,11 @@ class PretrainStage(Stage):
         if reached < self.best[0] or math.isnan(self.best[0]):
             self.best = (reached, self.clock.epoch, copy.deepcopy(self.trained.state_dict()))
 
-    def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
-        """Return the learner's metrics on episodes of all ranks."""
+    def measure(self, buffer: EpisodeBuffer, together: int = 0) -> dict[str, float]:
+        """Return the learner's metrics on episodes of all ranks. together: read at a time, 0: all."""
         metrics = Metrics()
-        metrics.add(self.learner.evaluate(buffer.batch(range(len(buffer))).to(self.session.dist.device)))
+        for batch in in_batches(buffer, self.session.dist.device, together or max(1, len(buffer))):
+            metrics.add(self.learner.evaluate(batch))
         return summarise(metrics.reduce(self.session.dist))
 
     def standing(self) -> dict[str, float]:
@@ -224,22 +223,6 @@ class PretrainStage(Stage):
     def _episodes(self) -> EpisodeBuffer:
         assert self.pretrained.train_episodes is not None
         return self.pretrained.train_episodes
-
-    def _rehearse(self) -> None:
-        """Pass a few episodes through the learner without an update, and log how long the stage will take."""
-        config, self._rehearsed = self.session.config, True
-        size = min(config.graph_pretrain_batch_size, len(self._episodes))
-        few = self._episodes.sample(min(REHEARSAL_EPISODES, size), generator(config.seed, "rehearsal"))
-        started = time.monotonic()
-        passes = self.learner.warm_up(few.to(self.session.dist.device))
-        seconds = (time.monotonic() - started) / passes * size / few.packing.n_episodes
-        left = config.graph_pretrain_epochs - self.clock.epoch
-        self.session.logger.info(
-            f"{self.name}: {left} epochs, each of {size} of {len(self._episodes)} episodes on every rank; about"
-            f" {duration(seconds * left)}"
-        )
-        shown = self.session.dist.is_main
-        self._bar = Progress(config.graph_pretrain_epochs, "epoch", self.name, enabled=shown, initial=self.clock.epoch)
 
     def _wanted(self) -> dict[str, int]:
         """Return how many episodes are to be played over all ranks, by purpose; in whole rounds of all slots."""
@@ -279,10 +262,10 @@ class PretrainStage(Stage):
         return {"shape_key": self.session.info.shape_key(), **more}
 
 
-def in_batches(buffer: EpisodeBuffer, device: torch.device) -> Iterator[PackedBatch]:
+def in_batches(buffer: EpisodeBuffer, device: torch.device, together: int = TOGETHER) -> Iterator[PackedBatch]:
     """Yield all episodes of a buffer, so many at a time that memory does not grow with their number."""
-    for first in range(0, len(buffer), TOGETHER):
-        yield buffer.batch(range(first, min(len(buffer), first + TOGETHER))).to(device)
+    for first in range(0, len(buffer), together):
+        yield buffer.batch(range(first, min(len(buffer), first + together))).to(device)
 
 
 def _buffer_file(rank: int) -> str:
@@ -310,8 +293,7 @@ TEST = "pretrain_test"
 class Stage2(PretrainStage):
     """Trains a fresh predictor, over the frozen tokenizer's tokens where its kind reads them.
 
-    Held-out episodes select the best predictor. Then, and not before, test episodes are played, on which it is reported
-    beside the baselines.
+    Held-out episodes select the best predictor. Then, and not before, test episodes are played, on which it is judged.
 
     Attributes:
         tested: the table of the test episodes, empty until then.
@@ -324,6 +306,7 @@ class Stage2(PretrainStage):
     def __init__(self, session: Session, pretrained: PretrainedModules) -> None:
         super().__init__(session, pretrained)
         self.tested: dict[str, Any] = {}
+        self.judges = judges(session, pretrained)
         self.register("tested", Attribute(self, "tested"))
         self.tasks.append(Task("test", self._is_report_due, self.report))
 
@@ -353,54 +336,26 @@ class Stage2(PretrainStage):
         if lost and begun and not self.session.dist.all(len(self.buffers()[TEST]) > 0):
             self._missing[TEST] = self.session.config.graph_pretrain_test_episodes
 
-    def measure(self, buffer: EpisodeBuffer) -> dict[str, float]:
-        """Return also what is measured on living units, beside the baselines."""
-        values = super().measure(buffer)
-        if self.baselines is None:
-            return values
-        batches = in_batches(buffer, self.session.dist.device)
-        return {**values, **belief_values(judge(self.learner, batches, self.baselines, self.session.dist))}
-
-    @cached_property
-    def baselines(self) -> Baselines | None:
-        """The baselines: those of the given predictor's file if it is only evaluated, else fitted ones.
-
-        None for a predictor that says nothing of units. First read by all ranks together.
-        """
-        session, pretrained = self.session, self.pretrained
-        if not says_of_units(self.learner):
-            return None
-        if session.config.evaluation_only:
-            return saved_baselines(session)
-        assert pretrained.train_episodes is not None and pretrained.held_out is not None
-        training, validation = (
-            partial(in_batches, buffer, session.dist.device)
-            for buffer in (pretrained.train_episodes, pretrained.held_out)
+    def measure(self, buffer: EpisodeBuffer, together: int = 0) -> dict[str, float]:
+        """Return also what the judges measure."""
+        self._verdict = Verdict.of(
+            judge.predictor(self.learner, in_batches(buffer, self.session.dist.device)) for judge in self.judges
         )
-        return fit_baselines(training, validation, session.info, session.dist)
+        return {**super().measure(buffer, together), **self._verdict.values}
 
     def saved_beside(self) -> dict[str, Any]:
-        """Return the baselines, beside which the predictor is judged in later runs too."""
-        return {} if self.baselines is None else {"baselines": self.baselines.state_dict()}
+        """Return what judges need to judge the predictor in later runs too."""
+        return {name: value for judge in self.judges for name, value in judge.saved().items()}
 
     def report(self) -> None:
         """Measure the best predictor on the test episodes and log one record."""
-        session, module, buffer = self.session, self.trained, self.buffers()[TEST]
-        baselines = self.baselines
+        module = self.trained
         last = {name: value.clone() for name, value in module.state_dict().items()}
         module.load_state_dict(self.best[2])
-        metrics = Metrics()
-        for batch in in_batches(buffer, session.dist.device):
-            metrics.add(self.learner.evaluate(batch))
-        values = summarise(metrics.reduce(session.dist))
-        table: dict[str, Any] = {}
-        if baselines is not None:
-            table = judge(self.learner, in_batches(buffer, session.dist.device), baselines, session.dist)
-            values |= belief_values(table)
-            table["episodes"] = session.dist.sum_int(len(buffer))
+        values = self.measure(self.buffers()[TEST], TOGETHER)
         module.load_state_dict(last)
-        self.tested = {"values": values, "table": table}
-        self.log({f"test/{name}": value for name, value in self.tested["values"].items()})
+        self.tested = {"values": values, "table": self._verdict.table}
+        self.log({f"test/{name}": value for name, value in values.items()})
 
     def standing(self) -> dict[str, float]:
         """Return also what the best predictor has reached on the test episodes."""
@@ -408,20 +363,14 @@ class Stage2(PretrainStage):
         return {**super().standing(), **{f"test_{name}": value for name, value in tested.items()}}
 
     def finish(self) -> StageResult:
-        """Save the models, and draw one moment as seen, as reconstructed and as it was."""
+        """Save the models, and let judges draw what the best one believes."""
         result = super().finish()
         if self.tested.get("table"):
             result.facts["beliefs"] = self.tested["table"]
-        if self.session.dist.is_main and says_of_units(self.learner):
-            assert self.pretrained.held_out is not None
-            held_out = self.pretrained.held_out
-            path = picture(
-                self.session,
-                reconstructor_of(self.session, self.pretrained),
-                held_out.batch(range(len(held_out))),
-                "beliefs_stage2",
-            )
-            result.files["picture"] = str(path)
+        held_out = self.pretrained.held_out
+        assert held_out is not None
+        for judge in self.judges if self.session.dist.is_main else []:
+            result.files.update(judge.picture(held_out.batch(range(len(held_out)))))
         return result
 
     def _is_over(self) -> bool:

@@ -21,6 +21,7 @@ from omagd.run.checkpoint.weights import find_step_folder, load_learner, save_le
 from omagd.run.training.build import build_learner
 from omagd.run.training.collection import shapers
 from omagd.run.training.evaluate import Tests, means
+from omagd.run.training.judges import Verdict, judges
 from omagd.run.training.stages.base import PretrainedModules, Session, Shaper, Stage, Task, require_same_weights
 from omagd.runners.rollout import Rollout
 from omagd.utils.dist_utils import Pending
@@ -308,21 +309,19 @@ class RLStage(Stage):
         if self._bar is not None:
             self._bar.close()
         values = self.standing()
-        beliefs, pictures, table = dict[str, float](), dict[str, str](), dict[str, Any]()
+        judged = Verdict()
         if self.mac.head is not None or self.session.config.use_graph_reconstruction:
-            from omagd.run.training.beliefs import evaluate_beliefs
-
-            beliefs, pictures, table = evaluate_beliefs(self.session, self.pretrained, self.mac)
-        if beliefs:
-            self.log({f"policy/{name}": value for name, value in beliefs.items()})
-            values.update({f"policy_{name}": value for name, value in beliefs.items()})
+            judged = Verdict.of(judge.team(self.mac) for judge in judges(self.session, self.pretrained))
+        if judged.values:
+            self.log({f"policy/{name}": value for name, value in judged.values.items()})
+            values.update({f"policy_{name}": value for name, value in judged.values.items()})
         saved = self.session.folder.step(self.clock.t_env)
         if not saved.is_dir():  # resumed after the last iteration of a run that could not write it
             self.save()
         models = {"agent": str(saved)} if saved.is_dir() else {}
         self._synchronise(self.shapers)
-        facts = {**self._facts(), **({"beliefs": table} if table else {})}
-        return StageResult(self.name, self.clock.state_dict(), values, {**models, **pictures}, facts)
+        facts = {**self._facts(), **({"beliefs": judged.table} if judged.table else {})}
+        return StageResult(self.name, self.clock.state_dict(), values, {**models, **judged.files}, facts)
 
     def so_far(self) -> StageResult:
         """Return also the facts of what shapes the collection."""

@@ -17,7 +17,8 @@ nodes in the order of `torch.nonzero(missing)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,15 +34,6 @@ from omagd.utils.packing import PackedBatch
 
 Batches = Callable[[], Iterable[PackedBatch]]
 """Gives the episodes of a purpose, in batches that fit in memory; may be called several times."""
-
-NUMBERS_AT_ONCE = 1 << 22
-"""Entries of observations that are looked at together: what is computed of them takes up to a hundred times as much."""
-
-
-def bounded(batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
-    """Yield batches, those of many units in parts of whole episodes, so that memory does not grow with the map."""
-    for batch in batches:
-        yield from batch.split(max(1, -(-batch["obs"].numel() // NUMBERS_AT_ONCE)))
 
 
 @dataclass(frozen=True)
@@ -184,65 +176,41 @@ def fit_baselines(training: Batches, validation: Batches, info: EnvInfo, dist: D
     training, validation: this rank's episodes with `obs` and `full_obs`.
     """
     assert info.layout is not None
-    layout = info.layout
-    sums = Sums(info, dist.device)
-    frames = 0
+    layout, limit = info.layout, info.episode_limit
+    shape = info.n_agents, layout.n_nodes, limit + 1
+    total = torch.zeros((math.prod(shape), layout.node_dim), dtype=torch.float64, device=dist.device)
+    count = torch.zeros((math.prod(shape), 1), dtype=torch.float64, device=dist.device)
+    extremes, frames = torch.full((2, layout.n_nodes, layout.node_dim), -torch.inf), 0  # the largest of -x and of x
     for batch in training():
-        cases = cases_of(batch, layout)
-        sums.add(batch, cases)
+        cases, full = cases_of(batch, layout), obs_to_nodes(batch["full_obs"], layout)
         frames += int(cases.missing.any(-1).sum())
-    varies, bounds, slot_mean, map_constant = sums.finish(dist)
-    p = _n_inputs(info)
-    each = layout.n_nodes * p * p
+        # What dead observers are shown, or what a closing row holds, no agent could have known.
+        counted = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None] & ~unseen(full)
+        found = [torch.where(counted[..., None], each, -torch.inf).amax((0, 1)).cpu() for each in (-full, full)]
+        extremes = torch.maximum(extremes, torch.stack(found))
+        where = cases.living
+        flat = (cases.agent[where] * shape[1] + cases.node[where]) * shape[2] + cases.step[where].clamp(max=limit)
+        total.index_add_(0, flat, cases.truth[where].double())
+        count.index_add_(0, flat, torch.ones_like(flat, dtype=torch.float64)[:, None])
+    slot_mean, map_constant = _means(dist.sum(total).view(*shape, -1), dist.sum(count).view(*shape, 1))
+    bounds = torch.from_numpy(np.stack(dist.gather(extremes.numpy())).max(0)).to(dist.device)
+    bounds = torch.where(bounds.isfinite(), bounds * torch.tensor([-1.0, 1.0]).view(2, 1, 1).to(bounds), 0.0)
+    varies = (bounds[1] - bounds[0] >= CONSTANT) & feature_mask(layout).to(bounds.device)
+    each = layout.n_nodes * _n_inputs(info) ** 2
     every = max(1, -(-dist.sum_int(frames) * each // int(FIT_OPERATIONS)))
     # One number for all ranks, so that they leave out the frames that one process would leave out.
     weights, penalty = _fit_ridge(training, validation, info, varies, every, dist)
-    return Baselines(varies, bounds, slot_mean, map_constant, weights, penalty, layout, info.episode_limit)
+    return Baselines(varies, bounds, slot_mean, map_constant, weights, penalty, layout, limit)
 
 
-class Sums:
-    """Sums over living units, seen or not, for `varies`, and over living unseen ones for the means."""
-
-    def __init__(self, info: EnvInfo, device: torch.device) -> None:
-        assert info.layout is not None
-        self.layout = layout = info.layout
-        self.shape = info.n_agents, layout.n_nodes, info.episode_limit + 1
-        size = info.n_agents * layout.n_nodes * (info.episode_limit + 1)
-        self.total = torch.zeros((size, layout.node_dim), dtype=torch.float64, device=device)
-        self.count = torch.zeros(size, dtype=torch.float64, device=device)
-        whole = (layout.n_nodes, layout.node_dim)
-        self.low, self.high = torch.full(whole, torch.inf), torch.full(whole, -torch.inf)
-
-    def add(self, batch: PackedBatch, cases: Cases) -> None:
-        """Add the episodes of a batch."""
-        full = obs_to_nodes(batch["full_obs"], self.layout)
-        # What dead observers are shown, or what a closing row holds, no agent could have known.
-        counted = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None] & ~unseen(full)
-        for extreme, limit, better in ((self.low, torch.inf, torch.amin), (self.high, -torch.inf, torch.amax)):
-            found = better(torch.where(counted[..., None], full, limit), dim=(0, 1)).cpu()
-            extreme.copy_(better(torch.stack([extreme, found]), dim=0))
-        _, nodes, steps = self.shape
-        where = cases.living
-        flat = (cases.agent[where] * nodes + cases.node[where]) * steps + cases.step[where].clamp(max=steps - 1)
-        self.total.index_add_(0, flat, cases.truth[where].double())
-        self.count.index_add_(0, flat, torch.ones_like(flat, dtype=torch.float64))
-
-    def finish(self, dist: Dist) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return `varies`, `bounds`, `slot_mean` and `map_constant` of the episodes of all ranks."""
-        total = dist.sum(self.total).view(*self.shape, -1)
-        count = dist.sum(self.count).view(*self.shape, 1)
-        extremes = np.stack([self.low.numpy(), -self.high.numpy()])
-        low, negative = np.stack(dist.gather(extremes)).min(0)
-        bounds = torch.from_numpy(np.stack([low, -negative])).to(total.device)
-        bounds = torch.where(bounds.isfinite(), bounds, 0.0)
-        varies = (bounds[1] - bounds[0] >= CONSTANT) & feature_mask(self.layout).to(total.device)
-        by_step = total.sum(0), count.sum(0)
-        by_node = by_step[0].sum(1), by_step[1].sum(1)
-        mean = by_node[0] / by_node[1].clamp(min=1)
-        # From the coarsest mean to the finest that has enough samples.
-        constant = torch.where(by_step[1] >= LEAST, by_step[0] / by_step[1].clamp(min=1), mean[:, None])
-        constant = torch.where(count >= LEAST, total / count.clamp(min=1), constant)
-        return varies, bounds, mean.float(), constant.float()
+def _means(total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `slot_mean` and `map_constant` from sums [n, N, T + 1, D] and counts [n, N, T + 1, 1]."""
+    by_step = total.sum(0), count.sum(0)
+    mean = by_step[0].sum(1) / by_step[1].sum(1).clamp(min=1)
+    # From the coarsest mean to the finest that has enough samples.
+    constant = torch.where(by_step[1] >= LEAST, by_step[0] / by_step[1].clamp(min=1), mean[:, None])
+    constant = torch.where(count >= LEAST, total / count.clamp(min=1), constant)
+    return mean.float(), constant.float()
 
 
 def _knots(limit: int) -> list[int]:
@@ -304,38 +272,27 @@ def _hats(at: Tensor, knots: Tensor) -> Tensor:
     return out
 
 
-@dataclass
-class _Normal:
-    """Normal equations of all nodes: [N, P, P], [N, P, D] and [N, D], sums over living unseen units."""
+def _normal(batches: Iterable[PackedBatch], info: EnvInfo, every: int, dist: Dist) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normal equations of all nodes, sums over living unseen units of all ranks.
 
-    gram: Tensor
-    cross: Tensor
-    square: Tensor
-
-    @classmethod
-    def of(cls, batches: Iterable[PackedBatch], info: EnvInfo, every: int, dist: Dist) -> _Normal:
-        """Return the sums of all ranks."""
-        layout, p = info.layout, _n_inputs(info)
-        assert layout is not None
-        n, dim = layout.n_nodes, layout.node_dim
-        shapes = (n, p, p), (n, p, dim), (n, dim)
-        sums = cls(*(torch.zeros(shape, dtype=torch.float64, device=dist.device) for shape in shapes))
-        for batch in batches:
-            cases = cases_of(batch, layout)
-            inputs, frame = _inputs(cases, layout, info.episode_limit, every)
-            for node in range(1, n):
-                where = (cases.node == node) & cases.living & (frame >= 0)
-                x, y = inputs[frame[where]], cases.truth[where].double()
-                sums.gram[node] += x.T @ x
-                sums.cross[node] += x.T @ y
-                sums.square[node] += y.square().sum(0)
-        return cls(dist.sum(sums.gram), dist.sum(sums.cross), dist.sum(sums.square))
-
-    def error(self, weights: Tensor, node: int) -> Tensor:
-        """Return the squared errors [D], summed over samples, of weights [P, D] for a node."""
-        # |y - Xw|² = y'y - 2 w'X'y + w'X'Xw: no samples are kept, only their sums.
-        fitted = (weights * (self.gram[node] @ weights)).sum(0)
-        return self.square[node] - 2 * (weights * self.cross[node]).sum(0) + fitted
+    Sums of x x' [N, P, P], of x y' [N, P, D] and of y² [N, D].
+    """
+    layout, p = info.layout, _n_inputs(info)
+    assert layout is not None
+    n, dim = layout.n_nodes, layout.node_dim
+    gram, cross, square = (
+        torch.zeros(shape, dtype=torch.float64, device=dist.device) for shape in ((n, p, p), (n, p, dim), (n, dim))
+    )
+    for batch in batches:
+        cases = cases_of(batch, layout)
+        inputs, frame = _inputs(cases, layout, info.episode_limit, every)
+        for node in range(1, n):
+            where = (cases.node == node) & cases.living & (frame >= 0)
+            x, y = inputs[frame[where]], cases.truth[where].double()
+            gram[node] += x.T @ x
+            cross[node] += x.T @ y
+            square[node] += y.square().sum(0)
+    return dist.sum(gram), dist.sum(cross), dist.sum(square)
 
 
 def _fit_ridge(
@@ -346,21 +303,20 @@ def _fit_ridge(
     A node with few samples needs a larger one than the others. Where validation has no sample of a node: the one that
     suits all nodes together.
     """
-    assert info.layout is not None
-    p, n_nodes, dim = _n_inputs(info), info.layout.n_nodes, info.layout.node_dim
-    found = torch.zeros((len(PENALTIES), n_nodes, p, dim), dtype=torch.float64, device=dist.device)
-    errors = torch.zeros((len(PENALTIES), n_nodes), dtype=torch.float64, device=dist.device)
-    counts = torch.zeros(n_nodes, dtype=torch.float64, device=dist.device)
+    fitted, judged = (_normal(batches(), info, every, dist) for batches in (training, validation))
+    gram, cross, square = judged
+    found = torch.zeros((len(PENALTIES), *cross.shape), dtype=torch.float64, device=dist.device)
+    errors = torch.zeros((len(PENALTIES), len(gram)), dtype=torch.float64, device=dist.device)
     share = varies.double() / varies.sum(-1, keepdim=True).clamp(min=1)
-    fitted, judged = (_Normal.of(batches(), info, every, dist) for batches in (training, validation))
-    for node in range(1, n_nodes):
-        for i, weights in enumerate(_solutions(fitted.gram[node], fitted.cross[node])):
+    for node in range(1, len(gram)):
+        for i, weights in enumerate(_solutions(fitted[0][node], fitted[1][node])):
             found[i, node] = weights
-            errors[i, node] = (judged.error(weights, node) * share[node]).sum()
-        counts[node] = judged.gram[node, 0, 0]
+            # |y - Xw|² = y'y - 2 w'X'y + w'X'Xw: no samples are kept, only their sums.
+            error = square[node] - 2 * (weights * cross[node]).sum(0) + (weights * (gram[node] @ weights)).sum(0)
+            errors[i, node] = (error * share[node]).sum()
     # Hoerl & Kennard 1970 leave the penalty open: the one that predicts held-out episodes best.
-    best = torch.where(counts > 0, errors.argmin(0), errors.sum(1).argmin())
-    nodes_at = torch.arange(n_nodes, device=best.device)
+    best = torch.where(gram[:, 0, 0] > 0, errors.argmin(0), errors.sum(1).argmin())
+    nodes_at = torch.arange(len(best), device=best.device)
     return found[best, nodes_at], torch.tensor(PENALTIES, dtype=torch.float64, device=best.device)[best]
 
 

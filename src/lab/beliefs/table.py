@@ -2,21 +2,20 @@
 
 The headline counts living unseen units of living observers, and of their features those that are not constant in
 training (`Baselines.varies`). Every row has the same cases for the predictor and for all baselines.
-Shapes: M cases, D features, R rows, G predictors (the first is the one that is judged), Q reliability bins.
+Shapes: M cases, L of them of living units, D features, R rows, C columns, Q reliability bins.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from omagd.config.env_info import ALLY, ENEMY, EntityLayout
-from omagd.learners.belief_baselines import BASELINES, SIMPLE, Baselines, Cases, bounded, cases_of
+from omagd.lab.beliefs.baselines import BASELINES, SIMPLE, Baselines, Cases, cases_of
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
@@ -33,12 +32,15 @@ KINDS = {"": (ALLY, ENEMY), "ally": (ALLY,), "enemy": (ENEMY,)}
 LOGGED = ("", "never", "before")
 """Rows by age of which more than the error of the predictor is logged; the table has all."""
 
+NUMBERS_AT_ONCE = 1 << 22
+"""Entries of observations that are looked at together: what is computed of them takes up to a hundred times as much."""
+
 BINS = 10
 LEAST_SPREAD = 0.01
 """Smallest standard deviation in the likelihood: a distribution over few codes may have none."""
 
-ERROR, PLACE, PLACE2, HEALTH = range(4)
-LIVING, COUNTED, HEALTHS, HEALTH2, TAKEN, SPREADS, INSIDE, LIKELIHOOD = range(8)
+OF_GUESSES = ("error", "place", "place2", "health")
+OF_LIVING = ("count", "counted", "health", "health2", "taken", "spreads", "inside", "likelihood")
 
 
 class Believer(Protocol):
@@ -50,28 +52,12 @@ class Believer(Protocol):
         """Return the missing nodes [S, n, N] bool of a batch, and the belief about each."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the table: cases of some types of nodes, ages and types of units (-1: any)."""
-
-    kind: str
-    age: str
-    unit_type: int = -1
-
-    @property
-    def name(self) -> str:
-        """Name in metrics, such as `enemy_age2_3`; empty for all cases."""
-        unit_type = f"type{self.unit_type}" if self.unit_type >= 0 else ""
-        return "_".join(part for part in (self.kind, self.age, unit_type) if part)
-
-
-def rows_of(layout: EntityLayout) -> list[Row]:
-    """Return all rows; units' types only where the features tell them."""
-    rows = [Row(kind, age) for kind in KINDS for age in AGES]
-    columns = {"ally": layout.ally_types, "enemy": layout.enemy_types}
-    return rows + [
-        Row(kind, "", i) for kind, first in columns.items() for i in range(layout.n_types if first >= 0 else 0)
-    ]
+def rows_of(layout: EntityLayout) -> dict[str, tuple[str, str, int]]:
+    """Return all rows by name: the kind of node, the age, and the column that is 1 for the type of unit (-1: any)."""
+    rows = {"_".join(filter(None, (kind, age))): (kind, age, -1) for kind in KINDS for age in AGES}
+    for kind, first in (("ally", layout.ally_types), ("enemy", layout.enemy_types)):
+        rows |= {f"{kind}_type{i}": (kind, "", first + i) for i in range(layout.n_types if first >= 0 else 0)}
+    return rows
 
 
 class BeliefSums:
@@ -81,66 +67,56 @@ class BeliefSums:
         layout: of the observations. device: of the sums.
 
     Attributes:
-        values: [R, G, 4] float64: squared error, position error and its square in cells, squared error of health.
-        living: [R, 8]: cases, cases with features that count, health and its square, living units taken for dead; of
-            the others: cases with features that count, share of features within one predicted standard deviation,
-            negative log-likelihood.
-        dead: [R, 2]: the dead, and those recognised. bins: [Q, 3]: cases, sum of p(dead), the dead.
-        spread: [1], batches whose predictor gave its standard deviation.
+        sums: `living` [R, C] float64, over living units: of each guess squared error, position error in cells, its
+            square and squared error of health; then cases, cases with features that count, health and its square, units
+            taken for dead; of the others, where the predictor gives its standard deviation: cases with features that
+            count, share of features within one of it, negative log-likelihood. `dead` [R, 2]: the dead, and those
+            recognised. `bins` [Q, 3]: cases, sum of p(dead), the dead.
     """
 
     def __init__(self, layout: EntityLayout, device: torch.device) -> None:
         self.layout, self.rows = layout, rows_of(layout)
-        sizes = {
-            "values": (len(self.rows), len(GUESSES), 4), "living": (len(self.rows), 8), "dead": (len(self.rows), 2),
-            "bins": (BINS, 3), "spread": (1,),
-        }  # fmt: skip
+        columns = len(GUESSES) * len(OF_GUESSES) + len(OF_LIVING)
+        sizes = {"living": (len(self.rows), columns), "dead": (len(self.rows), 2), "bins": (BINS, 3)}
         self.sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
 
     def add(self, cases: Cases, belief: Belief, baselines: Baselines) -> None:
         """Add the cases of a batch."""
-        living = cases.living
-        marks = self._marks(cases)
-        guesses = [belief.features.to(cases.truth), *baselines.predictions(cases).values()]
+        living, marks = cases.living, self._marks(cases)
         # Features that never change would make every predictor look good.
         counts = baselines.varies[cases.node[living]].double()
         share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+        guesses = [belief.features.to(cases.truth), *baselines.predictions(cases).values()]
         truth = cases.truth[living].double()
-        errors = [self._errors(guess[living].double() - truth, share) for guess in guesses]
-        of_living = marks[living]
-        self.sums["values"] += torch.einsum("mr,mgv->rgv", of_living, torch.stack(errors, dim=1))
-        self.sums["living"] += of_living.T @ self._of_living(cases, belief, share)
-        found = torch.stack([torch.ones_like(belief.p_dead), belief.taken_for_dead.to(belief.p_dead)], dim=1)
-        self.sums["dead"] += marks[~living].T @ found[~living].double()
-        p = belief.p_dead.double()
+        columns = [column for guess in guesses for column in self._of_guess(guess[living].double() - truth, share)]
+        columns += self._of_living(cases, belief, share)
+        self.sums["living"] += marks[living].T @ torch.stack(columns, dim=1)
+        p, taken, dead = belief.p_dead.double(), belief.taken_for_dead.double(), (~living).double()
+        self.sums["dead"] += marks.T @ torch.stack([dead, dead * taken], dim=1)
         # Reliability (Naeini et al. 2015): of units with p(dead) = 0.8, are 80 % dead?
         in_bin = (p * BINS).long().clamp(0, BINS - 1)
-        self.sums["bins"].index_add_(0, in_bin, torch.stack([torch.ones_like(p), p, (~living).double()], dim=1))
-        self.sums["spread"] += float(belief.spread is not None)
+        self.sums["bins"].index_add_(0, in_bin, torch.stack([torch.ones_like(p), p, dead], dim=1))
 
     def _marks(self, cases: Cases) -> Tensor:
         """Return which cases [M, R] belong to each row, as float64. The dead have no type."""
         types = torch.tensor(self.layout.node_types, device=cases.node.device)[cases.node]
         marks = []
-        for row in self.rows:
-            low, high = AGES[row.age]
+        for kind, age, column in self.rows.values():
+            low, high = AGES[age]
             mark = (cases.age >= low) & (cases.age <= high)
-            mark &= torch.isin(types, torch.tensor(KINDS[row.kind], device=types.device))
-            if row.unit_type >= 0:
-                first = self.layout.ally_types if row.kind == "ally" else self.layout.enemy_types
-                mark &= cases.truth[:, first + row.unit_type] > 0.5
-            marks.append(mark)
+            mark &= torch.isin(types, torch.tensor(KINDS[kind], device=types.device))
+            marks.append(mark if column < 0 else mark & (cases.truth[:, column] > 0.5))
         return torch.stack(marks, dim=1).double()
 
-    def _errors(self, off: Tensor, share: Tensor) -> Tensor:
-        """Return squared error, position error in cells, its square, squared error of health of errors [M, D]."""
+    def _of_guess(self, off: Tensor, share: Tensor) -> list[Tensor]:
+        """Return the columns [L] of a guess that is off by [L, D]. share: weight of each feature, [L, D]."""
         # In cells, so that maps with other sights can be compared.
         place2 = off[:, list(self.layout.position)].square().sum(-1) * self.layout.sight**2
         health = off[:, self.layout.health].square() if self.layout.health >= 0 else torch.zeros_like(place2)
-        return torch.stack([(off.square() * share).sum(-1), place2.sqrt(), place2, health], dim=1)
+        return [(off.square() * share).sum(-1), place2.sqrt(), place2, health]
 
-    def _of_living(self, cases: Cases, belief: Belief, share: Tensor) -> Tensor:
-        """Return what `living` sums, [living M, 8].
+    def _of_living(self, cases: Cases, belief: Belief, share: Tensor) -> list[Tensor]:
+        """Return the other columns [L].
 
         The spread is that of a unit if it lives, so units that are taken for dead say nothing of it.
         """
@@ -148,17 +124,16 @@ class BeliefSums:
         truth, ones = cases.truth[living].double(), torch.ones(len(share), dtype=torch.float64, device=share.device)
         health = truth[:, self.layout.health] if self.layout.health >= 0 else torch.zeros_like(ones)
         taken = belief.taken_for_dead[living].double()
-        share_kept = share * (1 - taken)[:, None]
-        inside = likelihood = torch.zeros_like(ones)
+        spreads = inside = likelihood = torch.zeros_like(ones)
         if belief.spread is not None:
+            kept = share * (1 - taken)[:, None]
             off, spread = belief.features[living].double() - truth, belief.spread[living].double()
             spread = spread.clamp(min=LEAST_SPREAD)
-            inside = ((off.abs() <= spread) * share_kept).sum(-1)
             # -log of a normal density: also punishes a spread that is too large or too small.
             density = 0.5 * (off / spread).square() + spread.log() + 0.5 * math.log(2 * math.pi)
-            likelihood = (density * share_kept).sum(-1)
-        columns = [ones, share.sum(-1), health, health.square(), taken, share_kept.sum(-1), inside, likelihood]
-        return torch.stack(columns, dim=1)
+            spreads, inside = kept.sum(-1), ((off.abs() <= spread) * kept).sum(-1)
+            likelihood = (density * kept).sum(-1)
+        return [ones, share.sum(-1), health, health.square(), taken, spreads, inside, likelihood]
 
     def table(self, dist: Dist) -> dict[str, Any]:
         """Return the table over all ranks as plain values; a collective.
@@ -167,59 +142,56 @@ class BeliefSums:
         bin of p(dead) that has cases. `dead_ece`: the expected calibration error that follows from it (Naeini et al.
         2015), absent without cases.
         """
-        sums = {name: dist.sum(value).cpu() for name, value in self.sums.items()}
-        has_spread = bool(sums["spread"] > 0)
-        made = [self._entry(i, row, sums, has_spread) for i, row in enumerate(self.rows)]
-        table: dict[str, Any] = {"rows": [entry for entry in made if len(entry) > 1], "reliability": []}
-        total = float(sums["bins"][:, 0].sum())
-        for count, p, dead in sums["bins"].tolist():
-            if count:
-                table["reliability"].append([count / total, p / count, dead / count])
+        living, dead, bins = (dist.sum(self.sums[name]).tolist() for name in ("living", "dead", "bins"))
+        entries = [{"row": name, **self._entry(living[i], *dead[i])} for i, name in enumerate(self.rows)]
+        table: dict[str, Any] = {"rows": [entry for entry in entries if len(entry) > 1]}
+        total = sum(count for count, _, _ in bins)
+        table["reliability"] = [[count / total, p / count, found / count] for count, p, found in bins if count]
         if total:
-            table["dead_ece"] = sum(share * abs(p - dead) for share, p, dead in table["reliability"])
+            table["dead_ece"] = sum(share * abs(p - found) for share, p, found in table["reliability"])
         return table
 
-    def _entry(self, at: int, row: Row, sums: dict[str, Tensor], has_spread: bool) -> dict[str, Any]:
-        """Return a row of the table; only its name where it has no cases."""
-        entry: dict[str, Any] = {"row": row.name}
-        values, living = sums["values"][at].tolist(), sums["living"][at].tolist()
-        dead, found = sums["dead"][at].tolist()
-        if dead and row.unit_type < 0:
-            entry |= {"dead": int(dead), "recall_dead": found / dead}
-        count, counted = living[LIVING], living[COUNTED]
+    def _entry(self, sums: list[float], dead: float, found: float) -> dict[str, Any]:
+        """Return a row of the table; empty where it has no cases."""
+        entry: dict[str, Any] = {"dead": int(dead), "recall_dead": found / dead} if dead else {}
+        of = dict(zip(OF_LIVING, sums[-len(OF_LIVING) :], strict=True))
+        count = of["count"]
         if not count:
             return entry
-        entry |= {"count": int(count), "taken_for_dead": living[TAKEN] / count}
 
-        def each(of: int, per: float) -> dict[str, float]:
-            return {name: value[of] / per for name, value in zip(GUESSES, values, strict=True)}
+        def each(name: str, per: float) -> dict[str, float]:
+            values = sums[OF_GUESSES.index(name) : -len(OF_LIVING) : len(OF_GUESSES)]
+            return {guess: value / per for guess, value in zip(GUESSES, values, strict=True)}
 
-        if counted:
-            entry["mse"] = each(ERROR, counted)
-            if has_spread and (spreads := living[SPREADS]):
-                entry |= {"coverage": living[INSIDE] / spreads, "nll": living[LIKELIHOOD] / spreads}
-        entry["position_rms"] = {name: math.sqrt(value) for name, value in each(PLACE2, count).items()}
-        entry["position_mean"] = each(PLACE, count)
+        entry |= {"count": int(count), "taken_for_dead": of["taken"] / count}
+        if of["counted"]:
+            entry["mse"] = each("error", of["counted"])
+        if spreads := of["spreads"]:
+            entry |= {"coverage": of["inside"] / spreads, "nll": of["likelihood"] / spreads}
+        entry["position_rms"] = {name: math.sqrt(value) for name, value in each("place2", count).items()}
+        entry["position_mean"] = each("place", count)
         # R² = 1 - error / variance: 0 is what the mean would reach.
-        variance = living[HEALTH2] / count - (living[HEALTHS] / count) ** 2
+        variance = of["health2"] / count - (of["health"] / count) ** 2
         if self.layout.health >= 0 and variance > 1e-9:
-            entry["health_r2"] = {name: 1 - value / variance for name, value in each(HEALTH, count).items()}
+            entry["health_r2"] = {name: 1 - value / variance for name, value in each("health", count).items()}
         return entry
 
 
 def judge(believer: Believer, batches: Iterable[PackedBatch], baselines: Baselines, dist: Dist) -> dict[str, Any]:
     """Return the table of a predictor and of the baselines on this rank's `batches` and those of the others."""
-    sums = BeliefSums(believer.layout, dist.device)
-    for batch in bounded(batches):
+    sums, episodes = BeliefSums(believer.layout, dist.device), 0
+    # In parts of whole episodes, so that memory does not grow with the map.
+    for batch in (part for whole in batches for part in whole.split(-(-whole["obs"].numel() // NUMBERS_AT_ONCE))):
+        episodes += batch.packing.n_episodes
         cases = cases_of(batch, believer.layout)
         missing, belief = believer.beliefs(batch)
         if not torch.equal(missing, cases.missing):
             raise ValueError(
                 f"{type(believer).__name__}.beliefs is about {int(missing.sum())} nodes, not about the {len(cases)}"
-                " unseen ones of living agents in rows with a step (learners/belief_baselines.py)"
+                " unseen ones of living agents in rows with a step (lab/beliefs/baselines.py)"
             )
         sums.add(cases, belief, baselines)
-    return sums.table(dist)
+    return {**sums.table(dist), "episodes": dist.sum_int(episodes)}
 
 
 def belief_values(table: dict[str, Any]) -> dict[str, float]:
