@@ -87,7 +87,6 @@ class SlurmExecutor:
     """Submits jobs that are started together as one array, and follows them; a later start finds them again."""
 
     args_model = SlurmArgs
-    words: tuple[str, ...] = ()
 
     def __init__(self, place: Place) -> None:
         submitit = import_extra("submitit", "executor=slurm: needs submitit", "slurm")
