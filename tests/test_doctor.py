@@ -91,13 +91,6 @@ def without_module(name: str):
     return lambda patch, _: patch.setitem(sys.modules, name, None)
 
 
-def a_driver_without_cuda(patch, tmp_path):
-    program = tmp_path / "nvidia-smi"
-    program.touch(0o755)
-    patch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    patch.setattr("torch.cuda.is_available", lambda: False)
-
-
 def a_card(numba_cuda=None, free=60):
     """Return a change that simulates a GPU beside this version of numba-cuda."""
 
@@ -124,9 +117,7 @@ BROKEN = {
     "old Python": (patched(doctor.sys, "version_info", (3, 10, 4, "final", 0)), "python", "missing", "3.10.4", "all"),
     "results": (lambda _, folder: (folder / "results").touch(), "disk", "missing", "local_results_path=", "all"),
     "no W&B": (with_version("wandb"), "W&B", "missing", "use_wandb=False", ""),
-    "no TensorBoard": (with_version("tensorboard"), "TensorBoard", "missing", "use_tensorboard=False", ""),
     "little shared memory": (little_shared_memory, "shared memory", "warning", "--shm-size", ""),
-    "no CUDA": (a_driver_without_cuda, "gpu", "warning", "nvidia-smi", ""),
     "no numba-cuda": (a_card(), "gpu battles", "missing", ".[gpu]", ""),
     "no protobuf": (with_version("protobuf"), "pysc2", "missing", "protobuf", "sc2"),
     "no shared memory": (patched(device, "SHARED", Path("/nowhere")), "shared memory", "missing", "/dev/shm", "sc2"),

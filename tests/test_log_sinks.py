@@ -74,15 +74,6 @@ def test_json_lines_hold_one_object_per_log_and_survive_nan_and_a_torn_line(tmp_
     logger.close()
 
 
-def test_the_logger_of_other_ranks_opens_and_writes_nothing(tmp_path, caplog):
-    caplog.set_level("INFO")
-    run, sinks = FakeRun(), ["console", "jsonl", "sacred", "tensorboard", "wandb"]
-    logger = make_logger(RunFacts(tmp_path), sinks, LOG, minimal=True, sacred=run)
-    logger.log({"a": 1.0}, stage="stage3", clock="t_env", t=1)
-    logger.close()
-    assert list(tmp_path.iterdir()) == [] and run.scalars == [] and caplog.records == []
-
-
 def test_an_unknown_sink_is_an_error_and_a_plug_in_gets_every_record(tmp_path, monkeypatch):
     class Own(Sink):
         def _log(self, record):
@@ -171,13 +162,6 @@ def test_sacred_receives_all_that_a_rank_has_sent_before_its_end(dies, forked):
     failed = ranks.watch()
     assert run.scalars == [("x", 0.5, t) for t in range(5000)] and failed == ({0: 1} if dies else {})
     assert dies or (ranks.summary() == {"return": 3.0} and ranks.without_result() == {})
-
-
-def test_ranks_do_not_wait_for_sacred_when_it_fails(caplog, forked):
-    ranks = Ranks(sacred=FakeRun(error=RuntimeError("database is gone")))
-    ranks.start(send_values, (False,), 1)
-    assert ranks.watch() == {}
-    assert ["database is gone" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_sacreds_file_is_bounded_and_keeps_both_ends(tmp_path):

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from omagd.lab.studies import local as local_runs
 from omagd.lab.studies import state as study_state
 from omagd.lab.studies import study as whole_study
 from omagd.lab.studies.executors import Ended, Job, Place
-from omagd.lab.studies.local import LocalArgs, LocalExecutor, last_error, start_run
+from omagd.lab.studies.local import LocalArgs, LocalExecutor, last_error
 from omagd.lab.studies.spec import config_of, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, FAILED, RUNNING, WAITING, StudyState, locked_study
 from omagd.lab.studies.study import run_study
@@ -388,24 +387,6 @@ def test_a_pruned_run_is_cancelled_once_and_one_that_waits_is_never_started(unhu
     assert list(executor.commands) == ["a", "c"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_a_run_gets_sigterm_when_the_process_that_leads_the_study_is_killed(tmp_path):
-    program = (
-        "import sys, time; from pathlib import Path; from omagd.lab.studies.local import start_run\n"
-        "print(start_run(sys.argv[2:], Path(sys.argv[1])).pid, flush=True); time.sleep(60)"
-    )
-    stub = [sys.executable, "-S", "-E", "-c", STUB, str(tmp_path / "run"), "hangs"]
-    log = tmp_path / "log"
-    leader = subprocess.Popen([sys.executable, "-c", program, str(log), *stub], stdout=subprocess.PIPE, text=True)
-    run = int(leader.stdout.readline())
-    wait_until(lambda: "ready" in log.read_text())
-    assert start_ticks(run) is not None
-    leader.kill()
-    leader.wait()
-    wait_until(lambda: start_ticks(run) is None)
-    assert (tmp_path / "run" / "saved").exists()
-
-
 @pytest.mark.parametrize(
     ("log", "said"),
     [
@@ -420,25 +401,6 @@ def test_the_last_error_of_a_log_is_what_is_said_of_a_run(log, said, tmp_path):
     (tmp_path / "log").write_text(log)
     assert last_error(tmp_path / "log", 1) == said
     assert last_error(tmp_path / "log", -signal.SIGKILL) == "ended by SIGKILL" and last_error(tmp_path / "log", 0) == ""
-
-
-def test_a_run_is_apart_from_the_terminal_and_leaves_no_open_file(tmp_path):
-    """It reads nothing, Ctrl-C does not reach it, and a signal for the process that leads it does not end it."""
-    code = (
-        "import os, signal; print(os.readlink('/proc/self/fd/0'), os.getsid(0) == os.getpid(),"
-        " signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN)"
-    )
-    (ends, other), kept = os.pipe(), os.dup(0)
-    os.dup2(ends, 0)
-    try:
-        before = sorted(os.listdir("/proc/self/fd"))
-        assert start_run([sys.executable, "-S", "-c", code], tmp_path / "log").wait() == 0
-        assert sorted(os.listdir("/proc/self/fd")) == before
-    finally:
-        os.dup2(kept, 0)
-        for handle in (ends, other, kept):
-            os.close(handle)
-    assert (tmp_path / "log").read_text().split() == ["/dev/null", "True", "True"]
 
 
 STUBBORN = (
@@ -482,13 +444,6 @@ def test_runs_that_ended_with_a_killed_leader_are_shown_as_waiting(tmp_path, cap
         state.save(now=True)
         assert main(["study", "status", str(tmp_path / "s")]) == 0
         assert "2 running, 0 waiting, 0 failed; run by process" in capsys.readouterr().out
-        values = json.loads((tmp_path / "s" / "study.json").read_text())
-        values["launcher"]["boot"] = "of another machine"  # on which it cannot be seen what runs
-        (tmp_path / "s" / "study.json").write_text(json.dumps(values))
-        assert main(["study", "status", str(tmp_path / "s")]) == 0
-        assert "2 running, 0 waiting, 0 failed; run by process" in capsys.readouterr().out
-        state.changed()
-        state.save(now=True)
         values = json.loads((tmp_path / "s" / "study.json").read_text())
         values["launcher"]["started"] += 1  # as after a kill: another process has this pid
         (tmp_path / "s" / "study.json").write_text(json.dumps(values))
@@ -542,29 +497,6 @@ def test_a_damaged_state_is_named_and_kept(tmp_path):
         with pytest.raises(UserError, match="study.json: is damaged"):
             StudyState.read(tmp_path / "s")
         assert file.read_bytes() == content
-
-
-# --- the results file
-
-
-def result(job: str, identity: str) -> dict:
-    return {"job": job, "start_card": "c", "identity": identity, "summary": {"win_rate": 0.5}}
-
-
-def test_copies_of_a_results_file_can_be_merged_line_by_line(tmp_path):
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    results.append(one, result("a", "1"))
-    two.write_bytes(one.read_bytes())
-    results.append(one, result("b", "2"))
-    results.append(two, result("c", "3"))
-    merged = tmp_path / "merged.jsonl"
-    lines = dict.fromkeys([*one.read_text().splitlines(), "<<<<<<< HEAD", *two.read_text().splitlines()])
-    merged.write_text("\n".join(lines) + '\n{"job": "half')
-    known, bad = results.known_keys(merged)
-    assert {key: entry["job"] for key, entry in known.items()} == {("c", "1"): "a", ("c", "2"): "b", ("c", "3"): "c"}
-    assert bad == 2
-    results.append(merged, result("d", "4"))  # after the half line
-    assert len(results.known_keys(merged)[0]) == 4
 
 
 # --- whole studies of scripted runs
@@ -656,25 +588,6 @@ def test_a_result_that_could_not_be_appended_is_appended_by_the_next_start(toy, 
     toy.fails = dict.fromkeys(["qmix-3m-seed1", "qmix-3m-seed2"], UserError("started again"))
     assert toy.run(results_file="results.jsonl").counts() == {DONE: 2}
     assert len((toy.root / "files" / "results.jsonl").read_text().splitlines()) == 2
-
-
-def test_the_line_of_a_run_has_its_card_at_the_end_and_is_found_by_that_at_the_start(tmp_path):
-    """Only the end of a run knows the build of the game; a study knows the card at the start."""
-    state = StudyState(tmp_path)
-    finish_run(state, "a")
-    folder = state.run_folder("a")
-    stage = {"clock": {"t_env": 5}, "values": {"win_rate": 0.5}, "files": {"agent": str(tmp_path)}}
-    folder.summary_json.write_text(json.dumps({"stages": {"stage3": stage}, "seconds": 1e999}))
-    folder.card_json.write_text('{"id": "after", "compared": {}, "recorded": {"versions": {"torch": "2"}}}')
-    line = results.line_of("s", stub_job("a"), folder, {"id": "before"}, "i")
-    assert "folder" not in line, "it is committed"
-    assert (line["card"]["id"], line["versions"]) == ("after", {"torch": "2"})
-    assert line["summary"]["stages"] == {"stage3": {"clock": {"t_env": 5}, "values": {"win_rate": 0.5}}}
-    assert (line["commit"], line["seconds"]) == (None, None)
-    results.append(tmp_path / "results.jsonl", line)
-    known, _ = results.known_keys(tmp_path / "results.jsonl")
-    assert list(known) == [results.key_of({"id": "before"}, "i")]
-    assert "Infinity" not in (tmp_path / "results.jsonl").read_text()
 
 
 def test_arms_that_cannot_be_compared_are_named_at_the_first_start_and_checked_once(toy):

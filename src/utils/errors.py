@@ -11,8 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 if TYPE_CHECKING:
     from omagd.utils.foreign import Row
@@ -205,16 +204,6 @@ def unknown_name(key: str, name: str, known: Iterable[str], kind: str = "") -> U
     if row is not None:
         return UserError(f"{key}={name} is not {'known' if row.here else 'available here'}.{row.hint()}")
     return UserError(f"{key}={name} is not known.{nearest(name, known)} Known: {', '.join(known)}")
-
-
-def import_extra(module: str, needed: str, extra: str) -> Any:
-    """Import a package of an extra. needed: what needs it. Errors: UserError where it is not installed, or broken."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module
-        broken = "" if missing else f", which is installed but cannot be imported ({readable(str(error))})"
-        raise UserError(f'{needed}{broken}: pip install "omagd[{extra}]"') from None
 
 
 LIBRARIES = {"matplotlib", "scipy", "jinja2", "pandas", "numpy"}

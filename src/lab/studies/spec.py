@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from omagd.config.checks import LONGEST_NAME, shorten, typed_args, validation_messages
 from omagd.config.loading import SUFFIXES, apply_texts, base_values, parse_yaml, validate
 from omagd.config.schema import Config
-from omagd.lab.analysis.runs import flattened
 from omagd.lab.studies import EXECUTORS
 from omagd.lab.studies.executors import Job
+from omagd.run.reporting.card import flattened
 from omagd.utils.errors import Mistakes, UserError, collected, nearest
 
 OWN = {

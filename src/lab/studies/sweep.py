@@ -18,6 +18,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from omagd.config.loading import DEFAULT_CONFIG, read_preset, to_plain
+from omagd.lab.analysis.runs import is_number
 from omagd.lab.studies import engine
 from omagd.lab.studies.executors import Job
 from omagd.lab.studies.spec import config_of_words
@@ -27,7 +28,7 @@ from omagd.lab.studies.sweep_spec import Sweep, Value, optuna
 from omagd.lab.studies.view import printing
 from omagd.utils.errors import UserError, nearest
 from omagd.utils.run_folder import closed_to_others, read_records, write_json
-from omagd.utils.storage import is_number, read_json, replace_file
+from omagd.utils.storage import read_json, replace_file
 
 if TYPE_CHECKING:
     from optuna.study import Study as OptunaStudy

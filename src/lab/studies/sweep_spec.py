@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from omagd.config.checks import shorten
 from omagd.config.schema import OPEN_SECTIONS, Config
+from omagd.lab.analysis.runs import is_number
+from omagd.lab.studies import import_extra
 from omagd.lab.studies.executors import Job
 from omagd.lab.studies.spec import (
     OWN,
@@ -27,8 +29,7 @@ from omagd.lab.studies.spec import (
     validated,
     words_of,
 )
-from omagd.utils.errors import Mistakes, UserError, import_extra
-from omagd.utils.storage import is_number
+from omagd.utils.errors import Mistakes, UserError
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from omagd.lab.analysis.runs import aligned
+from omagd.lab.analysis.runs import aligned, is_number
 from omagd.lab.studies.state import DONE, FAILED, RUNNING, WAITING, Record, StudyState
 from omagd.utils.errors import print_note, visible
-from omagd.utils.storage import is_number, read_entry
+from omagd.utils.storage import read_entry
 
 
 def printing(headline: Callable[[], str]) -> Callable[[Record], None]:

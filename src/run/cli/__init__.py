@@ -32,10 +32,6 @@ class Command:
     module: str = ""
     run: Callable[[argparse.Namespace, list[str], Mistakes], int] | None = None
 
-    def help(self) -> str:
-        """Return the line of `--help`."""
-        return f"  {self.usage:<19}  {self.about}"
-
 
 REGISTRY: Registry[Command] = Registry(
     "command",

@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import os
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, get_args
+from functools import partial
+from typing import Any, TypeVar, get_args
 
 import yaml
 
@@ -22,8 +23,6 @@ from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Co
 from omagd.run.launchers import Plan, make_plan
 from omagd.utils.errors import Mistakes, Unreadable, UserError, foreign
 from omagd.utils.registry import Registry, in_one_line
-from omagd.utils.run_folder import RunFolder
-from omagd.utils.storage import read_entry
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,14 @@ def preflight(
         processes, and values of precision, compiling and memory keys that this machine does not support.
     """
     found = mistakes or Mistakes()
-    config = with_known_names(config, found)
+    config = with_fitting(config, found)
     plan: Plan | None = None
     with _caught(found):
-        plan = make_plan(config)  # imports torch; the checks above do not
+        plan = make_plan(config)
     from omagd.run.cli.trial import check_given
     from omagd.run.memory_budget import oom_hint
     from omagd.run.training.checks import check_stages, with_maps
 
-    config = with_fitting(config, found)
     with _caught(found):
         check_stages(config)
     config = with_args(config, found)
@@ -81,7 +79,7 @@ def preflight(
     read: set[str] | None = None
     known = info or stand_in(config)
     with _caught(found):
-        if known is not None:
+        if known is not None and (known.layout is not None or not _needs_units(config)):
             with oom_hint(config, "preflight", "networks"):
                 stages, read = check_given(config, known, found)
     with _caught(found):
@@ -120,26 +118,25 @@ def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mis
                 require_numba("learning on a CPU")
     with _caught(found):
         check_data(config)
-    for fits in (
-        _require_units,
-        _require_common_reward,
-        check_inferences,
-        check_groups,
-        check_tasks,
-        check_dealing,
-        check_opponents,
-    ):
+    with _caught(found):
+        _require_units(config, info)
+        check_inferences(config, info)  # without units, the error above is enough
+    for fits in (_require_common_reward, check_groups, check_tasks, check_dealing, check_opponents):
         with _caught(found):
             fits(config, info)
 
 
+def _needs_units(config: Config) -> str:
+    """Return what predicts unseen units, as key=value; nothing where no part does."""
+    of_loss = "" if config.belief_loss == "none" else f"belief_loss={config.belief_loss}"
+    return "use_graph_reconstruction=True" if config.use_graph_reconstruction else of_loss
+
+
 def _require_units(config: Config, info: EnvInfo) -> None:
     """Reject what predicts unseen units where the environment does not say what units are."""
-    lacks = f"env={config.env} has no entity layout, so nobody knows of unseen units"
-    if info.layout is None and config.use_graph_reconstruction:
-        raise UserError(f"use_graph_reconstruction=True: {lacks}. Use --config=qmix")
-    if info.layout is None and config.belief_loss != "none":
-        raise UserError(f"belief_loss={config.belief_loss}: {lacks}. Use belief_loss=none")
+    if info.layout is None and (needs := _needs_units(config)):
+        fix = "Use --config=qmix" if config.use_graph_reconstruction else "Use belief_loss=none"
+        raise UserError(f"{needs}: env={config.env} has no entity layout, so nobody knows of unseen units. {fix}")
 
 
 def _require_common_reward(config: Config, _info: EnvInfo) -> None:
@@ -153,24 +150,31 @@ def _require_common_reward(config: Config, _info: EnvInfo) -> None:
             )
 
 
+Found = TypeVar("Found")
+
+
+def _without_wrong(
+    config: Config, section: str, check: Callable[[Config], Found], found: Mistakes
+) -> tuple[Config, Found | None]:
+    """Return `config` without the keys of a section that a check rejects, and what it returns; None if it fails."""
+    with _caught(found):
+        while True:
+            try:
+                return config, check(config)
+            except ArgsError as error:
+                found.note(error)
+                given = getattr(config, section)
+                left = {key: value for key, value in given.items() if key not in error.wrong}
+                if left == given:
+                    break
+                config = config.model_copy(update={section: left})
+    return config, None
+
+
 def _described(config: Config, found: Mistakes) -> tuple[Config, EnvInfo | None]:
     """Return `config` without wrong `env_args`, and the facts of the environment; None if it cannot be built."""
-    with _caught(found):
-        try:
-            return config, describe_env(config)
-        except UserError as error:
-            found.note(error)
-            wrong = error.wrong if isinstance(error, ArgsError) else {*config.env_args, "map_name"}
-            known = fewer(config, "env_args", wrong)
-            try:
-                described = describe_env(known)  # what else is wrong, such as a game that is not installed
-            except ArgsError as again:
-                if not again.wrong <= set(wrong):  # of the keys that were left out, all is said
-                    raise
-            else:
-                if "map_name" not in wrong:  # another map's sizes say nothing about this one
-                    return known, described
-    return config, None
+    left, info = _without_wrong(config, "env_args", describe_env, found)
+    return left, info if left.map_name == config.map_name else None  # another map's sizes say nothing about this one
 
 
 def describe_env(config: Config) -> EnvInfo:
@@ -239,16 +243,16 @@ NAMED = {
 }
 
 
-def with_known_names(config: Config, found: Mistakes) -> Config:
-    """Return `config` with what unknown names of components are here; without those that are not known here either."""
+def with_fitting(config: Config, found: Mistakes) -> Config:
+    """Return `config` with what unknown names of components are here; without those that do not fit their protocols."""
     for key, package in NAMED.items():
         registry = registry_of(package)
         try:
-            registry.require(name := getattr(config, key))
+            registry.get(name := getattr(config, key))
         except Unreadable:
             continue
         except UserError as error:
-            found.add(error.message + _named_by_run(config, key))
+            found.note(error)
             row = foreign(key, name)
             other = row and (row.here or row.near)
             config = config.model_copy(update={key: other}) if other in registry else without(config, (key,))
@@ -260,46 +264,15 @@ def with_known_names(config: Config, found: Mistakes) -> Config:
     return config
 
 
-def with_fitting(config: Config, found: Mistakes) -> Config:
-    """Return `config` without the names of components that do not fit their protocols. Imports the others."""
-    for key, package in NAMED.items():
-        with found.caught():
-            name = getattr(config, key)
-            try:
-                registry_of(package).get(name)
-            except UserError:
-                config = without(config, (key,))
-                raise
-    return config
-
-
 def with_args(config: Config, found: Mistakes) -> Config:
     """Return `config` with all keys of learner, agent and mixer, without those that they do not take."""
-    for section in COMPONENT_ARGS:
-        with found.caught():
-            config = _completed(config, section, found)
-    return config
-
-
-def _completed(config: Config, section: str, found: Mistakes) -> Config:
     from omagd.run.training.checks import complete_args
 
-    try:
-        return complete_args(config, (section,))
-    except ArgsError as error:
-        found.note(error)
-        left = fewer(config, section, error.wrong)
-        if getattr(left, section) != getattr(config, section):
-            return _completed(left, section, found)
-    except UserError as error:
-        found.note(error)
-    return without(config, (section,))
-
-
-def fewer(config: Config, section: str, keys: Collection[str]) -> Config:
-    """Return `config` without some keys of a section."""
-    left = {key: value for key, value in getattr(config, section).items() if key not in keys}
-    return config.model_copy(update={section: left})
+    for section in COMPONENT_ARGS:
+        with found.caught():
+            complete = _without_wrong(config, section, partial(complete_args, sections=(section,)), found)[1]
+            config = complete or without(config, (section,))
+    return config
 
 
 def stand_in(config: Config) -> EnvInfo | None:
@@ -341,17 +314,6 @@ def registry_of(package: str) -> Registry[Any]:
     """Return the REGISTRY of a package by its import name."""
     registry: Registry[Any] = importlib.import_module(package).REGISTRY
     return registry
-
-
-def _named_by_run(config: Config, key: str) -> str:
-    """Return the end of an error about an unknown name, if the run at `checkpoint_path` has it from a plug-in."""
-    from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
-
-    with suppress(UserError):
-        path = RunFolder(run_folder_of(find_step_folder(config.checkpoint_path, config.load_step))).config_json
-        if read_entry(path).get(key) == getattr(config, key):
-            return f". {path} names it: install the package that provides it"
-    return ""
 
 
 def listing() -> str:

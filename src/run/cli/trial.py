@@ -37,7 +37,7 @@ from omagd.run.training.checks import try_networks
 from omagd.run.training.experiment import stage_names
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import Mistakes, UserError, collected
+from omagd.utils.errors import Mistakes, UserError
 from omagd.utils.registry import NAMES, in_one_line, is_plugin
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
@@ -84,13 +84,11 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
 
 def _check_policies(config: Config, info: EnvInfo) -> None:
     """Reject paths of the teams that play the episodes of stages 1 and 2 without suitable files."""
-    cpu, key, policy = torch.device("cpu"), "graph_pretrain_policy", config.graph_pretrain_policy
-    with collected(None) as found:
-        with found.caught(), in_one_line():
-            if policy not in {"random", "mixed"}:
-                if not Path(policy).expanduser().exists():
-                    raise UserError(f"{key}={policy}: must be random, mixed, or the path of a checkpoint")
-                load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
+    key, policy = "graph_pretrain_policy", config.graph_pretrain_policy
+    if policy not in {"random", "mixed"}:
+        if not Path(policy).expanduser().exists():
+            raise UserError(f"{key}={policy}: must be random, mixed, or the path of a checkpoint")
+        load_agent(build_plain_mac(config, info, torch.device("cpu")), find_step_folder(policy, key=key), key)
 
 
 def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | None) -> set[str]:

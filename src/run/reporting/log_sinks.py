@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from omagd.run.reporting.report import number_text
 from omagd.utils.logging import Logger, Record, RunFacts, Sink, warn_off
 from omagd.utils.registry import Registry
 from omagd.utils.run_folder import RunFolder, plain, unlinked
@@ -209,12 +210,10 @@ NAME_WIDTH = 27
 VALUE_WIDTH = 11
 GAP = 3
 HEADLINE = ("t_env", "epoch", "episode")
-WHOLE = {"updates", "lost_episodes", "restarts", "worker_restarts"}
 DETAIL = re.compile(r"_(self|ally|enemy)(_f\d+)?$|_(never|before|age\d+(_\d+)?)$")
 PHASE = "time/"
 RANK = re.compile(r"^(.+)_rank(\d+)$")
 OF_MAP = re.compile(r"^(test|train)/(.+)/(\w+?)(?:_mean)?$")
-RANKS_SHOWN = 16
 LEAST_SHARE = 0.001
 
 
@@ -253,8 +252,8 @@ def render_block(record: Record, facts: RunFacts, width: int | None = None) -> s
     rows = math.ceil(len(names) / columns)
     lines = [" | ".join(head)]
     for row in range(rows):  # column by column, so that similar names stay together
-        numbers = ((name, _number(name, record.values[name])) for name in names[row::rows])
-        lines.append("  " + (" " * GAP).join(f"{name:<{name_width}}{value:>{VALUE_WIDTH}}" for name, value in numbers))
+        cells = (f"{name:<{name_width}}{number_text(record.values[name]):>{VALUE_WIDTH}}" for name in names[row::rows])
+        lines.append("  " + (" " * GAP).join(cells))
     return "\n".join([*lines, *_separate_lines(record.values)])
 
 
@@ -267,38 +266,11 @@ def _separate_lines(values: dict[str, float]) -> list[str]:
     phases = {name.removeprefix(PHASE): value for name, value in values.items() if name.startswith(PHASE)}
     largest = sorted(phases.items(), key=lambda item: -item[1])
     parts = " · ".join(f"{name} {100 * share:.1f} %" for name, share in largest if share >= LEAST_SHARE)
-    lines = [f"  time   {parts}"] * bool(phases)
-    ranks: dict[str, list[str]] = {}
-    for name, value in values.items():
-        if found := RANK.match(name):
-            ranks.setdefault(found[1], []).append(f"{value:.4g}")
-    by_rank = [f"  {name} by rank: {', '.join(each[:RANKS_SHOWN])}" for name, each in ranks.items()]
-    return [*_lines_of_maps(values), *lines, *by_rank]
-
-
-def _lines_of_maps(values: dict[str, float]) -> list[str]:
-    """Return a line for each quantity that tests, then training, report for each map of a set."""
-    maps: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    lines: dict[str, list[str]] = {}
     for name, value in values.items():
         if found := OF_MAP.match(name):
-            maps.setdefault((found[1], found[3]), []).append((found[2], value))
-    return [
-        f"  {purpose} {quantity} by map: {', '.join(f'{task} {value:.3g}' for task, value in sorted(of, key=_natural))}"
-        for (purpose, quantity), of in sorted(maps.items())
-    ]
-
-
-def _natural(item: tuple[str, float]) -> list[tuple[int, str]]:
-    """Return a key that sorts numbers within names by their size: 3m before 10m."""
-    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", item[0])]
-
-
-def _number(name: str, value: float) -> str:
-    """Return a number in at most 10 characters: four decimals, an integer if large, else in scientific notation."""
-    if value == 0 and name not in WHOLE or not math.isfinite(value):
-        return f"{value:.4f}"
-    if float(value).is_integer() and abs(value) < 1e9:
-        return f"{int(value)}" if abs(value) >= 1000 or name in WHOLE else f"{value:.4f}"
-    if abs(value) < 1e-3 or abs(value) >= 1e6:
-        return f"{value:.2e}"
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.1f}"
+            lines.setdefault(f"{found[1]} {found[3]} by map", []).append(f"{found[2]} {value:.3g}")
+        elif found := RANK.match(name):
+            lines.setdefault(f"{found[1]} by rank", []).append(f"{value:.4g}")
+    apart = [f"  {title}: {', '.join(each)}" for title, each in lines.items()]
+    return [*apart, *[f"  time   {parts}"] * bool(phases)]
