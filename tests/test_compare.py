@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 
-import pytest
 from many_runs import make_run, make_study
 
 from omagd.lab.analysis.comparison import table
@@ -109,10 +108,3 @@ def test_tools_for_many_runs_need_no_torch_and_name_a_damaged_run(tmp_path):
     lines = done.stderr.splitlines()
     assert len(lines) == 4 and all(line.startswith("left out: ") and "lr0.001_3m_seed2" in line for line in lines)
     assert {path.name for path in tmp_path.iterdir()} > {"curves_test_battle_won_mean.png"}
-
-
-@pytest.mark.parametrize("words", [[], ["nowhere"], ["--all"]])
-def test_mistakes_are_one_line(words, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["compare", *words]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1

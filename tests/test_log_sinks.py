@@ -8,7 +8,6 @@ import math
 import os
 import time
 from dataclasses import replace
-from datetime import datetime
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -24,8 +23,7 @@ from omagd.run.launch import processes
 from omagd.run.launch.launcher import Notes
 from omagd.run.launch.processes import Ranks
 from omagd.run.reporting import wandb_sink
-from omagd.run.reporting.log_sinks import REGISTRY, SacredSink, make_logger
-from omagd.run.reporting.sacred_record import MOST, BoundedObserver
+from omagd.run.reporting.log_sinks import MOST, REGISTRY, SacredSink, make_logger
 from omagd.run.reporting.wandb_sink import WandbSink, choose_mode, has_key, names
 from omagd.utils.errors import UserError
 from omagd.utils.logging import RunFacts, Sink
@@ -164,26 +162,10 @@ def test_sacred_receives_all_that_a_rank_has_sent_before_its_end(dies, forked):
     assert dies or (ranks.summary() == {"return": 3.0} and ranks.without_result() == {})
 
 
-def test_sacreds_file_is_bounded_and_keeps_both_ends(tmp_path):
-    observer = BoundedObserver(str(tmp_path))
-    observer.dir = str(tmp_path)
-
-    def beat(name, steps):
-        values, times = [0.5 * t for t in steps], [datetime(2024, 1, 1)] * len(steps)
-        observer.log_metrics({name: {"values": values, "steps": list(steps), "timestamps": times}}, {})
-        return json.loads((tmp_path / "metrics.json").read_text())
-
-    observer.log_metrics({}, {})
-    assert list(tmp_path.iterdir()) == [], "nothing new writes nothing"
-    assert beat("loss", range(MOST - 1))["loss"]["steps"] == list(range(MOST - 1))
-    for first in range(MOST - 1, 20 * MOST, 149):
-        beat("loss", range(first, first + 149))
-    written = beat("other", [3])
-    kept, steps = written["loss"], written["loss"]["steps"]
-    assert MOST / 3 <= len(steps) == len(kept["timestamps"]) <= MOST and written["other"]["steps"] == [3]
-    assert (steps[0], steps[-1]) == (0, first + 148) and steps == sorted(set(steps))
-    assert kept["values"] == [0.5 * step for step in steps]
-    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 64
+def test_sacred_gets_at_most_500_values_of_a_name(tmp_path):
+    run, facts = FakeRun(), RunFacts(tmp_path, totals={"t_env": 10 * MOST})
+    log_to(["sacred"], [("stage3", t, {"loss": 0.5 * t}) for t in range(10 * MOST)], facts, sacred=run)
+    assert run.scalars == [("loss", 0.5 * t, t) for t in range(0, 10 * MOST, 10)]
 
 
 def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run_logs_again(tmp_path):

@@ -63,14 +63,6 @@ def test_a_damaged_run_among_many_is_one_warning(tmp_path, how, caplog):
         load([tmp_path / "lr0.001_3m_seed2"], "plot")
 
 
-@pytest.mark.parametrize("given", ["nowhere", "empty", "file"])
-def test_a_folder_without_runs_is_one_line(tmp_path, given):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=rf"{given}: holds no run.*Give the folder of a run"):
-        load([tmp_path / given])
-
-
 def test_groups_are_the_keys_that_differ_and_seeds_are_repetitions(tmp_path):
     make_study(tmp_path, maps=("3m", "8m"), seeds=(1, 2, 3))
     runs = load([tmp_path])

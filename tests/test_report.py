@@ -213,12 +213,6 @@ def summary_of(folder, seed=1, won=0.9, **changes):
     return {**facts, **changes}
 
 
-def test_what_is_no_card_is_none(tmp_path):
-    for text in ("{}", '{"id": "x", "compared": 5}', '{"id": 5, "compared": {}}', "[]", "{"):
-        RunFolder(tmp_path).card_json.write_text(text)
-        assert read_card(tmp_path) is None, text
-
-
 def test_versions_that_changed_since_the_last_start_are_named():
     now = card_of()
     before = {**now, "recorded": {"versions": {**now["recorded"]["versions"], "torch": "1.0"}}}

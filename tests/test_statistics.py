@@ -58,13 +58,6 @@ def test_small_cases_by_hand():
     assert two is not None and tuple(map(float, two)) == (1.0, 3.0), "of two seeds the interval is their range"
 
 
-def test_seeds_are_drawn_within_each_map():
-    """Maps that differ much do not widen the interval: it depends on the seeds only."""
-    easy, hard = np.array([0.9, 0.9, 0.9]), np.array([0.1, 0.1, 0.1])
-    low, high = interval(mean, [easy, hard])
-    assert low == high == pytest.approx(0.5)
-
-
 def test_points_of_time_are_resampled_together_and_equal_single_calls():
     curve = np.random.default_rng(3).random((7, 4))
     low, high = interval(mean, [curve])

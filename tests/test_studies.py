@@ -16,12 +16,13 @@ import yaml
 from sockets import wait_until
 
 import omagd
-from omagd.lab.studies import EXECUTORS, engine, results
+from omagd.lab.studies import EXECUTORS, engine, results, sweep_spec
 from omagd.lab.studies import local as local_runs
 from omagd.lab.studies import state as study_state
 from omagd.lab.studies import study as whole_study
 from omagd.lab.studies.executors import Ended, Job, Place
 from omagd.lab.studies.local import LocalArgs, LocalExecutor, last_error
+from omagd.lab.studies.slurm import SlurmArgs, SlurmExecutor
 from omagd.lab.studies.spec import config_of, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, FAILED, RUNNING, WAITING, StudyState, locked_study
 from omagd.lab.studies.study import run_study
@@ -678,7 +679,10 @@ def test_an_interrupted_study_says_what_is_left_and_how_to_continue(tmp_path, mo
 
 
 def test_a_missing_extra_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "submitit", None)
-    executor = EXECUTORS.get("slurm")
-    with pytest.raises(UserError, match=r'executor=slurm: needs \w+: pip install "omagd\[slurm\]"'):
-        executor(Place(tmp_path, executor.args_model()))
+    def slurm():
+        return SlurmExecutor(Place(tmp_path, SlurmArgs()))
+
+    for module, extra, needs in (("submitit", "slurm", slurm), ("optuna", "studies", sweep_spec.optuna)):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(UserError, match=rf'needs \w+: pip install "omagd\[{extra}\]"'):
+            needs()

@@ -216,13 +216,6 @@ def test_what_a_sweep_file_gets_wrong_is_one_line(given, said, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_optuna_a_sweep_is_one_line_and_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(UserError, match=r'needs Optuna: pip install "omagd\[studies\]"'):
-        swept(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_whole_numbers_and_steps_stay_in_their_range(tmp_path):
     space = {
         "lr": {"low": 0.001, "high": 0.009, "step": 0.002}, "batch_size": {"low": 4, "high": 64, "log": True},

@@ -206,10 +206,6 @@ def unknown_name(key: str, name: str, known: Iterable[str], kind: str = "") -> U
     return UserError(f"{key}={name} is not known.{nearest(name, known)} Known: {', '.join(known)}")
 
 
-LIBRARIES = {"matplotlib", "scipy", "jinja2", "pandas", "numpy"}
-"""Packages that commands import where they need them; pip knows them by these names."""
-
-
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception, and what caused it or was being handled when it was raised."""
     while error is not None:
@@ -219,20 +215,15 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def libraries_of(command: str) -> Iterator[None]:
-    """Turn the failure of a block to import a package into a UserError with the command that installs it."""
+    """Turn the failure of a block to import another package into a UserError."""
     try:
         yield
     except ImportError as error:
-        package = (error.name or "").partition(".")[0]
+        package = (error.name or "a package").partition(".")[0]
         if package == "omagd":
             raise
         why = readable(str(error))[:200]
-        if package not in LIBRARIES:  # of others the name to install may differ
-            raise UserError(
-                f"{command}: {package or 'a package'} cannot be imported ({why}). Install it again"
-            ) from error
-        fix = f"pip install --force-reinstall {package}"
-        raise UserError(f"{command}: needs {package}, which cannot be imported ({why}): {fix}") from error
+        raise UserError(f"{command}: {package} cannot be imported ({why}). Install it again") from error
 
 
 def print_out(text: str) -> None:

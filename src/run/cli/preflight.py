@@ -9,10 +9,10 @@ import importlib
 import os
 import textwrap
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import yaml
 
@@ -20,9 +20,10 @@ from omagd.config.checks import ArgsError
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
+from omagd.run.cli import Found, tried
 from omagd.run.launchers import Plan, make_plan
 from omagd.utils.errors import Mistakes, Unreadable, UserError, foreign
-from omagd.utils.registry import Registry, in_one_line
+from omagd.utils.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -56,45 +57,27 @@ def preflight(
     """
     found = mistakes or Mistakes()
     config = with_fitting(config, found)
-    plan: Plan | None = None
-    with _caught(found):
-        plan = make_plan(config)
+    plan = tried(found, make_plan, config)
     from omagd.run.cli.trial import check_given
-    from omagd.run.memory_budget import oom_hint
     from omagd.run.training.checks import check_stages, with_maps
 
-    with _caught(found):
-        check_stages(config)
+    tried(found, check_stages, config)
     config = with_args(config, found)
     config, info = _described(config, found)  # before the file of a set is replaced, so that errors name the file
-    with _caught(found):
-        config = with_maps(config)
+    config = tried(found, with_maps, config) or config
     if info is not None:
-        with _caught(found):
-            _check_name(config, given)
-        with _caught(found):
-            config = _with_longest_end(config, info)
+        tried(found, _check_name, config, given)
+        config = tried(found, _with_longest_end, config, info) or config
         _check_training(config, plan, info, found)
-    stages: tuple[str, ...] = ()
-    read: set[str] | None = None
-    known = info or stand_in(config)
-    with _caught(found):
-        if known is not None and (known.layout is not None or not _needs_units(config)):
-            with oom_hint(config, "preflight", "networks"):
-                stages, read = check_given(config, known, found)
-    with _caught(found):
-        if plan is not None:
-            _check_token(config, plan)
+    checked, known = None, info or stand_in(config)
+    if known is not None and (known.layout is not None or not _needs_units(config)):
+        checked = tried(found, check_given, config, known, found)
+    if plan is not None:
+        tried(found, _check_token, config, plan)
     found.raise_any()
-    assert plan is not None and info is not None
+    assert plan is not None and info is not None and checked is not None
+    stages, read = checked
     return PreflightResult(stages, plan, info, config, tuple(unread(config, given, read)))
-
-
-@contextmanager
-def _caught(found: Mistakes) -> Iterator[None]:
-    """Note the UserError of a block, or an error in a plug-in's code, and go on after it."""
-    with found.caught(), in_one_line():
-        yield
 
 
 def _with_longest_end(config: Config, info: EnvInfo) -> Config:
@@ -106,24 +89,21 @@ def _with_longest_end(config: Config, info: EnvInfo) -> Config:
 
 def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mistakes) -> None:
     """Check the configuration against the machine, the environment and its components."""
-    from omagd.modules.graph_reconstructers import check_inferences
     from omagd.run.training.checks import check_data, check_dealing, check_groups, check_opponents, check_tasks
     from omagd.run.training.device import check_machine
     from omagd.utils.compiling import require_numba
 
-    with _caught(found):
+    def fits_machine() -> None:
         if plan is not None:
             check_machine(config, plan, info)
             if not plan.cuda and not config.evaluate:
                 require_numba("learning on a CPU")
-    with _caught(found):
-        check_data(config)
-    with _caught(found):
-        _require_units(config, info)
-        check_inferences(config, info)  # without units, the error above is enough
-    for fits in (_require_common_reward, check_groups, check_tasks, check_dealing, check_opponents):
-        with _caught(found):
-            fits(config, info)
+
+    tried(found, fits_machine)
+    tried(found, check_data, config)
+    checks = _require_units, _require_common_reward, check_groups, check_tasks, check_dealing, check_opponents
+    for check in checks:
+        tried(found, check, config, info)
 
 
 def _needs_units(config: Config) -> str:
@@ -133,10 +113,13 @@ def _needs_units(config: Config) -> str:
 
 
 def _require_units(config: Config, info: EnvInfo) -> None:
-    """Reject what predicts unseen units where the environment does not say what units are."""
+    """Reject what predicts unseen units where the environment does not say what units are, or too many of them."""
+    from omagd.modules.graph_reconstructers import check_inferences
+
     if info.layout is None and (needs := _needs_units(config)):
         fix = "Use --config=qmix" if config.use_graph_reconstruction else "Use belief_loss=none"
         raise UserError(f"{needs}: env={config.env} has no entity layout, so nobody knows of unseen units. {fix}")
+    check_inferences(config, info)
 
 
 def _require_common_reward(config: Config, _info: EnvInfo) -> None:
@@ -150,30 +133,25 @@ def _require_common_reward(config: Config, _info: EnvInfo) -> None:
             )
 
 
-Found = TypeVar("Found")
-
-
 def _without_wrong(
     config: Config, section: str, check: Callable[[Config], Found], found: Mistakes
 ) -> tuple[Config, Found | None]:
     """Return `config` without the keys of a section that a check rejects, and what it returns; None if it fails."""
-    with _caught(found):
-        while True:
-            try:
-                return config, check(config)
-            except ArgsError as error:
-                found.note(error)
-                given = getattr(config, section)
-                left = {key: value for key, value in given.items() if key not in error.wrong}
-                if left == given:
-                    break
-                config = config.model_copy(update={section: left})
-    return config, None
+    while True:
+        try:
+            return config, check(config)
+        except ArgsError as error:
+            found.note(error)
+            given = getattr(config, section)
+            left = {key: value for key, value in given.items() if key not in error.wrong}
+            if left == given:
+                return config, None
+            config = config.model_copy(update={section: left})
 
 
 def _described(config: Config, found: Mistakes) -> tuple[Config, EnvInfo | None]:
     """Return `config` without wrong `env_args`, and the facts of the environment; None if it cannot be built."""
-    left, info = _without_wrong(config, "env_args", describe_env, found)
+    left, info = tried(found, _without_wrong, config, "env_args", describe_env, found) or (config, None)
     return left, info if left.map_name == config.map_name else None  # another map's sizes say nothing about this one
 
 
@@ -269,9 +247,9 @@ def with_args(config: Config, found: Mistakes) -> Config:
     from omagd.run.training.checks import complete_args
 
     for section in COMPONENT_ARGS:
-        with found.caught():
-            complete = _without_wrong(config, section, partial(complete_args, sections=(section,)), found)[1]
-            config = complete or without(config, (section,))
+        check = partial(complete_args, sections=(section,))
+        _, complete = tried(found, _without_wrong, config, section, check, found) or (config, None)
+        config = complete or without(config, (section,))
     return config
 
 

@@ -25,6 +25,8 @@ from omagd.run.checkpoint.weights import (
     load_learner,
     whole_state,
 )
+from omagd.run.cli import tried
+from omagd.run.memory_budget import oom_hint
 from omagd.run.training.build import (
     build_plain_mac,
     learner_of,
@@ -38,7 +40,7 @@ from omagd.run.training.experiment import stage_names
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import Mistakes, UserError
-from omagd.utils.registry import NAMES, in_one_line, is_plugin
+from omagd.utils.registry import NAMES, is_plugin
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
 
@@ -48,38 +50,42 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
 
     The keys are None where no learner is built.
     """
-    cpu, pretrained = torch.device("cpu"), PretrainedModules()
-    whole: tuple[Path, dict[str, Any]] | None = None
-    folder: Path | None = None
-    with found.caught(), in_one_line():
-        if config.checkpoint_path:
-            whole = whole_state(config, lambda found: (found.path, found.common()))
-            if whole is not None:
-                _require_same_maps(config, info, whole[0].parents[1])
-            else:
-                folder = find_step_folder(config.checkpoint_path, config.load_step)
-                load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
-                if config.evaluate:
-                    load_pretrained(of_checkpoint(config, folder), info, cpu)
-                    runners.REGISTRY.get(config.runner).check(config)
+    with oom_hint(config, "preflight", "networks"):
+        whole, folder = tried(found, _checkpoint, config, info) or (None, None)
+        if config.evaluate:
+            return ("evaluate",), None
+        pretrained = tried(found, load_pretrained, config, info, torch.device("cpu")) or PretrainedModules()
+        stages = tuple(stage_names(config, pretrained))
+        tried(found, _require_baselines, config, info)
+        tried(found, _require_episodes, config)
+        if {"stage1", "stage2"} & set(stages):
+            tried(found, _check_policies, config, info)
+        if "stage2" in stages:
+            tried(found, lambda: learners.PREDICTORS.get(config.mask_predictor_config.kind))
+        return stages, _check_learner(config, info, whole, folder) if "stage3" in stages else None
+
+
+def _checkpoint(config: Config, info: EnvInfo) -> tuple[tuple[Path, dict[str, Any]] | None, Path | None]:
+    """Return the whole state to continue, as its path and content, else the folder with the weights to begin with."""
+    if not config.checkpoint_path:
+        return None, None
+    cpu, whole = torch.device("cpu"), whole_state(config, lambda found: (found.path, found.common()))
+    if whole is not None:
+        _require_same_maps(config, info, whole[0].parents[1])
+        return whole, None
+    folder = find_step_folder(config.checkpoint_path, config.load_step)
+    load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
     if config.evaluate:
-        return ("evaluate",), None
-    with found.caught(), in_one_line():
-        pretrained = load_pretrained(config, info, cpu)
-    stages = tuple(stage_names(config, pretrained))
-    with found.caught(), in_one_line():
-        _require_baselines(config, info)
-    with found.caught(), in_one_line():
-        if (episodes := config.pretrain_buffer_path) and not Path(episodes).expanduser().is_dir():
-            fix = "Give the pretrain_buffer/ of another run"
-            raise UserError(f"pretrain_buffer_path={episodes}: no such folder. {fix}")
-    if {"stage1", "stage2"} & set(stages):
-        with found.caught(), in_one_line():
-            _check_policies(config, info)
-    if "stage2" in stages:
-        with found.caught(), in_one_line():
-            learners.PREDICTORS.get(config.mask_predictor_config.kind)
-    return stages, _check_learner(config, info, whole, folder) if "stage3" in stages else None
+        load_pretrained(of_checkpoint(config, folder), info, cpu)
+        runners.REGISTRY.get(config.runner).check(config)
+    return None, folder
+
+
+def _require_episodes(config: Config) -> None:
+    """Reject a `pretrain_buffer_path` that is no folder."""
+    if (episodes := config.pretrain_buffer_path) and not Path(episodes).expanduser().is_dir():
+        fix = "Give the pretrain_buffer/ of another run"
+        raise UserError(f"pretrain_buffer_path={episodes}: no such folder. {fix}")
 
 
 def _check_policies(config: Config, info: EnvInfo) -> None:

@@ -32,6 +32,9 @@ BUILT_IN = {
     "sacred": "omagd.run.reporting.log_sinks:SacredSink",
     "wandb": "omagd.run.reporting.wandb_sink:WandbSink",
 }
+MOST = 500
+"""Values that Sacred gets of each name."""
+
 REGISTRY: Registry[Callable[..., Sink]] = Registry("log sink", "omagd.log_sinks", lazy=BUILT_IN)
 
 
@@ -107,9 +110,10 @@ class EpisodeLog:
 
 
 class SacredSink(Sink):
-    """Records every finite value as a Sacred scalar, `(key, value, t)`.
+    """Records finite values as Sacred scalars, `(key, value, t)`: of each name at most `MOST`, evenly spaced.
 
-    Sacred has one time axis per name, so names of stages 1 and 2 are prefixed with the stage.
+    Sacred writes all values again at each heartbeat; `metrics.jsonl` has every one. It has one time axis per name, so
+    names of stages 1 and 2 are prefixed with the stage.
 
     Args:
         target: has `log_scalar`: the Sacred run, or a spawned rank's `Notes` to the process that has it.
@@ -119,11 +123,13 @@ class SacredSink(Sink):
 
     def __init__(self, target: Any) -> None:
         self._target = target
+        self._due: dict[str, float] = {}
 
     def _log(self, record: Record) -> None:
         for key, value in record.values.items():
-            if math.isfinite(value):
-                name = key if record.stage == "stage3" else f"{record.stage}/{key}"
+            name = key if record.stage == "stage3" else f"{record.stage}/{key}"
+            if math.isfinite(value) and record.t >= self._due.get(name, 0.0):
+                self._due[name] = record.t + self.facts.totals.get(record.clock, 0) / MOST
                 self._target.log_scalar(name, value, record.t)
 
 
@@ -229,13 +235,11 @@ class ConsoleSink(Sink):
         self.logger.info("%s", render_block(record, self.facts))
 
 
-def render_block(record: Record, facts: RunFacts, width: int | None = None) -> str:
+def render_block(record: Record, facts: RunFacts) -> str:
     """Return a headline, then the values in aligned columns, sorted by name, test results first.
 
     Values of one type of node (`…_ally`), feature (`…_ally_f3`) or age (`…_age1`) are only in the files. Shares of the
     wall time, values of single maps and those of single ranks have lines of their own.
-
-    width: of the terminal in characters; None asks the terminal.
     """
     head = ["Recent Stats", f"{record.clock}: {_progress(record.t, facts.totals.get(record.clock))}"]
     if "episode" in record.values:
@@ -245,7 +249,7 @@ def render_block(record: Record, facts: RunFacts, width: int | None = None) -> s
     apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name) or OF_MAP.match(name)}
     shown = [name for name in record.values if name not in {*HEADLINE, *apart} and not DETAIL.search(name)]
     names = sorted(shown, key=lambda name: (not name.startswith("test_"), name))
-    width = width or shutil.get_terminal_size((120, 24)).columns
+    width = shutil.get_terminal_size((120, 24)).columns
     name_width = max([NAME_WIDTH, *map(len, names)])
     cell = name_width + VALUE_WIDTH
     columns = max(1, min(4, (width + GAP - 2) // (cell + GAP)))
