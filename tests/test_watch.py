@@ -222,12 +222,12 @@ def test_what_is_asked_for_reaches_the_game_and_the_file(battles, tmp_path, caps
     asked, step = [], tmp_path / "run" / "models" / "400"
     config = SimpleNamespace(checkpoint_path="x", load_step=0, env="skirmish")
     for place, made in (
-        ("training.evaluate.evaluation_config", lambda run, texts, command: asked.append(texts) or config),
-        ("training.evaluate.record_battles", lambda config, episodes, source: asked.append(episodes) or battles),
-        ("checkpoint.weights.find_step_folder", lambda *_, **__: step),
-        ("checkpoint.weights.run_folder_of", lambda step: step.parent.parent),
+        ("run.training.evaluate.evaluation_config", lambda run, texts, command: asked.append(texts) or config),
+        ("lab.commands.watch.record_battles", lambda config, episodes, source: asked.append(episodes) or battles),
+        ("run.checkpoint.weights.find_step_folder", lambda *_, **__: step),
+        ("run.checkpoint.weights.run_folder_of", lambda step: step.parent.parent),
     ):
-        monkeypatch.setattr(f"omagd.run.{place}", made)
+        monkeypatch.setattr(f"omagd.{place}", made)
     monkeypatch.setitem(WRITERS._objects, "gif", lambda recording, path, agent: asked.append((path.name, agent)))
     assert main(["watch", str(tmp_path), "with", "seed=3", "--episodes=4", "--agent=2"]) == 0
     assert asked == [{"seed": "3"}, 4]

@@ -270,11 +270,14 @@ def _separate_lines(values: dict[str, float]) -> list[str]:
     phases = {name.removeprefix(PHASE): value for name, value in values.items() if name.startswith(PHASE)}
     largest = sorted(phases.items(), key=lambda item: -item[1])
     parts = " · ".join(f"{name} {100 * share:.1f} %" for name, share in largest if share >= LEAST_SHARE)
-    lines: dict[str, list[str]] = {}
+    lines: dict[str, dict[str, str]] = {}
     for name, value in values.items():
         if found := OF_MAP.match(name):
-            lines.setdefault(f"{found[1]} {found[3]} by map", []).append(f"{found[2]} {value:.3g}")
+            lines.setdefault(f"{found[1]} {found[3]} by map", {})[found[2]] = f"{value:.3g}"
         elif found := RANK.match(name):
-            lines.setdefault(f"{found[1]} by rank", []).append(f"{value:.4g}")
-    apart = [f"  {title}: {', '.join(each)}" for title, each in lines.items()]
+            lines.setdefault(f"{found[1]} by rank", {})[found[2]] = f"{value:.4g}"
+    apart = []
+    for title, each in lines.items():
+        names = sorted(each, key=lambda name: (len(name), name))  # 3m before 10m
+        apart.append(f"  {title}: {', '.join(f'{name} {each[name]}' for name in names)}")
     return [*apart, *[f"  time   {parts}"] * bool(phases)]
