@@ -149,7 +149,7 @@ class _Results:
     def __init__(self, study: Study, state: StudyState, warn: Callable[[str], None]) -> None:
         self._path, self._name, self._state, self._warn = study.results_file, study.folder.name, state, warn
         self._known: dict[results_files.Key, dict[str, Any]] = {}
-        self._commit = code().label if self._path is not None else ""
+        self._commit = code().commit + "-dirty" * code().changed if self._path is not None else ""
         if self._path is None:
             return
         try:

@@ -230,7 +230,7 @@ def _run(
         from omagd.run.launch.processes import preload
 
         preload(config)
-    from omagd.run.cli.preflight import preflight
+    from omagd.run.cli.preflight import preflight, resolved
 
     checked = preflight(config, found, given_keys(options.config, options.env_config, texts))
     config = checked.config
@@ -238,8 +238,6 @@ def _run(
         for line in checked.warnings:
             print_warning(line)
     if options.dry_run:
-        from omagd.run.cli.preflight import resolved
-
         print_out(resolved(config, checked))
         return
     from omagd.run.reporting.sacred_record import run_recorded

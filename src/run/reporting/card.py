@@ -351,11 +351,6 @@ class Code:
     changed: bool
     name: str
 
-    @property
-    def label(self) -> str:
-        """The commit, with `-dirty` if the package was changed; empty without a commit."""
-        return self.commit + "-dirty" * self.changed
-
 
 @cache
 def code(package: Path = PACKAGE) -> Code:

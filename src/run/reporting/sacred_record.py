@@ -109,13 +109,11 @@ def run_recorded(
     experiment.add_config(to_plain(config))
     if where is not None:
         experiment.observers.append(StoredObserver(str(where)))
-    returned: list[Any] = []
     started: list[Any] = []
 
     def main(_run: Any, _log: logging.Logger) -> None:
         started.append(_run)
-        returned.append(run_mode(_run, config, _log))
-        _run.info["result"] = returned[0]
+        _run.info["result"] = run_mode(_run, config, _log)
 
     experiment.main(main)
     experiment.logger = setup_logging(None, rank=0 if is_main() else 1)
@@ -134,7 +132,7 @@ def run_recorded(
         STORAGE.close()
         for observer in experiment.observers:
             release(Path(str(observer.dir)))
-    return returned[0]
+    return started[0].info["result"]
 
 
 def _is_needed(record: logging.LogRecord) -> bool:
