@@ -32,7 +32,6 @@ class KnownExecutor:
     """Each poll is one test of every run in progress. Keeps a line per start and per cancellation in `started`."""
 
     args_model = KnownArgs
-    words: tuple[str, ...] = ()
 
     def __init__(self, place: Place) -> None:
         self.place, self.args = place, place.settings

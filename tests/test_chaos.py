@@ -239,4 +239,4 @@ def test_missing_lines_and_other_versions_are_reported(run):
     (entry,) = run.resumed
     assert entry["missing_bytes"] == lost
     assert f"this run continues with other versions: torch {torch.__version__} (was 1.0)" in run.log(0).read_text()
-    assert entry["versions_before"]["torch"] == "1.0"
+    assert entry["versions"]["torch"] == torch.__version__

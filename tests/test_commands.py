@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_budgets import BUDGETS
-from command_harness import FORKED, MAIN, PYTHON, ROOT, records, run_command, summary_of, train
+from command_harness import FORKED, MAIN, PYTHON, ROOT, records, run_command, summary_of
 from documented import Documented, documented_commands, parse
 from matplotlib.image import imread
 
@@ -77,13 +77,6 @@ def test_a_run_leaves_its_files_and_a_record_of_sacred(run, ranks, stages, facts
     summary = check_run_folder(folder, ranks, stages)
     assert facts.items() <= summary.items() and summary["updates"] > 0
     assert scalar in (folder.parent / "sacred" / "1" / "metrics.json").read_text()
-
-
-@pytest.mark.processes
-def test_pretraining_on_smax(tmp_path):
-    pytest.importorskip("jaxmarl", reason="the extra smax is not installed")
-    options = ("--config=omagd", "--env-config=smax", "with", "env_args.map_name=3m", "recontructer_stage=stage1")
-    assert check_run_folder(train(tmp_path, *options), 1, ("stage1",))["env"] == "smax"
 
 
 # --- what is documented

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 
-import pytest
 from many_runs import make_run, make_study
 
 from omagd.lab.analysis.comparison import table
@@ -63,16 +62,6 @@ def test_maps_are_apart_and_their_rows_are_compared_on_each_map(tmp_path):
     ]  # fmt: skip
 
 
-def test_presets_are_told_apart_by_few_keys_and_the_others_are_named_below(tmp_path):
-    make_run(tmp_path / "first", config="qmix")
-    make_run(tmp_path / "second", config="vdn", gamma=0.5, lr=0.1)
-    head, rows, notes = rows_of(table(load([tmp_path])))
-    assert [row[0] for row in rows] == ["first", "second"] and head[2] == "n"
-    (note,) = notes
-    named = {head[1], *note.removeprefix("these keys differ too: ").split(", ")}
-    assert {"lr", "gamma", "mixer"} <= named
-
-
 def test_a_row_of_several_runs_says_what_differs_among_them(tmp_path):
     for seed, won, finished in ((1, (0.0, 0.4), True), (2, (0.0, 0.6), True), (7, (), False)):
         make_run(tmp_path / str(seed), won, seed=seed, finished=finished)
@@ -119,10 +108,3 @@ def test_tools_for_many_runs_need_no_torch_and_name_a_damaged_run(tmp_path):
     lines = done.stderr.splitlines()
     assert len(lines) == 4 and all(line.startswith("left out: ") and "lr0.001_3m_seed2" in line for line in lines)
     assert {path.name for path in tmp_path.iterdir()} > {"curves_test_battle_won_mean.png"}
-
-
-@pytest.mark.parametrize("words", [[], ["nowhere"], ["--all"]])
-def test_mistakes_are_one_line(words, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["compare", *words]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1

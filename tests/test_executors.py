@@ -1,7 +1,4 @@
-"""Executors of clusters, in this process: submitit with SLURM's commands as short scripts.
-
-Whole studies on a stand-in for SLURM are in test_study_runs.py.
-"""
+"""Executors of clusters, in this process: submitit with SLURM's commands as short scripts."""
 
 from __future__ import annotations
 
@@ -154,11 +151,10 @@ def test_cancel_asks_slurm_and_stop_leaves_what_it_has(cluster, tmp_path):
     assert executor.references == {"a": "17_0", "b": "17_1"}
 
 
-REJECTED = "echo 'sbatch: error: invalid partition specified: part' >&2; exit 1"
-
-
-def test_where_sbatch_fails_its_jobs_fail(cluster, tmp_path):
-    cluster.command("sbatch", REJECTED)
+def test_a_task_runs_its_command_and_a_submission_that_fails_is_said(cluster, tmp_path):
+    log = tmp_path / "a.log"
+    assert SlurmRun(["sh", "-c", "echo $OMP_NUM_THREADS; exit 3"], log, 2)() == (3, "2")
+    cluster.command("sbatch", "echo 'sbatch: error: invalid partition specified: part' >&2; exit 1")
     executor, said = on_slurm(tmp_path), "sbatch has failed: sbatch: error: invalid partition specified: part"
     assert submit(executor, "a", "b") == [Ended("a", None, said), Ended("b", None, said)]
     assert executor.poll() == [] and executor.references == {}

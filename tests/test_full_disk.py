@@ -26,7 +26,7 @@ from omagd.config.loading import resolve
 from omagd.run.checkpoint.checkpointer import Snapshot, SnapshotWriter
 from omagd.run.cli.main import main
 from omagd.run.reporting.log_sinks import EpisodeLog, JsonLinesSink
-from omagd.run.reporting.sacred_record import BoundedObserver, run_recorded
+from omagd.run.reporting.sacred_record import StoredObserver, run_recorded
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils import storage
 from omagd.utils.dist_utils import Dist
@@ -185,7 +185,7 @@ def test_without_a_sacred_record_the_run_continues_with_a_warning(tmp_path, capf
         _run.log_scalar("loss", 1.0, 2)
         return {"reached": 7}
 
-    broken, name, replacement = (os, "mkdir", mkdir) if fails == "mkdir" else (BoundedObserver, "save_sources", full)
+    broken, name, replacement = (os, "mkdir", mkdir) if fails == "mkdir" else (StoredObserver, "save_sources", full)
     monkeypatch.setattr(broken, name, replacement)
     config = resolve("qmix", "matrix_game", {"local_results_path": str(results)})
     assert run_recorded(config, run_mode) == {"reached": 7}

@@ -113,76 +113,58 @@ def _of_keys() -> Iterator[tuple[str, Malformed]]:
 
 
 BROKEN_YAML = (
-    "a: b: c", "lr: [1", "lr: {", "\tlr: 1", "- lr\n- 2", "just words", "3", "lr: 1\n lr2: 2", "lr: *b",
-    "!!python/object/apply:os.system ['touch HIT']", "lr: !!python/name:os.system", "lr: !unknown 3",
-    "? [a, b]\n: 3", "1: 2", "null: 3", "lr: 0.1\nlr: 0.2", "%YAML 9",
-    "--- 1\n--- 2", "lr: 2020-13-45", "<<: 3", "env_args: {map_name: 3m, map_name: 8m}",
-    "env_args: &a {me: *a}", "tokenizer_config: [n_codes, 3]", "lr: 1" + "0" * 5000, "lr: " + "[" * 3000, "lr: \x00",
-    "lr: \x1b[31m", "seed: -1", "Lr: 3", "@lr: 1", "`", "env_args: 5", "tokenizer_config:\n  n_code: 3",
-    "env_args: " + "{a: " * 2000 + "1" + "}" * 2000,
-    "lr: !!float soon", "seeds: [1, 1]", "seeds: 1, 2", "world_size: 0", "lr: 1\n\udc81\udc8d",
+    "a: b: c", "lr: [1", "\tlr: 1", "- lr\n- 2", "just words", "lr: 1\n lr2: 2", "lr: *b", "1: 2", "lr: 0.1\nlr: 0.2",
+    "!!python/object/apply:os.system ['touch HIT']", "lr: !unknown 3", "? [a, b]\n: 3", "%YAML 9", "--- 1\n--- 2",
+    "<<: 3", "env_args: &a {me: *a}", "tokenizer_config: [n_codes, 3]", "lr: 1" + "0" * 5000, "lr: " + "[" * 3000,
+    "lr: \x00", "lr: \x1b[31m", "env_args: " + "{a: " * 2000 + "1" + "}" * 2000, "seeds: 1, 2", "lr: 1\n\udc81\udc8d",
 )  # fmt: skip
 CONFIGS = (
-    "", " ", ".", "..", "/", "../algs/qmix", "../../../../etc/passwd", "/etc/passwd", "qmix.yaml", "folder.yaml",
-    "~/qmix", "folder/", "junk", "binary.yaml", "empty_key.yaml", "*", "qm?x", "q" * 300, "q/" * 3000, "☃",
-    "\u202eximq", "qmix\n", "\x1b[2J", "\udcff\udcfe", "qmix;ls", "$HOME", "junk/qmix.yaml", "%s%n", "{0}", "-",
-    "default", "omagd,qmix", "/dev/null/x.yaml", "../envs/skirmish", "omagd_smal", "skirmsh",
+    "", ".", "/", "../../../../etc/passwd", "qmix.yaml", "folder.yaml", "junk", "binary.yaml", "empty_key.yaml", "*",
+    "q" * 300, "q/" * 3000, "\u202eximq", "qmix\n", "\x1b[2J", "\udcff\udcfe", "$HOME", "junk/qmix.yaml", "%s%n", "{0}",
+    "/dev/null/x.yaml", "omagd_smal",
 )  # fmt: skip
 # Words between single spaces.
 WORDS = (
-    "lr=3", "with lr", "with lr = 3", "with lr= 3", "with =3", "with ", "", "with lr\t=3", "whit lr=3", "With lr=3",
-    "with with lr=3", "with ==", "with .=3", "with lr.=3", "with env_args.=3", "with env_args..map_name=3m", "qmix",
-    "with lr:3", "print_config", "with " + "x" * 20000 + "=1", "with lr=" + "x" * 20000, "with ключ=1",
-    "with lr=\u2028\u2029", "with \x1b[31mlr=1", "with lr=\r\nerror:\ttwo", "with \udcff=1", "with lr=\udcff",
-    "with __class__=1", "with model_config=1", "with " + "a." * 3000 + "b=1", "with lr=" + "(" * 5000,
-    "with lr=" + "-" * 5000 + "1", "with lr=1" + "0" * 6000, "with lr=__import__('os')", "with map_name=3m",
-    "with self=1", "-- lr=3", "--config", "--config --dry-run", "--confg=qmix", "--conf=qmix", "-z 3", "--dry-run=yes",
-    "--list=all", "--no-cuda", "--t_max=3", "-c", "--name", "-F", "--loglevel", "-l LOUD", "--loglevel=",
-    "-F junk/deep", "--file_storage=junk", "-F ", "-F /proc/omagd", "--config=qmix vdn", "compare", "compare nowhere",
-    "compare junk", "compare folder", "compare " + "x" * 5000, "compare \udcff", "doctor lr=3", "doctor with lr",
-    "doctor all", "doctor --env-config=chess", "doctor with lr=soon", "doctor --config=qmx",
+    "lr=3", "with lr", "with lr = 3", "with =3", "with ", "", "whit lr=3", "with with lr=3", "with .=3", "with lr.=3",
+    "with env_args..map_name=3m", "qmix", "with lr:3", "print_config", "with " + "x" * 20000 + "=1", "with ключ=1",
+    "with lr=" + "x" * 20000, "with lr=\u2028\u2029", "with \x1b[31mlr=1", "with lr=\r\nerror:\ttwo", "with \udcff=1",
+    "with __class__=1", "with " + "a." * 3000 + "b=1", "with lr=" + "(" * 5000, "with lr=1" + "0" * 6000,
+    "with lr=__import__('os')", "with self=1", "-- lr=3", "--config --dry-run", "--conf=qmix", "-z 3", "--dry-run=yes",
+    "-c", "-l LOUD", "-F junk/deep", "-F ", "-F /proc/omagd", "--config=qmix vdn", "compare", "compare nowhere",
+    "compare " + "x" * 5000, "compare \udcff", "doctor lr=3", "doctor --env-config=chess", "doctor with lr=soon",
 )  # fmt: skip
 ENV_ARGS = {
     "skirmish": (
-        "map_name=3x", "map_name=", "map_name=../3m", "map_name=3", "map_name=[3x]", "map_name={'a': 1}",
-        "difficulty=0", "difficulty=VeryHard", "difficulty=11", "move_amount=0", "move_amount=far", "move_amount=nan",
-        "obs_all_health=perhaps", "obs_last_action=2", "reward_win=-1", "reward_defeat=inf", "reward_scale_rate=0",
-        "reward_death_value=None", "payoff=climbing", "step_mul=8", "map=3m", "map_name.x=3", "game_version=4.10",
+        "map_name=3x", "map_name=", "map_name=../3m", "map_name=[3x]", "map_name={'a': 1}", "difficulty=VeryHard",
+        "move_amount=0", "move_amount=far", "move_amount=nan", "obs_all_health=perhaps", "reward_defeat=inf", "map=3m",
+        "reward_death_value=None", "map_name.x=3",
     ),
-    "sc2": ("game_version=4.1.0.0.0", "game_version=3", "game_version=", "game_version=1e6"),
-    "matrix_game": ("payoff=x", "payoff=3", "penalty=1", "penalty=nan", "penalty=x"),
-    "memory_game": ("n_cues=0", "n_cues=1.5", "n_cues=x", "n_agents=0", "n_agents=None"),
+    "sc2": ("game_version=4.1.0.0.0", "game_version="),
+    "matrix_game": ("payoff=x", "penalty=1", "penalty=nan"),
+    "memory_game": ("n_cues=0", "n_cues=1.5", "n_agents=None"),
 }  # fmt: skip
 PLACES = (
-    "nowhere", "junk", "empty.th", "junk.th", "folder", "agents/100", "tokens", "masks", ".", "/", "/dev/null",
-    "/proc/self/mem", "x" * 300, "x/" * 3000, "~nobody_here/x", "masks/stage2_model.th", "\udcff", " ",
-    "junk/agent.th", "file:///junk", "binary.yaml", "http://x/y.th",
+    "nowhere", "junk", "junk.th", "folder", "agents/100", "tokens", "masks", "/dev/null", "/proc/self/mem", "x/" * 3000,
+    "~nobody_here/x", "masks/stage2_model.th", "\udcff", " ", "binary.yaml", "http://x/y.th",
 )  # fmt: skip
 NAMES = ("", "nobody", "None", "3", "..", "os:system", "a.b:c", "é", "x" * 400)
 EVALUATIONS = (
-    "", "nowhere", "junk", "folder", "empty.th", "bare", "bare/models", "bare/models/100", "torn", "torn/models",
-    "listed", "foreign", "typed", "eight", "eight load_step=100", "blank", "test_nepisode=3", "with test_nepisode=3",
-    "eight lr", "eight lr=soon", "eight --config=qmix", "eight --env-config=skirmish", "eight evaluate=False",
-    "eight checkpoint_path=bare", "eight env_args.map_name=3x", "eight test_nepisode=0", "half", "deep", "sized",
-    "eight local_results_path=. unique_token=folder", "eight test_nepisod=3",
+    "", "nowhere", "junk", "folder", "bare", "bare/models/100", "torn", "torn/models", "listed", "foreign", "typed",
+    "eight", "eight load_step=100", "blank", "test_nepisode=3", "eight lr", "eight --config=qmix", "half", "deep",
+    "sized", "eight evaluate=False", "eight checkpoint_path=bare", "eight local_results_path=. unique_token=folder",
 )  # fmt: skip
 CONTRADICTIONS = (
-    "checkpoint_path=agents save_replay=True", "evaluate=True checkpoint_path=eight",
-    "unique_token=folder local_results_path=.", "unique_token=junk local_results_path=.", "checkpoint_path=blank",
-    "batch_size=64 buffer_size=32", "accumulate=33 batch_size=32", "evaluation_only=True", "seeds=3,4,3",
-    "pretrain_only=True reconstructer_stage=stage3", "learner=nq_learner", "mac=basic_mac", "run=default world_size=2",
-    "evaluate=True pretrain_only=True checkpoint_path=agents", "dist_backend=nccl use_cuda=False", "lr=1 lr.x=2",
-    "reconstructer_stage=stage1 pretrained_tokenizer_path=tokens",
+    "checkpoint_path=agents save_replay=True", "evaluate=True checkpoint_path=eight", "checkpoint_path=blank",
+    "unique_token=folder local_results_path=.", "batch_size=64 buffer_size=32", "accumulate=33 batch_size=32",
+    "pretrain_only=True reconstructer_stage=stage3", "mac=basic_mac", "run=default world_size=2", "lr=1 lr.x=2",
+    "evaluate=True pretrain_only=True checkpoint_path=agents", "dist_backend=nccl use_cuda=False",
     "reconstructer_stage=stage2 pretrained_tokenizer_path=tokens pretrained_mask_predictor_path=masks",
-    "pretrain_only=True pretrained_tokenizer_path=tokens pretrained_mask_predictor_path=masks",
-    "tokenizer_config=3 tokenizer_config.n_codes=4", "tokenizer_config=None",
-    "env_args=[] env_args.map_name=3m", "env_args={'map_name':'3m'} env_args.map_nam=8m", "env=memory_game",
-    "env=matrix_game env_args=None", "env_args.map_name=3m env_args=8m", "tokenizer_config.n_codes.x=3", "lr={'x':1}",
-    "mask_predictor_config={'d_modell':3}", "mixer=qmix mixer=qmixx", "gamma=1 gamma=2", "resume=exact,lossy",
+    "tokenizer_config=3 tokenizer_config.n_codes=4", "env_args=[] env_args.map_name=3m", "env=memory_game",
+    "env=matrix_game env_args=None", "lr={'x':1}", "mixer=qmix mixer=qmixx", "resume=exact,lossy",
 )  # fmt: skip
 RESULTS = (
-    *(f"local_results_path={place}" for place in ("junk", "/proc/omagd", "/dev/null/x", "x" * 300, "y/" * 3000)),
-    *(f"unique_token={token}" for token in ("..", "../up", "a/b", "/absolute", "x" * 300, "sacred", "logs", " a")),
+    *(f"local_results_path={place}" for place in ("junk", "/proc/omagd", "/dev/null/x", "y/" * 3000)),
+    *(f"unique_token={token}" for token in ("..", "../up", "/absolute", "x" * 300, "sacred", " a")),
 )  # fmt: skip
 GROUP = {
     "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500",

@@ -16,10 +16,11 @@ import omagd
 from omagd.config.loading import resolve, validate
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
+from omagd.lab.commands.watch import record_battles
 from omagd.run.checkpoint.resuming import identity_of, locked_folder
 from omagd.run.cli.main import main
 from omagd.run.cli.preflight import preflight
-from omagd.run.training.evaluate import evaluation_config, record_battles
+from omagd.run.training.evaluate import evaluation_config
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import write_json
 

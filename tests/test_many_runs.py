@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,28 +63,6 @@ def test_a_damaged_run_among_many_is_one_warning(tmp_path, how, caplog):
         load([tmp_path / "lr0.001_3m_seed2"], "plot")
 
 
-def test_a_run_whose_files_are_half_readable_is_kept(tmp_path):
-    folder = make_run(tmp_path / "run")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"stage": "stage3", "t_env": null, "test_battle_won_mean": 1}\n\x00\n[1]\n{"stage": "sta')
-    (folder / "summary.json").write_text('{"stages": 3}')
-    (folder / "card.json").write_text('{"id": "x", "compared": {"effective_batch": []}, "recorded": 3}')
-    assert [group.label for group in groups(load([folder]))] == ["qmix"]
-    (run,) = load([folder])
-    assert len(run.test_curve("test_battle_won_mean")[0]) == 4 and run.state == "completed"
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(UserError):
-        load([folder])
-
-
-@pytest.mark.parametrize("given", ["nowhere", "empty", "file"])
-def test_a_folder_without_runs_is_one_line(tmp_path, given):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=rf"{given}: holds no run.*Give the folder of a run"):
-        load([tmp_path / given])
-
-
 def test_groups_are_the_keys_that_differ_and_seeds_are_repetitions(tmp_path):
     make_study(tmp_path, maps=("3m", "8m"), seeds=(1, 2, 3))
     runs = load([tmp_path])
@@ -110,13 +87,6 @@ def test_what_does_not_change_the_method_makes_no_group(tmp_path):
     assert [len(group.runs) for group in (first, given)] == [5, 2], "given weights are a method, their path is not"
     make_run(tmp_path / "other weights", seed=6, pretrained_tokenizer_path="results/other/tokenizer.th")
     assert len(groups(load([tmp_path]))) == 4, "where a seed occurs twice, the path tells the runs apart"
-
-
-def test_a_removed_key_makes_a_group_only_where_it_has_another_value_than_its_default(tmp_path):
-    runs = load([make_run(tmp_path / str(seed), seed=seed) for seed in (1, 2)])
-    for value, number in ((False, 1), (True, 2)):
-        earlier = replace(runs[0], config={**runs[0].config, "belief_inputs": value})
-        assert len(groups([earlier, runs[1]])) == number
 
 
 def test_a_key_that_differs_between_maps_only_makes_no_group(tmp_path):
@@ -167,34 +137,6 @@ def test_arms_with_one_name_in_two_studies_are_one_group_only_where_their_settin
     as_study(tmp_path / "mine", lambda _: "qmix")
     assert found("mine") == [("qmix", 5)], "within a study an arm is one group"
     assert found("mine", "more") == [("qmix (mine)", 5), ("qmix (more)", 2)]
-
-
-def test_runs_of_a_study_have_its_order_and_a_folder_of_studies_holds_their_runs(tmp_path):
-    for study in ("s10", "s2"):
-        make_study(tmp_path / study / "runs", rates=(0.001,), maps=("3m", "8m", "2s3z"), seeds=(1,))
-        names = [f"lr0.001_{name}_seed1" for name in ("8m", "2s3z", "3m")]
-        jobs = [{"job": {"name": name, "arm": "qmix"}} for name in names]
-        (tmp_path / study / "study.json").write_text(json.dumps({"jobs": jobs}))
-    runs = load([tmp_path])
-    maps = ["8m", "2s3z", "3m"]
-    assert [(run.study, run.map_name) for run in runs] == [(study, name) for study in ("s2", "s10") for name in maps]
-
-
-def test_a_results_file_of_two_studies_keeps_the_lines_of_both(tmp_path, caplog):
-    from omagd.lab.studies.executors import Job
-    from omagd.lab.studies.results import append, line_of
-
-    path = tmp_path / "results.jsonl"
-    for study, rate, identity in (("a", 0.001, "1"), ("b", 0.005, "2"), ("a", 0.003, "3"), ("b", 0.005, "2")):
-        folder = tmp_path / f"{study}{rate}"
-        folder.exists() or make_run(folder, lr=rate, seed=1)
-        (run,) = load([folder])
-        job = Job("qmix_3m_seed1", "qmix", run.env, run.map_name, 1, ())
-        append(path, line_of(study, job, RunFolder(folder), run.card, identity))
-    runs = load([path, path])
-    assert [(run.study, run.config["lr"]) for run in runs] == [("a", 0.001), ("b", 0.005), ("a", 0.003)]
-    assert len({run.folder for run in runs}) == 3
-    assert caplog.messages == [f"left out: {path}: 1 of 4 lines repeat a result: the last one counts"]
 
 
 def test_load_runs_returns_a_row_for_each_test(tmp_path, monkeypatch):
@@ -275,7 +217,7 @@ def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"card": {"id": "x", "compared": {}, "recorded": 3}, "summary": {}, "tests": {"t_env": 3}}\n{}\n')
         line = {"card": {"id": "x", "compared": {}, "recorded": {"settings": 5}}, "summary": {}}
-        file.write(json.dumps({**line, "job": "huge", "tests": {"t_env": [1, HUGE], "test_a": [HUGE, 1]}}) + "\n")
+        file.write(json.dumps({**line, "job": "huge", "tests": {"t_env": [1, 10**400], "test_a": [10**400, 1]}}) + "\n")
         file.write('{"card": {"id": "x", "comp')  # of a process that was killed while it wrote
     again = load([tmp_path / "results.jsonl"])
     assert len(again) == 14 and again[-1].test_curve("test_a")[0].size == 0
@@ -300,10 +242,3 @@ def test_lines_of_results_keep_budgets_and_the_last_of_two_counts(tmp_path):
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
     assert [run.summary["wall_seconds"] for run in load([path])] == [60.0, 7.0]
-    card = json.loads((tmp_path / "runs" / "a" / "card.json").read_text())
-    card["compared"]["test_episodes"] = 40  # 32 are no whole number of rounds
-    (tmp_path / "runs" / "a" / "card.json").write_text(json.dumps(card))
-    assert load([tmp_path / "runs" / "a"])[0].test_episodes == 40
-
-
-HUGE = 10**400

@@ -67,24 +67,6 @@ def test_a_clone_named_omagd_in_the_current_folder_hides_nothing(python, clone, 
         assert python("-c", show, cwd=folder).strip() == str(clone / "src" / "utils" / "registry.py")
 
 
-def test_commands_start_from_any_folder(python, clone, tmp_path):
-    shown = python("-m", "omagd", "--help", cwd=clone.parent)
-    assert "--config" in shown
-    assert python(clone / "src" / "main.py", "--help", cwd=tmp_path) == shown
-
-
-def test_spawned_processes_import_the_package(python, clone, tmp_path):
-    script = tmp_path / "spawn.py"
-    script.write_text("""
-import multiprocessing
-import omagd.utils.errors
-if __name__ == '__main__':
-    with multiprocessing.get_context('spawn').Pool(1) as pool:
-        print(pool.apply(omagd.utils.errors.UserError, ['found']))
-""")
-    assert python(script, cwd=clone.parent).strip() == "found"
-
-
 def test_a_wheel_has_every_file_of_the_source(python, clone, tmp_path):
     python(*PIP, "wheel", *OFFLINE, "--wheel-dir", tmp_path, clone)
     (wheel,) = tmp_path.glob("omagd-*.whl")

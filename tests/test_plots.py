@@ -91,27 +91,11 @@ def test_pictures_of_one_run_can_be_decoded(tmp_path):
 WON = "test_battle_won_mean"
 
 
-def figure_of(panels, kind, labels, marked=(), unit=True):
-    axes = plot.Axes(kind, "x", "y", tuple(labels), unit=unit)
+def figure_of(panels, labels, marked=(), unit=True):
+    axes = plot.Axes("x", "y", tuple(labels), unit=unit)
     made = plot._figure(panels, axes, "caption", 7.16, set(marked))
     made.draw_without_rendering()
     return made
-
-
-def test_rows_of_points_have_the_names_values_and_intervals_of_their_groups(tmp_path):
-    make_study(tmp_path, rates=(0.001, 0.005, 0.01), seeds=(1, 2, 3))
-    found = groups(load([tmp_path]))
-    panels = study_curves.final_panels(found, WON, None)
-    made = figure_of(panels, "final", [group.label for group in found], marked=["lr=0.005"])
-    axis = made.axes[0]
-    names = {text.get_text(): y for text, y in zip(axis.get_yticklabels(), axis.get_yticks(), strict=True)}
-    assert list(names) == ["lr=0.001", "lr=0.005*", "lr=0.01"]
-    for line in panels[0].lines:
-        y = names[line.label if line.label in names else f"{line.label}*"]
-        here = [each for each in axis.get_lines() if set(each.get_ydata()) == {y}]
-        drawn = [each.get_xdata() for each in here]
-        assert any(np.allclose(x, line.x) for x in drawn if len(x) == 1), "the point"
-        assert any(np.allclose(x, [line.band[0][0], line.band[1][0]]) for x in drawn if len(x) == 2), "the interval"
 
 
 def test_groups_have_one_colour_in_all_figures_and_their_bands(tmp_path):
@@ -121,7 +105,7 @@ def test_groups_have_one_colour_in_all_figures_and_their_bands(tmp_path):
     found = groups(load([tmp_path]))
     labels = [group.label for group in found]
     (panel,) = study_curves.curve_panels(found, WON, "steps", None)
-    figure = figure_of([panel], "curves", labels, marked=[labels[2]])
+    figure = figure_of([panel], labels, marked=[labels[2]])
     (axis,) = figure.axes
     for line, band in zip(panel.lines, axis.collections, strict=True):
         outline = band.get_paths()[0].vertices
@@ -130,9 +114,9 @@ def test_groups_have_one_colour_in_all_figures_and_their_bands(tmp_path):
     keys = zip(legend.get_texts(), legend.get_lines(), strict=True)
     colours = {text.get_text(): to_hex(line.get_color()) for text, line in keys}
     assert colours == dict(zip([*labels[:2], f"{labels[2]}*"], plot.COLOURS, strict=False))
-    alone = figure_of([replace(panel, lines=panel.lines[1:])], "curves", labels).axes[0]
+    alone = figure_of([replace(panel, lines=panel.lines[1:])], labels).axes[0]
     assert [to_hex(line.get_color()) for line in alone.get_lines()] == list(plot.COLOURS[1:3])
     many = [replace(panel.lines[0], label=str(i)) for i in range(9)]
-    axis = figure_of([replace(panel, lines=tuple(many))], "curves", [str(i) for i in range(9)]).axes[0]
+    axis = figure_of([replace(panel, lines=tuple(many))], [str(i) for i in range(9)]).axes[0]
     looks = {(to_hex(line.get_color()), line.get_linestyle()) for line in axis.get_lines()}
     assert len(looks) == 9, "more groups than colours have other dashes"

@@ -52,8 +52,6 @@ def test_bands_end_where_a_seed_has_no_data(tmp_path, caplog, monkeypatch):
     assert main(["plot", "."]) == 0
     assert caplog.messages[0].startswith("runs of different length (qmix): bands only where all seeds have data")
     assert caplog.messages[1:] == [FEW], "the band is over two seeds"
-    assert main(["plot", ".", "--kind", "final"]) == 0
-    assert caplog.messages[-1] == "not finished, left out: killed"
 
 
 def test_tests_at_nearly_the_same_steps_are_one_point_and_others_are_interpolated(tmp_path):
@@ -78,27 +76,19 @@ def test_a_seed_that_is_there_twice_counts_once(tmp_path):
     assert notes == ["qmix: the same map and seed again, left out: short"]
 
 
-@pytest.mark.parametrize("kind", plot.KINDS)
-def test_every_kind_writes_a_picture_of_print_size_and_says_what_a_point_is(tmp_path, kind, capsys, monkeypatch):
+def test_a_picture_has_print_size_and_says_what_a_point_is(tmp_path, capsys, monkeypatch):
     make_study(tmp_path / "runs", rates=(0.001, 0.005), maps=("3m", "8m"), seeds=(1, 2))
     captions = []
     rendered = plot.render
     monkeypatch.setattr(plot, "render", lambda *args: captions.append(args[2]) or rendered(*args))
-    assert main(["plot", str(tmp_path / "runs"), "--kind", kind, "--out", str(tmp_path / "new" / "figure.png")]) == 0
     png, svg = map(str, (tmp_path / "new" / "figure.png", tmp_path / "new" / "figure.svg"))
+    assert main(["plot", str(tmp_path / "runs"), "--out", png]) == 0
     assert capsys.readouterr().out.split() == [png, svg]
-    width = image.imread(png).shape[1] / 300
-    assert width == pytest.approx(7.16, abs=0.01)
+    assert image.imread(png).shape[1] / 300 == pytest.approx(7.16, abs=0.01)
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    if kind == "curves":
-        assert main(["plot", str(tmp_path / "runs"), "--out", str(tmp_path / "again")]) == 0
-        assert (tmp_path / "again.svg").read_bytes() == Path(svg).read_bytes(), "pictures are the same in each call"
-    caption = captions[0]
-    assert "2 seeds" in caption and "tests of 32 greedy episodes" in caption and "95 %" in caption
-
-
-def of_label(panel):
-    return {line.label: line for line in panel.lines}
+    assert main(["plot", str(tmp_path / "runs"), "--out", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again.svg").read_bytes() == Path(svg).read_bytes(), "pictures are the same in each call"
+    assert all(text in captions[0] for text in ("2 seeds", "tests of 32 greedy episodes", "95 %"))
 
 
 def losing(root, maps=("3m", "8m"), seeds=(1, 2, 3, 4)):
@@ -111,9 +101,8 @@ def losing(root, maps=("3m", "8m"), seeds=(1, 2, 3, 4)):
     return groups(load([root]))
 
 
-def test_last_tests_are_scaled_by_the_range_of_each_map_before_they_are_put_together(tmp_path):
-    found = losing(tmp_path)
-    metric = "test_return_mean"
+def test_tests_are_scaled_by_the_range_of_each_map_before_they_are_put_together(tmp_path):
+    found, metric = losing(tmp_path), "test_return_mean"
     curves_of = {p: [r.test_curve(metric)[2] for g in found for r in g.at(p)] for p in curves.places(found)}
     low_high = {p: (np.min(all_of), np.max(all_of)) for p, all_of in curves_of.items()}
 
@@ -121,30 +110,22 @@ def test_last_tests_are_scaled_by_the_range_of_each_map_before_they_are_put_toge
         low, high = low_high[place]
         return np.array([(run.tests[-1][metric] - low) / (high - low) for run in group.at(place)])
 
-    panels = curves.final_panels(found, metric, None)
-    assert [(panel.statistic, panel.normalised) for panel in panels] == [("mean", False)] * 2 + [("iqm", True)]
-    for group in found:
-        plain = [run.tests[-1][metric] for run in group.at("skirmish 3m")]
-        assert of_label(panels[0])[group.label].x == pytest.approx([np.mean(plain)])
-        both = [scaled(group, place) for place in low_high]
-        line = of_label(panels[2])[group.label]
-        assert line.x == pytest.approx([float(iqm(both))])
-        assert [float(end[0]) for end in line.band] == pytest.approx([float(end) for end in interval(iqm, both)])
     (curve,) = [p for p in curves.curve_panels(found, metric, "steps", None) if p.normalised]
-    both = [scaled(found[0], place) for place in low_high]
-    line = of_label(curve)[found[0].label]
-    assert line.y[-1] == pytest.approx(iqm(both))
-    assert (line.band[0][-1], line.band[1][-1]) == pytest.approx([float(end) for end in interval(iqm, both)])
+    for group, line in zip(found, curve.lines, strict=True):
+        both = [scaled(group, place) for place in low_high]
+        assert line.label == group.label and line.y[-1] == pytest.approx(iqm(both))
+        ends = [float(end) for end in interval(iqm, both)]
+        assert (line.band[0][-1], line.band[1][-1]) == pytest.approx(ends, abs=0.02)
 
 
 def test_maps_that_some_group_has_not_played_are_not_put_together(tmp_path):
     make_study(tmp_path, rates=(0.001, 0.005), maps=("3m", "8m"), seeds=(1, 2))
     make_study(tmp_path / "more", rates=(0.005,), maps=("2s3z",), seeds=(1, 2))
     found = groups(load([tmp_path, tmp_path / "more"]))
-    for panels in (curves.curve_panels(found, WON, "steps", None), curves.final_panels(found, WON, None)):
-        assert [panel.title for panel in panels][-1] == "all 2 maps"
-        assert {panel.title: len(panel.lines) for panel in panels}["skirmish 2s3z"] == 1
-        assert [line.seeds for line in panels[-1].lines] == [(2, 2), (2, 2)]
+    panels = curves.curve_panels(found, WON, "steps", None)
+    assert [panel.title for panel in panels][-1] == "all 2 maps"
+    assert {panel.title: len(panel.lines) for panel in panels}["skirmish 2s3z"] == 1
+    assert [line.seeds for line in panels[-1].lines] == [(2, 2), (2, 2)]
 
 
 def test_runs_that_cannot_be_drawn_are_named_and_runs_of_unknown_seed_all_count(tmp_path):
@@ -169,34 +150,22 @@ def drawn(monkeypatch):
     return found
 
 
-def test_the_options_of_plot_reach_the_figure(tmp_path, drawn, monkeypatch, caplog):
+def test_the_options_of_plot_reach_the_figure(tmp_path, drawn, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_study(tmp_path / "runs", rates=(0.001, 0.005), maps=("3m", "8m"), seeds=(1, 2))
-    for words in ([], ["--stat", "iqm"], ["--x", "wall"], ["--kind", "final", "--stat", "iqm"]):
+    for words in ([], ["--stat", "iqm"], ["--x", "wall"]):
         assert main(["plot", "runs", *words]) == 0
-    plain, iqms, wall, final = drawn
-    assert [[panel.statistic for panel in each[0]] for each in (plain, iqms, final)] == [
-        ["mean", "mean", "iqm"], ["iqm"] * 3, ["iqm"] * 3,
-    ]  # fmt: skip
-    assert (plain[1].x, wall[1].x) == ("environment steps", "wall-clock minutes")
-    assert (plain[0][0].lines[0].x[-1], wall[0][0].lines[0].x[-1]) == pytest.approx((STEPS[-1], STEPS[-1] / 6000))
-    assert plain[1].unit and final[1].unit and plain[1].groups == ("lr=0.001", "lr=0.005")
+    plain, iqms, wall = drawn
+    assert [[panel.statistic for panel in each[0]] for each in (plain, iqms)] == [["mean", "mean", "iqm"], ["iqm"] * 3]
+    assert (plain[1].x, wall[1].x) == ("environment steps", "wall-clock hours")
+    assert (plain[0][0].lines[0].x[-1], wall[0][0].lines[0].x[-1]) == pytest.approx((STEPS[-1], STEPS[-1] / 360_000))
+    assert plain[1].unit and plain[1].groups == ("lr=0.001", "lr=0.005")
     assert plain[2].startswith("Mean on a map, IQM over maps, 2 seeds per map; band: 95 %")
     assert main(["plot", "runs", "--metric", "return"]) == 0
     assert not drawn[-1][1].unit and "over maps: shares of each map's range" in drawn[-1][2]
-
-
-def test_time_axes_have_readable_units_and_only_runs_that_have_them(tmp_path, drawn, monkeypatch, capsys, caplog):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "runs" / "whole", (0.0, 0.2, 0.4, 0.6), seed=1, seconds_per_step=1.0)
-    make_run(tmp_path / "runs" / "killed", (0.0, 0.4), seed=2, seconds_per_step=1.0)
-    assert main(["plot", "runs", "--x", "wall"]) == 0
-    (line,) = drawn[0][0][0].lines
-    assert line.rest[0] == pytest.approx(np.array(STEPS[1:]) / 3600) and line.rest[1] == pytest.approx([0.3, 0.4, 0.6])
-    assert drawn[0][1].x == "wall-clock hours"
     make_run(tmp_path / "cpu" / "one", (0.0, 0.2), more={"cpu_seconds": [0.0, 600.0]})
     assert main(["plot", "cpu", "--x", "cpu"]) == 0
-    assert drawn[-1][0][0].lines[0].x == pytest.approx([0, 10]) and drawn[-1][1].x == "CPU minutes"
+    assert drawn[-1][0][0].lines[0].x == pytest.approx([0, 1 / 6]) and drawn[-1][1].x == "CPU hours"
     assert main(["plot", "runs", "--x", "cpu"]) == 2
     assert "have no cpu_seconds" in capsys.readouterr().err
 
@@ -209,34 +178,28 @@ def test_a_set_of_maps_has_its_own_panel_first_then_one_for_each_map(tmp_path):
     titles = ["skirmish marine-easy", "held-out maps", "3m", "5m", "10m", "4m (held out)"]
     ends = [0.3, 0.7, 0.1, 0.3, 0.5, 0.7]
     drawn = curves.curve_panels(found, WON, "steps", None)
-    for panels in (drawn, curves.final_panels(found, WON, None)):
-        assert [panel.title for panel in panels] == titles, "maps of the set without a test have no panel"
-        assert [panel.held_out for panel in panels] == [False, True, False, False, False, True]
-        lines = [line for panel in panels for line in panel.lines]
-        assert len(lines) == 12 and all(line.seeds == (2, 2) and line.band is not None for line in lines)
-        values = [float((panel.lines[0].y if panels is drawn else panel.lines[0].x)[-1]) for panel in panels]
-        assert values == pytest.approx([end + 0.015 for end in ends])
-    axes = plot.Axes("curves", "", "", tuple(group.label for group in found), unit=True)
+    assert [panel.title for panel in drawn] == titles, "maps of the set without a test have no panel"
+    assert [panel.held_out for panel in drawn] == [False, True, False, False, False, True]
+    lines = [line for panel in drawn for line in panel.lines]
+    assert len(lines) == 12 and all(line.seeds == (2, 2) and line.band is not None for line in lines)
+    assert [panel.lines[0].y[-1] for panel in drawn] == pytest.approx([end + 0.015 for end in ends])
+    axes = plot.Axes("", "", tuple(group.label for group in found), unit=True)
     grid = plot._figure(drawn, axes, "", 7.16, set()).axes
     styles = [{line.get_linestyle() for line in axis.get_lines()} for axis in grid]
     assert styles == [{"-"}, {"--"}, {"-"}, {"-"}, {"-"}, {"--"}], "lines of held-out maps are dashed"
-    assert "dashed: maps that are not trained on" in plot.caption("curves", drawn, found)
+    assert "dashed: maps that are not trained on" in plot.caption(drawn, found)
     alone = curves.curve_panels(found, "test/5m/battle_won_mean", "steps", None)
     assert [panel.title for panel in alone] == titles[:1], "a metric of one map has no parts"
 
 
-@pytest.mark.parametrize("command, package", [
-    ("plot", "matplotlib"), ("plot", "scipy"), ("report", "matplotlib"), ("report", "scipy"), ("report", "jinja2"),
-    ("compare", "scipy"),
-])  # fmt: skip
+@pytest.mark.parametrize("command, package", [("plot", "matplotlib"), ("report", "jinja2"), ("compare", "scipy")])
 def test_a_missing_library_is_one_line(tmp_path, monkeypatch, capsys, command, package):
     make_study(tmp_path / "runs", rates=(0.001,))
     without(package, monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert main([command, "runs"]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith(f"error: {command}: needs ")
-    assert error.endswith(f": pip install --force-reinstall {package}\n")
+    assert error.count("\n") == 1 and error.startswith(f"error: {command}: {package} cannot be imported (")
     assert [path.name for path in tmp_path.rglob("*") if path.suffix in (".png", ".svg", ".html")] == []
 
 
@@ -246,7 +209,7 @@ MISTAKES = [
     (["plot", "x" * 300 + ".jsonl"], "error: plot xxx"),
     (["plot", "nowhere"], "error: plot nowhere: holds no run"),
     (["plot", "runs", "--metric", "battle_wun"], "error: --metric battle_wun: no run has it. Known: "),
-    (["plot", "runs", "--kind", "curve"], "error: argument --kind: invalid choice"),
+    (["plot", "runs", "--stat", "median"], "error: argument --stat: invalid choice"),
     (["plot", "begun"], "error: plot: the runs have no test yet"),
     (["plot", "runs", "--out", "/proc/x/y"], "error: plot: /proc/x/y.png cannot be written"),
 ]
@@ -309,17 +272,8 @@ def test_runs_of_pymarl_and_epymarl_are_drawn_beside_own_ones(tmp_path, capsys, 
     ends = {"qmix": (0.75, 1), "qmix (Sacred)": (0.6, 2)}
     ends |= {"vdn (Sacred) lr=0.0005": (0.3, 2), "vdn (Sacred) lr=0.001": (0.1, 1)}
     assert found == {label: (list(STEPS), pytest.approx(end), (n, n)) for label, (end, n) in ends.items()}
-    for file in (theirs / "1" / "info.json", nested / "1" / "metrics.json"):
-        (line,) = lines_of(file)["skirmish 3m"].values()
-        assert line.x.tolist() == list(STEPS)
     assert main(["plot", *map(str, places), "--out", str(tmp_path / "figure")]) == 0
     assert (tmp_path / "figure.png").is_file() and "is not comparable" in caplog.text
     assert main(["compare", *map(str, places)]) == 0
     table = capsys.readouterr().out
     assert "qmix (Sacred)*" in table and "0.600" in table
-    (nested / "1" / "metrics.json").write_text("[1]")
-    (nested / "1" / "info.json").write_text('{"test_battle_won_mean": 3, "test_battle_won_mean_T": [{"value": null}]}')
-    assert main(["plot", str(nested / "1")]) == 2
-    assert f"error: plot {nested / '1'}: no values can be read" in capsys.readouterr().err
-    assert main(["plot", str(tmp_path / "epymarl"), "--out", str(tmp_path / "rest")]) == 0
-    assert f"left out: {nested / '1'}: no values" in caplog.text

@@ -45,12 +45,12 @@ def code(package: Path) -> card.Code:
 
 def test_code_is_named_by_its_commit_and_what_was_changed_by_its_content(package, monkeypatch):
     bare = code(package)
-    assert bare.label == "" and bare.name.startswith(f"{omagd.__version__} (sources ")
+    assert bare.commit == "" and bare.name.startswith(f"{omagd.__version__} (sources ")
     git(package, "init", "-q")
     assert code(package) == bare, "a package that somebody's repository does not track"
     first = commit(package)
     clean = code(package)
-    assert clean.label == first and first[:12] in clean.name
+    assert (clean.commit, clean.changed) == (first, False) and first[:12] in clean.name
     (package.parent / "results.jsonl").write_text("of a study")
     (package / "notes").write_text("no code")
     monkeypatch.setenv("GIT_DIR", "/nowhere")
@@ -58,12 +58,12 @@ def test_code_is_named_by_its_commit_and_what_was_changed_by_its_content(package
     monkeypatch.delenv("GIT_DIR")
     second = commit(package)
     (package.parent / "results.jsonl").write_text("more")
-    assert code(package).label == second
+    assert code(package).commit == second
     names = set()
     for path, text in (("code.py", "2"), ("code.py", "3"), ("new.py", "4")):
         (package / path).write_text(text)
         found = code(package)
-        assert found.changed and found.label == f"{second}-dirty"
+        assert found.changed and found.commit == second
         names.add(found.name)
     assert len(names) == 3
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from browser import opened
-from many_runs import STEPS, make_run, make_study
+from many_runs import make_run, make_study
 from scipy.stats import bootstrap
 
 from omagd.envs.frames import Scene
@@ -172,23 +171,6 @@ def test_a_damaged_run_is_a_warning_and_jobs_that_failed_are_named(tmp_path, cap
     assert capsys.readouterr().err.count("\n") <= 1
 
 
-def test_an_evaluation_has_one_value_of_each(tmp_path):
-    played = make_run(tmp_path / "played", seed=1, evaluate=True, checkpoint_path="x")
-    add(played, "summary.json", {"kind": "evaluation"})
-    page = report(played)
-    assert page.row("win rate")[1:] == ["0.750"] and page.row("", 2) == ["", "value"]
-    assert "seed 1 · completed · evaluation" in (played / "report.html").read_text()
-
-
-def test_results_of_a_run_that_goes_on_are_its_last_and_its_best_test(tmp_path, capsys):
-    folder = make_run(tmp_path / "run", (0.0, 0.8, 0.5), finished=False)
-    last = {"stage": "stage3", "t_env": STEPS[2], "policy/error": 0.03, "loss_rank1": 0.5}
-    log(folder, {**last, "skipped_updates": 2}, {**last, "skipped_updates": 5}, {**last, "skipped_updates": 4})
-    page = report(folder)
-    assert page.row("win rate")[1:] == ["0.500", "0.800"] and page.row("return", 3)[1:] == ["10", "16"]
-    assert "5 updates skipped: their gradient was not finite" in page.lines, "counts are of the whole run"
-
-
 def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
     folder = three_stages(tmp_path / "run")
     (folder / "replays").mkdir()
@@ -212,20 +194,6 @@ def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
     lines = Words((tmp_path / "report.html").read_text()).lines
     assert any(line.startswith("left out: empty: holds no run") for line in lines), "in the current folder"
     assert caplog.messages[0].startswith("left out: empty: holds no run")
-
-
-def test_the_newest_recording_is_played(tmp_path):
-    from omagd.lab.analysis.run_report import player
-    from omagd.lab.analysis.runs import load
-    from omagd.lab.watch.formats import player_page
-
-    folder = make_run(tmp_path / "run")
-    record_battle(folder)
-    values = Recording.read(folder / "replays" / "one.json.gz").model_dump()
-    values["episodes"][0]["map_name"] = "newer"
-    newer = Recording.model_validate(values)
-    os.utime(newer.write(folder / "replays" / "a_newer.json.gz"), (2e9, 2e9))
-    assert player(load([folder])[0]) == (player_page(newer), "")
 
 
 def test_a_study_says_which_jobs_wait_and_which_arms_cannot_be_compared(tmp_path):

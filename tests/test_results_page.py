@@ -37,3 +37,7 @@ def test_arms_are_compared_at_the_time_that_all_runs_of_the_head_have_had():
     assert baseline[6] == "0.20 [0.20, 0.20]"  # after a million steps
     assert float(head[6].split()[0]) == pytest.approx(0.615, abs=0.006)
     assert short[3:7] == ["-"] * 4  # it ended before
+
+
+def test_the_probability_that_one_is_better_counts_a_tie_half():
+    assert page.improvement(np.array([1.0, 2.0]), np.array([1.0, 0.0]))[0] == 0.875

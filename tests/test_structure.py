@@ -1,10 +1,9 @@
-"""Limits that hold for the whole code base (CONTRIBUTING.md): sizes, imports, one place for defaults."""
+"""Limits that hold for the whole code base (CONTRIBUTING.md): sizes and imports."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
-import re
 import statistics
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -74,16 +73,3 @@ def test_the_training_loop_fits_on_a_page_and_knows_no_rank():
     loop = ROOT / "src" / "run" / "training" / "loop.py"
     assert max(lengths([parsed()[loop]])) <= 40
     assert "rank" not in loop.read_text(encoding="utf-8").lower().replace("ranks are ready", "")
-
-
-def test_configuration_has_no_second_defaults():
-    """`getattr(config, "key", default)` and `config.get("key", default)` hide what default.yaml should say."""
-    pattern = re.compile(r"getattr\((?P<owner>[\w.]+), [^,]+, .+\)|(?P<its>[\w.]+)\.get\(.+, .+\)")
-    found = []
-    for path, tree in parsed().items():
-        for call in (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            match = pattern.fullmatch(call)
-            owner = (match["owner"] or match["its"]).rpartition(".")[2] if match else ""
-            if owner in {"args", "cfg"} or owner.endswith("config"):
-                found.append(f"{path}: {call}")
-    assert found == []

@@ -1,27 +1,24 @@
-"""Whole studies: killed and continued, and on SLURM; docs/studies.md holds one."""
+"""Whole studies: killed and continued; docs/studies.md holds one."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
 import pytest
-import slurm_stand_in
 import yaml
 from command_budgets import BUDGETS
-from command_harness import ROOT, run_command, summary_of
+from command_harness import MAIN, ROOT, run_command, summary_of
 from reaper import having
 from run_equality import differences
 from sockets import wait_until
 
 from omagd.lab.studies.spec import load
-from omagd.lab.studies.state import StudyState
 
 pytestmark = pytest.mark.processes
 PATIENCE = 240.0
@@ -36,17 +33,13 @@ SMALL = {
 }  # fmt: skip
 
 
-def start(file: Path, mark: str, program: tuple[str, ...] = ("-m", "omagd"), **variables: str) -> subprocess.Popen:
-    environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, *program, "study", str(file), "--results", str(file.parent / "results")]
+def start(file: Path, mark: str) -> subprocess.Popen:
+    environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "omagd", "study", str(file), "--results", str(file.parent / "results")]
     return subprocess.Popen(
         command, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         start_new_session=True,
     )  # fmt: skip
-
-
-def wait_for(condition, what: str, patience: float = PATIENCE):
-    return wait_until(condition, patience, what)
 
 
 def trains(folder: Path) -> bool:
@@ -64,10 +57,10 @@ def test_a_study_goes_on_after_a_kill_and_ends_with_the_bits_of_a_run_left_alone
     folder = tmp_path / "results" / "toy"
     one = folder / "runs" / "qmix-3m-seed1"
     process = start(file, mark)
-    wait_for(lambda: trains(one) or process.poll() is not None, "no checkpoint")
+    wait_until(lambda: trains(one) or process.poll() is not None, PATIENCE, "no checkpoint")
     process.kill()  # the process that leads the study: its run saves and ends
     process.communicate()
-    wait_for(lambda: not having(MARK, mark), "a run goes on unnoticed")
+    wait_until(lambda: not having(MARK, mark), PATIENCE, "a run goes on unnoticed")
     process = start(file, mark)
     text = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 0, text
@@ -77,55 +70,8 @@ def test_a_study_goes_on_after_a_kill_and_ends_with_the_bits_of_a_run_left_alone
     assert line["tests"]["t_env"] == sorted(line["tests"]["t_env"]) != []
     assert str(tmp_path) not in json.dumps(line)
     own = [f"local_results_path={tmp_path}", "unique_token=alone"]
-    run_command([sys.executable, "-m", "omagd", "-u", *load(file).jobs[0].words, *own], tmp_path)
+    run_command([sys.executable, MAIN, "-u", *load(file).jobs[0].words, *own], tmp_path)
     assert differences(one, tmp_path / "alone") == []
-
-
-# A study's command whose runs wait for a file, and write what a run does for the study.
-STUB = """
-import json, os, sys, time
-folder, go = sys.argv[1:]
-os.makedirs(folder, exist_ok=True)
-open(os.path.join(folder, "ready"), "w").close()
-while not os.path.exists(go):
-    time.sleep(0.05)
-for name, value in (("summary.json", {"exit_state": "completed"}), ("run.json", {"finished": True})):
-    open(os.path.join(folder, name), "w").write(json.dumps(value))
-"""
-PROGRAM = f"""
-import sys
-from omagd.lab.studies import engine, study
-from omagd.run.cli.main import main
-go, *words = sys.argv[1:]
-engine.command_of = lambda record, state: [
-    sys.executable, "-S", "-E", "-c", {STUB!r}, str(state.run_folder(record.job.name).path), go
-]
-card = {{"id": "c", "compared": {{}}}}
-study.examine = lambda jobs, *_: {{job.name: {{"identity": job.name, "card": card}} for job in jobs}}
-sys.exit(main(words))
-"""
-
-
-def test_slurm_tasks_outlive_the_process_that_submitted_them_and_are_followed_by_the_next(tmp_path):
-    pytest.importorskip("submitit")
-    file, mark, go = tmp_path / "toy.yaml", uuid.uuid4().hex, tmp_path / "go"
-    settings = {"time": 5, "at_a_time": 1, "poll_seconds": 1}
-    file.write_text(yaml.safe_dump({"config": "qmix", "seeds": 2, "executor": {"slurm": settings}}))
-    variables = slurm_stand_in.install(tmp_path / "slurm")
-    folder, program = tmp_path / "results" / "toy", ("-c", PROGRAM, str(go))
-    process = start(file, mark, program=program, **variables)
-    wait_for(lambda: list(folder.glob("runs/*/ready")) or process.poll() is not None, "no run")
-    process.send_signal(signal.SIGTERM)
-    _, text = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143, text
-    assert re.search(r"SIGTERM: 0 done, .* in .* Continue with: omagd", text)
-    assert StudyState.read(folder).records["qmix-3m-seed2"].reference == "17_1"
-    go.touch()
-    process = start(file, mark, program=program, **variables)
-    text = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == 0, text
-    assert list(slurm_stand_in.states(tmp_path / "slurm")) == ["17_0", "17_1"], "submitted again"
-    wait_for(lambda: not having(MARK, mark), "a task is left")
 
 
 def test_the_study_of_the_page_is_accepted():

@@ -126,6 +126,7 @@ class _Foreign(MultiAgentEnv):
             names = (str(getattr(each, "name", "")).partition(".")[0] for each in causes(problem))
             extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
             fix = f' Install it: pip install "omagd[{extra}]"' if extra else ""
+            fix = " Give module:Class" if self.args.key.endswith(".py") else fix
             raise self._wrong(f"{said}.{fix}") from None
 
     def _wrong(self, what: str) -> UserError:

@@ -11,8 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 if TYPE_CHECKING:
     from omagd.utils.foreign import Row
@@ -207,20 +206,6 @@ def unknown_name(key: str, name: str, known: Iterable[str], kind: str = "") -> U
     return UserError(f"{key}={name} is not known.{nearest(name, known)} Known: {', '.join(known)}")
 
 
-def import_extra(module: str, needed: str, extra: str) -> Any:
-    """Import a package of an extra. needed: what needs it. Errors: UserError where it is not installed, or broken."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module
-        broken = "" if missing else f", which is installed but cannot be imported ({readable(str(error))})"
-        raise UserError(f'{needed}{broken}: pip install "omagd[{extra}]"') from None
-
-
-LIBRARIES = {"matplotlib", "scipy", "jinja2", "pandas", "numpy"}
-"""Packages that commands import where they need them; pip knows them by these names."""
-
-
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception, and what caused it or was being handled when it was raised."""
     while error is not None:
@@ -230,20 +215,15 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def libraries_of(command: str) -> Iterator[None]:
-    """Turn the failure of a block to import a package into a UserError with the command that installs it."""
+    """Turn the failure of a block to import another package into a UserError."""
     try:
         yield
     except ImportError as error:
-        package = (error.name or "").partition(".")[0]
+        package = (error.name or "a package").partition(".")[0]
         if package == "omagd":
             raise
         why = readable(str(error))[:200]
-        if package not in LIBRARIES:  # of others the name to install may differ
-            raise UserError(
-                f"{command}: {package or 'a package'} cannot be imported ({why}). Install it again"
-            ) from error
-        fix = f"pip install --force-reinstall {package}"
-        raise UserError(f"{command}: needs {package}, which cannot be imported ({why}): {fix}") from error
+        raise UserError(f"{command}: {package} cannot be imported ({why}). Install it again") from error
 
 
 def print_out(text: str) -> None:

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -121,14 +120,6 @@ def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
             raise
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value from a JSON file is a finite number; a whole number that no float can hold is none."""
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _is_own(path: Path) -> bool:

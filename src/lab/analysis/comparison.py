@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from omagd.lab.analysis.groups import groups, marks, repeated, shown, telling, with_studies
+from omagd.lab.analysis.groups import differences, groups, repeated, shown, telling, with_studies
+from omagd.lab.analysis.run_report import stages_of, values_of
 from omagd.lab.analysis.runs import Run, aligned, load
 from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, interval, mean
-from omagd.run.reporting.report import SHOWN, Summary, number_text
+from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import UserError, print_out
 from omagd.utils.logging import duration
-from omagd.utils.storage import is_number
 
 KEYS_SHOWN = 6
 """Most differing keys that have a column, and most others that a footnote names."""
@@ -56,22 +56,29 @@ def table(runs: Sequence[Run], each: bool = False) -> str:
     """
     rows = _rows(runs, each)
     keys = telling([row.values for row in rows])
-    summaries = {run.folder: _summary(run) for run in runs}
-    columns = value_columns(list(summaries.values()))
+    stage = max((name for run in runs for name in [*stages_of(run), *(["stage3"] if run.tests else [])]), default="")
+    results = {run.folder: values_of(run, stage) for run in runs}
+    columns = [
+        key for known in SHOWN for key in (known, f"best_{known}") if any(key in each for each in results.values())
+    ]
     several_maps = len({row.runs[0].place for row in rows}) > 1
     evaluations = any(run.kind == "evaluation" for run in runs)
     short = Counter(key.rpartition(".")[2] for key in keys)
     head = ["run", *(["map"] if several_maps else [])]
     head += [key.rpartition(".")[2] if short[key.rpartition(".")[2]] == 1 else key for key in keys[:KEYS_SHOWN]]
-    head += ["n", "seeds", *(value_head(key) for _, key in columns), *(["kind"] if evaluations else [])]
+    head += [
+        "n",
+        "seeds",
+        *(SHOWN.get(key) or f"best {SHOWN[key.removeprefix('best_')]}" for key in columns),
+        *(["kind"] if evaluations else []),
+    ]
     cells = []
     asterisks, notes = _marks(rows)
     for row, asterisk in zip(rows, asterisks, strict=True):
-        results = [summaries[run.folder] for run in row.runs]
         line = [row.label + asterisk, *([row.runs[0].place] if several_maps else [])]
         line += [shown(row.values, key) for key in keys[:KEYS_SHOWN]]
         line += [str(len(row.runs)), _seeds(row.runs)]
-        line += [_cell([stage_value(result, *column) for result in results]) for column in columns]
+        line += [_cell([results[run.folder][key] for run in row.runs if key in results[run.folder]]) for key in columns]
         line += [row.runs[0].kind] if evaluations else []
         cells.append([*line, _time(row.runs), _state(row.runs), _card(row.runs)])
     lines = aligned([[*head, "time", "state", "card"], *cells])
@@ -102,20 +109,8 @@ def _rows(runs: Sequence[Run], each: bool) -> list[Row]:
     return rows
 
 
-def _summary(run: Run) -> dict[str, Any]:
-    """Return the summary of a run; of one that has none yet the values of its last test."""
-    if run.summary.get("stages") or not run.tests:
-        return {"stages": {}, **run.summary}
-    values = {**run.tests[-1]}
-    for name in ("test_battle_won_mean", "test_return_mean"):
-        curve = run.test_curve(name)[2]
-        values |= {f"best_{name}": curve.max()} if len(curve) else {}
-    return {**run.summary, "stages": {"stage3": {"values": values}}}
-
-
-def _cell(values: Sequence[float | None]) -> str:
+def _cell(known: Sequence[float]) -> str:
     """Return the mean of values with its interval."""
-    known = [value for value in values if value is not None]
     if len(known) < 2:
         return number_text(known[0] if known else None)
     found = interval(mean, [np.array(known)])
@@ -125,14 +120,18 @@ def _cell(values: Sequence[float | None]) -> str:
 
 def _marks(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Return an asterisk for each row that cannot be compared with the first row of its map, and the footnotes."""
-    asterisks, notes = [""] * len(rows), []
-    for place in dict.fromkeys(row.runs[0].place for row in rows):
-        mine = [(i, run) for i, row in enumerate(rows) if row.runs[0].place == place for run in row.runs]
-        found, more = marks([run.card or None for _, run in mine], [f"run {rows[i].label}" for i, _ in mine])
-        for (i, _), mark in zip(mine, found, strict=True):
-            asterisks[i] = asterisks[i] or mark
-        notes += [f"{note} (on {place})" if len(rows) > len(mine) else note for note in more]
-    return asterisks, notes
+    asterisks, notes = [""] * len(rows), dict[tuple[str, str], dict[str, None]]()
+    places = dict.fromkeys(row.runs[0].place for row in rows)
+    for place in places:
+        mine = [(i, run.card or None) for i, row in enumerate(rows) if row.runs[0].place == place for run in row.runs]
+        for i, card in mine:
+            if text := differences(card, mine[0][1]):
+                asterisks[i] = "*"
+                notes.setdefault((place, text), {})[f"run {rows[i].label}"] = None
+    return asterisks, [
+        f"* not comparable with the first row: {', '.join(names)}: {text}" + f" (on {place})" * (len(places) > 1)
+        for (place, text), names in notes.items()
+    ]
 
 
 def _seeds(runs: Sequence[Run]) -> str:
@@ -162,21 +161,3 @@ def _others(rows: Sequence[Row], keys: Sequence[str]) -> str:
     """Return the differing keys that have no column."""
     found = [key for key in dict.fromkeys(key for row in rows for key in row.values) if key not in keys]
     return ", ".join(found[:KEYS_SHOWN]) + (f" and {len(found) - KEYS_SHOWN} more" if len(found) > KEYS_SHOWN else "")
-
-
-def value_columns(results: Sequence[Summary]) -> list[tuple[str, str]]:
-    """Return (stage, value) for each column: the values of the last stage that any run reached."""
-    stage = max((name for summary in results for name in summary.get("stages", {})), default="")
-    columns = [(stage, key) for known in SHOWN for key in (known, f"best_{known}")]
-    return [column for column in columns if any(stage_value(summary, *column) is not None for summary in results)]
-
-
-def value_head(key: str) -> str:
-    """Return the label of a value, in tables."""
-    return SHOWN.get(key) or f"best {SHOWN[key.removeprefix('best_')]}"
-
-
-def stage_value(summary: Summary, stage: str, key: str) -> float | None:
-    """Return a value of a stage, None if it is not there or not finite."""
-    value = summary.get("stages", {}).get(stage, {}).get("values", {}).get(key)
-    return float(value) if is_number(value) else None

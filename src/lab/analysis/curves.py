@@ -27,9 +27,8 @@ class Line:
     """One group in a panel.
 
     Attributes:
-        x, y: points [k]. band: ends of their intervals, each [k], if all maps have at least two seeds.
+        x, y: points [k]; x in steps or hours. band: ends of their intervals, each [k], if all maps have two seeds.
         seeds: number of runs on each map, smallest and largest. rest: points (x, y) that only some seeds reached.
-        values: of single runs at each point, for few points.
     """
 
     label: str
@@ -38,7 +37,6 @@ class Line:
     band: Interval | None
     seeds: tuple[int, int]
     rest: tuple[np.ndarray, np.ndarray] | None = None
-    values: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ def _line(
         steps, seconds, values = run.test_curve(metric, "wall" if axis == "steps" else axis)
         if axis != "steps" and np.isnan(seconds).any():
             raise UserError(f"--x={axis}: tests of {run.label} have no {axis}_seconds. Use --x=steps")
-        curves.append((steps if axis == "steps" else seconds, _scaled(run, values, scale)))
+        curves.append((steps if axis == "steps" else seconds / 3600, _scaled(run, values, scale)))
     x, table = _on_one_axis(curves)
     sizes = [len(part) for part in parts]
     columns = np.split(table, np.cumsum(sizes)[:-1], axis=1)
@@ -259,39 +257,6 @@ def _on_one_axis(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.nd
     x = x[np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS)).round().astype(int)]
     table = [np.interp(x, each, values, right=np.nan) for each, values in curves]
     return x, np.array(table).T
-
-
-def final_scores(
-    group: Group, at: Sequence[str], metric: str, scale: Mapping[str, tuple[float, float]] | None = None
-) -> list[np.ndarray]:
-    """Return the last test of each run of a group, an array [seeds] for each map of `at`."""
-    return [_last_tests(group.at(place), metric, scale) for place in at]
-
-
-def _last_tests(runs: Sequence[Run], metric: str, scale: Mapping[str, tuple[float, float]] | None) -> np.ndarray:
-    return np.array([_scaled(run, run.test_curve(metric)[2][-1:], scale)[0] for run in runs])
-
-
-def _score_line(label: str, scores: list[np.ndarray], statistic: str) -> Line:
-    function = AGGREGATES[statistic]
-    found, sizes = interval(function, scores), [len(each) for each in scores]
-    band = None if found is None else (found[0].reshape(1), found[1].reshape(1))
-    return Line(label, function(scores).reshape(1), np.zeros(1), band, (min(sizes), max(sizes)), None, tuple(scores))
-
-
-def final_panels(groups: Sequence[Group], metric: str, statistic: str | None, total: bool = True) -> list[Panel]:
-    """Return the panels of `curve_panels`, of the last tests; a point's value is its `x`."""
-    panels = []
-    for view in views(groups, metric):
-        found = {group.label: _last_tests(view.runs(group), view.metric, None) for group in groups}
-        lines = [_score_line(label, [each], statistic or "mean") for label, each in found.items() if len(each)]
-        panels.append(Panel(view.title, tuple(lines), statistic or "mean", held_out=view.held_out))
-    if total and len(common := common_places(groups)) > 1:
-        scale, kind = ranges(groups, metric), statistic or "iqm"
-        lines = [_score_line(group.label, final_scores(group, common, metric, scale), kind) for group in groups]
-        lines = [replace(line, values=()) for line in lines]
-        panels.append(Panel(f"all {len(common)} maps", tuple(lines), kind, scale is not None))
-    return panels
 
 
 def _count(number: int, noun: str) -> str:

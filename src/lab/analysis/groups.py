@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omagd.config.loading import HERE, read_yaml
 from omagd.config.schema import REMOVED
-from omagd.lab.analysis.runs import Run, flattened, load
+from omagd.lab.analysis.runs import Run, load
 from omagd.run.reporting.card import (
     COVERED,
     METHOD,
@@ -22,6 +22,7 @@ from omagd.run.reporting.card import (
     READS,
     ROUNDING,
     Card,
+    flattened,
     recorded_of,
 )
 from omagd.utils.errors import UserError, readable
@@ -246,20 +247,6 @@ def _code(card: Card) -> str:
     """Return the version and the commit with which a result was made."""
     found = recorded_of(card).get("versions")
     return str(found.get("omagd", "unknown")) if isinstance(found, dict) else "unknown"
-
-
-def marks(cards: Sequence[Card | None], labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a mark for each row, `*` if its card differs from the first row's, and the footnotes.
-
-    Args:
-        cards: of the rows, None for a run without one. labels: names of the rows in the footnotes.
-    """
-    differ = [differences(card, cards[0]) for card in cards]
-    notes = []
-    for text in filter(None, dict.fromkeys(differ)):
-        names = dict.fromkeys(label for label, other in zip(labels, differ, strict=True) if other == text)
-        notes.append(f"* not comparable with the first row: {', '.join(names)}: {text}")
-    return ["*" if text else "" for text in differ], notes
 
 
 def _shown(compared: Mapping[str, Any], name: str) -> str:

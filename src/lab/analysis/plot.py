@@ -9,12 +9,10 @@ import os
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from omagd.lab.analysis import curves
 from omagd.lab.analysis.curves import LABELS, STATISTIC, Panel
@@ -25,9 +23,8 @@ from omagd.utils.errors import UserError, print_out
 from omagd.utils.storage import replace_file
 
 LOG = logging.getLogger("omagd")
-KINDS = ("curves", "final")
-UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""From how many seconds on, seconds per unit, name."""
+AXES = {"steps": "environment steps", "wall": "wall-clock hours", "cpu": "CPU hours"}
+"""What is on the x axis, by the value of `--x`."""
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333", "#882255")
 """Okabe and Ito's palette without yellow, which is too light for lines on white."""
@@ -53,12 +50,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `plot`."""
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="a run, a folder of runs, a study, or its results file")
-    add("--kind", choices=KINDS, default="curves", help="curves (default); final: the last tests")
     add("--metric", help="win_rate (default; else return), or any test metric of metrics.jsonl")
-    add("--x", choices=("steps", "wall", "cpu"), default="steps", help="environment steps (default) or time")
+    add("--x", choices=tuple(AXES), default="steps", help="environment steps (default) or time")
     add("--stat", choices=tuple(STATISTIC), help="mean or interquartile mean; default: mean on a map, iqm over maps")
     add("--maps-only", action="store_true", help="no panel over all maps")
-    add("--out", metavar="PATH", help="path of the pictures without ending (default: <kind>_<metric>)")
+    add("--out", metavar="PATH", help="path of the pictures without ending (default: curves_<metric>)")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -69,16 +65,13 @@ def main(options: argparse.Namespace) -> int:
     metric = curves.metric_name(options.metric, runs)
     kept, notes = curves.usable(runs, metric)
     found, more = curves.without_repeats(groups(kept))
-    found, unfinished = _ended(found) if options.kind != "curves" else (found, [])
     marked, incomparable = curves.incomparable(found)
-    panels = _panels(options, found, metric)
-    notes += [*more, *unfinished, *incomparable, *_short(panels), *_few(panels)]
-    about = caption(options.kind, panels, found)
-    name = f"{options.kind}_{re.sub(r'[^A-Za-z0-9.-]+', '_', metric)}"
+    panels = curves.curve_panels(found, metric, options.x, options.stat, not options.maps_only)
+    notes += [*more, *incomparable, *_short(panels), *_few(panels)]
+    name = f"curves_{re.sub(r'[^A-Za-z0-9.-]+', '_', metric)}"
     base = Path(os.path.expanduser(options.out or name))
     base = base.with_suffix("") if base.suffix in (".png", ".svg") else base
-    clock = options.x if options.kind == "curves" else "steps"
-    for form, content in drawing(options.kind, panels, found, metric, about, marked, clock).items():
+    for form, content in drawing(panels, found, metric, marked, options.x).items():
         path = base.with_name(f"{base.name}.{form}")
         _write(path, content)
         print_out(f"{path}\n")
@@ -93,23 +86,6 @@ def _write(path: Path, content: bytes) -> None:
         replace_file(path, content)
     except OSError as problem:
         raise UserError(f"plot: {path} cannot be written ({problem.strerror}). Give another --out") from problem
-
-
-def _ended(found: Sequence[Group]) -> tuple[list[Group], list[str]]:
-    """Return the groups without runs that go on, if any has ended, and a line on these."""
-    running = [run for group in found for run in group.runs if not run.finished]
-    if not running or len(running) == sum(len(group.runs) for group in found):
-        note = ["no run has ended: the last tests so far are used"] if running else []
-        return list(found), note
-    kept = [replace(group, runs=tuple(run for run in group.runs if run.finished)) for group in found]
-    names = ", ".join(run.label for run in running)
-    return [group for group in kept if group.runs], [f"not finished, left out: {names}"]
-
-
-def _panels(options: argparse.Namespace, found: Sequence[Group], metric: str) -> list[Panel]:
-    if options.kind == "curves":
-        return curves.curve_panels(found, metric, options.x, options.stat, not options.maps_only)
-    return curves.final_panels(found, metric, options.stat, not options.maps_only)
 
 
 def _few(panels: Sequence[Panel]) -> list[str]:
@@ -127,41 +103,19 @@ def _short(panels: Sequence[Panel]) -> list[str]:
 
 
 def drawing(
-    kind: str, panels: Sequence[Panel], found: Sequence[Group], metric: str, about: str, marked: set[str],
-    clock: str = "steps",
-) -> dict[str, bytes]:  # fmt: skip
-    """Return the figure of panels as PNG and SVG. about: the line below it. clock: of curves, as for `--x`."""
+    panels: Sequence[Panel], found: Sequence[Group], metric: str, marked: set[str], clock: str = "steps"
+) -> dict[str, bytes]:
+    """Return the figure of panels as PNG and SVG. clock: of the x axis, as for `--x`."""
     label = LABELS.get(metric, metric.removeprefix("test_").removesuffix("_mean").replace("_", " "))
     unit, labels = curves.ranges(found, metric) is None, tuple(group.label for group in found)
-    x, y = ("environment steps", label) if kind == "curves" else (f"{label} of the last test", "")
-    if clock != "steps":
-        panels, x = _in_units(panels, {"wall": "wall-clock", "cpu": "CPU"}[clock])
-    axes = Axes(kind, x, y, labels, clock != "steps", unit)
-    return render(panels, axes, about, marked)
+    return render(panels, Axes(AXES[clock], label, labels, clock != "steps", unit), caption(panels, found), marked)
 
 
-def _in_units(panels: Sequence[Panel], clock: str) -> tuple[list[Panel], str]:
-    """Return panels with a time axis in readable units, and its label."""
-    drawn = [line for panel in panels for line in panel.lines]
-    ends = [each[-1:] for line in drawn for each in (line.x, *(line.rest or ())[:1])]
-    longest = max((float(end[0]) for end in ends if len(end)), default=0.0)
-    _, size, name = next(unit for unit in UNITS if longest >= unit[0])
-    scaled = []
-    for panel in panels:
-        lines = [
-            replace(line, x=line.x / size, rest=(line.rest[0] / size, line.rest[1]) if line.rest else None)
-            for line in panel.lines
-        ]
-        scaled.append(replace(panel, lines=tuple(lines)))
-    return scaled, f"{clock} {name}"
-
-
-def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
+def caption(panels: Sequence[Panel], found: Sequence[Group]) -> str:
     """Return what a point of the figure is: the statistic, the number of seeds, the episodes of a test."""
     lines = [line for panel in panels for line in panel.lines]
     kinds = list(dict.fromkeys(STATISTIC[panel.statistic] for panel in panels))
     what = kinds[0] if len(kinds) == 1 else f"{kinds[0]} on a map, {kinds[1]} over maps"
-    what += " of the last tests" if kind == "final" else ""
     low, high = min(line.seeds[0] for line in lines), max(line.seeds[1] for line in lines)
     seeds = f"{low} to {high} seeds" if low < high else f"{high} seed{'s' * (high != 1)}"
     several = len(panels) > 1 and len(curves.places(found)) > 1
@@ -171,11 +125,10 @@ def caption(kind: str, panels: Sequence[Panel], found: Sequence[Group]) -> str:
         f"{what[0].upper()}{what[1:]}, {seeds}{' per map' if several else ''}": True,
         "band: 95 % stratified bootstrap interval over seeds": any(line.band is not None for line in lines),
         f"tests of {' or '.join(map(str, episodes))} greedy episodes": bool(episodes),
-        "strokes: single seeds": any(len(scores) > 1 for line in lines for scores in line.values),
         "over maps: shares of each map's range": any(panel.normalised for panel in panels),
         "dotted: not all seeds": any(line.rest is not None for line in lines),
         "a set of maps: mean over its training maps": of_set,
-        "dashed: maps that are not trained on": kind == "curves" and any(panel.held_out for panel in panels),
+        "dashed: maps that are not trained on": any(panel.held_out for panel in panels),
     }
     return "; ".join(part for part, holds in parts.items() if holds) + "."
 
@@ -185,15 +138,14 @@ class Axes:
     """What the axes of all panels show.
 
     Attributes:
-        kind: curves or final. x, y: labels. seconds: the x axis is time. unit: values are shares
-            from 0 to 1. groups: labels of all groups: a group has one colour in all figures.
+        x, y: labels. groups: labels of all groups: a group has one colour in all figures. hours: the x axis is time.
+            unit: values are shares from 0 to 1.
     """
 
-    kind: str
     x: str
     y: str
     groups: tuple[str, ...]
-    seconds: bool = False
+    hours: bool = False
     unit: bool = False
 
 
@@ -225,38 +177,30 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
     most = 1 if width < 5 else 3 if len(panels) in (5, 6) else 4
     columns = min(most, len(panels))
     rows = -(-len(panels) // columns)
-    of_groups = axes.kind == "final"
-    high = 0.5 + 0.17 * max(len(panel.lines) for panel in panels) if of_groups else _height(width / columns)
+    high = min(2.3, 0.72 * width / columns + 0.15)
     # Bold letters are about .56 of their size wide; labels of groups and axes take a quarter of a column.
     letters = int(0.75 * width / columns * 72 / (0.56 * SIZE))
     titles = [textwrap.wrap(panel.title, letters, break_long_words=False) for panel in panels]
     high += 1.2 * SIZE / 72 * (max(map(len, titles)) - 1)
     figure = Figure(figsize=(width, rows * high + 0.35), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=of_groups or axes.unit).ravel()
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=axes.unit).ravel()
     for axis, panel, title in zip(grid, panels, titles, strict=False):
-        draw = _draw_points if of_groups else _draw_lines
-        draw(axis, panel, styles, axes)
-        _dress(axis, panel, axes)
+        _draw_lines(axis, panel, styles, axes)
+        _dress(axis, axes)
         axis.set_title("\n".join(title), loc="left", fontweight="bold")
     for i, axis in enumerate(grid):
         if i >= len(panels):
             axis.set_visible(False)
-        elif i % columns == 0 and not of_groups:
+        elif i % columns == 0:
             axis.set_ylabel(axes.y)
         if i + columns < len(panels):
             axis.set_xlabel("")  # the panel below has it
     names = {label: f"{label}*" if label in marked else label for label in styles}
-    if of_groups:
-        _name_groups(grid, panels, names)
     lines = textwrap.wrap(caption, int(width * 72 / (0.56 * SMALL)))
     figure.supxlabel("\n".join(lines), fontsize=SMALL, color=FAINT, x=0.01, ha="left")
-    if not of_groups and len(labels) > 1:
+    if len(labels) > 1:
         _legend(figure, names, styles)
     return figure
-
-
-def _height(width: float) -> float:
-    return min(2.3, 0.72 * width + 0.15)
 
 
 def _styles() -> Iterator[tuple[str, Any]]:
@@ -280,29 +224,7 @@ def _draw_lines(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axe
         axis.set_ylim(-0.03, 1.03)
 
 
-def _draw_points(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axes: Axes) -> None:
-    """Draw a row for each group: its value, the interval, and the values of single seeds."""
-    rows = {label: i for i, label in enumerate(styles)}
-    for line in panel.lines:
-        colour, y = styles[line.label][0], rows[line.label]
-        for scores in line.values:
-            axis.plot(scores, np.full(len(scores), y + 0.28), "|", color=colour, ms=3.5, mew=0.6, alpha=0.8)
-        if line.band is not None:
-            axis.plot([line.band[0][0], line.band[1][0]], [y, y], color=colour, lw=2.0, alpha=0.45)
-        axis.plot(line.x, [y], "os^D"[y // len(COLOURS) % 4], color=colour, ms=4)
-    if axes.unit or panel.normalised:
-        axis.set_xlim(-0.03, 1.03)
-
-
-def _name_groups(grid: Any, panels: Sequence[Panel], names: dict[str, str]) -> None:
-    shown = [label for label in names if any(line.label == label for panel in panels for line in panel.lines)]
-    for axis in grid:
-        axis.set_yticks(range(len(shown)), [names[label] for label in shown])
-        axis.set_ylim(len(shown) - 0.4, -0.6)
-        axis.grid(axis="y", visible=False)
-
-
-def _dress(axis: Any, panel: Panel, axes: Axes) -> None:
+def _dress(axis: Any, axes: Axes) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axis.set_xlabel(axes.x, color=FAINT, fontsize=SMALL + 0.5)
@@ -310,9 +232,8 @@ def _dress(axis: Any, panel: Panel, axes: Axes) -> None:
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(length=2, width=0.5)
-    if axes.kind == "curves":
-        axis.xaxis.set_major_locator(MaxNLocator(4))
-        axis.xaxis.set_major_formatter("{x:g}" if axes.seconds else EngFormatter(sep=""))
+    axis.xaxis.set_major_locator(MaxNLocator(4))
+    axis.xaxis.set_major_formatter("{x:g}" if axes.hours else EngFormatter(sep=""))
 
 
 def _legend(figure: Any, names: dict[str, str], styles: dict[str, tuple[str, Any]]) -> None:

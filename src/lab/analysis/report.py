@@ -164,15 +164,15 @@ def _cell(scores: np.ndarray, best: float) -> dict[str, Any]:
 
 def _curves(found: Sequence[Group], marked: set[str]) -> list[tuple[str, str]]:
     """Return title and picture of the curves of win rate and return, as `omagd plot` draws them."""
-    from omagd.lab.analysis.plot import caption, drawing
+    from omagd.lab.analysis.plot import drawing
 
     pictures = []
     for metric, title in RESULTS.items():
         kept = [Group(g.label, g.values, tuple(run for run in g.runs if _has_curve(run, metric))) for g in found]
         if kept := [group for group in kept if group.runs]:
             panels = curves.curve_panels(kept, metric, "steps", None)
-            drawn = drawing("curves", panels, kept, metric, caption("curves", panels, kept), marked)
-            pictures.append((title, run_report.data_uri(drawn["svg"], "svg+xml")))
+            drawn = drawing(panels, kept, metric, marked)["svg"]
+            pictures.append((title, run_report.data_uri(drawn, "svg+xml")))
     return pictures
 
 

@@ -8,9 +8,8 @@ from itertools import cycle
 from typing import Any
 
 from omagd.lab.analysis.plot import COLOURS, GRID, SETTINGS, picture
-from omagd.lab.analysis.runs import Run
+from omagd.lab.analysis.runs import Run, is_number
 from omagd.utils.run_folder import RunFolder, read_records
-from omagd.utils.storage import is_number
 
 CLOCKS = {"t_env": "environment steps", "epoch": "epoch"}
 TRAINING = "#8796a5"

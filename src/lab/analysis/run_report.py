@@ -9,13 +9,12 @@ from typing import Any
 from omagd.config.loading import base_values, config_names
 from omagd.lab.analysis import run_curves
 from omagd.lab.analysis.groups import LABELLED, frozen
-from omagd.lab.analysis.runs import Run, flattened
-from omagd.run.reporting.card import NO_EFFECT, recorded_of, resumed
+from omagd.lab.analysis.runs import Run, is_number
+from omagd.run.reporting.card import NO_EFFECT, flattened, recorded_of, resumed
 from omagd.run.reporting.report import SHOWN, number_text
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import duration
 from omagd.utils.run_folder import RunFolder
-from omagd.utils.storage import is_number
 
 STAGES = {"stage1": "Stage 1: tokenizer", "stage2": "Stage 2: predictor", "stage3": "Stage 3: policy"}
 COUNTS = {

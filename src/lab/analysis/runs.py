@@ -10,6 +10,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import numpy as np
 
 from omagd.config.env_info import given_map, map_label
 from omagd.config.schema import COMPONENT_ARGS
-from omagd.run.reporting.card import COVERED, METHOD, Card, is_card, recorded_of
+from omagd.run.reporting.card import COVERED, METHOD, Card, flattened, is_card, recorded_of
 from omagd.utils.errors import UserError, readable
 from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, json_lines, read_records
-from omagd.utils.storage import is_number, read_entry, read_json
+from omagd.utils.storage import read_entry, read_json
 
 LOG = logging.getLogger("omagd")
 LONGEST_STUDY = 1 << 28
@@ -343,6 +344,14 @@ def _is_summary(value: Mapping[str, Any]) -> bool:
     return known and typed and is_time
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value from a JSON file is a finite number; a whole number that no float can hold is none."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines with their cells below each other."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -391,14 +400,6 @@ def tell_apart(configs: Sequence[Mapping[str, Any]]) -> list[str]:
         keys = [key for key in own if key != "env_args.seed" and any(other.get(key) != own[key] for other in rest)]
         labels.append(" ".join(f"{key.rpartition('.')[2]}={own[key]}" for key in keys[:3]))
     return labels
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by dotted key."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
 
 
 def _records(content: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:

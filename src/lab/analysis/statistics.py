@@ -47,60 +47,21 @@ def interval(statistic: Statistic, scores: Scores) -> Interval | None:
 
     The percentile bootstrap, stratified: seeds are drawn with replacement within each map.
     """
-    return _bootstrap(lambda *samples: statistic(samples), scores)
+    return bootstrap_interval(lambda *samples: statistic(samples), scores)
 
 
-def improvement(scores: Scores, others: Scores) -> tuple[float, Interval | None]:
-    """Return the probability that a run of the first is better than one of the others on the same map.
-
-    The mean over maps of P(X > Y) + P(X = Y) / 2 (Mann and Whitney's U over the number of pairs), and its interval.
-
-    Args:
-        scores, others: arrays [seeds], a list with the same maps.
-    """
-
-    def share(*samples: np.ndarray) -> np.ndarray:
-        pairs = zip(samples[: len(scores)], samples[len(scores) :], strict=True)
-        return np.mean([_better(one[..., :, None], other[..., None, :]) for one, other in pairs], axis=0)
-
-    return float(share(*scores, *others)), _bootstrap(share, [*scores, *others])
-
-
-def _better(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.mean((one > other) + 0.5 * (one == other), axis=(-2, -1))
-
-
-def difference(scores: Scores, others: Scores, statistic: Statistic = mean) -> tuple[float, Interval | None]:
-    """Return how much higher a statistic of the first is than that of the others, and its interval.
-
-    Args:
-        scores, others: arrays [seeds], a list with the same maps. The two are resampled independently.
-    """
-
-    def between(*samples: np.ndarray) -> np.ndarray:
-        return statistic(samples[: len(scores)]) - statistic(samples[len(scores) :])
-
-    return float(between(*scores, *others)), _bootstrap(between, [*scores, *others])
-
-
-def _bootstrap(statistic: Callable[..., np.ndarray], samples: Scores) -> Interval | None:
+def bootstrap_interval(statistic: Callable[..., np.ndarray], samples: Scores) -> Interval | None:
     """Return the percentile interval of a statistic of independent samples, each [..., seeds]."""
     if any(each.shape[-1] < 2 for each in samples):
         return None
     from scipy.stats import bootstrap
 
-    points, entries = len(samples[0]) if samples[0].ndim > 1 else 0, sum(each.size for each in samples)
-    if points > 1 and entries * RESAMPLES > ENTRIES_AT_ONCE:
-        half = points // 2
-        parts = [_bootstrap(statistic, [each[i] for each in samples]) for i in (slice(half), slice(half, None))]
-        lows, highs = zip(*filter(None, parts), strict=True)
-        return np.concatenate(lows), np.concatenate(highs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # where there is no gap
         found = bootstrap(
             samples, lambda *each, axis: statistic(*each), vectorized=True, axis=-1, method="percentile",
             n_resamples=RESAMPLES, confidence_level=LEVEL, random_state=np.random.default_rng(0),
-            batch=max(1, ENTRIES_AT_ONCE // entries),  # with several samples, it also changes what is drawn
+            batch=max(1, ENTRIES_AT_ONCE // sum(each.size for each in samples)),
         )  # fmt: skip
     low, high = found.confidence_interval
     return np.asarray(low), np.asarray(high)

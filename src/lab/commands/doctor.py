@@ -6,7 +6,6 @@ import argparse
 import importlib
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import tomllib
@@ -69,7 +68,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `doctor`."""
     parser.add_argument("--config", help="as in a training")
     parser.add_argument("--env-config", "--env_config", help="environment to check the machine for (default: skirmish)")
-    parser.add_argument("words", nargs="*", metavar="with key=value", help="values to check, such as ddp_port=12400")
+    parser.add_argument("words", nargs="*", metavar="with key=value", help="values to check, such as world_size=4")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -286,19 +285,6 @@ def disk(config: Config) -> str:
     return _room(f"{place}: {left / GIGABYTE:.1f} GB left", left, LEAST_DISK, MORE_ROOM)
 
 
-def ddp_port(config: Config) -> str:
-    """Check that `ddp_port` is free."""
-    port = config.ddp_port
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            text = f"{port} is taken: a run on one machine uses another one, one on several machines needs it"
-            raise Limited(text, f"give another one, such as ddp_port={port + (-1 if port == 65535 else 1)}") from None
-    return f"{port} is free"
-
-
 def smax(_config: Config) -> str:
     """Check the packages of the extra `smax` without importing JAX."""
     return require(("jaxmarl", "jax", "jaxlib"), INSTALL_SMAX, "smax")
@@ -393,7 +379,6 @@ CHECKS = (
     Check("limits", limits, fix="see the line on torch"),
     Check("shared memory", shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),
     Check("disk", disk, ALL, fix=MORE_ROOM),
-    Check("ddp port", ddp_port, fix="give another ddp_port, such as ddp_port=12400"),
     Check("smax", smax, frozenset({"smax"}), fix=INSTALL_SMAX),
     Check("pysc2", pysc2, GAMES),
     Check("game", game, GAMES, fix="./install_sc2.sh"),

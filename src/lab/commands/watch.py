@@ -11,6 +11,7 @@ from omagd.run.recording import WRITERS
 from omagd.utils.errors import UserError, print_out
 
 if TYPE_CHECKING:
+    from omagd.config.schema import Config
     from omagd.run.recording.recording import Recording
 
 
@@ -83,7 +84,7 @@ def _number(flag: str, text: str, least: int) -> int:
 def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]:
     """Play episodes of a run; return them and the path, without ending, of the file to write."""
     from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
-    from omagd.run.training.evaluate import evaluation_config, record_battles
+    from omagd.run.training.evaluate import evaluation_config
     from omagd.utils.run_folder import RunFolder, for_files
 
     texts: dict[str, str] = {}
@@ -103,6 +104,40 @@ def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]
     maps = list(dict.fromkeys(episode.map_name for episode in recording.episodes))
     name = "_".join([config.env, *([for_files(maps[0])] if len(maps) == 1 and maps[0] else []), step.name])
     return recording, RunFolder(run_folder_of(step)).replays / name
+
+
+def record_battles(config: Config, episodes: int = 1, source: str = "checkpoint_path") -> Recording:
+    """Play greedy episodes with the saved team and return their recording.
+
+    Args:
+        config: from `evaluation_config`. episodes: of each map; of a set, on all its maps. Without a seed of their own
+            they are the first test episodes of the run. source: what named the run, for errors.
+    Errors: UserError for weights that are missing, damaged, or of another map.
+    """
+    import torch
+
+    from omagd.envs.factory import make_env
+    from omagd.run.checkpoint.weights import find_step_folder
+    from omagd.run.recording.recorder import Recorder
+    from omagd.run.recording.recording import Recording
+    from omagd.run.training.evaluate import each_map, load_mac, policy_name
+    from omagd.run.training.tasks import episode_starts
+    from omagd.runners.runner import Runner
+
+    torch.set_num_threads(config.torch_threads)
+    device, folder = torch.device("cpu"), find_step_folder(config.checkpoint_path, config.load_step, source=source)
+    env = make_env(config.env, dict(config.env_args), 1, processes=False)
+    try:
+        info = env.info
+        mac = load_mac(config, info, device, folder, "checkpoint_path")
+        recorder = Recorder(mac, env, info, policy_name(config, folder), most=episodes)
+        runner = Runner(env, config, info, episode_starts(config, info, "test", 0))
+        for _ in each_map(runner, info):
+            played = runner.run(recorder, explore=None, episodes_per_slot=episodes, keep=False)
+            recorder.take(played.log)
+        return Recording(episodes=recorder.episodes)
+    finally:
+        env.close()
 
 
 def _steps(text: str, kind: str) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+from omagd.utils.errors import UserError, readable
 from omagd.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -18,3 +20,13 @@ EXECUTORS: Registry[type[Executor]] = Registry(
     },
     protocol="omagd.lab.studies.executors:Executor",
 )
+
+
+def import_extra(module: str, needed: str, extra: str) -> Any:
+    """Import a package of an extra. needed: what needs it. Errors: UserError where it is not installed, or broken."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module
+        broken = "" if missing else f", which is installed but cannot be imported ({readable(str(error))})"
+        raise UserError(f'{needed}{broken}: pip install "omagd[{extra}]"') from None

@@ -18,16 +18,6 @@ BUSY_MINUTES = 2
 NOT_FINISHED = "ended with exit code 0 without a result"
 
 
-class View:
-    """Shows how a study goes on; this one shows nothing."""
-
-    def change(self, record: Record) -> None:
-        """Show that a job has another state."""
-
-    def tick(self) -> None:
-        """Show how far the runs are. Called several times per second."""
-
-
 def run(
     jobs: Iterable[Job],
     executor: Executor,
@@ -35,7 +25,7 @@ def run(
     *,
     on_end: Callable[[Job, Record], None] | None = None,
     more: Callable[[], list[Job] | None] | None = None,
-    view: View | None = None,
+    show: Callable[[Record], None] | None = None,
 ) -> None:
     """Run jobs until none is left. Nothing is repeated within one call: what fails is noted, and the others go on.
 
@@ -45,9 +35,10 @@ def run(
         on_end: called with each job that has ended in this call, done or failed.
         more: called regularly; returns further jobs, or None when there will be none. It may prune jobs
             (`StudyState.prune`): those in progress are cancelled, waiting ones are not started.
+        show: called with each record whose state has changed.
     Errors: OSError where the state cannot be written.
     """
-    engine = _Engine(executor, state, on_end or (lambda job, record: None), view or View())
+    engine = _Engine(executor, state, on_end or (lambda job, record: None), show or (lambda record: None))
     try:
         engine.take(jobs)
         while True:
@@ -69,9 +60,13 @@ class _Engine:
     """The jobs of one call of `run`."""
 
     def __init__(
-        self, executor: Executor, state: StudyState, on_end: Callable[[Job, Record], None], view: View
+        self,
+        executor: Executor,
+        state: StudyState,
+        on_end: Callable[[Job, Record], None],
+        show: Callable[[Record], None],
     ) -> None:
-        self._executor, self._state, self._on_end, self._view = executor, state, on_end, view
+        self._executor, self._state, self._on_end, self._show = executor, state, on_end, show
         self._waiting: deque[Record] = deque()
         self._started: dict[str, tuple[Record, int | None]] = {}  # with the index of its slot
         self._free = deque(range(len(executor.slots)))
@@ -124,7 +119,6 @@ class _Engine:
                 record.since = time.time()
                 self._set(record, RUNNING)
         self._state.save(now=submitted)  # a job whose reference is lost would be submitted again
-        self._view.tick()
 
     def end(self) -> None:
         """End what is in progress and save the state."""
@@ -147,9 +141,6 @@ class _Engine:
             self._state.save(now=True)
 
     def _start(self, record: Record, slot: int) -> None:
-        if not record.starts:
-            given = {word.partition("=")[0] for word in record.job.words}
-            record.extra = tuple(word for word in self._executor.words if word.partition("=")[0] not in given)
         record.error, record.starts = "", record.starts + 1
         command = command_of(record, self._state)
         try:
@@ -195,7 +186,7 @@ class _Engine:
         if record.state != state:
             record.state = state
             self._state.changed()
-            self._view.change(record)
+            self._show(record)
 
 
 def command_of(record: Record, state: StudyState) -> list[str]:
@@ -209,4 +200,4 @@ def command_of(record: Record, state: StudyState) -> list[str]:
         "auto_resume=True",
         f"auto_resume_wait={BUSY_MINUTES}",
     ]
-    return [sys.executable, "-m", "omagd", "--unobserved", *options, *keys, *record.extra, *own]
+    return [sys.executable, "-m", "omagd", "--unobserved", *options, *keys, *own]

@@ -65,14 +65,12 @@ class Executor(Protocol):
     Attributes:
         args_model: pydantic model of its settings.
         slots: for each job that may be in progress at a time, the CPU cores that it gets; empty: the executor decides.
-        words: `key=value` that a run gets at its first start, where its job does not give the key.
         references: job name -> text by which a later start of the study finds a job that outlives this process; the
             engine saves it. Jobs in `Place.references` that still exist are in progress from the beginning.
     """
 
     args_model: ClassVar[type[BaseModel]]
     slots: Sequence[tuple[int, ...]]
-    words: tuple[str, ...]
     references: dict[str, str]
 
     def __init__(self, place: Place) -> None: ...

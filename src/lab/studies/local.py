@@ -31,14 +31,13 @@ class LocalArgs(BaseModel):
     """Settings of `executor: local`.
 
     Attributes:
-        jobs: runs at a time; None: as many as fit on the cores. cores_per_run: cores of each. threads: of NumPy and
-            its like in each run, and `torch_threads` of runs that do not give it; None: cores_per_run for NumPy.
+        jobs: runs at a time; None: as many as fit on the cores. cores_per_run: cores of each, and threads of NumPy
+            and its like there.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     jobs: PositiveInt | None = None
     cores_per_run: PositiveInt = 1
-    threads: PositiveInt | None = None
 
 
 class LocalExecutor:
@@ -50,13 +49,12 @@ class LocalExecutor:
         self._place, self._args = place, place.settings
         self.references: dict[str, str] = {}
         self.slots = _cores(self._args)
-        self.words = () if self._args.threads is None else (f"torch_threads={self._args.threads}",)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, job: Job, command: list[str], cpus: tuple[int, ...]) -> None:
         """Start a run on its cores."""
-        threads = self._args.threads or self._args.cores_per_run
-        self._processes[job.name] = start_run(command, self._place.log(job.name), cpus, threads)
+        log = self._place.log(job.name)
+        self._processes[job.name] = start_run(command, log, cpus, self._args.cores_per_run)
 
     def poll(self) -> list[Ended]:
         """Return the runs that have ended."""
@@ -104,21 +102,17 @@ def _cores(args: LocalArgs) -> list[tuple[int, ...]]:
     return [tuple(usable[i * args.cores_per_run : (i + 1) * args.cores_per_run]) for i in range(jobs)]
 
 
-def start_run(
-    command: Sequence[str], log: Path, cpus: Sequence[int] = (), threads: int | None = None
-) -> subprocess.Popen[bytes]:
+def start_run(command: Sequence[str], log: Path, cpus: Sequence[int] = (), threads: int = 1) -> subprocess.Popen[bytes]:
     """Start a command whose output is appended to a log; call it in the main thread.
 
     It has a process group of its own, so Ctrl-C in the terminal does not reach it, and gets SIGTERM when this process
     dies, so it saves and ends.
 
     Args:
-        cpus: cores that it may use, all for none. threads: of NumPy and its like; None: as in this process.
+        cpus: cores that it may use, all for none. threads: of NumPy and its like.
     Errors: OSError.
     """
-    environment = without_tasks(os.environ)
-    if threads is not None:
-        environment |= dict.fromkeys(THREADS, str(threads))
+    environment = without_tasks(os.environ) | dict.fromkeys(THREADS, str(threads))
     handle = open_lines(log)
     try:
         return subprocess.Popen(

@@ -15,10 +15,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from omagd.lab.studies import import_extra
 from omagd.lab.studies.executors import Ended, Job, Place
 from omagd.lab.studies.local import kill_group, last_error, start_run
 from omagd.run.checkpoint.resuming import start_ticks
-from omagd.utils.errors import UserError, import_extra, readable
+from omagd.utils.errors import UserError, readable
 
 MOST = 10_000
 SAVE_SECONDS = 60.0
@@ -87,7 +88,6 @@ class SlurmExecutor:
     """Submits jobs that are started together as one array, and follows them; a later start finds them again."""
 
     args_model = SlurmArgs
-    words: tuple[str, ...] = ()
 
     def __init__(self, place: Place) -> None:
         submitit = import_extra("submitit", "executor=slurm: needs submitit", "slurm")

@@ -1,4 +1,4 @@
-"""From a study file to jobs: arms x grid x environments x seeds, each with a configuration that was checked.
+"""From a study file to jobs: arms x environments x seeds, each with a configuration that was checked.
 
 The last functions are those that a sweep file needs, too.
 """
@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from omagd.config.checks import LONGEST_NAME, shorten, typed_args, validation_messages
 from omagd.config.loading import SUFFIXES, apply_texts, base_values, parse_yaml, validate
 from omagd.config.schema import Config
-from omagd.lab.analysis.runs import flattened
 from omagd.lab.studies import EXECUTORS
 from omagd.lab.studies.executors import Job
+from omagd.run.reporting.card import flattened
 from omagd.utils.errors import Mistakes, UserError, collected, nearest
 
 OWN = {
@@ -73,7 +72,6 @@ class StudyFile(Entry):
     Attributes:
         name: of the study's folder; default: the name of the file. results: the folder around it.
         arms: what is compared, by name.
-        grid: lists of values by key; each arm has a run for each combination of them.
         environments: by name, or a list of maps. seeds: a list, or how many (1, 2, …).
         executor: settings by executor (`local: {jobs: 2}`); the first one is used unless the command names another.
         results_file: JSON lines to which every finished run is appended; runs that are there are skipped.
@@ -82,7 +80,6 @@ class StudyFile(Entry):
     name: str | None = None
     results: str = "results"
     arms: dict[str, dict[str, Any] | None] | None = None
-    grid: dict[str, Any] = Field(default_factory=dict)
     environments: dict[str, dict[str, Any] | str | None] | list[dict[str, Any] | str] | None = None
     seeds: int | list[int] = 1
     executor: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
@@ -151,13 +148,11 @@ def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes) -> Iterator
     with found.caught():
         seeds = seeds_of(file.seeds, source)
     factors = {"arms": file.arms, "environments": file.environments}
-    grid = _grid(file, source, found)
     counts = {key: len(given or "1") for key, given in factors.items()}
-    counts |= {f"grid.{key}": len(given) for key, given in grid.items()}
     arms, environments = dict[str, Entry](), dict[str, Environment]()
     with found.caught():
         require_few_runs(source, {**counts, "seeds": len(seeds)})
-        arms = _on_grid(_arms(file, source, found), grid, file, source, found)
+        arms = _arms(file, source, found)
         environments = _environments(file, source, found)
     same: dict[str, str] = {}
     names: dict[str, str] = {}
@@ -203,37 +198,6 @@ def _arms(file: StudyFile, source: str, found: Mistakes) -> dict[str, Entry]:
     if not entries:
         raise UserError(f"{source}: the study is empty: give at least one entry of arms:")
     return entries
-
-
-def _grid(file: StudyFile, source: str, found: Mistakes) -> dict[str, list[Any]]:
-    """Return the values of the grid by dotted key, without wrong ones."""
-    grid = {}
-    for key, values in flattened(file.grid).items():
-        if isinstance(values, list) and values and len(set(map(str, values))) == len(values):
-            grid[key] = values
-        else:
-            found.add(f"{source}: grid.{key}={shorten(values)}: must be a list of different values, as [1, 2]")
-    return grid
-
-
-def _on_grid(
-    arms: dict[str, Entry], grid: dict[str, list[Any]], file: StudyFile, source: str, found: Mistakes
-) -> dict[str, Entry]:
-    """Return an arm for each arm and combination of the grid's values; a key of both is a mistake."""
-    if not grid:
-        return arms
-    ends = {key: key.rpartition(".")[2] for key in grid}
-    shown = {key: end if list(ends.values()).count(end) == 1 else key for key, end in ends.items()}
-    points = {}
-    for name, entry in arms.items():
-        if both := grid.keys() & flattened(entry.with_).keys():
-            found.add(f"{source}: {name}: {min(both)} is given here and in grid:. Leave one out")
-        for values in product(*grid.values()):
-            point = dict(zip(grid, values, strict=True))
-            title = ",".join(f"{shown[key]}={value}" for key, value in point.items())
-            label = f"{name},{title}" if file.arms else title
-            points[label] = entry.model_copy(update={"with_": {**entry.with_, **point}})
-    return points
 
 
 def _environments(file: StudyFile, source: str, found: Mistakes) -> dict[str, Environment]:

@@ -39,7 +39,7 @@ class Record:
             result is in the results file), or pruned (a sweep has ended it). error: of the last failure, one line.
         seconds: of its starts, in all.
         starts: how often it was started. since: when it was last started, seconds since the epoch; 0 before.
-        reference: by which the executor finds it again. extra: words that its first start added.
+        reference: by which the executor finds it again.
         identity: hash of its configuration. card: `id` and `compared` of its card at the start.
     """
 
@@ -52,7 +52,6 @@ class Record:
     starts: int = 0
     since: float = 0.0
     reference: str = ""
-    extra: tuple[str, ...] = ()
     identity: str = ""
     card: dict[str, Any] = field(default_factory=dict)
 

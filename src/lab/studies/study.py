@@ -17,7 +17,7 @@ from omagd.lab.studies.executors import Executor, Job, Place
 from omagd.lab.studies.local import bound
 from omagd.lab.studies.spec import Study, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, check_folder, locked_study
-from omagd.lab.studies.view import ConsoleView
+from omagd.lab.studies.view import printing, state_line
 from omagd.run.launchers import require_one_task
 from omagd.run.reporting.card import code
 from omagd.utils.errors import Mistakes, UserError, readable
@@ -60,8 +60,8 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
             warn(line)
         kept = _Results(study, state, warn)
         kept.skip(wanted)
-        view = None if quiet else ConsoleView(state)
-        engine.run(study.jobs, executor, state, on_end=lambda job, record: kept.add(record), view=view)
+        show = None if quiet else printing(lambda: state_line(state))
+        engine.run(study.jobs, executor, state, on_end=lambda job, record: kept.add(record), show=show)
         return state
 
 
@@ -149,7 +149,7 @@ class _Results:
     def __init__(self, study: Study, state: StudyState, warn: Callable[[str], None]) -> None:
         self._path, self._name, self._state, self._warn = study.results_file, study.folder.name, state, warn
         self._known: dict[results_files.Key, dict[str, Any]] = {}
-        self._commit = code().label if self._path is not None else ""
+        self._commit = code().commit + "-dirty" * code().changed if self._path is not None else ""
         if self._path is None:
             return
         try:

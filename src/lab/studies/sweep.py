@@ -18,17 +18,17 @@ import yaml
 from pydantic import TypeAdapter
 
 from omagd.config.loading import DEFAULT_CONFIG, read_preset, to_plain
-from omagd.lab.analysis.statistics import AGGREGATES
+from omagd.lab.analysis.runs import is_number
 from omagd.lab.studies import engine
 from omagd.lab.studies.executors import Job
 from omagd.lab.studies.spec import config_of_words
 from omagd.lab.studies.state import DONE, FAILED, PRUNED, STATE, StudyState, check_folder, locked_study
 from omagd.lab.studies.study import examine, make_executor
 from omagd.lab.studies.sweep_spec import Sweep, Value, optuna
-from omagd.lab.studies.view import ConsoleView
+from omagd.lab.studies.view import printing
 from omagd.utils.errors import UserError, nearest
 from omagd.utils.run_folder import closed_to_others, read_records, write_json
-from omagd.utils.storage import is_number, read_json, replace_file
+from omagd.utils.storage import read_json, replace_file
 
 if TYPE_CHECKING:
     from optuna.study import Study as OptunaStudy
@@ -39,6 +39,9 @@ LOOK_SECONDS = 1.0
 """Between two looks at the metrics of the runs in progress."""
 
 MOST_AT_A_TIME = 8
+AFTER_TRIALS, AFTER_TESTS = 5, 2
+"""Complete trials, and tests of its seeds, before a trial may be ended early."""
+
 ATTEMPTS, RANDOM_ATTEMPTS = 20, 2000
 """How often the sampler, and then chance, may propose what was tried already."""
 
@@ -90,9 +93,9 @@ def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, An
         executor = make_executor(sweep.executor, sweep.settings, state)
         replace_file(sweep.folder / "sweep.yaml", sweep.text.encode())
         search = _Search(sweep, state, trials, len(executor.slots), warn)
-        view = None if quiet else ConsoleView(state, search.headline)
+        show = None if quiet else printing(search.headline)
         try:
-            engine.run(search.begin(), executor, state, more=search.more, view=view)
+            engine.run(search.begin(), executor, state, more=search.more, show=show)
         finally:
             state.save(now=True)
             found = search.write()
@@ -251,9 +254,8 @@ class _Search:
                 metric = f"{self._sweep.file.stage}/{self._sweep.file.metric}"
                 trial.state, trial.error = BROKEN, f"{job.name}: its metrics.jsonl holds no {metric}"
                 return
-            values = {"last": tests[-1], "best": self._better(tests), "mean": float(np.mean(tests))}
-            trial.by_seed[str(job.seed)] = values[self._sweep.file.over_tests]
-        trial.state, trial.value = COMPLETE, self._spread(list(trial.by_seed.values()))
+            trial.by_seed[str(job.seed)] = tests[-1]
+        trial.state, trial.value = COMPLETE, float(np.mean(list(trial.by_seed.values())))
 
     def _unwanted(self, trial: Trial) -> None:
         """Prune the runs of a trial that has ended."""
@@ -265,27 +267,19 @@ class _Search:
     def _falls_behind(self, trial: Trial) -> tuple[int, float] | None:
         """Return the test after which a trial should end and its value there, None if it should go on.
 
-        Its means over the seeds that have begun are compared with means over as many seeds of complete trials.
+        It ends if its best test is worse than the median of the complete trials at its last test. Its means over the
+        seeds that have begun are compared with means over as many seeds of complete trials.
         """
-        rule = self._sweep.pruning
         complete = [other for other in self._trials if other.state == COMPLETE]
         begun = [curve for curve in map(self._curve, self._jobs(trial)) if curve]
-        mine = self._means(begun) if begun else {}
-        if rule is None or len(complete) < rule.after_trials or max(mine, default=0) < rule.after_tests:
+        mine = _means(begun) if begun else {}
+        if not self._sweep.file.pruning or len(complete) < AFTER_TRIALS or max(mine, default=0) < AFTER_TESTS:
             return None
         test, best = max(mine), self._better(mine.values())
-        others = [self._means([self._curve(job) for job in self._jobs(each)[: len(begun)]]) for each in complete]
+        others = [_means([self._curve(job) for job in self._jobs(each)[: len(begun)]]) for each in complete]
         there = [other[test] for other in others if test in other]
-        share = 100 - rule.percentile if self._better is max else rule.percentile
-        behind = there and best != self._better(best, float(np.percentile(there, share)))
+        behind = there and best != self._better(best, float(np.median(there)))
         return (test, mine[test]) if behind else None
-
-    def _means(self, curves: Sequence[Curve]) -> Curve:
-        common = sorted(set.intersection(*map(set, curves)))
-        return {test: self._spread([curve[test] for curve in curves]) for test in common}
-
-    def _spread(self, values: Sequence[float]) -> float:
-        return float(AGGREGATES[self._sweep.file.over_seeds]([np.array(values)]))
 
     def _curve(self, job: Job) -> Curve:
         """Return the metric of a run by the number of the test (stages 1 and 2: the epoch); read again as it grows."""
@@ -297,6 +291,11 @@ class _Search:
         except OSError:
             return {}
         return self._curves[job.name][1]
+
+
+def _means(curves: Sequence[Curve]) -> Curve:
+    common = sorted(set.intersection(*map(set, curves)))
+    return {test: float(np.mean([curve[test] for curve in curves])) for test in common}
 
 
 def curve_of(records: Iterable[Mapping[str, Any]], sweep: Sweep) -> Curve:
@@ -336,7 +335,7 @@ def propose(sweep: Sweep, trials: Sequence[Trial]) -> dict[str, Value] | None:
     samplers = optuna().samplers
     tried = {json.dumps(trial.keys, sort_keys=True) for trial in trials}
     seed = int(np.random.SeedSequence([sweep.file.seed, len(trials)]).generate_state(1)[0])
-    tpe = samplers.TPESampler(n_startup_trials=sweep.file.startup_trials, seed=seed, constant_liar=True)
+    tpe = samplers.TPESampler(seed=seed, constant_liar=True)
     for sampler, attempts in ((tpe, ATTEMPTS), (samplers.RandomSampler(seed=seed), RANDOM_ATTEMPTS)):
         study = _optuna_study(sweep, trials, sampler)
         for _ in range(attempts):
@@ -364,8 +363,8 @@ def results_of(sweep: Sweep, trials: Sequence[Trial], state: StudyState) -> dict
         seconds = sum(state.records[name].seconds for name in names if name in state.records)
         rows.append({**asdict(trial), "seconds": seconds, "runs": names})
     return {
-        "sweep": sweep.folder.name, "metric": file.metric, "direction": file.direction, "over_tests": file.over_tests,
-        "over_seeds": file.over_seeds, "seeds": list(sweep.seeds), "best": None if best is None else best.trial,
+        "sweep": sweep.folder.name, "metric": file.metric, "direction": file.direction,
+        "seeds": list(sweep.seeds), "best": None if best is None else best.trial,
         "definition": sweep.definition, "trials": rows,
     }  # fmt: skip
 
@@ -381,8 +380,8 @@ def markdown(sweep: Sweep, found: Mapping[str, Any]) -> str:
         values = [row["value"], *(row["by_seed"].get(seed) for seed in seeds), *map(row["keys"].get, sweep.space)]
         rows.append([str(row["trial"]), *map(_number, values), state.replace("|", "\\|")])
     more = "more" if file.direction == "maximize" else "less"
-    about = f"{len(found['trials'])} of {file.trials} trials; {file.over_seeds} over seeds of the {file.over_tests}"
-    lines = [f"# {found['sweep']}", "", f"{about} {file.metric} ({more} is better).", ""]
+    about = f"{len(found['trials'])} of {file.trials} trials; mean over seeds of the last {file.metric}"
+    lines = [f"# {found['sweep']}", "", f"{about} ({more} is better).", ""]
     if found["best"] is not None:
         lines += [f"Best: trial {found['best']}. Train with it: `--config={sweep.folder / 'best.yaml'}`.", ""]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from omagd.config.checks import shorten
 from omagd.config.schema import OPEN_SECTIONS, Config
+from omagd.lab.analysis.runs import is_number
+from omagd.lab.studies import import_extra
 from omagd.lab.studies.executors import Job
 from omagd.lab.studies.spec import (
     OWN,
@@ -27,8 +29,7 @@ from omagd.lab.studies.spec import (
     validated,
     words_of,
 )
-from omagd.utils.errors import Mistakes, UserError, import_extra
-from omagd.utils.storage import is_number
+from omagd.utils.errors import Mistakes, UserError
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -51,21 +52,6 @@ class SpaceEntry(BaseModel):
     choices: list[Any] | None = None
 
 
-class Pruning(BaseModel):
-    """When a trial is ended early, by the metric after each test, as Optuna's PercentilePruner does.
-
-    Attributes:
-        percentile: a trial goes on while its best value is within this part of the finished trials, the best first,
-            at the same test; 50 is the median. after_trials: no trial is ended before so many have finished.
-        after_tests: no trial is ended before its seeds have had so many tests.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    percentile: float = Field(default=50.0, gt=0, lt=100)
-    after_trials: PositiveInt = 5
-    after_tests: PositiveInt = 2
-
-
 class SweepFile(Entry):
     """The keys of a sweep file.
 
@@ -73,9 +59,8 @@ class SweepFile(Entry):
         name, results, executor: as in a study. config, env_config, with_: what all trials share. map: short for
             `with: {env_args.map_name: …}`. space: key -> `SpaceEntry`. trials: how many, failed and pruned ones
             included. seeds: of each trial, a list or how many.
-        metric: a value in metrics.jsonl, in the records of `stage`. direction: what is better. over_tests: the value
-            of a run, from its tests. over_seeds: the value of a trial, from its runs.
-        pruning: `Pruning`, or whether to prune. startup_trials: drawn at random before TPE begins. seed: of the search.
+        metric: a value in metrics.jsonl, in the records of `stage`; a run has that of its last test, a trial the mean
+            over its runs. direction: what is better. pruning: whether to prune. seed: of the search.
         at_a_time: trials; None: as many as fill the places of the executor, at most 8.
     """
 
@@ -88,10 +73,7 @@ class SweepFile(Entry):
     metric: str = "test_battle_won_mean"
     stage: Literal["stage1", "stage2", "stage3"] = "stage3"
     direction: Literal["maximize", "minimize"] = "maximize"
-    over_tests: Literal["last", "best", "mean"] = "last"
-    over_seeds: Literal["mean", "iqm"] = "mean"
-    pruning: dict[str, Any] | bool = True
-    startup_trials: PositiveInt = 10
+    pruning: bool = True
     seed: int = Field(default=1, ge=0)
     at_a_time: PositiveInt | None = None
     executor: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
@@ -103,8 +85,8 @@ class Sweep:
 
     Attributes:
         folder: of the sweep. file: its values. space: Optuna's distribution of each key. words: of all runs, without
-            space and seed. config: without the space. pruning: None for none. executor: its name. settings: its
-            `args_model`. text: the sweep file, or its values as YAML. source: name of the file, for messages.
+            space and seed. config: without the space. executor: its name. settings: its `args_model`.
+            text: the sweep file, or its values as YAML. source: name of the file, for messages.
     """
 
     folder: Path
@@ -113,7 +95,6 @@ class Sweep:
     seeds: Sequence[int]
     words: tuple[str, ...]
     config: Config
-    pruning: Pruning | None
     executor: str
     settings: BaseModel
     text: str
@@ -125,7 +106,7 @@ class Sweep:
         file = self.file
         return {
             "base": " ".join(self.words), "seeds": str(list(self.seeds)), "metric": f"{file.stage}/{file.metric}",
-            "direction": file.direction, "over_tests": file.over_tests, "over_seeds": file.over_seeds,
+            "direction": file.direction, "over_tests": "last", "over_seeds": "mean",
             **{f"space.{key}": str(distribution) for key, distribution in self.space.items()},
         }  # fmt: skip
 
@@ -174,16 +155,13 @@ def load_sweep(given: Given, *, results: str | None = None, executor: str | None
     with found.caught(source):
         words = words_of(file, Entry(), Environment(map=file.map), base)
         config = config_of_words(words)
-    pruning = None
-    if file.pruning:
-        pruning = validated(Pruning, {} if file.pruning is True else file.pruning, f"{source}: pruning", found)
     space = _space(file, words, config, source, found)
     chosen, settings = executor_of(file.executor, source, executor, found)
-    if pruning and (fixed := {"t_max", "test_interval"} & set(file.space)):
+    if file.pruning and (fixed := {"t_max", "test_interval"} & set(file.space)):
         found.add(f"{source}: space.{min(fixed)}: trials have different tests then. Give pruning: false")
     found.raise_any()
     assert config is not None
-    return Sweep(folder, file, space, seeds, words, config, pruning, chosen, settings, text, source)
+    return Sweep(folder, file, space, seeds, words, config, chosen, settings, text, source)
 
 
 def _space(

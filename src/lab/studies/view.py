@@ -1,58 +1,30 @@
-"""How a study goes on: a line for each change, and on a terminal a last line with the numbers of all."""
+"""How a study goes on: a line for each change, and a table."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from statistics import fmean
+from typing import Any
 
-from omagd.lab.analysis.runs import aligned
-from omagd.lab.studies.engine import View
+from omagd.lab.analysis.runs import aligned, is_number
 from omagd.lab.studies.state import DONE, FAILED, RUNNING, WAITING, Record, StudyState
-from omagd.utils.errors import visible
-from omagd.utils.storage import is_number, read_entry
-
-REDRAW_SECONDS = 1.0
+from omagd.utils.errors import print_note, visible
+from omagd.utils.storage import read_entry
 
 
-class ConsoleView(View):
-    """Writes to standard error.
+def printing(headline: Callable[[], str]) -> Callable[[Record], None]:
+    """Return what prints a line for a job's new state. headline: returns the numbers of all."""
 
-    Args:
-        state: of the study. headline: returns the numbers of all; default: those of the runs.
-    """
-
-    def __init__(
-        self, state: StudyState, headline: Callable[[], str] | None = None, stream: TextIO | None = None
-    ) -> None:
-        self._headline = headline or (lambda: state_line(state))
-        self._stream = sys.stderr if stream is None else stream
-        self._live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._at = 0.0
-
-    def change(self, record: Record) -> None:
-        """Write a line for a job's new state."""
+    def show(record: Record) -> None:
         if record.state != WAITING or record.starts:
             reason = f": {record.error}" if record.state == FAILED and record.error else ""
-            line = f"{record.job.name}: {record.state}{reason} ({self._headline()})"
-            self._write(f"[{time.strftime('%H:%M:%S')}] {visible(line)}\n")
+            line = f"{record.job.name}: {record.state}{reason} ({headline()})"
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                print_note(f"[{time.strftime('%H:%M:%S')}] {visible(line)}")
 
-    def tick(self) -> None:
-        """Draw the last line again."""
-        if self._live and time.monotonic() - self._at >= REDRAW_SECONDS:
-            self._at = time.monotonic()
-            width = 80
-            with contextlib.suppress(OSError):
-                width = os.get_terminal_size(self._stream.fileno()).columns
-            self._write(visible(self._headline())[: width - 1])
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(f"\r\x1b[K{text}" if self._live else text)
-            self._stream.flush()
+    return show
 
 
 def state_line(state: StudyState) -> str:
@@ -61,10 +33,6 @@ def state_line(state: StudyState) -> str:
     return ", ".join(
         f"{counts.get(name, 0)} {name}" for name in dict.fromkeys([DONE, RUNNING, WAITING, FAILED, *counts])
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def study_table(state: StudyState) -> str:
@@ -88,4 +56,4 @@ def _spread(summaries: Sequence[dict[str, Any]], name: str) -> str:
     values = [float(s[name]) for s in summaries if is_number(s.get(name))]
     if not values:
         return "-"
-    return f"{_mean(values):.3f}" + (f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else "")
+    return f"{fmean(values):.3f}" + (f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else "")

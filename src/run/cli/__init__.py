@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from omagd.utils.errors import UserError
-from omagd.utils.registry import Registry
+from omagd.utils.registry import Registry, in_one_line
 
 if TYPE_CHECKING:
     import argparse
 
     from omagd.utils.errors import Mistakes
+
+
+P = ParamSpec("P")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,6 @@ class Command:
     about: str
     module: str = ""
     run: Callable[[argparse.Namespace, list[str], Mistakes], int] | None = None
-
-    def help(self) -> str:
-        """Return the line of `--help`."""
-        return f"  {self.usage:<19}  {self.about}"
 
 
 REGISTRY: Registry[Command] = Registry(
@@ -58,3 +58,10 @@ def command_of(words: list[str]) -> Command | None:
     if not isinstance(found, Command) or not (found.module or found.run):
         raise UserError(f"command={words[0]}: {found!r} is no Command with a module. See docs/extending.md")
     return found
+
+
+def tried(mistakes: Mistakes, check: Callable[P, Found], *args: P.args, **kwargs: P.kwargs) -> Found | None:
+    """Return what a check returns; None after a UserError, or an error in a plug-in's code, which is noted."""
+    with mistakes.caught(), in_one_line():
+        return check(*args, **kwargs)
+    return None

@@ -91,11 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             time.sleep(RANK_0_SECONDS)
         return USER_ERROR_EXIT_CODE
-    except RunFailed as error:
-        _print_error(error.render())
-        return 1
     except Exception as error:
-        if (failed := explained(error)) is None:
+        if (failed := error if isinstance(error, RunFailed) else explained(error)) is None:
             raise
         _print_error(failed.render())
         return 1
@@ -149,7 +146,8 @@ def _options(argv: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
     parser.add_argument("words", nargs="*")
     options, unknown = parser.parse_known_intermixed_args(list(argv))
     if unknown:
-        mistakes.add(f"unrecognized arguments: {' '.join(unknown)}. See --help")
+        near = nearest(unknown[0].partition("=")[0], parser.flags())
+        mistakes.add(f"unrecognized arguments: {' '.join(unknown)}.{near} See --help")
         mistakes.complete = False
     if options.mongo_db is not None:
         raise UserError("--mongo_db: its password would be visible in the process list; use -F")
@@ -195,7 +193,7 @@ def _line(name: str) -> str:
         command = command_of([name])
     except UserError as error:
         return f"  {name:<19}  {error.message}"
-    return command.help() if command else ""
+    return f"  {command.usage:<19}  {command.about}" if command else ""
 
 
 def _own(command: Command, argv: list[str]) -> int:
@@ -232,7 +230,7 @@ def _run(
         from omagd.run.launch.processes import preload
 
         preload(config)
-    from omagd.run.cli.preflight import preflight
+    from omagd.run.cli.preflight import preflight, resolved
 
     checked = preflight(config, found, given_keys(options.config, options.env_config, texts))
     config = checked.config
@@ -240,8 +238,6 @@ def _run(
         for line in checked.warnings:
             print_warning(line)
     if options.dry_run:
-        from omagd.run.cli.preflight import resolved
-
         print_out(resolved(config, checked))
         return
     from omagd.run.reporting.sacred_record import run_recorded
@@ -288,12 +284,7 @@ def updates(words: Sequence[str], mistakes: Mistakes | None = None) -> dict[str,
     first, *rest = words or ("with",)
     with collected(mistakes) as found:
         if first != "with":
-            fix = f"put `with` before it: with {' '.join(words)}" if "=" in first else "see --help"
-            near = nearest(first, COMMANDS.names())
-            if first in COMMANDS:
-                fix, near = "give it before the options", ""
-            told = "use --dry-run" if first == "print_config" else f"not understood; {fix}{'.' * bool(near)}{near}"
-            found.add(f"{first}: {told}")
+            found.add(f"{first}: {_misplaced(words)}")
             found.complete = False
             return updates
         for word in rest:
@@ -302,6 +293,21 @@ def updates(words: Sequence[str], mistakes: Mistakes | None = None) -> dict[str,
                 updates.pop(key, None)  # it counts where it is given last
                 updates[key] = value
     return updates
+
+
+def _misplaced(words: Sequence[str]) -> str:
+    """Return what to do about words that stand before `with`."""
+    first, equals, value = words[0].partition("=")
+    if first == "print_config":
+        return "use --dry-run"
+    if first in COMMANDS:
+        return "not understood; give it before the options"
+    if not equals:
+        near = nearest(first, COMMANDS.names())
+        return f"not understood; see --help{'.' * bool(near)}{near}"
+    if (option := first.replace("_", "-")) in ("config", "env-config"):
+        return f"not understood; it is an option: --{option}={value}"
+    return f"not understood; put `with` before it: with {' '.join(word for word in words if word != 'with')}"
 
 
 def _update(word: str, found: Mistakes) -> tuple[str, Any]:
@@ -318,6 +324,10 @@ def _update(word: str, found: Mistakes) -> tuple[str, Any]:
 
 class _Parser(argparse.ArgumentParser):
     """Argument parser that raises UserError."""
+
+    def flags(self) -> list[str]:
+        """Return all options."""
+        return [flag for action in self._actions for flag in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help")

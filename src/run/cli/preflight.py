@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 import textwrap
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import yaml
@@ -19,11 +20,10 @@ from omagd.config.checks import ArgsError
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
+from omagd.run.cli import Found, tried
 from omagd.run.launchers import Plan, make_plan
 from omagd.utils.errors import Mistakes, Unreadable, UserError, foreign
-from omagd.utils.registry import Registry, in_one_line
-from omagd.utils.run_folder import RunFolder
-from omagd.utils.storage import read_entry
+from omagd.utils.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -56,47 +56,28 @@ def preflight(
         processes, and values of precision, compiling and memory keys that this machine does not support.
     """
     found = mistakes or Mistakes()
-    config = with_known_names(config, found)
-    plan: Plan | None = None
-    with _caught(found):
-        plan = make_plan(config)  # imports torch; the checks above do not
+    config = with_fitting(config, found)
+    plan = tried(found, make_plan, config)
     from omagd.run.cli.trial import check_given
-    from omagd.run.memory_budget import oom_hint
     from omagd.run.training.checks import check_stages, with_maps
 
-    config = with_fitting(config, found)
-    with _caught(found):
-        check_stages(config)
+    tried(found, check_stages, config)
     config = with_args(config, found)
     config, info = _described(config, found)  # before the file of a set is replaced, so that errors name the file
-    with _caught(found):
-        config = with_maps(config)
+    config = tried(found, with_maps, config) or config
     if info is not None:
-        with _caught(found):
-            _check_name(config, given)
-        with _caught(found):
-            config = _with_longest_end(config, info)
+        tried(found, _check_name, config, given)
+        config = tried(found, _with_longest_end, config, info) or config
         _check_training(config, plan, info, found)
-    stages: tuple[str, ...] = ()
-    read: set[str] | None = None
-    known = info or stand_in(config)
-    with _caught(found):
-        if known is not None:
-            with oom_hint(config, "preflight", "networks"):
-                stages, read = check_given(config, known, found)
-    with _caught(found):
-        if plan is not None:
-            _check_token(config, plan)
+    checked, known = None, info or stand_in(config)
+    if known is not None and (known.layout is not None or not _needs_units(config)):
+        checked = tried(found, check_given, config, known, found)
+    if plan is not None:
+        tried(found, _check_token, config, plan)
     found.raise_any()
-    assert plan is not None and info is not None
+    assert plan is not None and info is not None and checked is not None
+    stages, read = checked
     return PreflightResult(stages, plan, info, config, tuple(unread(config, given, read)))
-
-
-@contextmanager
-def _caught(found: Mistakes) -> Iterator[None]:
-    """Note the UserError of a block, or an error in a plug-in's code, and go on after it."""
-    with found.caught(), in_one_line():
-        yield
 
 
 def _with_longest_end(config: Config, info: EnvInfo) -> Config:
@@ -108,38 +89,37 @@ def _with_longest_end(config: Config, info: EnvInfo) -> Config:
 
 def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mistakes) -> None:
     """Check the configuration against the machine, the environment and its components."""
-    from omagd.modules.graph_reconstructers import check_inferences
     from omagd.run.training.checks import check_data, check_dealing, check_groups, check_opponents, check_tasks
     from omagd.run.training.device import check_machine
     from omagd.utils.compiling import require_numba
 
-    with _caught(found):
+    def fits_machine() -> None:
         if plan is not None:
             check_machine(config, plan, info)
             if not plan.cuda and not config.evaluate:
                 require_numba("learning on a CPU")
-    with _caught(found):
-        check_data(config)
-    for fits in (
-        _require_units,
-        _require_common_reward,
-        check_inferences,
-        check_groups,
-        check_tasks,
-        check_dealing,
-        check_opponents,
-    ):
-        with _caught(found):
-            fits(config, info)
+
+    tried(found, fits_machine)
+    tried(found, check_data, config)
+    checks = _require_units, _require_common_reward, check_groups, check_tasks, check_dealing, check_opponents
+    for check in checks:
+        tried(found, check, config, info)
+
+
+def _needs_units(config: Config) -> str:
+    """Return what predicts unseen units, as key=value; nothing where no part does."""
+    of_loss = "" if config.belief_loss == "none" else f"belief_loss={config.belief_loss}"
+    return "use_graph_reconstruction=True" if config.use_graph_reconstruction else of_loss
 
 
 def _require_units(config: Config, info: EnvInfo) -> None:
-    """Reject what predicts unseen units where the environment does not say what units are."""
-    lacks = f"env={config.env} has no entity layout, so nobody knows of unseen units"
-    if info.layout is None and config.use_graph_reconstruction:
-        raise UserError(f"use_graph_reconstruction=True: {lacks}. Use --config=qmix")
-    if info.layout is None and config.belief_loss != "none":
-        raise UserError(f"belief_loss={config.belief_loss}: {lacks}. Use belief_loss=none")
+    """Reject what predicts unseen units where the environment does not say what units are, or too many of them."""
+    from omagd.modules.graph_reconstructers import check_inferences
+
+    if info.layout is None and (needs := _needs_units(config)):
+        fix = "Use --config=qmix" if config.use_graph_reconstruction else "Use belief_loss=none"
+        raise UserError(f"{needs}: env={config.env} has no entity layout, so nobody knows of unseen units. {fix}")
+    check_inferences(config, info)
 
 
 def _require_common_reward(config: Config, _info: EnvInfo) -> None:
@@ -153,24 +133,26 @@ def _require_common_reward(config: Config, _info: EnvInfo) -> None:
             )
 
 
+def _without_wrong(
+    config: Config, section: str, check: Callable[[Config], Found], found: Mistakes
+) -> tuple[Config, Found | None]:
+    """Return `config` without the keys of a section that a check rejects, and what it returns; None if it fails."""
+    while True:
+        try:
+            return config, check(config)
+        except ArgsError as error:
+            found.note(error)
+            given = getattr(config, section)
+            left = {key: value for key, value in given.items() if key not in error.wrong}
+            if left == given:
+                return config, None
+            config = config.model_copy(update={section: left})
+
+
 def _described(config: Config, found: Mistakes) -> tuple[Config, EnvInfo | None]:
     """Return `config` without wrong `env_args`, and the facts of the environment; None if it cannot be built."""
-    with _caught(found):
-        try:
-            return config, describe_env(config)
-        except UserError as error:
-            found.note(error)
-            wrong = error.wrong if isinstance(error, ArgsError) else {*config.env_args, "map_name"}
-            known = fewer(config, "env_args", wrong)
-            try:
-                described = describe_env(known)  # what else is wrong, such as a game that is not installed
-            except ArgsError as again:
-                if not again.wrong <= set(wrong):  # of the keys that were left out, all is said
-                    raise
-            else:
-                if "map_name" not in wrong:  # another map's sizes say nothing about this one
-                    return known, described
-    return config, None
+    left, info = tried(found, _without_wrong, config, "env_args", describe_env, found) or (config, None)
+    return left, info if left.map_name == config.map_name else None  # another map's sizes say nothing about this one
 
 
 def describe_env(config: Config) -> EnvInfo:
@@ -239,16 +221,16 @@ NAMED = {
 }
 
 
-def with_known_names(config: Config, found: Mistakes) -> Config:
-    """Return `config` with what unknown names of components are here; without those that are not known here either."""
+def with_fitting(config: Config, found: Mistakes) -> Config:
+    """Return `config` with what unknown names of components are here; without those that do not fit their protocols."""
     for key, package in NAMED.items():
         registry = registry_of(package)
         try:
-            registry.require(name := getattr(config, key))
+            registry.get(name := getattr(config, key))
         except Unreadable:
             continue
         except UserError as error:
-            found.add(error.message + _named_by_run(config, key))
+            found.note(error)
             row = foreign(key, name)
             other = row and (row.here or row.near)
             config = config.model_copy(update={key: other}) if other in registry else without(config, (key,))
@@ -260,46 +242,15 @@ def with_known_names(config: Config, found: Mistakes) -> Config:
     return config
 
 
-def with_fitting(config: Config, found: Mistakes) -> Config:
-    """Return `config` without the names of components that do not fit their protocols. Imports the others."""
-    for key, package in NAMED.items():
-        with found.caught():
-            name = getattr(config, key)
-            try:
-                registry_of(package).get(name)
-            except UserError:
-                config = without(config, (key,))
-                raise
-    return config
-
-
 def with_args(config: Config, found: Mistakes) -> Config:
     """Return `config` with all keys of learner, agent and mixer, without those that they do not take."""
-    for section in COMPONENT_ARGS:
-        with found.caught():
-            config = _completed(config, section, found)
-    return config
-
-
-def _completed(config: Config, section: str, found: Mistakes) -> Config:
     from omagd.run.training.checks import complete_args
 
-    try:
-        return complete_args(config, (section,))
-    except ArgsError as error:
-        found.note(error)
-        left = fewer(config, section, error.wrong)
-        if getattr(left, section) != getattr(config, section):
-            return _completed(left, section, found)
-    except UserError as error:
-        found.note(error)
-    return without(config, (section,))
-
-
-def fewer(config: Config, section: str, keys: Collection[str]) -> Config:
-    """Return `config` without some keys of a section."""
-    left = {key: value for key, value in getattr(config, section).items() if key not in keys}
-    return config.model_copy(update={section: left})
+    for section in COMPONENT_ARGS:
+        check = partial(complete_args, sections=(section,))
+        _, complete = tried(found, _without_wrong, config, section, check, found) or (config, None)
+        config = complete or without(config, (section,))
+    return config
 
 
 def stand_in(config: Config) -> EnvInfo | None:
@@ -341,17 +292,6 @@ def registry_of(package: str) -> Registry[Any]:
     """Return the REGISTRY of a package by its import name."""
     registry: Registry[Any] = importlib.import_module(package).REGISTRY
     return registry
-
-
-def _named_by_run(config: Config, key: str) -> str:
-    """Return the end of an error about an unknown name, if the run at `checkpoint_path` has it from a plug-in."""
-    from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
-
-    with suppress(UserError):
-        path = RunFolder(run_folder_of(find_step_folder(config.checkpoint_path, config.load_step))).config_json
-        if read_entry(path).get(key) == getattr(config, key):
-            return f". {path} names it: install the package that provides it"
-    return ""
 
 
 def listing() -> str:

@@ -17,6 +17,8 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import OF_PARTS, Config, recording
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.checkpoint.weights import find_step_folder, load_into, load_learner, whole_state
+from omagd.run.cli import tried
+from omagd.run.memory_budget import oom_hint
 from omagd.run.training.build import (
     build_plain_mac,
     learner_of,
@@ -30,8 +32,8 @@ from omagd.run.training.experiment import stage_names
 from omagd.run.training.judges import JUDGES
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
-from omagd.utils.errors import Mistakes, UserError, collected
-from omagd.utils.registry import NAMES, in_one_line, is_plugin
+from omagd.utils.errors import Mistakes, UserError
+from omagd.utils.registry import NAMES, is_plugin
 from omagd.utils.run_folder import RUN_FILE, RunFolder
 from omagd.utils.storage import read_entry
 
@@ -41,51 +43,58 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
 
     The keys are None where no learner is built.
     """
-    cpu, pretrained = torch.device("cpu"), PretrainedModules()
-    whole: tuple[Path, dict[str, Any]] | None = None
-    folder: Path | None = None
-    with found.caught(), in_one_line():
-        if config.checkpoint_path:
-            whole = whole_state(config, lambda found: (found.path, found.common()))
-            if whole is not None:
-                _require_same_maps(config, info, whole[0].parents[1])
-            else:
-                folder = find_step_folder(config.checkpoint_path, config.load_step)
-                load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
-                if config.evaluate:
-                    load_pretrained(of_checkpoint(config, folder), info, cpu)
-                    runners.REGISTRY.get(config.runner).check(config)
+    with oom_hint(config, "preflight", "networks"):
+        whole, folder = tried(found, _checkpoint, config, info) or (None, None)
+        if config.evaluate:
+            return ("evaluate",), None
+        pretrained = tried(found, load_pretrained, config, info, torch.device("cpu")) or PretrainedModules()
+        stages = tuple(stage_names(config, pretrained))
+        tried(found, _require_judges, config, info)
+        tried(found, _require_episodes, config)
+        if {"stage1", "stage2"} & set(stages):
+            tried(found, _check_policies, config, info)
+        if "stage2" in stages:
+            tried(found, lambda: learners.PREDICTORS.get(config.mask_predictor_config.kind))
+        return stages, _check_learner(config, info, whole, folder) if "stage3" in stages else None
+
+
+def _checkpoint(config: Config, info: EnvInfo) -> tuple[tuple[Path, dict[str, Any]] | None, Path | None]:
+    """Return the whole state to continue, as its path and content, else the folder with the weights to begin with."""
+    if not config.checkpoint_path:
+        return None, None
+    cpu, whole = torch.device("cpu"), whole_state(config, lambda found: (found.path, found.common()))
+    if whole is not None:
+        _require_same_maps(config, info, whole[0].parents[1])
+        return whole, None
+    folder = find_step_folder(config.checkpoint_path, config.load_step)
+    load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
     if config.evaluate:
-        return ("evaluate",), None
-    with found.caught(), in_one_line():
-        pretrained = load_pretrained(config, info, cpu)
-    stages = tuple(stage_names(config, pretrained))
-    with found.caught(), in_one_line():
-        if config.pretrained_mask_predictor_path and config.use_graph_reconstruction:
-            for name in JUDGES.names():
-                JUDGES.get(name).check(config, info)
-    with found.caught(), in_one_line():
-        if (episodes := config.pretrain_buffer_path) and not Path(episodes).expanduser().is_dir():
-            fix = "Give the pretrain_buffer/ of another run"
-            raise UserError(f"pretrain_buffer_path={episodes}: no such folder. {fix}")
-    if {"stage1", "stage2"} & set(stages):
-        with found.caught(), in_one_line():
-            _check_policies(config, info)
-    if "stage2" in stages:
-        with found.caught(), in_one_line():
-            learners.PREDICTORS.get(config.mask_predictor_config.kind)
-    return stages, _check_learner(config, info, whole, folder) if "stage3" in stages else None
+        load_pretrained(of_checkpoint(config, folder), info, cpu)
+        runners.REGISTRY.get(config.runner).check(config)
+    return None, folder
+
+
+def _require_episodes(config: Config) -> None:
+    """Reject a `pretrain_buffer_path` that is no folder."""
+    if (episodes := config.pretrain_buffer_path) and not Path(episodes).expanduser().is_dir():
+        fix = "Give the pretrain_buffer/ of another run"
+        raise UserError(f"pretrain_buffer_path={episodes}: no such folder. {fix}")
+
+
+def _require_judges(config: Config, info: EnvInfo) -> None:
+    """Let judges reject what they would read beside the predictor."""
+    if config.pretrained_mask_predictor_path and config.use_graph_reconstruction:
+        for name in JUDGES.names():
+            JUDGES.get(name).check(config, info)
 
 
 def _check_policies(config: Config, info: EnvInfo) -> None:
     """Reject paths of the teams that play the episodes of stages 1 and 2 without suitable files."""
-    cpu, key, policy = torch.device("cpu"), "graph_pretrain_policy", config.graph_pretrain_policy
-    with collected(None) as found:
-        with found.caught(), in_one_line():
-            if policy not in {"random", "mixed"}:
-                if not Path(policy).expanduser().exists():
-                    raise UserError(f"{key}={policy}: must be random, mixed, or the path of a checkpoint")
-                load_agent(build_plain_mac(config, info, cpu), find_step_folder(policy, key=key), key)
+    key, policy = "graph_pretrain_policy", config.graph_pretrain_policy
+    if policy not in {"random", "mixed"}:
+        if not Path(policy).expanduser().exists():
+            raise UserError(f"{key}={policy}: must be random, mixed, or the path of a checkpoint")
+        load_agent(build_plain_mac(config, info, torch.device("cpu")), find_step_folder(policy, key=key), key)
 
 
 def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | None) -> set[str]:

@@ -158,20 +158,11 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
         sizes: text on the sizes of the environment. batch: text on ranks, environments and updates.
     """
     compared, recorded = card["compared"], card["recorded"]
-    env = f"{compared['env']} {compared['map']} ({compared['game']})".replace("  ", " ")
-    level = f", difficulty {compared['difficulty']}" if "difficulty" in compared else ""
-    changed = {key.removeprefix("env_args."): compared[key] for key in compared if key.startswith("env_args.")}
-    other = ", ".join(f"{key}={value}" for key, value in changed.items())
-    ends = ("t_max", "max_episodes", "graph_pretrain_epochs")
-    facts = [f"{key} {compared[key]:,}" for key in ends if key in compared]
-    facts += [f"of a training with card {compared['trained']}"] if "trained" in compared else []
-    facts += [f"tests of {compared['test_episodes']} greedy episodes"] if "test_episodes" in compared else []
-    facts += [str(compared["precision"]), f"seed {recorded['seed']}"]
-    facts += [f"{name} {number}" for name, number in recorded["versions"].items()]
+    facts = {**compared, "seed": recorded["seed"], **recorded["versions"]}
     return [
-        f"{env}{level}: {sizes}" + (f"; changed arguments: {other}" if other else ""),
+        f"{compared['env']} {compared['map']}: {sizes}".replace(" :", ":"),
         batch,
-        f"card {card['id']}: {', '.join(facts)}",
+        f"card {card['id']}: {', '.join(f'{name} {value}' for name, value in facts.items())}",
     ]
 
 
@@ -193,19 +184,13 @@ def resumed(card: Card | None) -> list[dict[str, Any]]:
     return [dict(entry) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
-def versions_of(before: Card | None, now: Card) -> dict[str, Any]:
-    """Return the versions of a start that resumes a run, and those of the start before if they differ."""
-    versions, old = now["recorded"]["versions"], recorded_of(before).get("versions")
-    changed = isinstance(old, dict) and old != versions
-    return {"versions": versions, **({"versions_before": old} if changed else {})}
-
-
-def changed_versions(card: Card) -> str:
-    """Return the versions that changed between a run's last two starts, as text; empty if none did."""
-    entry = resumed(card)[-1] if resumed(card) else {}
-    old, new = entry.get("versions_before", {}), entry.get("versions", {})
-    names = [name for name in new if old and old.get(name) != new[name]]
-    return ", ".join(f"{name} {new[name]} (was {old.get(name, 'none')})" for name in names)
+def changed_versions(before: Card | None) -> str:
+    """Return the versions of this process that differ from those of a run's last start, as text; empty if none does."""
+    old = recorded_of(before).get("versions")
+    if not isinstance(old, dict):
+        return ""
+    now = versions()
+    return ", ".join(f"{name} {now[name]} (was {old.get(name, 'none')})" for name in now if old.get(name) != now[name])
 
 
 def is_card(value: object) -> bool:
@@ -267,17 +252,19 @@ def _differing(args: BaseModel) -> dict[str, Any]:
     for name, value in args.model_dump(mode="json").items():
         default: Any = fields[name].get_default(call_default_factory=True) if name in fields else None
         default = default.model_dump(mode="json") if hasattr(default, "model_dump") else default
-        usual = _flat(name, list(default) if isinstance(default, tuple) else default)
+        usual = flattened({name: list(default) if isinstance(default, tuple) else default})
         if name not in IRRELEVANT:
-            flat = _flat(name, value)
+            flat = flattened({name: value})
             found.update({key: flat[key] for key in flat if key not in usual or usual[key] != flat[key]})
     return found
 
 
-def _flat(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {name: value}
-    return {key: item for part, inner in value.items() for key, item in _flat(f"{name}.{part}", inner).items()}
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def _observations(config: Config) -> dict[str, Any]:
@@ -363,11 +350,6 @@ class Code:
     commit: str
     changed: bool
     name: str
-
-    @property
-    def label(self) -> str:
-        """The commit, with `-dirty` if the package was changed; empty without a commit."""
-        return self.commit + "-dirty" * self.changed
 
 
 @cache

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from omagd.run.reporting.report import number_text
 from omagd.utils.logging import Logger, Record, RunFacts, Sink, warn_off
 from omagd.utils.registry import Registry
 from omagd.utils.run_folder import RunFolder, plain, unlinked
@@ -31,6 +32,9 @@ BUILT_IN = {
     "sacred": "omagd.run.reporting.log_sinks:SacredSink",
     "wandb": "omagd.run.reporting.wandb_sink:WandbSink",
 }
+MOST = 500
+"""Values that Sacred gets of each name."""
+
 REGISTRY: Registry[Callable[..., Sink]] = Registry("log sink", "omagd.log_sinks", lazy=BUILT_IN)
 
 
@@ -106,9 +110,10 @@ class EpisodeLog:
 
 
 class SacredSink(Sink):
-    """Records every finite value as a Sacred scalar, `(key, value, t)`.
+    """Records finite values as Sacred scalars, `(key, value, t)`: of each name at most `MOST`, evenly spaced.
 
-    Sacred has one time axis per name, so names of stages 1 and 2 are prefixed with the stage.
+    Sacred writes all values again at each heartbeat; `metrics.jsonl` has every one. It has one time axis per name, so
+    names of stages 1 and 2 are prefixed with the stage.
 
     Args:
         target: has `log_scalar`: the Sacred run, or a spawned rank's `Notes` to the process that has it.
@@ -118,11 +123,13 @@ class SacredSink(Sink):
 
     def __init__(self, target: Any) -> None:
         self._target = target
+        self._due: dict[str, float] = {}
 
     def _log(self, record: Record) -> None:
         for key, value in record.values.items():
-            if math.isfinite(value):
-                name = key if record.stage == "stage3" else f"{record.stage}/{key}"
+            name = key if record.stage == "stage3" else f"{record.stage}/{key}"
+            if math.isfinite(value) and record.t >= self._due.get(name, 0.0):
+                self._due[name] = record.t + self.facts.totals.get(record.clock, 0) / MOST
                 self._target.log_scalar(name, value, record.t)
 
 
@@ -209,12 +216,10 @@ NAME_WIDTH = 27
 VALUE_WIDTH = 11
 GAP = 3
 HEADLINE = ("t_env", "epoch", "episode")
-WHOLE = {"updates", "lost_episodes", "restarts", "worker_restarts"}
 DETAIL = re.compile(r"_(self|ally|enemy)(_f\d+)?$|_(never|before|age\d+(_\d+)?)$")
 PHASE = "time/"
 RANK = re.compile(r"^(.+)_rank(\d+)$")
 OF_MAP = re.compile(r"^(test|train)/(.+)/(\w+?)(?:_mean)?$")
-RANKS_SHOWN = 16
 LEAST_SHARE = 0.001
 
 
@@ -230,13 +235,11 @@ class ConsoleSink(Sink):
         self.logger.info("%s", render_block(record, self.facts))
 
 
-def render_block(record: Record, facts: RunFacts, width: int | None = None) -> str:
+def render_block(record: Record, facts: RunFacts) -> str:
     """Return a headline, then the values in aligned columns, sorted by name, test results first.
 
     Values of one type of node (`…_ally`), feature (`…_ally_f3`) or age (`…_age1`) are only in the files. Shares of the
     wall time, values of single maps and those of single ranks have lines of their own.
-
-    width: of the terminal in characters; None asks the terminal.
     """
     head = ["Recent Stats", f"{record.clock}: {_progress(record.t, facts.totals.get(record.clock))}"]
     if "episode" in record.values:
@@ -246,15 +249,15 @@ def render_block(record: Record, facts: RunFacts, width: int | None = None) -> s
     apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name) or OF_MAP.match(name)}
     shown = [name for name in record.values if name not in {*HEADLINE, *apart} and not DETAIL.search(name)]
     names = sorted(shown, key=lambda name: (not name.startswith("test_"), name))
-    width = width or shutil.get_terminal_size((120, 24)).columns
+    width = shutil.get_terminal_size((120, 24)).columns
     name_width = max([NAME_WIDTH, *map(len, names)])
     cell = name_width + VALUE_WIDTH
     columns = max(1, min(4, (width + GAP - 2) // (cell + GAP)))
     rows = math.ceil(len(names) / columns)
     lines = [" | ".join(head)]
     for row in range(rows):  # column by column, so that similar names stay together
-        numbers = ((name, _number(name, record.values[name])) for name in names[row::rows])
-        lines.append("  " + (" " * GAP).join(f"{name:<{name_width}}{value:>{VALUE_WIDTH}}" for name, value in numbers))
+        cells = (f"{name:<{name_width}}{number_text(record.values[name]):>{VALUE_WIDTH}}" for name in names[row::rows])
+        lines.append("  " + (" " * GAP).join(cells))
     return "\n".join([*lines, *_separate_lines(record.values)])
 
 
@@ -267,38 +270,14 @@ def _separate_lines(values: dict[str, float]) -> list[str]:
     phases = {name.removeprefix(PHASE): value for name, value in values.items() if name.startswith(PHASE)}
     largest = sorted(phases.items(), key=lambda item: -item[1])
     parts = " · ".join(f"{name} {100 * share:.1f} %" for name, share in largest if share >= LEAST_SHARE)
-    lines = [f"  time   {parts}"] * bool(phases)
-    ranks: dict[str, list[str]] = {}
-    for name, value in values.items():
-        if found := RANK.match(name):
-            ranks.setdefault(found[1], []).append(f"{value:.4g}")
-    by_rank = [f"  {name} by rank: {', '.join(each[:RANKS_SHOWN])}" for name, each in ranks.items()]
-    return [*_lines_of_maps(values), *lines, *by_rank]
-
-
-def _lines_of_maps(values: dict[str, float]) -> list[str]:
-    """Return a line for each quantity that tests, then training, report for each map of a set."""
-    maps: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    lines: dict[str, dict[str, str]] = {}
     for name, value in values.items():
         if found := OF_MAP.match(name):
-            maps.setdefault((found[1], found[3]), []).append((found[2], value))
-    return [
-        f"  {purpose} {quantity} by map: {', '.join(f'{task} {value:.3g}' for task, value in sorted(of, key=_natural))}"
-        for (purpose, quantity), of in sorted(maps.items())
-    ]
-
-
-def _natural(item: tuple[str, float]) -> list[tuple[int, str]]:
-    """Return a key that sorts numbers within names by their size: 3m before 10m."""
-    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", item[0])]
-
-
-def _number(name: str, value: float) -> str:
-    """Return a number in at most 10 characters: four decimals, an integer if large, else in scientific notation."""
-    if value == 0 and name not in WHOLE or not math.isfinite(value):
-        return f"{value:.4f}"
-    if float(value).is_integer() and abs(value) < 1e9:
-        return f"{int(value)}" if abs(value) >= 1000 or name in WHOLE else f"{value:.4f}"
-    if abs(value) < 1e-3 or abs(value) >= 1e6:
-        return f"{value:.2e}"
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.1f}"
+            lines.setdefault(f"{found[1]} {found[3]} by map", {})[found[2]] = f"{value:.3g}"
+        elif found := RANK.match(name):
+            lines.setdefault(f"{found[1]} by rank", {})[found[2]] = f"{value:.4g}"
+    apart = []
+    for title, each in lines.items():
+        names = sorted(each, key=lambda name: (len(name), name))  # 3m before 10m
+        apart.append(f"  {title}: {', '.join(f'{name} {each[name]}' for name in names)}")
+    return [*apart, *[f"  time   {parts}"] * bool(phases)]

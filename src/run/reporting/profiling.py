@@ -115,46 +115,37 @@ class Tracer:
 
     def __init__(self, path: Path, gpu: bool = False) -> None:
         self.path = path
-        self.gpu = gpu
         self.iterations = 0
-        self._skipped = 0
-        self._profile: profile | None = None
-        self._started = 0.0
+        self._profile = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])])
+        self._skip, self._until = SKIPPED, 0.0
         self._over = False
 
     def step(self, learned: bool) -> bool:
         """End an iteration, `learned` if it had an update; return whether the file was written."""
         if self._over:
             return False
-        if self._profile is None:
-            self._skipped += learned
-            if self._skipped >= SKIPPED:
-                self._start()
+        if self._skip:
+            self._skip -= learned
+            if not self._skip:
+                self._profile.start()
+                self._until = time.perf_counter() + ENOUGH_SECONDS
             return False
         self.iterations += 1
-        if self.iterations < RECORDED and time.perf_counter() - self._started < ENOUGH_SECONDS:
+        if self.iterations < RECORDED and time.perf_counter() < self._until:
             return False
-        return self.close()
-
-    def close(self) -> bool:
-        """Write the recorded iterations; return whether there is a file."""
-        self._over = True
-        running, self._profile = self._profile, None
-        if running is None:
-            return False
-        running.stop()
-        if not self.iterations:
-            return False
-        with STORAGE.attempt(STORAGE.name(self.path), RuntimeError):
-            make_folder(self.path.parent)
-            running.export_chrome_trace(str(self.path))
+        self.close()
         return self.path.is_file()
 
-    def _start(self) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
-        self._profile = profile(activities=activities)
-        self._profile.start()
-        self._started = time.perf_counter()
+    def close(self) -> None:
+        """Write the recorded iterations, if there are any."""
+        if self._over or self._skip:
+            return
+        self._over = True
+        self._profile.stop()
+        if self.iterations:
+            with STORAGE.attempt(STORAGE.name(self.path), RuntimeError):
+                make_folder(self.path.parent)
+                self._profile.export_chrome_trace(str(self.path))
 
 
 MEGABYTE = 2.0**20

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from omagd.utils.logging import duration
 from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.storage import read_entry
 
 HEADLINES = {
     "win_rate": "test_battle_won_mean",
@@ -69,32 +68,20 @@ def render_summary(summary: Summary) -> str:
     """Return the closing text: results, files, and the next command."""
     lines = ["", "─" * 78, _headline(summary)]
     lines += [f"  {name}   {_reached(stage)}" for name, stage in summary.get("stages", {}).items()]
-    folder = Path(summary["folder"])
-    lines.append(f"Files   {folder}")
-    for label, path in _files(summary):
-        lines.append(f"  {label:<9}{Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else path}")
+    lines.append(f"Files   {summary['folder']}")
     if summary.get("stages"):
-        lines.append(f"Curves  python -m omagd report {shlex.quote(str(folder))}")
+        lines.append(f"Curves  python -m omagd report {shlex.quote(str(summary['folder']))}")
     if step := next_step(summary):
         lines.append(f"Next    {step}")
     return "\n".join([*lines, "─" * 78])
 
 
 def next_step(summary: Summary) -> str:
-    """Return the command for the next step, or the keys of a run that goes on with the last stage; or nothing."""
-    stages = summary.get("stages", {})
-    if summary.get("exit_state") != "completed" or not stages:
+    """Return the command that evaluates a completed training; nothing after another run."""
+    saved = summary.get("stages", {}).get("stage3", {}).get("files", {}).get("agent")
+    if summary.get("exit_state") != "completed" or summary.get("kind") == "evaluation" or not saved:
         return ""
-    if "stage3" in stages:
-        saved = stages["stage3"].get("files", {}).get("agent") and summary.get("kind") != "evaluation"
-        return f"python -m omagd evaluate {shlex.quote(str(summary['folder']))}" if saved else ""
-    given = read_entry(RunFolder(summary["folder"]).config_json).get("pretrained_tokenizer_path")
-    tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or given
-    predictor = stages.get("stage2", {}).get("files", {}).get("stage2")
-    paths = {"pretrained_tokenizer_path": tokenizer, "pretrained_mask_predictor_path": predictor}
-    words = [f"{key}={shlex.quote(str(path))}" for key, path in paths.items() if path]
-    stage = "stage3" if predictor else "stage2"
-    return " ".join([f"the same command with reconstructer_stage={stage}", *words]) if words else ""
+    return f"python -m omagd evaluate {shlex.quote(str(summary['folder']))}"
 
 
 def _headline(summary: Summary) -> str:
@@ -125,16 +112,6 @@ def _reached(stage: Mapping[str, Any]) -> str:
             f"{label} {number_text(values[key])}" + (f" (best {number_text(best)})" if best is not None else "")
         )
     return " | ".join(part for part in (ran, ", ".join(shown)) if part)
-
-
-def _files(summary: Summary) -> Iterable[tuple[str, str]]:
-    """Yield the most useful files, as (label, path): pictures, weights, numbers."""
-    artifacts = summary.get("artifacts", {})
-    yield from (("picture", path) for name, path in artifacts.items() if name.startswith("plots/"))
-    for name in ("model", "pretrain_stage2_best", "pretrain_stage1_best"):
-        if name in artifacts:
-            yield "weights", artifacts[name]
-    yield from ((name, artifacts[name]) for name in ("replays", "metrics", "summary") if name in artifacts)
 
 
 def number_text(value: float | None) -> str:

@@ -29,41 +29,11 @@ from sacred.serializer import flatten  # noqa: E402
 for _name in _hidden:
     del sys.modules[_name]
 
-MOST = 500
-"""Values kept for each name; with more, only every second one, then every fourth, …, and always the last."""
 
-Point = tuple[Any, int, str]
-"""Value, step, time."""
+class StoredObserver(FileStorageObserver):
+    """Writes Sacred's files.
 
-
-class Series:
-    """At most `MOST` values of one name, evenly spaced."""
-
-    def __init__(self) -> None:
-        self._kept: list[Point] = []
-        self._last: Point | None = None
-        self._seen, self._every = 0, 1
-
-    def add(self, point: Point) -> None:
-        """Add the next value."""
-        if self._seen % self._every == 0:
-            self._kept.append(point)
-            if len(self._kept) >= MOST:
-                del self._kept[1::2]
-                self._every *= 2
-        self._seen, self._last = self._seen + 1, point
-
-    def shown(self) -> dict[str, list[Any]]:
-        """Return the kept values in Sacred's format."""
-        points = self._kept if self._last is None or self._last in self._kept[-1:] else [*self._kept, self._last]
-        return {name: [point[i] for point in points] for i, name in enumerate(("values", "steps", "timestamps"))}
-
-
-class BoundedObserver(FileStorageObserver):
-    """Writes Sacred's files, with at most `MOST` values of each name in `metrics.json`.
-
-    Sacred's own observer reads and writes all values again at each heartbeat; the run's `metrics.jsonl` has them all.
-    Files are written through `STORAGE`: a full disk neither ends the record nor leaves half a file.
+    They are written through `STORAGE`: a full disk neither ends the record nor leaves half a file.
     """
 
     def started_event(self, *args: Any, **facts: Any) -> str | None:
@@ -113,16 +83,10 @@ class BoundedObserver(FileStorageObserver):
             reason, self.dir = f"{self.dir} was moved or deleted", None
             logging.getLogger(PACKAGE).warning(f"the Sacred record ends here: {reason}")
 
-    def log_metrics(self, metrics_by_name: Mapping[str, Mapping[str, Any]], info: Mapping[str, Any]) -> None:
-        """Add new values, {name: {"values", "steps", "timestamps"}}, and write the file."""
-        if not hasattr(self, "_series"):  # Sacred creates observers in several ways
-            self._series: dict[str, Series] = {}
-        for name, new in metrics_by_name.items():
-            series = self._series.setdefault(name, Series())
-            for value, step, when in zip(new["values"], new["steps"], new["timestamps"], strict=True):
-                series.add((value, step, when.isoformat()))
-        if metrics_by_name:
-            self.save_json({name: series.shown() for name, series in self._series.items()}, "metrics.json")
+    def log_metrics(self, metrics_by_name: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        """Add new values by name to the file, which is read and written again."""
+        if metrics_by_name and self.dir is not None:
+            super().log_metrics(metrics_by_name, info)  # type: ignore[no-untyped-call]
 
 
 RunMode = Callable[[Any, Config, logging.Logger], Any]
@@ -151,14 +115,12 @@ def run_recorded(
     experiment = _experiment()
     experiment.add_config(to_plain(config))
     if where is not None:
-        experiment.observers.append(BoundedObserver(str(where)))
-    returned: list[Any] = []
+        experiment.observers.append(StoredObserver(str(where)))
     started: list[Any] = []
 
     def main(_run: Any, _log: logging.Logger) -> None:
         started.append(_run)
-        returned.append(run_mode(_run, config, _log))
-        _run.info["result"] = returned[0]
+        _run.info["result"] = run_mode(_run, config, _log)
 
     experiment.main(main)
     experiment.logger = setup_logging(None, rank=0 if is_main() else 1)
@@ -177,7 +139,7 @@ def run_recorded(
         STORAGE.close()
         for observer in experiment.observers:
             release(Path(str(observer.dir)))
-    return returned[0]
+    return started[0].info["result"]
 
 
 def _is_needed(record: logging.LogRecord) -> bool:

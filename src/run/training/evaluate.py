@@ -1,4 +1,4 @@
-"""Greedy episodes of a trained team: tests in training, `evaluate`, and recordings for `watch` and for reports."""
+"""Greedy episodes of a trained team: tests in training, and `evaluate`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.loading import apply_texts, read_saved, validate
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.envs.factory import make_env
 from omagd.run.checkpoint.store import StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.recording.recorder import Recorder
@@ -23,36 +22,11 @@ from omagd.run.recording.recording import Recording, save_recording
 from omagd.run.reporting.card import Card, read_card
 from omagd.run.training.build import build_mac, load_agent, load_pretrained, of_checkpoint
 from omagd.run.training.stages.base import Session, require_same_weights
-from omagd.run.training.tasks import episode_starts
 from omagd.runners.runner import Runner, TaskStarts
 from omagd.utils.errors import Mistakes, UserError, collected
 from omagd.utils.metrics import Metrics
 from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import STORAGE
-
-
-def record_battles(config: Config, episodes: int = 1, source: str = "checkpoint_path") -> Recording:
-    """Play greedy episodes with the saved team and return their recording.
-
-    Args:
-        config: from `evaluation_config`. episodes: of each map; of a set, on all its maps. Without a seed of their own
-            they are the first test episodes of the run. source: what named the run, for errors.
-    Errors: UserError for weights that are missing, damaged, or of another map.
-    """
-    torch.set_num_threads(config.torch_threads)
-    device, folder = torch.device("cpu"), find_step_folder(config.checkpoint_path, config.load_step, source=source)
-    env = make_env(config.env, dict(config.env_args), 1, processes=False)
-    try:
-        info = env.info
-        mac = load_mac(config, info, device, folder, "checkpoint_path")
-        recorder = Recorder(mac, env, info, policy_name(config, folder), most=episodes)
-        runner = Runner(env, config, info, episode_starts(config, info, "test", 0))
-        for _ in each_map(runner, info):
-            played = runner.run(recorder, explore=None, episodes_per_slot=episodes, keep=False)
-            recorder.take(played.log)
-        return Recording(episodes=recorder.episodes)
-    finally:
-        env.close()
 
 
 def load_mac(config: Config, info: EnvInfo, device: torch.device, step_folder: Path, key: str) -> MAC:

@@ -30,7 +30,7 @@ from omagd.run.reporting.card import (
     read_card,
     resumed,
     start_lines,
-    versions_of,
+    versions,
 )
 from omagd.run.reporting.log_sinks import make_logger
 from omagd.run.reporting.report import write_summary
@@ -92,9 +92,9 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     plan = _resume_plan(config, dist, folder, before)
     card = make_card(config, dist.world_size, dist.device, trained_card(config))
     if plan.kind:
-        card["resumed"] = [*resumed(before), {**resume_entry(plan, folder), **versions_of(before, card)}]
+        card["resumed"] = [*resumed(before), {**resume_entry(plan, folder), "versions": versions()}]
     logger = open_logger(config, dist, folder, channel, card, plan)
-    for line in resume_warnings(plan, folder, changed_versions(card)):
+    for line in resume_warnings(plan, folder, changed_versions(before) if plan.kind else ""):
         logger.warning(line)
     summary = {**first_summary(config, dist.world_size, folder, started, card), "restarts": attempt}
     summary["stages"] = earlier if plan.kind else {}
