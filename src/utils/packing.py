@@ -86,6 +86,11 @@ class Packing:
         """For each row that of the next step of its episode, for an episode's last row itself, [S] int64 (CPU)."""
         return self.row(torch.minimum(self.step + 1, torch.tensor(self.lengths)[self.episode] - 1), self.episode)
 
+    @cached_property
+    def previous_row(self) -> Tensor:
+        """For each row that of the step before in its episode, for an episode's first row itself, [S] int64 (CPU)."""
+        return self.row(self.step - 1, self.episode)
+
     def row(self, step: Tensor, episode: Tensor) -> Tensor:
         """Return the rows of steps of episodes; those of steps before 0, which stand for none, are first rows.
 
@@ -276,8 +281,7 @@ def last_actions(actions: Tensor, packing: Packing) -> Tensor:
     if packing.lengths[-1] == packing.n_steps:  # episodes of equal length: one shift
         none = torch.full_like(actions[:first], -1, dtype=torch.int64)
         return torch.cat([none, actions[:-first].long()])
-    before = packing.row(packing.step - 1, packing.episode).to(actions.device, non_blocking=True)
-    result = actions[before].long()
+    result = actions[packing.previous_row.to(actions.device, non_blocking=True)].long()
     result[:first] = -1
     return result
 
