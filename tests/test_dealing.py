@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from ddp_harness import run_ranks
-from q_toys import make_learner, random_episode, state_of, toy_config
 from runner_toys import FakeEnv, LossyEnv, Probe
 
 from omagd.config.loading import resolve
@@ -21,7 +20,6 @@ from omagd.run.training.tasks import Record, TrainingTasks, apportioned, balance
 from omagd.runners.runner import DealtStarts, ParallelRunner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
 MAPS = ("3m", "4m", "5m")
@@ -215,7 +213,7 @@ def test_seconds_go_to_the_task_that_took_them():
     ]  # fmt: skip
 
 
-def counted(rank, dist):
+def counted(rank, dist, _):
     """Return the statistics after each turn, and the states at the end."""
     tasks = tasks_of_rank(dist)
     seen = []
@@ -229,19 +227,9 @@ def counted(rank, dist):
     return seen, tasks.state_dict(), tasks.own.state_dict()
 
 
-def on_ranks(rank, dist, _):
-    return counted(rank, dist), updated(rank, dist)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list:
-    """Return what three ranks have counted, and what they have learned."""
-    return run_ranks(on_ranks, world_size=3)
-
-
 @pytest.mark.processes
-def test_increments_are_added_once(ranks):
-    ranks = [counts for counts, _ in ranks]
+def test_increments_are_added_once():
+    ranks = run_ranks(counted, world_size=3)
     for seen, _, _ in ranks:
         assert [facts["3m"]["visits"] for facts in seen] == [6, 12, 12]
         assert [facts["3m"]["wins"] for facts in seen] == [1, 3, 3]
@@ -255,33 +243,6 @@ def test_increments_are_added_once(ranks):
     facts = alone.summary()
     assert (facts["3m"]["visits"], facts["3m"]["wins"], facts["5m"]["visits"]) == (18, 6, 9)
     assert sum(alone.all["3m"].last) == 6
-
-
-DEALS = ([[0, 1], [2, 3], [4, 5]], [[0, 3], [1, 4], [2, 5]], [[5], [0, 1, 2, 4], [3]])
-PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "grad_norm_clip": 1e9}
-KINDS = ({**PPO, "learner_args": {"epochs": 2}}, {"learner": "nq_learner"})
-
-
-def updated(rank, dist):
-    """Return the learner's state after one update on this rank's part of six episodes, for each kind and deal."""
-    states = []
-    for kind in KINDS:
-        for deal in DEALS:
-            learner = make_learner(toy_config(**kind), dist, torch.float64, 0)
-            learner.update(pack_episodes([random_episode(i, 3 + i) for i in deal[rank]]), episodes=0)
-            states.append(state_of(learner))
-    return states
-
-
-@pytest.mark.processes
-def test_an_update_is_the_same_whichever_rank_played_which_task(ranks):
-    for _, states in ranks:
-        for i, kind in enumerate(KINDS):
-            alone = make_learner(toy_config(**kind), None, torch.float64, 0)
-            alone.update(pack_episodes([random_episode(i, 3 + i) for i in range(6)]), episodes=0)
-            for state in states[3 * i : 3 * i + 3]:
-                for name, value in state_of(alone).items():
-                    torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(("updates", "message"), [

@@ -156,7 +156,6 @@ def test_rows_are_packed_step_by_step_longest_episodes_first(rows):
     assert packing.starts.tolist() == [row[t, 0] for t in range(max(rows))]
     assert packing.row(packing.step, packing.episode).tolist() == list(range(len(wanted)))
     assert packing.row(packing.step - 3, packing.episode).tolist() == [row[max(t - 3, 0), e] for t, e in wanted]
-    assert packing.previous_row.tolist() == [row[max(t - 1, 0), e] for t, e in wanted]
     assert packing.next_row.tolist() == [row[min(t + 1, packing.lengths[e] - 1), e] for t, e in wanted]
 
 

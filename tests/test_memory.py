@@ -102,13 +102,6 @@ def test_running_out_names_the_key_to_reduce(stage, phase, words):
     assert "\n" not in error.value.render()
 
 
-def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="shapes"), oom_hint(config(), "stage3", "update"):
-        raise RuntimeError("shapes do not fit")
-    with pytest.raises(UserError, match="^mine$"), oom_hint(config(), "stage3", "update"):
-        raise UserError("mine")
-
-
 LIMITED = """
 import resource, sys
 from omagd.run.cli import main as command_line

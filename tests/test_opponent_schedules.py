@@ -187,12 +187,3 @@ def test_a_run_with_changing_opponents_is_resumed_bit_for_bit(tmp_path):
             assert total == pytest.approx(record[f"{purpose}return_mean"], rel=1e-4)
     clock = summary_of(whole)["stages"]["stage3"]["clock"]
     assert clock["episodes"] == 4 and 820 <= clock["t_env"] < 860
-
-
-def test_a_test_is_logged_once_where_a_tick_brings_no_step(tmp_path):
-    """After 200 ticks both games have ended, and the next tick only looks: the clock stands still."""
-    short = ("t_max=420", "ticks_per_iteration=1", "test_interval=400", "log_interval=1000", "runner_log_interval=1000")
-    short += ("updates_per_iteration=1", "enable_checkpointing=False")
-    config = config_from([*RUN, *short, "learner_log_interval=1000", f"local_results_path={tmp_path}"])
-    lines = reproducible_lines(Path(launch(config, "run")["folder"]))
-    assert [record["t_env"] for record in lines if "test_return_mean" in record] == [0, 400, 420]

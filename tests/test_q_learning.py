@@ -32,7 +32,6 @@ from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.types import Tick
 from omagd.envs.protocol import Observation
 from omagd.learners import REGISTRY as LEARNERS
-from omagd.learners.nq_learner import QLoss
 from omagd.learners.synced_optimizer import lr_scale
 from omagd.modules.mixers.mixer import VDNMixer
 from omagd.run.cli.main import config_from
@@ -181,14 +180,6 @@ def test_update_equals_a_reference(updates, own_rewards):
     for got, want in zip(grads, wanted, strict=True):
         clipped = want * min(1.0, config.grad_norm_clip / expected["grad_norm"])
         torch.testing.assert_close(got, clipped, atol=1e-7, rtol=1e-5)
-
-
-def test_a_plug_in_changes_the_loss_of_an_error_alone(monkeypatch):
-    episodes, config = [random_episode(i, length) for i, length in enumerate([5, 9, 3])], toy_config(grad_norm_clip=1e9)
-    halves, _ = gradients_of(make_learner(config), episodes)
-    monkeypatch.setattr(QLoss, "error_loss", lambda self, error, values: error.square())
-    whole, _ = gradients_of(make_learner(config), episodes)
-    torch.testing.assert_close(whole, [2 * half for half in halves])
 
 
 @pytest.mark.parametrize("parts", [2, 5, 99])

@@ -16,7 +16,6 @@ from omagd.config.loading import resolve
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import ManyTasks, random_actions
 from omagd.envs.task_sets import NAMED, TaskSet, task_set
-from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.run.cli.preflight import preflight
 from omagd.runners import REGISTRY
 from omagd.runners.runner import TaskStarts
@@ -226,8 +225,7 @@ def test_wrong_maps_and_sets_are_rejected_at_the_start(map_name, words, tmp_path
         ({"task_weights.3m": 1e308}, ["task_weights.3m=1e+308", "at most 1000000000"]),
     ],
 )
-def test_what_cannot_play_a_set_is_rejected_at_the_start(updates, words, monkeypatch):
-    monkeypatch.setitem(AGENTS._lazy, "broken", "broken_package:Agent")  # a plug-in that nobody asks for
+def test_what_cannot_play_a_set_is_rejected_at_the_start(updates, words):
     rejected({"env_args.map_name": "3m,5m", **updates}, words)
 
 

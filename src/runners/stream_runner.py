@@ -88,19 +88,13 @@ class StreamRunner(Runner):
         return {"env": env, "play": loop.snapshot(), "policy": memory, "full_obs": self._full_obs}
 
     def restore(self, snapshot: dict[str, Any], policy: Policy | None) -> None:
-        """Continue from a `snapshot`, with a policy of the same weights; episodes that are not in it are `lost`.
-
-        Errors: ValueError where episodes are in flight and no policy is given.
-        """
+        """Continue from a `snapshot`, with a policy of the same weights; episodes that are not in it are `lost`."""
         super().restore(snapshot, policy)
         self.lost += int(snapshot["dropped"])
         self._flying = None
-        flying = snapshot["flying"]
-        if flying is None:
-            return
-        if policy is None:
-            raise ValueError("episodes are in flight: give the policy that plays them")
-        self._resume(flying, policy)
+        if (flying := snapshot["flying"]) is not None:
+            assert policy is not None
+            self._resume(flying, policy)
 
     def _resume(self, flying: dict[str, Any], policy: Policy) -> None:
         """Continue the episodes of `_saved`."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -100,21 +97,3 @@ def test_rounds_are_those_of_the_cpu(case, epsilon, monkeypatch):
                 equal &= torch.equal(found[key], value)
         same += equal
     assert same >= (len(cpu) if epsilon == 1.0 else 0.9 * len(cpu)), f"{same} of {len(cpu)}"
-
-
-MISSES = """
-import torch
-from resident_toys import explore, game, played
-from omagd.envs.battle.compiled import cuda
-plays, mac = game("3m", device=torch.device("cuda", 0))
-played(plays, mac, explore=explore(1.0))
-print(sum(sum(cuda.jitted(name).stats.cache_misses.values()) for name in cuda.KERNELS))
-"""
-
-
-def test_the_second_start_compiles_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
-    found = [subprocess.run([sys.executable, "-c", MISSES], capture_output=True, text=True) for _ in range(2)]
-    assert [each.returncode for each in found] == [0, 0], found
-    assert found[1].stdout.split()[-1] == "0"
-    assert "Compiling" not in found[1].stderr + found[1].stdout

@@ -56,13 +56,9 @@ def check_tasks(config: Config, info: EnvInfo) -> None:
     if not info.padded:
         return
     if not plays_any_map(agents.REGISTRY.get(config.agent)):
-        fitting = []
-        for name in agents.REGISTRY.names():
-            with suppress(UserError):  # the agent of a broken plug-in, which this run does not need
-                fitting += [name] if plays_any_map(agents.REGISTRY.get(name)) else []
         raise UserError(
             f"agent={config.agent}: reads a fixed number of units, but the maps of {what} have different ones. Use"
-            f" agent={' or '.join(fitting)}"
+            " agent=attention_rnn or hpn_rnn"
         )
     if config.obs_agent_id:
         raise UserError(f"obs_agent_id=True: ties the agent to one number of units. Use obs_agent_id=False for {what}")
@@ -278,9 +274,7 @@ def _check_sampling(config: Config, info: EnvInfo) -> Iterator[str]:
             f"enable_dynamic_sampling=True: drops groups by battle_won, which env={config.env} does not report. Use"
             " enable_dynamic_sampling=False"
         )
-    if config.enable_dynamic_sampling:
-        return
-    if changed(config, ["max_sampling_attempts"]):
+    elif not config.enable_dynamic_sampling and changed(config, ["max_sampling_attempts"]):
         yield (
             f"max_sampling_attempts={config.max_sampling_attempts}: bounds the rounds that replace dropped groups. Add"
             " enable_dynamic_sampling=True, or leave it out"
