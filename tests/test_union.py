@@ -33,6 +33,8 @@ LEARNING: dict[str, dict[str, Any]] = {
     "hpn_mappo": {"learner_args.epochs": 2, "learner_args.minibatches": 1},
     "hpn_qmix": {"updates_per_iteration": 2},
     "rloo": GROUPS,
+    "pqn": {"learner": "pqn_learner", "learner_args.epochs": 2, "learner_args.minibatches": 1},
+    "wqmix": {"learner": "wqmix_learner", "updates_per_iteration": 2},
 }
 DEALINGS: dict[str, dict[str, Any]] = {
     "round_robin": {},
@@ -40,12 +42,14 @@ DEALINGS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     ("hpn_mappo", "round_robin"), ("hpn_qmix", "sharded"), ("rloo", "round_robin"), ("rloo", "sharded"),
+    ("pqn", "sharded"), ("wqmix", "round_robin"),
 ]  # fmt: skip
 
 
 def config_of(preset: str, dealing: str) -> Config:
-    updates = {"task_dealing": dealing, **DEALINGS[dealing]}
-    return resolve(preset, "skirmish", {**SMALL, **LEARNING[preset], **updates})
+    updates = {"task_dealing": dealing, **DEALINGS[dealing], **LEARNING[preset]}
+    preset = preset if preset in {"hpn_mappo", "rloo"} else "hpn_qmix"
+    return resolve(preset, "skirmish", {**SMALL, **updates})
 
 
 def episodes_of(batch: PackedBatch) -> list[RecordedEpisode]:

@@ -134,7 +134,12 @@ class Minibatches:
         self._rank = dist.rank
 
     def draw(self, count: int, rng: np.random.Generator) -> Iterator[Chunks | None]:
-        """Yield this rank's part of each minibatch; None where only other ranks have chunks of it.
+        """Yield this rank's part of each minibatch; None where only other ranks have chunks of it."""
+        for own in self.draw_places(count, rng):
+            yield pack_chunks(self._packing, own) if own else None
+
+    def draw_places(self, count: int, rng: np.random.Generator) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield this rank's chunks of each minibatch, (episode, first, end) for the steps first ≤ t < end.
 
         There are `count` minibatches of about as many chunks, and no empty ones: fewer where there are fewer chunks.
         """
@@ -142,8 +147,7 @@ class Minibatches:
         order = rng.permutation(len(self._chunks))
         for chosen in np.array_split(order, count)[: len(order)]:  # the first ones are the larger ones
             drawn = (self._chunks[i] for i in chosen)
-            own = [(self._episode[place], first, end) for place, rank, first, end in drawn if rank == self._rank]
-            yield pack_chunks(self._packing, own) if own else None
+            yield [(self._episode[place], first, end) for place, rank, first, end in drawn if rank == self._rank]
 
 
 @dataclass(frozen=True, kw_only=True)
