@@ -1,4 +1,4 @@
-"""Keys of learners, agents and mixers (`mixer_args`, ...); QPLEX and MAPPO of the example package have some."""
+"""Keys of learners, agents and mixers (`mixer_args`, ...); QPLEX and the example package's MAPPO have some."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def words(monkeypatch):
 
 
 def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tmp_path):
-    given = [*words, "mixer_args.hidden_dim=8", "agent=named", "agent_args={'names': ['a', 'b']}"]
+    given = [*words, "mixer_args.n_heads=2", "agent=named", "agent_args={'names': ['a', 'b']}"]
     assert main([*given, "--dry-run"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    assert shown["mixer_args"] == {"n_heads": 4, "hidden_dim": 8}
+    assert shown["mixer_args"] == {"n_heads": 2}
     assert shown["agent_args"] == {"names": ["a", "b"], "scale": 1.0}
     assert main([*given, "-F", f"{tmp_path}/sacred", *BUDGETS, f"local_results_path={tmp_path}/runs"]) == 0
     (folder,) = (tmp_path / "runs").glob("*")
@@ -68,7 +68,7 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        ("mixer_args.n_head=3", ["mixer_args.n_head", "mixer=qplex", "3", "'n_heads'?", "hidden_dim, n_heads"]),
+        ("mixer_args.n_head=3", ["mixer_args.n_head", "mixer=qplex", "3", "'n_heads'?"]),
         ("mixer_args.n_heads='3'", ["mixer_args.n_heads=3", "a whole number", "without quotes"]),
         ("agent=named agent_args={'names':['\\ud800']}", ["agent_args: a value cannot be saved as JSON"]),
         ("agent=named agent_args.scale=1e999", ["agent_args.scale=inf", "finite"]),
@@ -102,7 +102,7 @@ def test_keys_of_components_make_another_run_and_empty_ones_that_of_earlier_vers
 
 def test_qplex_is_maximal_only_at_the_agents_greedy_actions():
     torch.manual_seed(0)
-    config = toy_config(mixer="qplex", mixer_args={"n_heads": 2, "hidden_dim": 8})
+    config = toy_config(mixer="qplex", mixer_args={"n_heads": 2})
     mixer = MIXERS.get("qplex")(config, INFO).double()
     joint_actions = torch.tensor(list(itertools.product(range(INFO.n_actions), repeat=INFO.n_agents)))
     for _ in range(20):

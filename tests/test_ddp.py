@@ -33,7 +33,11 @@ Q = {
     "flat_graph": {**PLAIN, **GRAPH, "mac": "n_graph_mac", "learner": "nq_graph_learner_ddp", "mixer": "vdn"},
     "team": {**PLAIN, "use_team_obs": True},
     "belief": {**PLAIN, "belief_loss": "features", "belief_every": 3, "belief_units": "all", "accumulate": 2},
-    "qplex": {**PLAIN, "mixer": "qplex", "mixer_args": {"n_heads": 2, "hidden_dim": 8}},
+    "qplex": {**PLAIN, "mixer": "qplex", "mixer_args": {"n_heads": 2}},
+}
+Q |= {
+    "central weights": {**PLAIN, "learner": "wqmix_learner_ddp", "learner_args": {"weighting": "central"}},
+    "PQN": {"learner": "pqn_learner_ddp", "use_layer_norm": True, "learner_args": {"epochs": 2, "minibatches": 3}},
 }
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}
 Q |= {
@@ -127,9 +131,9 @@ def episodes_of(kind, rank, update):
 
 
 def union(kind, update):
-    """Return the episodes of all ranks; PPO's minibatches count the first one of each rank first."""
+    """Return the episodes of all ranks; minibatches count the first one of each rank first."""
     ranks = [episodes_of(kind, rank, update) for rank in range(len(LENGTHS))]
-    ordered = zip_longest(*ranks) if kind.startswith("PPO") else ranks
+    ordered = zip_longest(*ranks) if kind.startswith(("PPO", "PQN")) else ranks
     return [episode for some in ordered for episode in some if episode is not None]
 
 

@@ -126,7 +126,7 @@ def test_acting_follows_every_update(agent):
         learner.update(batch, episodes=0)
 
 
-@pytest.mark.parametrize("name", own_names(MIXERS))
+@pytest.mark.parametrize("name", [name for name in own_names(MIXERS) if name != "qplex"])  # it need not be monotonic
 def test_joint_value_never_falls_when_an_agents_value_rises(name):
     torch.manual_seed(0)
     mixer = MIXERS.get(name)(toy_config(mixer=name), INFO).double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -107,8 +108,8 @@ class QLoss(AgentLoss):
         return 0.5 * error.square()
 
 
-class NQLearner(SavesParts):
-    """Trains a controller's agent and a mixer on one rank or many.
+class QLearner(SavesParts):
+    """Base of learners of a mixed value: agent, mixer, loss and optimizer, on one rank or many.
 
     Args:
         mac: holds the agent. config, info: the run and its environment. dist: the ranks.
@@ -117,14 +118,11 @@ class NQLearner(SavesParts):
         loss_class: the loss; subclasses may replace it by another `QLoss`.
     """
 
-    data: Data = "replay"
     loss_name = "loss_td"
     loss_class: ClassVar[type[QLoss]] = QLoss
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
-        self.mac = mac
-        self.config = config
-        self.info = info
+        self.mac, self.config, self.info = mac, config, info
         self.device = dist.device
         self.mixer: nn.Module = mixers.REGISTRY.build(config.mixer, config, info).to(self.device, mac.dtype)
         loss = self.make_loss()
@@ -132,23 +130,10 @@ class NQLearner(SavesParts):
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = Adam(loss.parameters(), lr=lr)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
-        self._fixed = FixedUpdates(self._learn_drawn, self._step, self.device)
-        # Copied after wrapping for DDP, which makes the weights of all ranks equal.
-        self.target_agent = _frozen_copy(mac.agent)
-        self.target_mixer = _frozen_copy(self.mixer)
-        # Episodes and updates at the last copy: a resumed run may count by the other key.
-        self._copied_at = (0, 0)
 
     def make_loss(self) -> QLoss:
         """Return the loss; a subclass may build one that reads its own keys."""
         return self.loss_class(self.mac.agent, self.mixer, self.config.precision == "bf16")
-
-    @staticmethod
-    def how_targets_move(config: Config, environments: int) -> str:
-        """Return, in words, how often targets are copied with `environments` over all ranks."""
-        until_copied = math.ceil(config.target_update_interval / environments)
-        every = config.target_update_updates or until_copied * config.updates_per_iteration
-        return f"targets copied every {every} updates"
 
     def warm_up(self) -> None:
         """Run a discarded forward and backward on a made-up batch; call it once, before anything is loaded."""
@@ -164,6 +149,67 @@ class NQLearner(SavesParts):
         self._step.warm_up(
             inputs, taken, lambda q: torch.zeros_like(mix(self.mixer, MixerInputs(q, actions, available, state))), *none
         )
+
+    def _learn(self, count: Tensor, parts: list[PackedBatch]) -> Stats:
+        """Take one step. count: valid steps of the parts."""
+        if self.belief is None:
+            result = self._step(count, *(self._part(part) for part in parts))
+        else:
+            cases = [self.belief.cases(part) for part in parts]
+            self.belief.observe(cases, self._step.dist)
+            both = zip(parts, cases, strict=True)
+            result = self._step(counts(count, cases), *((*self._part(part), each) for part, each in both))
+        return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
+
+    def _part(self, batch: PackedBatch) -> tuple[AgentInputs, Transitions, MakeTargets]:
+        """Return the arguments of the loss for some episodes."""
+        inputs = self.mac.inputs(batch)
+        state = batch["state"].to(self.mac.dtype)
+        actions = batch["actions"].long()
+        taken = Transitions(actions, batch["avail_actions"], state, batch.valid_mask, batch.packing)
+        return inputs, taken, lambda q: self.targets(q, inputs, batch, state)
+
+    @abstractmethod
+    def targets(self, q: Tensor, inputs: AgentInputs, batch: PackedBatch, state: Tensor) -> Tensor:
+        """Return the target of every row, [S], or [S, n] without a mixer, from the trained agent's values [S, n, A]."""
+
+    def td_targets(self, values: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the TD(lambda) targets of values [S], or [S, n] without a mixer: those of the next state's actions."""
+        return batch_targets(values, batch, self.config.gamma, self.config.td_lambda)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the trained modules by the names of their weight files."""
+        head = {} if self.belief is None else {HEAD: self.belief.head}
+        return {"agent": self.mac.agent, "mixer": self.mixer, **head}
+
+    def saved(self) -> dict[str, Any]:
+        """Return the optimizer and the belief head's moments, by their keys in `state_dict`."""
+        return {"optimizer": self.optimizer, **({} if self.belief is None else {"belief": self.belief.moments})}
+
+
+class NQLearner(QLearner):
+    """Learns from replay, with target networks."""
+
+    data: Data = "replay"
+
+    def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
+        super().__init__(mac, config, info, dist)
+        self._fixed = FixedUpdates(self._learn_drawn, self._step, self.device)
+        # Copied after wrapping for DDP, which makes the weights of all ranks equal.
+        self.target_agent, self.target_mixer = (_frozen_copy(module) for module in self.valuing())
+        # Episodes and updates at the last copy: a resumed run may count by the other key.
+        self._copied_at = (0, 0)
+
+    def valuing(self) -> tuple[nn.Module, nn.Module]:
+        """Return the agent and the mixer whose copies value the next states."""
+        return self.mac.agent, self.mixer
+
+    @staticmethod
+    def how_targets_move(config: Config, environments: int) -> str:
+        """Return, in words, how often targets are copied with `environments` over all ranks."""
+        until_copied = math.ceil(config.target_update_interval / environments)
+        every = config.target_update_updates or until_copied * config.updates_per_iteration
+        return f"targets copied every {every} updates"
 
     @classmethod
     def learns_from_draws(cls) -> bool:
@@ -185,28 +231,9 @@ class NQLearner(SavesParts):
         self._copy_targets_if_due(episodes)
         return stats
 
-    def _learn(self, count: Tensor, parts: list[PackedBatch]) -> Stats:
-        """Take one step. count: valid steps of the parts."""
-        if self.belief is None:
-            result = self._step(count, *(self._part(part) for part in parts))
-        else:
-            cases = [self.belief.cases(part) for part in parts]
-            self.belief.observe(cases, self._step.dist)
-            both = zip(parts, cases, strict=True)
-            result = self._step(counts(count, cases), *((*self._part(part), each) for part, each in both))
-        return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
-
     def _learn_drawn(self, draw: FixedDraw, drawn: Tensor) -> Stats:
         """Take one step on drawn episodes; only launches work. drawn: their numbers on the device."""
         return self._learn((drawn[1] - 1).sum(), draw.batches(drawn, self.config.accumulate))
-
-    def _part(self, batch: PackedBatch) -> tuple[AgentInputs, Transitions, MakeTargets]:
-        """Return the arguments of the loss for some episodes."""
-        inputs = self.mac.inputs(batch)
-        state = batch["state"].to(self.mac.dtype)
-        actions = batch["actions"].long()
-        taken = Transitions(actions, batch["avail_actions"], state, batch.valid_mask, batch.packing)
-        return inputs, taken, lambda q: self.targets(q, inputs, batch, state)
 
     @torch.no_grad()
     def targets(self, q: Tensor, inputs: AgentInputs, batch: PackedBatch, state: Tensor) -> Tensor:
@@ -226,20 +253,9 @@ class NQLearner(SavesParts):
             values = mix(self.target_mixer, MixerInputs(target_q, best, batch["avail_actions"], state)).to(q.dtype)
         return self.td_targets(values, batch)
 
-    def td_targets(self, values: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the TD(lambda) targets of values [S], or [S, n] without a mixer: those of the next state's actions."""
-        return batch_targets(values, batch, self.config.gamma, self.config.td_lambda)
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Return the trained modules by the names of their weight files."""
-        head = {} if self.belief is None else {HEAD: self.belief.head}
-        return {"agent": self.mac.agent, "mixer": self.mixer, **head}
-
     def saved(self) -> dict[str, Any]:
-        """Return optimizer, target networks and the belief head's moments, by their keys in `state_dict`."""
-        targets = {"target_agent": self.target_agent, "target_mixer": self.target_mixer}
-        moments = {} if self.belief is None else {"belief": self.belief.moments}
-        return {"optimizer": self.optimizer, **targets, **moments}
+        """Return also the target networks."""
+        return {**super().saved(), "target_agent": self.target_agent, "target_mixer": self.target_mixer}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: the parts of `saved`, and counters."""
@@ -259,7 +275,7 @@ class NQLearner(SavesParts):
         else:
             due = self.updates - self._copied_at[1] >= by_updates
         if due:
-            pairs = ((self.target_agent, self.mac.agent), (self.target_mixer, self.mixer))
+            pairs = [*zip((self.target_agent, self.target_mixer), self.valuing(), strict=True)]
             old = [tensor for target, _ in pairs for tensor in target.state_dict().values()]
             new = [tensor for _, trained in pairs for tensor in trained.state_dict().values()]
             copy_if_finite(old, new)  # weights that have overflowed do not reach the targets

@@ -98,14 +98,15 @@ KEYS = (
 _OWN = "Gymnasium's, PettingZoo's and PyMARL's environments: docs/environments.md; your own: docs/extending.md"
 _OTHERS = "gfootball football grf stag_hunt overcooked vmas mamujoco"
 _NOT_SHARED = "with share_parameters=False"
-_EXAMPLE = "QPLEX is an example in a package, examples/omagd_example"
 NAMES: dict[str, tuple[Row, ...]] = {
     "--config": (
         Row("coma central_v maa2c pac pac_dcg lica dop vmix riit", near="mappo"),
         Row("ia2c ppo", near="ippo"),
         Row("dqn ddqn", near="iql"),
-        Row("qplex dmaq hpn_qplex", near="qmix", why=_EXAMPLE),
-        Row("qtran qatten cw_qmix ow_qmix wqmix deepset_qmix updet_qmix qmix_DA asn", near="qmix"),
+        Row("dmaq", "qplex"),
+        Row("wqmix", "ow_qmix", why="or cw_qmix"),
+        Row("hpn_qplex", near="hpn_qmix"),
+        Row("qtran deepset_qmix updet_qmix qmix_DA asn", near="qmix"),
         Row("hpn_vdn", near="hpn_qmix", why="with mixer=vdn"),
         *(Row(f"{name}_ns", near=name, why=_NOT_SHARED) for name in ("qmix", "vdn", "iql", "mappo", "ippo")),
         Row("maddpg", near="snakes_ddpg", why="with --env-config=snakes"),
@@ -128,7 +129,9 @@ NAMES: dict[str, tuple[Row, ...]] = {
     ),
     "learner": (
         Row("q_learner", "nq_learner"),
-        Row("q_learner_data_augmentation max_q_learner qtran_learner dmaq_qatten_learner", near="nq_learner"),
+        Row("dmaq_qatten_learner", "nq_learner", why="with mixer=qplex"),
+        Row("max_q_learner", "wqmix_learner"),
+        Row("q_learner_data_augmentation qtran_learner", near="nq_learner"),
         Row(
             "coma_learner actor_critic_learner pac_learner pac_dcg_learner offpg_learner policy_gradient_v2"
             " lica_learner fmac_learner maddpg_learner",
@@ -150,8 +153,8 @@ NAMES: dict[str, tuple[Row, ...]] = {
     ),
     "mixer": (
         Row("None null iql", "none"),
-        Row("dmaq qplex", near="qmix", why=_EXAMPLE),
-        Row("qatten qtran qtran_base lica vmix", near="qmix"),
+        Row("dmaq", "qplex"),
+        Row("qtran qtran_base lica vmix", near="qmix"),
     ),
     "action_selector": (
         Row("soft_policies multinomial categorical", "softmax"),

@@ -10,6 +10,8 @@ REGISTRY: Registry[type] = Registry(
     lazy={
         "qmix": "omagd.modules.mixers.mixer:QMixer",
         "set_qmix": "omagd.modules.mixers.mixer:SetQMixer",
+        "qplex": "omagd.modules.mixers.qplex:QPLEXMixer",
+        "qatten": "omagd.modules.mixers.qatten:QattenMixer",
         "vdn": "omagd.modules.mixers.mixer:VDNMixer",
         "none": "omagd.modules.mixers.mixer:NoMixer",
     },
