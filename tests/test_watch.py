@@ -132,7 +132,8 @@ def test_a_file_is_read_as_it_was_written_and_a_wrong_one_is_one_line(battles, t
         ("marked", [999]), ("seen", ["zz", "0"]), ("seen", []), ("x", [10**400, 1, 1, 1]), ("bodies", [[1.0]]),
         ("health", []), ("score", [1.0]), ("beliefs", [[[4, 1.0, 1.0, None]], []]), ("values", [[0.5, None, 1.0]]),
         ("scene.teams", [0, 0, 9, 2]), ("scene.teams", [0, 1, 0, 2]), ("scene.teams", [1, 1, 1, 2]),
-        ("scene.team_names", []), ("scene.health_max", [2]), ("scene.sight", [3]), ("scene.score", ""),
+        ("scene.team_names", []), ("scene.bounds", [10, 10, 0, 0]),
+        ("scene.health_max", [2]), ("scene.sight", [3]), ("scene.score", ""),
     ],
 )  # fmt: skip
 def test_a_recording_that_cannot_be_drawn_is_rejected(tmp_path, part, value):

@@ -133,7 +133,7 @@ def _truth(panel: Panel, step: int, agent: int) -> None:
     _units(panel, moment, where)
     if agent in where:
         panel.pick(where[agent])
-    for unit in moment.marked:
+    for unit in where.keys() & set(moment.marked):
         panel.draw.ellipse(around(where[unit], panel.radius + 2 * TWICE), outline=TEXT, width=3 * TWICE)
 
 

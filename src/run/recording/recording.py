@@ -122,6 +122,8 @@ class Episode(_Part):
             and len(scene.teams) == len(scene.kinds) == units
             and not any(scene.teams[:n])
             and {*scene.teams} <= {*TEAMS[: len(scene.team_names)]}
+            and (len(scene.team_names) >= 2 or not scene.score)
+            and (scene.bounds is None or scene.bounds[:2] < scene.bounds[2:])
             and all(len(part) in (0, units) for part in (scene.health_max, scene.shield_max, scene.heals))
             and all(len(part) in (0, n) for part in (scene.sight, scene.reach))
             and all(_belongs(moment, scene) for moment in self.moments)
