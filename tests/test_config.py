@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
-import yaml
 
 from omagd.config import loading
 from omagd.config.loading import (
     REMOVED,
-    apply_updates,
-    base_values,
     known_keys,
     parse_value,
     read_saved,
@@ -118,18 +114,6 @@ def test_max_episodes_replaces_the_t_max_of_a_preset_only(preset, updates, t_max
     checked = preflight(resolve(name, "skirmish", {**updates, "run": "default", "mac": "n_mac"})).config
     assert checked.t_max == t_max
     assert preflight(checked).config == checked
-
-
-def test_a_configuration_is_frozen_survives_yaml_and_leaves_its_base_alone():
-    config = resolve(updates={"seeds": (1, 2), "lr": 1e-5, "tokenizer_config.n_codes": 16})
-    assert validate(yaml.safe_load(yaml.safe_dump(to_plain(config)))) == config
-    values = base_values()
-    before = deepcopy(values)
-    apply_updates(values, {"env_args.map_name": "8m", "tokenizer_config.n_codes": 3, "lr": 1})
-    assert values == before
-    with pytest.raises(ValueError, match="frozen"):
-        config.lr = 2.0  # type: ignore[misc]
-    assert [resolve(updates={"seeds": given}).seeds for given in ([3, 4], 3)] == [(3, 4), (3,)]
 
 
 def test_numbers_may_have_an_exponent_and_versions_a_last_zero(tmp_path):

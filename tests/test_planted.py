@@ -249,16 +249,6 @@ def test_facts_of_an_environment_have_their_types_and_sizes(tmp_path):
             read_env_info(path, "path=x")
 
 
-def test_texts_of_a_run_folder_are_shown_without_control_characters(tmp_path, capsys):
-    hostile = f"qmix\n{INJECTED} x\x1b]0;owned\x07"
-    summary = {"name": hostile, "exit_state": hostile, "stages": {}, "seed": 1}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert main(["compare", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert all(letter.isprintable() or letter == "\n" for letter in out)
-    assert INJECTED in out and not any(line.startswith(INJECTED) for line in out.splitlines())
-
-
 def test_a_planted_folder_of_records_is_rejected(tmp_path, home, capsys):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "sacred").symlink_to(home)

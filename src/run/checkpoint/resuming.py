@@ -145,7 +145,7 @@ def _holder(handle: int) -> str:
     try:
         entry = json.loads(os.pread(handle, ENTRY + 1, 0))
         age = duration(max(0.0, time.time() - entry["since"]))
-        return f"process {entry['pid']} on host {entry['host']}, for {age}"
+        return readable(f"process {entry['pid']} on host {entry['host']}, for {age}")
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return "another process"
 

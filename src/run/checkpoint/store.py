@@ -537,9 +537,9 @@ def free_replay(folder: RunFolder, remove: bool = True) -> tuple[int, int]:
     files = size = 0
     kept = folder.checkpoints / "kept"
     linked = any(path.is_symlink() for path in (folder.path, folder.checkpoints, kept))
-    for path in [] if linked else sorted(kept.glob(f"*{EPISODES}")):
+    for path in sorted(kept.iterdir()) if kept.is_dir() and not linked else []:
         about = path.lstat()
-        if stat.S_ISREG(about.st_mode):
+        if path.suffix == EPISODES and stat.S_ISREG(about.st_mode):
             files, size = files + 1, size + about.st_size * (about.st_nlink == 1)
             if remove:
                 path.unlink()
