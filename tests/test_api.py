@@ -458,9 +458,3 @@ def test_a_loaded_policy_acts_as_the_runs_own_controller(run, request):
             done, step = bool(env.step(actions[None], everyone).terminated[0]), step + 1
         assert step > 5
     env.close()
-
-
-def test_the_function_omagd_run_has_the_modules_of_its_package():
-    import omagd.run.launchers as topology
-
-    assert omagd.run.launchers is topology and callable(omagd.run)

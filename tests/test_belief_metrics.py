@@ -330,16 +330,6 @@ def test_logged_values_are_those_of_the_table(data) -> None:
     assert values["recall_dead_never"] == rows["never"]["recall_dead"]
 
 
-def test_where_everything_is_seen_there_is_nothing_to_measure() -> None:
-    episodes = [{"obs": each["full_obs"], "full_obs": each["full_obs"]} for each in toy_episodes(4, seed=1)]
-    for each in episodes:  # nobody dies
-        each["obs"] = each["full_obs"] = torch.where(each["full_obs"] == 0, 0.5, each["full_obs"])
-    baselines = fitted(episodes, episodes)
-    table = judge(graph_learner("stage2"), [pack_episodes(episodes)], baselines, Dist())
-    assert table == {"rows": [], "reliability": [], "episodes": 4} and belief_values(table) == {}
-    assert not baselines.ridge.any() and not baselines.slot_mean.any()
-
-
 def test_a_predictors_beliefs_are_its_guesses_with_their_spread() -> None:
     stage, batch = graph_learner("stage2", decode="argmax"), pack_episodes(toy_episodes(6, seed=4))
     missing, belief = stage.beliefs(batch)

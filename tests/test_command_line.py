@@ -195,25 +195,6 @@ def test_keys_that_nothing_reads_are_named(typed, unread, capsys, empty_folder):
     assert err.startswith(f"warning: {unread}: nothing in this run reads") if unread else err == ""
 
 
-@pytest.mark.parametrize("given", ["--config=qmix", "--config=iql --env-config=matrix_game"])
-def test_a_copy_of_a_run_by_its_file_is_equal(given, capsys, empty_folder):
-    config = config_from(given.split())
-    (empty_folder / "runs" / "lr=1").mkdir(parents=True)
-    for path in ("config.json", "runs/lr=1/config.json"):
-        (empty_folder / path).write_text(json.dumps(to_plain(config)))
-    for argv in (
-        ["--config=config.json"], ["with", "config.json"], ["--config=vdn", "with", "lr=1", "config.json"],
-        ["with", "runs/lr=1/config.json"],
-    ):  # fmt: skip
-        assert config_from(argv) == config
-        assert config_from([*argv, *["with"] * (argv[0] != "with" and len(argv) == 1), "lr=0.5"]).lr == 0.5
-    if given == "--config=qmix":
-        assert main(["--config=config.json", "--env-config=skirmish", "--dry-run"]) == 0
-        assert capsys.readouterr().err == ""
-        assert main(["--config=config.json", "--env-config=matrix_game", "--dry-run"]) == 2
-        assert "--env-config=matrix_game: --config=config.json sets env=skirmish" in capsys.readouterr().err
-
-
 def test_list_names_everything(capsys):
     assert main(["--list"]) == 0
     names = {"omagd_small", "smax", "nq_graph_learner_ddp", "gnn_graph_mac", "vdn", "27m_vs_30m", "parallel"}

@@ -1,4 +1,4 @@
-"""Keys of learners, agents and mixers (`mixer_args`, ...); QPLEX and the example package's MAPPO have some."""
+"""Keys of learners, agents and mixers (`mixer_args`, ...); QPLEX and PPO have some."""
 
 from __future__ import annotations
 
@@ -57,12 +57,8 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
     assert saved["mixer_args"] == card["recorded"]["mixer_args"] == shown["mixer_args"]
     assert omagd.load_policy(folder)
     assert main(["evaluate", str(folder), "test_nepisode=2", "use_cuda=False"]) == 0
-    mappo = preflight(config_from(["--config=example_mappo", *words[1:], "learner_args.clip=5e-1"])).config
-    assert (mappo.learner_args["clip"], mappo.learner_args["epochs"], mappo.learner_args["gae_lambda"]) == (
-        0.5,
-        5,
-        0.95,
-    )
+    mappo = preflight(config_from(["--config=mappo", *words[1:], "learner_args.clip=5e-1"])).config
+    assert [mappo.learner_args[key] for key in ("clip", "epochs", "gae_lambda")] == [0.5, 4, 0.95]
 
 
 @pytest.mark.parametrize(
@@ -74,11 +70,7 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
         ("agent=named agent_args.scale=1e999", ["agent_args.scale=inf", "finite"]),
         ("mixer_args={n_heads:8}", ["mixer_args={n_heads:8}", "mixer_args.n_heads=8"]),
         ("mixer=qmix", ["mixer_args.n_heads", "mixer=qmix", "qplex.yaml", "--config"]),
-        ("--config=soft_qmix mac=mappo_mac", ["mac=mappo_mac", "learner=example_mappo"]),
-        (
-            "--config=qmix learner=example_mappo mac=mappo_mac",
-            ["has no meaning", "qmix.yaml", "--config with learner=example_mappo"],
-        ),
+        ("--config=qmix learner=ppo_learner", ["has no meaning", "qmix.yaml", "--config with learner=ppo_learner"]),
         ("--config=snakes_ddpg", ["env_args.obs", "snakes_ddpg.yaml is for env=snakes_3v3: add --env-config=snakes"]),
         ("--config=qmix runner=ticks obs_last_action=False", ["runner=ticks", "agent=ff"]),
     ],

@@ -199,16 +199,6 @@ def test_healers_change_nothing_for_others_and_fit_every_map(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_are_encoded_in_parts_of_any_size(name, monkeypatch):
-    agent = agent_of({"agent": name})
-    values = agent(Seen().inputs(), PACKING)
-    monkeypatch.setattr("omagd.modules.agents.entity_agents.ROWS_AT_ONCE", 2 * N)
-    torch.testing.assert_close(agent(Seen().inputs(), PACKING), values)
-    empty = AgentInputs(torch.zeros(0, N, SMALL.obs_dim).double(), torch.zeros(0, N, dtype=torch.int64))
-    assert agent.encode(empty)[0].shape == (0, N, 8)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_what_does_not_fit_is_rejected(name):
     for info, updates, words in (
         (replace(SMALL, layout=None), {}, f"agent={name} needs an environment with an entity layout"),

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ddp_harness import run_ranks
 from interruption import interrupted_run, stage_of
 from q_toys import make_learner, random_episode, toy_config
 from run_equality import differences
@@ -148,55 +147,6 @@ def test_groups_with_equal_outcomes_are_dropped_whole_and_others_collected():
 
 
 SAMPLING = {"enable_dynamic_sampling": True, "learner_args": {"epochs": 2, "minibatches": 2}, "group_size": 2}
-
-
-def uneven(rank: int, update: int) -> list[RecordedEpisode]:
-    """Return a round of a rank; only some ranks, and in the fourth update none, have groups that are kept."""
-    some = [[(1.0, 0.0), (0.0, 0.0)], [(0.0, 1.0), (1.0, 0.0)], [(1.0, 0.0), (1.0, 1.0)]]
-    groups = some[rank] if (rank + update) % 3 and update != 3 else [(1.0, 1.0), (0.0, 0.0)]
-    made = groups_of(*groups)
-    for i, episode in enumerate(made):
-        episode.update(random_episode(1000 * update + 10 * rank + i, 2 + (rank + i) % 4))
-        # The union of all ranks needs names of its own; alike seeds would not tell groups of ranks apart.
-        episode.meta = replace(episode.meta, seed=10 * rank + episode.meta.seed, group=f"{rank} {episode.meta.group}")
-    return made
-
-
-def learned(dist: Dist, rounds: list[list[RecordedEpisode]]) -> tuple[list[torch.Tensor], int]:
-    """Return the weights after updates as the stage does them, and the number of updates that were skipped."""
-    config = toy_config(
-        learner="rloo_learner", action_selector="softmax", mixer="none", max_sampling_attempts=1, **SAMPLING
-    )
-    learner, skipped = make_learner(config, dist, torch.float64), 0
-    for episodes in rounds:
-        data = GroupData(config, dist)
-        data.begin()
-        data.add(episodes)
-        if dist.sum_int(int(data.ready)):
-            (batch,) = data.batches()
-            learner.update(batch, episodes=0)
-        else:
-            skipped += 1
-    return [value for module in learner.modules().values() for value in module.state_dict().values()], skipped
-
-
-def of_ranks(rank: int, dist: Dist, _: None) -> Any:
-    """Return weights after uneven updates, and how many were skipped."""
-    return learned(dist, [uneven(rank, update) for update in range(5)])
-
-
-@pytest.mark.processes
-def test_ranks_equal_one_process_when_some_or_none_have_groups():
-    ranks = run_ranks(of_ranks, world_size=3)
-    everyone = [[kept_of(uneven(rank, update)) for rank in range(3)] for update in range(5)]
-    # Minibatches count the first episode of each rank first.
-    rounds = [[e for some in itertools.zip_longest(*each) for e in some if e is not None] for each in everyone]
-    alone, skipped = learned(Dist(), rounds)
-    assert skipped == 1
-    for weights, count in ranks:
-        assert count == 1
-        torch.testing.assert_close(weights, alone, atol=1e-10, rtol=0)
-        assert all(map(torch.equal, weights, ranks[0][0]))
 
 
 def kept_of(episodes: list[RecordedEpisode]) -> list[RecordedEpisode]:

@@ -320,14 +320,3 @@ def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link
         monkeypatch.setenv("WANDB_MODE", mode)
         log_to(["jsonl", "wandb"], [("stage3", {"online": 40, "offline": 50}[mode], {"a": 1.0})], RunFacts(run))
     assert sent == [10, 20, 30, 40, 40, 50], "what was sent online may not have arrived"
-
-
-def test_a_run_of_a_version_without_naming_stays_in_its_projects(tmp_path, monkeypatch, home):
-    called = []
-    run = SimpleNamespace(log=lambda _, step: None, finish=lambda exit_code: None)
-    monkeypatch.setattr(wandb, "init", lambda **given: called.append((given["id"], given["project"])) or run)
-    facts = RunFacts(tmp_path, map_name="3m", env="skirmish", saved={"W&B": {"ids": {"stage3": "ab"}}})
-    for used in (True, False):  # a new folder that begins with another run's state is a W&B run of its own
-        (tmp_path / "wandb").mkdir() if used else (tmp_path / "wandb").rmdir()
-        log_to(["wandb"], [("stage3", 7, {"a": 1.0})], facts)
-    assert called[0] == ("ab", "3m_exp_ddp1") and called[1][0] != "ab" and called[1][1] == "skirmish_3m"

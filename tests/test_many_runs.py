@@ -89,21 +89,6 @@ def test_what_does_not_change_the_method_makes_no_group(tmp_path):
     assert len(groups(load([tmp_path]))) == 4, "where a seed occurs twice, the path tells the runs apart"
 
 
-def test_a_key_that_differs_between_maps_only_makes_no_group(tmp_path):
-    """Longer budgets on harder maps are no other method; two presets are named by their names."""
-    for seed in (1, 2):
-        for config in ("qmix", "vdn"):
-            make_run(tmp_path / f"{config}_3m_{seed}", config=config, seed=seed, t_max=1000)
-            more = {"env_args__map_name": "8m", "t_max": 5000}
-            make_run(tmp_path / f"{config}_8m_{seed}", config=config, seed=seed, **more)
-    runs = load([tmp_path])
-    assert [(group.label, len(group.runs)) for group in groups(runs)] == [("qmix", 4), ("vdn", 4)]
-    assert differing(runs)["t_max"] == [1000, 5000]
-    make_run(tmp_path / "qmix_3m_slow", config="qmix", seed=1, t_max=1000, lr=0.01, gamma=0.9)
-    labels = [group.label for group in groups(load([tmp_path]))]
-    assert labels == ["qmix, gamma=0.99", "qmix, gamma=0.9", "vdn"], "as few keys as tell them apart"
-
-
 def as_study(folder, arm):
     """Write the `study.json` of runs; arm: of a run's name."""
     jobs = [{"job": {"name": name, "arm": arm(name)}} for name in sorted(os.listdir(folder / "runs"))]
@@ -116,27 +101,6 @@ def test_arms_of_a_study_are_groups(tmp_path):
     as_study(tmp_path, lambda name: "low" if "0.0003" in name else "high")
     assert {group.label: len(group.runs) for group in groups(load([tmp_path]))} == {"low": 2, "high": 4}
     assert load([tmp_path / "runs" / names[0]])[0].arm == "low"
-
-
-def test_arms_with_one_name_in_two_studies_are_one_group_only_where_their_settings_agree(tmp_path):
-    for name, rate, seeds in (("mine", 0.001, (1, 2)), ("s3", 0.005, (3,)), ("more", 0.001, (4,))):
-        make_study(tmp_path / name / "runs", rates=(rate,), maps=("3m", "8m"), seeds=seeds)
-        as_study(tmp_path / name, lambda _: "qmix")
-
-    def found(*names):
-        return [(group.label, len(group.runs)) for group in groups(load([tmp_path / name for name in names]))]
-
-    assert found("mine", "s3") == [("lr=0.001", 4), ("lr=0.005", 2)]
-    assert found("mine", "more") == [("qmix", 6)], "more seeds of one method"
-    assert {run.study for run in load([tmp_path / "mine"])} == {"mine"}
-    for name in ("one", "other"):
-        make_run(tmp_path / name / "runs" / "r", seed=1, pretrained_tokenizer_path=f"results/{name}/tokenizer.th")
-        as_study(tmp_path / name, lambda _: "given")
-    assert found("one", "other") == [("given", 2)], "also of one seed with weights of two files"
-    make_run(tmp_path / "mine" / "runs" / "zchanged", lr=0.005, seed=9)
-    as_study(tmp_path / "mine", lambda _: "qmix")
-    assert found("mine") == [("qmix", 5)], "within a study an arm is one group"
-    assert found("mine", "more") == [("qmix (mine)", 5), ("qmix (more)", 2)]
 
 
 def test_load_runs_returns_a_row_for_each_test(tmp_path, monkeypatch):

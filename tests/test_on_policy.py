@@ -1,4 +1,4 @@
-"""On-policy data: collected, learned from once, discarded; and MAPPO of the example package, which learns from it."""
+"""On-policy data: collected, learned from once, discarded; and PQN, which learns from it."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from omagd.config.schema import Config
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
-from omagd.run.training import device
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 
 add_example()
 torch.set_num_threads(1)
 SIZES = {"batch_size_run": 3, "batch_size": 4}
-SMALL = {"use_cuda": False, "rnn_hidden_dim": 8, "test_nepisode": 4, "checkpoint_interval": 0, "log_interval": 60}
+SMALL = {
+    "use_cuda": False, "rnn_hidden_dim": 8, "test_nepisode": 4, "checkpoint_interval": 0, "log_interval": 60,
+    "learner_args": {"epochs": 2, "minibatches": 2}, "epsilon_anneal_time": 200,
+}  # fmt: skip
 
 
 def config_of(results: Path | str = "results", **updates: Any) -> Config:
-    """Return a small MAPPO configuration on the example's environment."""
+    """Return a small configuration of PQN on the example's environment."""
     given = {**SMALL, "local_results_path": str(results), **updates}
-    return resolve(str(CONFIGS / "algs" / "example_mappo.yaml"), str(CONFIGS / "envs" / "crossroads.yaml"), given)
+    return resolve("pqn_vdn", str(CONFIGS / "envs" / "crossroads.yaml"), given)
 
 
 def episodes_of(*lengths: int) -> list[RecordedEpisode]:
-    """Return made-up episodes of these lengths with the log-probabilities of a uniform policy."""
+    """Return made-up episodes of these lengths."""
     made = []
     for i, length in enumerate(lengths):
         fields = random_episode(i, length, truncated=i % 2 == 1)
         del fields["recon"]
-        fields["log_prob"] = -fields["avail_actions"].sum(-1).float().log()
         made.append(RecordedEpisode(fields, EpisodeMeta(slot=i % 2, seed=i)))
     return made
 
@@ -75,7 +76,7 @@ def test_minibatches_keep_rows_and_origin_of_their_episodes():
 @pytest.mark.parametrize(("runner", "tests"), [("parallel", 10**6), ("stream", 100)])
 def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, monkeypatch):
     """Also those in flight when a test begins; the batch needs more than one round of the runner."""
-    kind, learned = LEARNERS.get("example_mappo"), []
+    kind, learned = LEARNERS.get("pqn_learner"), []
     update = kind.update
     monkeypatch.setattr(kind, "update", lambda *args, **more: learned.append(args[1].meta) or update(*args, **more))
     summary = omagd.run(config_of(tmp_path, **SIZES, runner=runner, t_max=300, test_interval=tests))
@@ -88,11 +89,11 @@ def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, mon
     assert {meta.slot for batch in learned for meta in batch} == set(range(3))
     assert all(len(batch) >= 4 for batch in learned) and (runner == "stream" or {len(b) for b in learned} <= {4, 6})
     clock = summary["stages"]["stage3"]["clock"]
-    assert clock["updates"] == 10 * len(learned) and clock["episodes"] == len(played)
-    assert summary["updates_per_iteration"] == summary["card"]["compared"]["updates_per_round"] == 10
+    assert clock["updates"] == 4 * len(learned) and clock["episodes"] == len(played)
+    assert summary["updates_per_iteration"] == summary["card"]["compared"]["updates_per_round"] == 4
     lines = records(folder)
-    assert not any("epsilon" in line for line in lines) and any(line.get("loss_ppo") for line in lines)
-    assert "10 update(s) per on-policy batch" in (folder / "logs" / "rank_0.log").read_text()
+    assert any(0.05 < line.get("epsilon", 1) < 1 for line in lines) and any(line.get("loss_td") for line in lines)
+    assert "4 update(s) per on-policy batch" in (folder / "logs" / "rank_0.log").read_text()
 
 
 def test_it_resumes_bit_for_bit(tmp_path):
@@ -110,11 +111,9 @@ def test_it_resumes_bit_for_bit(tmp_path):
         ({"buffer_size": 100}, ["buffer_size=100", "on-policy", "buffer_size=5000"]),
         ({"learner": "nq_learner", "learner_args": {}, "batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
         ({"batch_size": 200, "t_max": 199}, ["batch_size=200", "t_max=199"]),
-        ({"precision": "bf16"}, ["precision=bf16", "learner=example_mappo", "precision=float32"]),
     ],
 )
-def test_values_that_mean_nothing_to_the_learner_are_rejected(updates, words, monkeypatch):
-    monkeypatch.setattr(device, "check_bf16", lambda *_: None)  # whatever this processor supports
+def test_values_that_mean_nothing_to_the_learner_are_rejected(updates, words):
     with pytest.raises(UserError) as caught:
         preflight(config_of().model_copy(update=updates))
     assert [word for word in words if word not in caught.value.render()] == []

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import sacred
 import sacred.observers
 from many_runs import STEPS, make_run, make_run_on_a_set, make_study, without
-from matplotlib import image
 
 from omagd.lab.analysis import curves, plot
 from omagd.lab.analysis.groups import groups
 from omagd.lab.analysis.runs import load
-from omagd.lab.analysis.statistics import FEW, interval, iqm
+from omagd.lab.analysis.statistics import interval, iqm
 from omagd.run.cli.main import main
 
 WON = "test_battle_won_mean"
@@ -42,18 +40,6 @@ def test_curves_are_means_over_seeds_on_a_map_and_iqms_over_maps(tmp_path):
     assert lines_of(tmp_path, statistic="mean")["all 2 maps"]["lr=0.001"].y[-1] == pytest.approx(np.mean(ends))
 
 
-def test_bands_end_where_a_seed_has_no_data(tmp_path, caplog, monkeypatch):
-    make_run(tmp_path / "whole", (0.0, 0.2, 0.4, 0.6), seed=1)
-    make_run(tmp_path / "killed", (0.0, 0.4), seed=2, finished=False)
-    (line,) = lines_of(tmp_path)["skirmish 3m"].values()
-    assert line.x.tolist() == list(STEPS[:2]) and line.y == pytest.approx([0.0, 0.3])
-    assert line.rest[0].tolist() == list(STEPS[1:]) and line.rest[1] == pytest.approx([0.3, 0.4, 0.6])
-    monkeypatch.chdir(tmp_path)
-    assert main(["plot", "."]) == 0
-    assert caplog.messages[0].startswith("runs of different length (qmix): bands only where all seeds have data")
-    assert caplog.messages[1:] == [FEW], "the band is over two seeds"
-
-
 def test_tests_at_nearly_the_same_steps_are_one_point_and_others_are_interpolated(tmp_path):
     make_run(tmp_path / "1", (0.0, 0.2, 0.4), steps=(100, 10_100, 20_100), seed=1)
     make_run(tmp_path / "2", (0.0, 0.4, 0.6), steps=(120, 10_300, 20_000), seed=2)
@@ -74,21 +60,6 @@ def test_a_seed_that_is_there_twice_counts_once(tmp_path):
     (group,), notes = curves.without_repeats(groups(load([tmp_path])))
     assert [run.label for run in group.runs] == ["long"]
     assert notes == ["qmix: the same map and seed again, left out: short"]
-
-
-def test_a_picture_has_print_size_and_says_what_a_point_is(tmp_path, capsys, monkeypatch):
-    make_study(tmp_path / "runs", rates=(0.001, 0.005), maps=("3m", "8m"), seeds=(1, 2))
-    captions = []
-    rendered = plot.render
-    monkeypatch.setattr(plot, "render", lambda *args: captions.append(args[2]) or rendered(*args))
-    png, svg = map(str, (tmp_path / "new" / "figure.png", tmp_path / "new" / "figure.svg"))
-    assert main(["plot", str(tmp_path / "runs"), "--out", png]) == 0
-    assert capsys.readouterr().out.split() == [png, svg]
-    assert image.imread(png).shape[1] / 300 == pytest.approx(7.16, abs=0.01)
-    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert main(["plot", str(tmp_path / "runs"), "--out", str(tmp_path / "again")]) == 0
-    assert (tmp_path / "again.svg").read_bytes() == Path(svg).read_bytes(), "pictures are the same in each call"
-    assert all(text in captions[0] for text in ("2 seeds", "tests of 32 greedy episodes", "95 %"))
 
 
 def losing(root, maps=("3m", "8m"), seeds=(1, 2, 3, 4)):

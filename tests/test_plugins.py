@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_harness import records
 from plugin_toys import add_example
 from pydantic import BaseModel
 from torch import nn
@@ -359,26 +358,3 @@ def test_a_package_adds_a_command_that_help_shows(tmp_path, capsys, monkeypatch)
     assert main(["greet", "you"]) == 3 and capsys.readouterr().out == "Hello you\n"
     for name, message in (("broken", "there is no my_lost_tool"), ("wrong", "is no Command with a module")):
         assert main([name]) == 2 and message in capsys.readouterr().err
-
-
-class PQN(NQLearner):
-    """Q-learning from the newest episodes."""
-
-    data, explores = "on_policy", True
-
-    @staticmethod
-    def steps_per_batch(config):
-        return 1
-
-
-def test_an_on_policy_learner_may_explore_by_the_schedule_of_epsilon(plug, tmp_path):
-    schedule = ["updates_per_iteration=1", "epsilon_start=0.9", "epsilon_finish=0.1", "epsilon_anneal_time=30"]
-    command = words(tmp_path, "learner=my_learner", *schedule, "log_interval=1", "runner_log_interval=1")
-    plug(learner=PQN)
-    assert omagd.run(config_from(command))["exit_state"] == "completed"
-    (folder,) = tmp_path.iterdir()
-    seen = [line["epsilon"] for line in records(folder) if "epsilon" in line]
-    assert seen[0] > seen[-1] == pytest.approx(0.1) and seen == sorted(seen, reverse=True)
-    plug(learner=type("Plain", (PQN,), {"explores": False}))
-    with pytest.raises(UserError, match=r"epsilon_start=0\.9: has no meaning for learner=my_learner"):
-        preflight(config_from(command))

@@ -21,7 +21,6 @@ from omagd.run.cli.main import main
 from omagd.run.reporting.card import (
     NO_EFFECT,
     ROUNDING,
-    changed_versions,
     final_card,
     make_card,
     read_card,
@@ -211,14 +210,6 @@ def summary_of(folder, seed=1, won=0.9, **changes):
         "folder": str(folder.path), "exit_state": "completed", "wall_seconds": 572.3, "stages": stages,
     }  # fmt: skip
     return {**facts, **changes}
-
-
-def test_versions_that_changed_since_the_last_start_are_named():
-    now = card_of()
-    before = {**now, "recorded": {"versions": {**now["recorded"]["versions"], "torch": "1.0"}}}
-    assert changed_versions(before) == f"torch {torch.__version__} (was 1.0)"
-    earlier = {**now, "recorded": None, "told": now["recorded"]}
-    assert changed_versions(now) == changed_versions(earlier) == changed_versions(None) == ""
 
 
 def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):

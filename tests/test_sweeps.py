@@ -216,21 +216,6 @@ def test_what_a_sweep_file_gets_wrong_is_one_line(given, said, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whole_numbers_and_steps_stay_in_their_range(tmp_path):
-    space = {
-        "lr": {"low": 0.001, "high": 0.009, "step": 0.002}, "batch_size": {"low": 4, "high": 64, "log": True},
-        "double_q": {"choices": [True, False]},
-    }  # fmt: skip
-    found = swept(tmp_path, space=space, trials=15, pruning=False)
-    rates = {round(trial["keys"]["lr"], 9) for trial in found["trials"]}
-    assert rates <= {0.001, 0.003, 0.005, 0.007, 0.009} and len(rates) > 1
-    sizes = [trial["keys"]["batch_size"] for trial in found["trials"]]
-    assert all(isinstance(size, int) and 4 <= size <= 64 for size in sizes)
-    assert {trial["keys"]["double_q"] for trial in found["trials"]} == {True, False}
-    combinations = [json.dumps(trial["keys"], sort_keys=True) for trial in found["trials"]]
-    assert len(set(combinations)) == 15
-
-
 def test_all_of_a_small_space_is_tried_once(tmp_path):
     space = {"mixer": {"choices": ["qmix", "vdn"]}, "lr": {"low": 0.1, "high": 0.3, "step": 0.1}}
     found = swept(tmp_path, space=space, trials=6, pruning=False)
@@ -252,56 +237,6 @@ def test_a_misspelt_metric_stops_the_sweep_after_its_first_run_and_can_be_correc
     assert started(tmp_path).count("trial0000-seed1") == 1  # its run is kept
     with pytest.raises(UserError, match="belongs to another sweep"):
         swept(tmp_path, trials=2, metric="test_return_mean")
-
-
-def test_a_sweep_that_minimizes_looks_for_less_and_puts_it_first(tmp_path):
-    found = swept(tmp_path, trials=24, direction="minimize", pruning=False)
-    values = {trial["trial"]: trial["value"] for trial in found["trials"]}
-    assert list(values.values()) == sorted(values.values())
-    assert values[found["best"]] == min(values.values()) < max(values.values())
-    first, last = ([values[number] for number in range(*ends)] for ends in ((0, 8), (16, 24)))
-    assert statistics.mean(last) < statistics.mean(first)
-    assert "less is better" in (tmp_path / "toy" / "trials.md").read_text()
-    assert f"# Trial {found['best']} of" in (tmp_path / "toy" / "best.yaml").read_text()
-
-
-class Following(KnownExecutor):
-    """Runs of an earlier start go on; they are in progress from the beginning."""
-
-    def __init__(self, place):
-        super().__init__(place)
-        self.references = dict(place.references)
-        self.jobs = {name: [place.folder / "runs" / name, 0, 0.0] for name in self.references}
-
-    def cancel(self, name):
-        self.references.pop(name, None)
-        super().cancel(name)
-
-
-def test_runs_of_trials_that_have_ended_are_ended_and_not_repeated_after_a_kill(tmp_path, monkeypatch):
-    """The trial has ended, and the process was killed before it had noted that of the runs."""
-    given = {"trials": 12, "executor": {"known": {"jobs": 2, "tests": 5}}}
-    found = swept(tmp_path, **given)
-    before = StudyState.read(tmp_path / "toy")
-    pruned = [name for name, record in before.records.items() if record.state == PRUNED and record.starts]
-    complete = next(trial["runs"] for trial in found["trials"] if trial["state"] == "complete")
-    file = tmp_path / "toy" / "study.json"
-    values = json.loads(file.read_text())
-    for entry in values["jobs"]:
-        if entry["job"]["name"] in {*pruned, *complete}:
-            entry["state"] = "running"
-        if entry["job"]["name"] == pruned[0]:
-            entry["reference"] = "17_0"
-    file.write_text(json.dumps(values))
-    monkeypatch.setitem(EXECUTORS._objects, "known", Following)
-    begun, ended = started(tmp_path), started(tmp_path, "cancel")
-    assert swept(tmp_path, **given)["trials"] == found["trials"]
-    assert started(tmp_path) == begun and started(tmp_path, "cancel") == [*ended, pruned[0]]
-    after = StudyState.read(tmp_path / "toy").records
-    assert {name: record.state for name, record in after.items()} == {
-        name: record.state for name, record in before.records.items()
-    }
-    assert after[pruned[0]].reference == ""
 
 
 def test_the_best_preset_is_one_that_config_accepts(tmp_path):
