@@ -37,11 +37,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from env_speed import made, show
+from env_speed import show
 from pymarl3_peer import scheme
 
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
+from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
 from omagd.envs.smac import make_smac
 from omagd.runners import REGISTRY
@@ -103,7 +104,7 @@ class RandomMAC:
 
 def ours(name: str, map_name: str, battles: int) -> tuple[Play, list[int]]:
     """Return our runner's round, and no worker processes."""
-    env = made(name, map_name, battles)
+    env = make_env(name, {"map_name": map_name}, battles, processes=False)
     config = resolve("qmix", "smax" if name == "smax" else "skirmish", {"env_args.map_name": map_name})
     runner = REGISTRY.get("parallel")(env, config, env.info, EpisodeSeeds(0, "train"))
     policy = ScriptedPolicy(env, (), 0.0, np.random.default_rng(0))
@@ -112,7 +113,7 @@ def ours(name: str, map_name: str, battles: int) -> tuple[Play, list[int]]:
 
 def peers(name: str, path: Path, map_name: str, battles: int) -> tuple[Play, list[int]]:
     """Return a round of a peer's runner, and the numbers of its worker processes."""
-    info = made("skirmish", map_name, 1).info
+    info = make_env("skirmish", {"map_name": map_name}, 1, processes=False).info
     five = name.startswith("EPyMARL")
     envs: Any = ModuleType("envs")  # their own needs the game or other packages
     envs.REGISTRY = {"battle": partial(OneBattle, map_name=map_name, five=five)}

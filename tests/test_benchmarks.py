@@ -29,7 +29,7 @@ PEERS = ("--peer", "--smac", "--pymarl3", "--epymarl", "--checkout")
 # Words appended to a command; OUT is a folder of the test.
 SMALL: dict[str, str] = {
     "acting.py": "--rounds 2 --slots 2 --sizes small",
-    "env_speed.py": "--slots 4 --steps 40 --rounds 1 --beside reference --plot OUT/p",
+    "env_speed.py": "--slots 4 --steps 40 --rounds 1 --plot OUT/p",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
     "ppo_update.py": "--map 3m --batch 4 --updates 1 --epochs 1",
     "pymarl3_learning.py": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
