@@ -4,7 +4,7 @@
 #   It installs nothing: the Python (PYTHON, else the virtual environment's, else python3) needs torch for CUDA,
 #   numba-cuda, pytest, pytest-xdist and pytest-timeout.
 # Variables: VENV (folder of the virtual environment), PYTHON (the Python that creates it),
-#   TEST_PROCESSES (number of test files that run in parallel: 3; of checks with --gpu: 8)
+#   TEST_PROCESSES (number of test files that run in parallel: 4; of checks with --gpu: 8)
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/scripts/lib.sh"
@@ -25,5 +25,5 @@ esac
 setup_venv "dev,smax"
 cd "$root"
 # Without restarts: after a crash xdist deals out finished files again, and a process that is dealt one waits for ever.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$venv_python" -m pytest -n "${TEST_PROCESSES:-3}" \
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$venv_python" -m pytest -n "${TEST_PROCESSES:-4}" \
     --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"
