@@ -1,5 +1,6 @@
 # Trains and tests on CPUs; with --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04 --build-arg EXTRAS=gpu on NVIDIA GPUs.
 #   docker build -t omagd .
+#   mkdir -p results
 #   docker run --rm -v "$PWD/results:/home/omagd/results" omagd --config=qmix_fast with env_args.map_name=3m t_max=400000
 ARG BASE=ubuntu:24.04
 FROM ${BASE}
@@ -8,7 +9,8 @@ ARG EXTRAS=""
 RUN apt-get update -qq \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3 python3-venv git \
     && rm -rf /var/lib/apt/lists/*
-RUN useradd --create-home omagd
+# The first user of most hosts has this number, too, so that files in mounted folders are theirs.
+RUN (userdel --remove ubuntu 2>/dev/null || true) && useradd --create-home --uid 1000 omagd
 USER omagd
 WORKDIR /home/omagd/code
 

@@ -43,5 +43,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "without memory": {"agent": "ff", "td_lambda": 0.8},
     "graphs": {"mac": "gnn_graph_mac", "agent": "gnn_rnn", **GRAPH},
     "units": {"agent": "hpn_rnn", "mixer": "set_qmix", "obs_agent_id": False},
+    "optimistic weights": {"learner": "wqmix_learner", "td_lambda": 0.8, "share_parameters": False},
+    "central weights": {"learner": "wqmix_learner", "learner_args": {"weighting": "central"}, "accumulate": 2},
+    "qplex": {"mixer": "qplex", "mixer_args": {"n_heads": 2}},
+    "qatten": {"mixer": "qatten", "mixer_args": {"n_heads": 2}},
     "attention": {"agent": "attention_rnn", "obs_agent_id": False, "rnn_hidden_dim": 8},
 }  # fmt: skip

@@ -158,7 +158,7 @@ def test_what_cannot_be_captured_is_learned_without_a_graph(graphs, caplog, prob
     assert "graph_updates=False" in record.message and reason in record.message and "\n" not in record.message
 
 
-@pytest.mark.parametrize("method", ["qmix", "beliefs", "graphs", "units", "in parts"])
+@pytest.mark.parametrize("method", ["qmix", "beliefs", "graphs", "units", "in parts", "central weights", "qplex"])
 def test_an_update_waits_for_nothing_on_a_gpu(method):
     """So a graph of it can be captured; the simulated GPU counts waits and copies."""
     with simulated_gpu() as gpu:

@@ -312,7 +312,6 @@ def test_evaluation_warm_up_and_empty_batches_change_nothing(stage: str) -> None
     made = graph_learner(stage, dropout=0.3)
     before, batch = state_of(made), pack_episodes(toy_episodes(3))
     made.warm_up()
-    made.warm_up(batch)
     made.evaluate(batch)
     blank = [{name: torch.zeros_like(value) for name, value in episode.items()} for episode in toy_episodes(2)]
     made.update(pack_episodes(blank))

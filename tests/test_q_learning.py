@@ -157,7 +157,10 @@ def reference_stats(learner, episodes):
     return {"loss_td": loss, "td_error_abs": loss, **means}
 
 
-UPDATES = [{}, {"double_q": False}, {"grad_norm_clip": 0.5}, {"mixer": "none"}, {"mixer": "vdn"}]
+UPDATES = [
+    {}, {"double_q": False}, {"grad_norm_clip": 0.5}, {"mixer": "none"}, {"mixer": "vdn"},
+    {"learner": "pqn_learner", "learner_args": {"epochs": 1, "minibatches": 1}},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("updates", "own_rewards"), [*((case, False) for case in UPDATES), ({"mixer": "none"}, True)])
@@ -167,8 +170,11 @@ def test_update_equals_a_reference(updates, own_rewards):
         episodes = [{**e, "agent_reward": torch.randn(len(e["reward"]), INFO.n_agents)} for e in episodes]
     config = toy_config(**{"grad_norm_clip": 1e9, **updates})
     learner, other = (make_learner(config, dtype=torch.float64, seed=seed) for seed in (0, 5))
-    learner.target_agent.load_state_dict(other.mac.agent.state_dict())
-    learner.target_mixer.load_state_dict(other.mixer.state_dict())
+    if config.learner == "pqn_learner":  # its targets are by its own network, and constants of its loss
+        learner.target_agent, learner.target_mixer = learner.mac.agent, learner.mixer
+    else:
+        learner.target_agent.load_state_dict(other.mac.agent.state_dict())
+        learner.target_mixer.load_state_dict(other.mixer.state_dict())
     expected = reference_stats(learner, episodes)
     wanted = torch.autograd.grad(expected["loss_td"], learner.optimizer.param_groups[0]["params"])
     expected["grad_norm"] = torch.cat([gradient.flatten() for gradient in wanted]).norm()
@@ -180,6 +186,34 @@ def test_update_equals_a_reference(updates, own_rewards):
     for got, want in zip(grads, wanted, strict=True):
         clipped = want * min(1.0, config.grad_norm_clip / expected["grad_norm"])
         torch.testing.assert_close(got, clipped, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weighting", ["optimistic", "central"])
+def test_a_weighted_update_equals_a_loop_over_steps(weighting):
+    episodes = [random_episode(i, length, truncated=i % 2 == 1) for i, length in enumerate([3, 6, 1, 6, 4])]
+    given = {"learner": "wqmix_learner", "learner_args": {"weighting": weighting, "alpha": 0.3}, "grad_norm_clip": 1e9}
+    learner, other = (make_learner(toy_config(**given), dtype=torch.float64, seed=seed) for seed in (0, 5))
+    learner.target_agent.load_state_dict(other.central.state_dict())
+    learner.target_mixer.load_state_dict(other.central_mixer.state_dict())
+    losses, weights = [], set()
+    for episode in episodes:
+        state, taken = episode["state"].double(), episode["actions"].long()
+        nets = learner.mac.agent, learner.central, learner.target_agent
+        q, q_star, q_next = (reference_values(net, episode) for net in nets)
+        greedy = q.masked_fill(episode["avail_actions"] == 0, -1e9).argmax(-1)
+        of = lambda values, actions: values.gather(-1, actions.unsqueeze(-1)).squeeze(-1)  # noqa: E731
+        joint = reference_mix(learner.mixer, of(q, taken), state)
+        star, best = (learner.central_mixer(of(q_star, actions), state) for actions in (taken, greedy))
+        values = learner.target_mixer(of(q_next, greedy), state).tolist()
+        ends, rewards = episode["terminated"].tolist(), episode["reward"].tolist()[:-1]
+        for t, y in enumerate(lambda_returns(rewards, ends, values, 0.99, 0.6)):
+            whole = torch.equal(taken[t], greedy[t]) or y > best[t]
+            weight = 1.0 if (joint[t] < y if weighting == "optimistic" else whole) else 0.3
+            losses.append(0.5 * weight * (joint[t] - y).square() + 0.5 * (star[t] - y).square())
+            weights.add(weight)
+    assert weights == {1.0, 0.3}
+    wanted = torch.autograd.grad(sum(losses) / len(losses), learner.optimizer.param_groups[0]["params"])
+    torch.testing.assert_close(gradients_of(learner, episodes)[0], list(wanted), atol=1e-9, rtol=1e-6)
 
 
 @pytest.mark.parametrize("parts", [2, 5, 99])

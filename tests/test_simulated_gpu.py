@@ -78,7 +78,7 @@ def test_pre_training_learns_measures_and_continues_on_a_gpu(use_gru: bool) -> N
         tokenizer.requires_grad_(True)
         found = []
         for stage in stages:
-            stage.warm_up(batch.to(device))
+            stage.warm_up()
             for _ in range(3):
                 stage.update(batch.to(device))
             metrics = Metrics()

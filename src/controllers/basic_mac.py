@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 
 
+def new_agent(config: Config, info: EnvInfo) -> Agent:
+    """Return the configured agent: one network for all agents, or one for each (`share_parameters=False`)."""
+    make = partial(agents.REGISTRY.build, config.agent)
+    agent: Agent = make(config, info) if config.share_parameters else SeparateAgents(make, config, info)
+    return agent
+
+
 class BasicMAC:
     """Acts on flat observations and builds the same inputs from batches for the learner.
 
@@ -52,8 +59,7 @@ class BasicMAC:
         self.info = info
         self.device = device
         self.wants_full_obs = config.use_full_obs or config.use_team_obs
-        make = partial(agents.REGISTRY.build, config.agent)
-        agent = make(config, info) if config.share_parameters else SeparateAgents(make, config, info)
+        agent = new_agent(config, info)
         if not any(True for _ in agent.parameters()):
             raise UserError(f"agent={config.agent}: has no parameters, so there is nothing to train")
         self.agent: Agent = agent.to(device)

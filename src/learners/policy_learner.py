@@ -25,7 +25,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts
-from omagd.learners.protocol import Data, SavesParts
+from omagd.learners.protocol import NO_TARGETS, Data, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.ops import autocast_bf16
@@ -205,7 +205,11 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     data: Data = "on_policy"
     loss_name = "loss_ppo"
-    of_policy: ClassVar[bool] = True  # it counts its steps in `updates`, and reads no keys of targets
+    counts_updates: ClassVar[bool] = True
+    unread: ClassVar[dict[str, str]] = {
+        "td_lambda": "has a key of its own, learner_args.gae_lambda, where it has a critic",
+        **NO_TARGETS,
+    }
     args_model: ClassVar[type[Any]]  # of `learner_args`; a subclass of PolicyArgs
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from omagd.config.schema import Config
 from omagd.learners.nq_learner import QLearner
 from omagd.learners.policy_learner import Minibatches
-from omagd.learners.protocol import Data
+from omagd.learners.protocol import NO_TARGETS, Data
 from omagd.learners.synced_optimizer import Stats, merge
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
@@ -40,6 +40,8 @@ class PQNLearner(QLearner):
 
     data: Data = "on_policy"
     explores: ClassVar[bool] = True
+    counts_updates: ClassVar[bool] = True
+    unread: ClassVar[dict[str, str]] = NO_TARGETS
     args_model: ClassVar[type[Any]] = PQNArgs
 
     @classmethod

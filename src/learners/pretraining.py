@@ -47,14 +47,13 @@ class GraphLearner(SavesParts):
     def sample(self, batch: PackedBatch) -> Any:
         """Return what the loss reads of a batch."""
 
-    def warm_up(self, batch: PackedBatch | None = None) -> int:
-        """Run discarded forward and backward passes on `batch` (None: an empty one); return their number."""
-        if batch is None:
-            closing = torch.zeros(1, self.info.n_agents, self.info.obs_dim)
-            idle = torch.zeros(1, self.info.n_agents, dtype=torch.int64)
-            batch = pack_episodes([{"obs": closing, "full_obs": closing, "actions": idle}]).to(self.dist.device)
+    def warm_up(self) -> None:
+        """Run discarded forward and backward passes on an episode without steps."""
+        closing = torch.zeros(1, self.info.n_agents, self.info.obs_dim)
+        idle = torch.zeros(1, self.info.n_agents, dtype=torch.int64)
+        batch = pack_episodes([{"obs": closing, "full_obs": closing, "actions": idle}]).to(self.dist.device)
         self._loss.train()
-        return self._step.warm_up(self.sample(batch))
+        self._step.warm_up(self.sample(batch))
 
     def begin(self, batches: Callable[[], Iterable[PackedBatch]]) -> None:  # noqa: B027 most need nothing
         """Prepare on this rank's training episodes, which each call yields; before the first update, by all ranks."""

@@ -18,6 +18,8 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
 Data = Literal["replay", "on_policy"]
+NO_TARGETS = dict.fromkeys(("double_q", "target_update_interval", "target_update_updates"), "has no target networks")
+"""Keys of target networks, and why a learner without them rejects values other than the defaults (`unread`)."""
 
 
 class Trainable(Protocol):
@@ -102,6 +104,9 @@ class SavesParts(ABC):
 class OnPolicyLearner(Learner, Protocol):
     """A learner with `data = "on_policy"`.
 
+    Optional: `counts_updates`, True where `updates` counts the steps that were taken; `unread`, keys that have no
+    meaning for the learner, each with the reason.
+
     Attributes:
         explores: whether actions are explored by the schedule of epsilon, as by learners from replay.
     """
@@ -112,7 +117,7 @@ class OnPolicyLearner(Learner, Protocol):
     def steps_per_batch(config: Config) -> int:
         """Return the optimisation steps of one `update`: epochs times minibatches.
 
-        Those of `PolicyLearner` may take fewer, and count them in `updates`.
+        A learner that `counts_updates` may take fewer.
         """
         raise NotImplementedError
 
@@ -126,8 +131,8 @@ class PretrainingLearner(Trainable, Protocol):
 
     best_metric: str
 
-    def warm_up(self, batch: PackedBatch | None = None) -> int:
-        """Run discarded passes on `batch`, or on an empty one; return their number."""
+    def warm_up(self) -> None:
+        """Run discarded passes on an episode without steps."""
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take one step on this rank's batch; return (sum, count) pairs by name."""

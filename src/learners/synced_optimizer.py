@@ -170,8 +170,8 @@ class SyncedOptimizer:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._checked = False
 
-    def warm_up(self, *batch: object) -> int:
-        """Run two discarded passes and return their number.
+    def warm_up(self, *batch: object) -> None:
+        """Run two discarded passes.
 
         DDP rebuilds its buckets after the first pass; from then on the order of sums is fixed. The random state and the
         buffers of the loss module are restored. Errors: UserError for parameters without a gradient.
@@ -189,7 +189,6 @@ class SyncedOptimizer:
             for name, value in self.loss_module.named_buffers():
                 value.copy_(kept[name])
         self.optimizer.zero_grad(set_to_none=True)
-        return WARM_UP_PASSES
 
     def __call__(self, count: Tensor, *parts: tuple[object, ...], where: Tensor | None = None) -> UpdateResult:
         """Take one step on this rank's samples, which pass forward and backward part after part.

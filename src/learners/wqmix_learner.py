@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.controllers.basic_mac import new_agent
 from omagd.controllers.types import MAC
 from omagd.learners.belief_loss import BeliefCases
 from omagd.learners.nq_learner import MakeTargets, NQLearner, QLoss, Transitions
 from omagd.learners.synced_optimizer import Stats
-from omagd.modules import agents
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
 from omagd.modules.ops import autocast_bf16
@@ -124,7 +124,7 @@ class WQMIXLearner(NQLearner):
     def make_loss(self) -> WeightedLoss:
         """Return the loss, which holds the networks of Q_tot and of Q*."""
         args = WQMIXArgs.model_validate(self.config.learner_args)
-        self.central: nn.Module = agents.REGISTRY.build(self.config.agent, self.config, self.info)
+        self.central: nn.Module = new_agent(self.config, self.info)
         self.central_mixer: nn.Module = CentralMixer(self.info, args.central_hidden)
         for module in (self.central, self.central_mixer):
             module.to(self.device, self.mac.dtype)

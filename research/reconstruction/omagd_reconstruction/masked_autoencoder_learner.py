@@ -114,12 +114,12 @@ class MaskedAutoencoderLearner(GraphLearner):
             stats = merge(stats, {**self._loss(self.sample(part))[1], **self._errors(part)})
         return stats
 
-    @torch.no_grad()
     def parts(self, batch: PackedBatch) -> list[PackedBatch]:
         """Return the batch in parts of whole episodes, as even as the limit on frames at once asks for."""
         frames = len(batch["obs"]) * self.info.n_agents
         return batch.split(max(1, -(-frames // self.config.graph_frames_at_once)))
 
+    @torch.no_grad()
     def sample(self, batch: PackedBatch) -> Sample:
         """Return two windows for each row with a step: first those that show one agent."""
         net, valid = self.predictor, batch.valid_mask

@@ -235,7 +235,7 @@ def test_only_updates_drop_anything_out():
     batch, found = batch_of(3), []
     for p in (0.0, 0.5):
         stage = learner(dropout=p)
-        stage.warm_up(batch)  # leaves it in training mode
+        stage.warm_up()  # leaves it in training mode
         found.append({name: total / count for name, (total, count) in stage.evaluate(batch).items()})
         assert found[-1] == found[0]
         torch.manual_seed(1)

@@ -49,7 +49,7 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
             return ("evaluate",), None
         pretrained = tried(found, load_pretrained, config, info, torch.device("cpu")) or PretrainedModules()
         stages = tuple(stage_names(config, pretrained))
-        tried(found, _require_judges, config, info)
+        tried(found, _require_judges, config, info, stages)
         tried(found, _require_episodes, config)
         if {"stage1", "stage2"} & set(stages):
             tried(found, _check_policies, config, info)
@@ -81,11 +81,13 @@ def _require_episodes(config: Config) -> None:
         raise UserError(f"pretrain_buffer_path={episodes}: no such folder. {fix}")
 
 
-def _require_judges(config: Config, info: EnvInfo) -> None:
-    """Let judges reject what they would read beside the predictor."""
-    if config.pretrained_mask_predictor_path and config.use_graph_reconstruction:
-        for name in JUDGES.names():
-            JUDGES.get(name).check(config, info)
+def _require_judges(config: Config, info: EnvInfo, stages: Collection[str]) -> None:
+    """Find the judges that the end of a stage asks, and let them reject what they would read beside the predictor."""
+    if "stage2" in stages or config.use_graph_reconstruction or config.belief_loss != "none":
+        found = [JUDGES.get(name) for name in JUDGES.names()]
+        if config.pretrained_mask_predictor_path and config.use_graph_reconstruction:
+            for judge in found:
+                judge.check(config, info)
 
 
 def _check_policies(config: Config, info: EnvInfo) -> None:

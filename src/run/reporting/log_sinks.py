@@ -128,8 +128,9 @@ class SacredSink(Sink):
     def _log(self, record: Record) -> None:
         for key, value in record.values.items():
             name = key if record.stage == "stage3" else f"{record.stage}/{key}"
-            if math.isfinite(value) and record.t >= self._due.get(name, 0.0):
-                self._due[name] = record.t + self.facts.totals.get(record.clock, 0) / MOST
+            total = self.facts.totals.get(record.clock, 0)
+            if math.isfinite(value) and record.t >= min(self._due.get(name, 0.0), total):  # the last one always
+                self._due[name] = record.t + total / MOST
                 self._target.log_scalar(name, value, record.t)
 
 

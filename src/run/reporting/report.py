@@ -9,6 +9,7 @@ from typing import Any
 
 from omagd.utils.logging import duration
 from omagd.utils.run_folder import RunFolder, keep_json
+from omagd.utils.storage import read_entry
 
 HEADLINES = {
     "win_rate": "test_battle_won_mean",
@@ -77,11 +78,20 @@ def render_summary(summary: Summary) -> str:
 
 
 def next_step(summary: Summary) -> str:
-    """Return the command that evaluates a completed training; nothing after another run."""
-    saved = summary.get("stages", {}).get("stage3", {}).get("files", {}).get("agent")
-    if summary.get("exit_state") != "completed" or summary.get("kind") == "evaluation" or not saved:
+    """Return the command after a completed training: to evaluate it, or the keys of its next stage; or nothing."""
+    stages = summary.get("stages", {})
+    if summary.get("exit_state") != "completed" or summary.get("kind") == "evaluation":
         return ""
-    return f"python -m omagd evaluate {shlex.quote(str(summary['folder']))}"
+    if "stage3" in stages:
+        saved = stages["stage3"].get("files", {}).get("agent")
+        return f"python -m omagd evaluate {shlex.quote(str(summary['folder']))}" if saved else ""
+    given = read_entry(RunFolder(summary["folder"]).config_json).get("pretrained_tokenizer_path")
+    tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or given
+    predictor = stages.get("stage2", {}).get("files", {}).get("stage2")
+    paths = {"pretrained_tokenizer_path": tokenizer, "pretrained_mask_predictor_path": predictor}
+    words = [f"{key}={shlex.quote(str(path))}" for key, path in paths.items() if path]
+    stage = "stage3" if predictor else "stage2"
+    return " ".join([f"the same command with reconstructer_stage={stage}", *words]) if words else ""
 
 
 def _headline(summary: Summary) -> str:

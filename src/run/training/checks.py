@@ -35,12 +35,6 @@ REPLAY_KEYS = ("buffer_size", "updates_per_iteration")
 EPSILON_KEYS = ("epsilon_start", "epsilon_finish", "epsilon_anneal_time", "epsilon_speed")
 """Keys of the schedule of epsilon: learners that do not explore by it reject values other than the defaults."""
 
-TARGET_KEYS = {
-    "td_lambda": "has a key of its own, learner_args.gae_lambda, where it has a critic",
-    **dict.fromkeys(("double_q", "target_update_interval", "target_update_updates"), "has no target networks"),
-}
-"""Keys of Q-learning's targets, and what PPO and RLOO have instead: they reject values other than the defaults."""
-
 
 class NoArgs(BaseModel):
     """Keys of a component that has none."""
@@ -174,8 +168,7 @@ def check_data(config: Config) -> Iterator[str]:
             )
     unread = (*REPLAY_KEYS, *(() if explores(learner) else EPSILON_KEYS))
     why = dict.fromkeys(unread, "learns on-policy: each batch_size episodes are used once")
-    if getattr(learner, "of_policy", False):  # others may have targets
-        why |= TARGET_KEYS
+    why |= getattr(learner, "unread", {})  # plug-ins may have targets
     for key, (value, default) in changed(config, why).items():
         fix = _set_by(config, "learner", {key: value}, key) or f" Leave it out ({key}={default})"
         yield f"{key}={value}: has no meaning for {given}, which {why[key]}.{fix}"

@@ -216,7 +216,7 @@ class RLStage(Stage):
     def update(self) -> None:
         """Learn from the batches of this iteration."""
         batches, learner = self.data.batches(), cast(Any, self.learner)
-        counting = getattr(learner, "of_policy", False)
+        counting = getattr(learner, "counts_updates", False)
         for _ in range(self.data.batches_per_iteration):
             with self.session.profiler.phases("sample"):
                 batch = next(batches)
@@ -309,15 +309,15 @@ class RLStage(Stage):
         if self._bar is not None:
             self._bar.close()
         values = self.standing()
+        saved = self.session.folder.step(self.clock.t_env)
+        if not saved.is_dir():  # resumed after the last iteration of a run that could not write it
+            self.save()
         judged = Verdict()
         if self.mac.head is not None or self.session.config.use_graph_reconstruction:
             judged = Verdict.of(judge.team(self.mac) for judge in judges(self.session, self.pretrained))
         if judged.values:
             self.log({f"policy/{name}": value for name, value in judged.values.items()})
             values.update({f"policy_{name}": value for name, value in judged.values.items()})
-        saved = self.session.folder.step(self.clock.t_env)
-        if not saved.is_dir():  # resumed after the last iteration of a run that could not write it
-            self.save()
         models = {"agent": str(saved)} if saved.is_dir() else {}
         self._synchronise(self.shapers)
         facts = {**self._facts(), **({"beliefs": judged.table} if judged.table else {})}
