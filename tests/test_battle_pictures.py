@@ -7,10 +7,9 @@ import json
 
 import numpy as np
 import pytest
-from PIL import Image
 from watch_toys import Diverged, play, small_recording
 
-from omagd.lab.watch import drawing, formats, panel
+from omagd.lab.watch import drawing
 from omagd.run.recording.recording import Moment, Recording
 
 
@@ -23,16 +22,6 @@ def changed(**parts):
     values["values"] = parts.get("kind", values["values"])
     values["scene"].pop("kind", None)
     return Recording.model_validate({"episodes": [values]}).episodes[0]
-
-
-def test_arrows_follow_the_actions_of_agents_and_what_others_did():
-    episode = changed()
-    assert drawing.aims(episode, 0) == [2, -1, 1, -1], "a0 attacks e0, the medic stops, e0 attacks the medic"
-    assert drawing.aims(episode, 1) == [-1, -1, 1, -1], "nobody acts after the last step"
-    healing = changed(actions=[2, 2])
-    assert drawing.aims(healing, 0) == [2, 0, 1, -1]
-    dead = changed(actions=[2, 2], alive=[False, True, True, False])
-    assert drawing.aims(dead, 0) == [-1, 0, 1, -1]
 
 
 def views(episode, agent):
@@ -73,14 +62,6 @@ def test_the_belief_is_where_the_agent_believes_a_unit_and_a_cross_where_it_is()
     assert of_colour(truth, teal)[2] > 1.7 * own[2]
     around = belief[int(enemy[1]) - 6 : int(enemy[1]) + 7, int(enemy[0]) - 6 : int(enemy[0]) + 7]
     assert of_colour(around, drawing.TEXT)[2] > 5, "a cross"
-
-
-def test_a_gif_keeps_the_colours_that_mean_something(tmp_path):
-    healing = changed(**{**PLAIN, "actions": [2, 2]})  # the medic heals a0: a thin green arrow in one picture of many
-    recording = Recording(episodes=[play(map_name="3m")[0].episodes[0], healing])
-    with Image.open(formats.write_gif(recording, tmp_path / "a.gif", 0)) as gif:
-        gif.seek(gif.n_frames - 2)
-        assert of_colour(np.asarray(gif.convert("RGB")).astype(int), panel.HEAL, near=1)[2] > 5
 
 
 def strict(constant):

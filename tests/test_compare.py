@@ -14,7 +14,6 @@ from omagd.lab.analysis.comparison import table
 from omagd.lab.analysis.runs import load
 from omagd.lab.analysis.statistics import FEW
 from omagd.run.cli.main import main
-from omagd.utils.logging import duration
 
 
 def rows_of(text):
@@ -60,25 +59,6 @@ def test_maps_are_apart_and_their_rows_are_compared_on_each_map(tmp_path):
     assert [note.partition(": run ")[2] for note in notes[:2]] == [
         "3m long: t_max 7, not 2050000 (on skirmish 3m)", "8m long: t_max 7, not 2050000 (on skirmish 8m)",
     ]  # fmt: skip
-
-
-def test_a_row_of_several_runs_says_what_differs_among_them(tmp_path):
-    for seed, won, finished in ((1, (0.0, 0.4), True), (2, (0.0, 0.6), True), (7, (), False)):
-        make_run(tmp_path / str(seed), won, seed=seed, finished=finished)
-    for name in ("card.json", "summary.json"):
-        content = json.loads((tmp_path / "2" / name).read_text())
-        if name == "summary.json":
-            content["wall_seconds"] = 120.0
-        else:
-            content |= {"id": "other", "compared": {**content["compared"], "game": "4.6.2"}}
-        (tmp_path / "2" / name).write_text(json.dumps(content))
-    first = json.loads((tmp_path / "1" / "card.json").read_text())["id"]
-    head, (row,), notes = rows_of(table(load([tmp_path])))
-    cells = dict(zip(head, row, strict=True))
-    assert (cells["run"], cells["n"], cells["seeds"]) == ("qmix*", "3", "1, 2, 7")
-    assert cells["win rate"] == "0.500 [0.400, 0.600]", "of the seeds that have one"
-    assert cells["time"] == duration(90.0) and cells["state"] == "2 completed, 1 unfinished"
-    assert cells["card"] == f"{first} …" and "game" in notes[0]
 
 
 def test_a_run_that_goes_on_and_an_evaluation_have_their_rows(tmp_path):

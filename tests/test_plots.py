@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from many_runs import make_run, make_run_on_a_set, make_study
+from many_runs import make_run, make_run_on_a_set
 from matplotlib import image
 
-from omagd.lab.analysis import curves as study_curves
-from omagd.lab.analysis import plot, run_curves
-from omagd.lab.analysis.groups import groups
+from omagd.lab.analysis import run_curves
 from omagd.lab.analysis.runs import load
 
 
@@ -89,34 +86,3 @@ def test_pictures_of_one_run_can_be_decoded(tmp_path):
 
 
 WON = "test_battle_won_mean"
-
-
-def figure_of(panels, labels, marked=(), unit=True):
-    axes = plot.Axes("x", "y", tuple(labels), unit=unit)
-    made = plot._figure(panels, axes, "caption", 7.16, set(marked))
-    made.draw_without_rendering()
-    return made
-
-
-def test_groups_have_one_colour_in_all_figures_and_their_bands(tmp_path):
-    from matplotlib.colors import to_hex
-
-    make_study(tmp_path, rates=(0.001, 0.005, 0.01), seeds=(1, 2, 3))
-    found = groups(load([tmp_path]))
-    labels = [group.label for group in found]
-    (panel,) = study_curves.curve_panels(found, WON, "steps", None)
-    figure = figure_of([panel], labels, marked=[labels[2]])
-    (axis,) = figure.axes
-    for line, band in zip(panel.lines, axis.collections, strict=True):
-        outline = band.get_paths()[0].vertices
-        assert (outline[:, 1].min(), outline[:, 1].max()) == pytest.approx((line.band[0].min(), line.band[1].max()))
-    (legend,) = figure.legends
-    keys = zip(legend.get_texts(), legend.get_lines(), strict=True)
-    colours = {text.get_text(): to_hex(line.get_color()) for text, line in keys}
-    assert colours == dict(zip([*labels[:2], f"{labels[2]}*"], plot.COLOURS, strict=False))
-    alone = figure_of([replace(panel, lines=panel.lines[1:])], labels).axes[0]
-    assert [to_hex(line.get_color()) for line in alone.get_lines()] == list(plot.COLOURS[1:3])
-    many = [replace(panel.lines[0], label=str(i)) for i in range(9)]
-    axis = figure_of([replace(panel, lines=tuple(many))], [str(i) for i in range(9)]).axes[0]
-    looks = {(to_hex(line.get_color()), line.get_linestyle()) for line in axis.get_lines()}
-    assert len(looks) == 9, "more groups than colours have other dashes"

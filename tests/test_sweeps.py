@@ -216,15 +216,6 @@ def test_what_a_sweep_file_gets_wrong_is_one_line(given, said, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_of_a_small_space_is_tried_once(tmp_path):
-    space = {"mixer": {"choices": ["qmix", "vdn"]}, "lr": {"low": 0.1, "high": 0.3, "step": 0.1}}
-    found = swept(tmp_path, space=space, trials=6, pruning=False)
-    assert len({json.dumps(trial["keys"], sort_keys=True) for trial in found["trials"]}) == 6
-    said = []
-    found = run_sweep(load_sweep(values_of(tmp_path, space=space, trials=7, pruning=False)), said.append, quiet=True)
-    assert len(found["trials"]) == 6 and said == ["after 6 trials no combination was found that is new; the sweep ends"]
-
-
 def test_a_misspelt_metric_stops_the_sweep_after_its_first_run_and_can_be_corrected(tmp_path):
     wrong = {"metric": "test_battle_wonn_mean", "executor": {"known": {"jobs": 1}}}
     with pytest.raises(UserError, match=r"metric=test_battle_wonn_mean: trial0000-seed1 has finished .* Did you mean"):
