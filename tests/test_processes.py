@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from command_harness import PYTHON, ROOT
 
 from omagd.run.launch import processes
 from omagd.run.launch.processes import remove_left_behind, temporary_folder
+from omagd.utils import temporary
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 
@@ -49,7 +51,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 @needs_proc
-def test_the_next_start_removes_the_folders_of_killed_processes_only(tmp_path, place):
+def test_the_next_start_removes_the_folders_of_killed_processes_only(tmp_path, place, monkeypatch):
     """Of this user's, and no link; those of living processes, new ones and other names stay."""
     words = [PYTHON, ROOT / "scripts" / "with_log.py", tmp_path / "a.log", "sh", "-c", 'echo "$1"; exec sleep 60', "sh"]
     alive, killed = (subprocess.Popen([*words, "{scratch}"], stdout=subprocess.PIPE, text=True) for _ in range(2))
@@ -69,3 +71,13 @@ def test_the_next_start_removes_the_folders_of_killed_processes_only(tmp_path, p
     alive.communicate(timeout=20)
     assert {path.name for path in place.iterdir()} == {"omagd_12345678.own", "omagd_notes"}
     assert (tmp_path / "thesis").is_dir()
+    removed = []
+
+    def flock(lock: int, how: int) -> None:
+        if how == fcntl.LOCK_EX and not removed:
+            removed.append(os.readlink(f"/proc/self/fd/{lock}"))
+            os.rmdir(removed[0])
+
+    monkeypatch.setattr(temporary.fcntl, "flock", flock)  # another start removes the first folder before it is locked
+    with temporary_folder("omagd_") as own:
+        assert removed and own.is_dir()

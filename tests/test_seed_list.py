@@ -77,10 +77,12 @@ def test_a_list_that_was_interrupted_is_continued_and_a_finished_one_begins_agai
     assert [run["folder"] for run in found["runs"][:2]] == [first[1], first[2]]
     assert [run["return"] for run in found["runs"]] == [0.1, 0.2, 0.3]
     assert "3 seeds" in out and first[1] in out
-    again = start("seeds=1,2,3", "auto_resume=True")
-    assert trainer.took() == [1, 2, 3]
-    assert not {run["folder"] for run in again["runs"]} & {run["folder"] for run in found["runs"]}
+    interrupt(trainer, 1, "seeds=1,2,3", "auto_resume=True")
     assert "a new list begins" in capsys.readouterr().out
+    trainer.interrupted = None
+    again = start("seeds=1,2,3", "auto_resume=True")  # skips no run of the old list
+    assert trainer.took() == [1, 1, 2, 3]
+    assert not {run["folder"] for run in again["runs"]} & {run["folder"] for run in found["runs"]}
 
 
 def test_other_lists_other_keys_and_lists_without_auto_resume_start_from_scratch(trainer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,17 @@ def test_a_kill_at_any_step_of_setting_aside_is_harmless(run, tmp_path, monkeypa
         ends.append({name: text for name, text in copy.contents().items() if not name.startswith("set_aside/")})
     assert last > 12
     assert all(end == ends[0] for end in ends)
+
+
+def test_what_the_system_refuses_is_one_line_that_says_where(run, monkeypatch):
+    truncate(run.checkpoint_folders[0] / "common.th")
+    (run.path / "set_aside").touch()
+    with pytest.raises(UserError, match=r"set_aside\S* \(.*\): move it away, then start again"):
+        cut_back(run, Dist(), plan_of(run))
+    monkeypatch.setattr(recovery.shutil, "copy2", lambda *_: os.fsync(10**6))  # its error names no file
+    (run.path / "set_aside").unlink()
+    with pytest.raises(UserError, match=rf"{run.path} \(Bad file descriptor\): check the disk"):
+        cut_back(run, Dist(), plan_of(run))
 
 
 def test_episodes_of_ranks_that_the_run_no_longer_has_stay(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -27,6 +29,7 @@ from omagd.lab.studies.spec import config_of, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, FAILED, RUNNING, WAITING, StudyState, locked_study
 from omagd.lab.studies.study import run_study
 from omagd.lab.studies.view import study_table
+from omagd.run.checkpoint import resuming
 from omagd.run.checkpoint.resuming import start_ticks
 from omagd.run.cli.main import config_from, main
 from omagd.utils.errors import UserError
@@ -304,15 +307,6 @@ def test_a_run_continues_its_own_folder(unhurried):
         assert config.auto_resume and config.auto_resume_wait > 0
 
 
-def test_a_run_that_cannot_be_started_is_noted_and_its_place_is_free(unhurried):
-    reasons = {"a": OSError(28, "No space left on device"), "b": UserError("no such node")}
-    executor = Scripted(unhurried, fails=reasons)
-    engine.run([stub_job(name) for name in "abc"], executor, unhurried)
-    errors = [unhurried.records[name].error for name in "abc"]
-    assert errors == ["cannot be started: [Errno 28] No space left on device", "cannot be started: no such node", ""]
-    assert unhurried.counts() == {DONE: 1, FAILED: 2}
-
-
 def test_the_reference_of_a_submitted_run_is_saved_at_once(unhurried, monkeypatch):
     """A kill after sbatch must not lose the job, or it would be submitted again."""
     monkeypatch.setattr(study_state, "SAVE_SECONDS", 1e6)
@@ -346,11 +340,8 @@ def test_what_an_interruption_leaves_is_noted_as_it_is(unhurried):
         jobs = [stub_job(name) for name in "abc"]
         engine.run(jobs, executor, unhurried, on_end=lambda job, record: ended.append(job.name), more=interrupt)
     read = StudyState.read(unhurried.folder).records
-    assert [(read[name].state, read[name].reference) for name in "abc"] == [
-        (DONE, ""),
-        (WAITING, ""),
-        (RUNNING, "17_0"),
-    ]
+    left = [(read[name].state, read[name].reference) for name in "abc"]
+    assert left == [(DONE, ""), (WAITING, ""), (RUNNING, "17_0")]
     assert ended == ["a"]
 
 
@@ -362,11 +353,7 @@ def test_runs_are_repeated_only_where_their_result_is_missing(unhurried):
     finish_run(unhurried, "done")
     executor = Scripted(unhurried, ends={"removed": 3})
     shown = []
-
-    def look():
-        shown.append(unhurried.records["failed"].state)
-
-    engine.run(jobs, executor, unhurried, more=look)
+    engine.run(jobs, executor, unhurried, more=lambda: shown.append(unhurried.records["failed"].state))
     assert list(executor.commands) == ["removed", "failed"]
     assert shown[0] == WAITING, "while it waits it is not shown as failed"
     assert unhurried.counts() == {DONE: 3, ELSEWHERE: 1}
@@ -404,22 +391,13 @@ def test_the_last_error_of_a_log_is_what_is_said_of_a_run(log, said, tmp_path):
     assert last_error(tmp_path / "log", -signal.SIGKILL) == "ended by SIGKILL" and last_error(tmp_path / "log", 0) == ""
 
 
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(20)"
-)
-
-
-def ready(log: Path) -> bool:
-    return wait_until(lambda: log.exists() and "ready" in log.read_text())
-
-
 def test_a_run_that_does_not_end_when_asked_is_killed(study, monkeypatch):
     monkeypatch.setattr(local_runs, "STOP_SECONDS", 0.1)
-    command = [sys.executable, "-S", "-c", STUBBORN]
-    executor = local(study, jobs=1)
-    executor.start(stub_job("a"), command, ())
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(20)"
+    executor, log = local(study, jobs=1), study.folder / "logs" / "a.log"
+    executor.start(stub_job("a"), [sys.executable, "-S", "-c", f"import signal, time; {deaf}"], ())
     (process,) = executor._processes.values()
-    assert ready(study.folder / "logs" / "a.log")
+    assert wait_until(lambda: log.exists() and "ready" in log.read_text())
     executor.stop()
     assert start_ticks(process.pid) is None
 
@@ -427,16 +405,16 @@ def test_a_run_that_does_not_end_when_asked_is_killed(study, monkeypatch):
 # --- the folder of a study
 
 
-def test_one_process_leads_a_study(tmp_path):
-    with locked_study(tmp_path / "s") as state:
-        state.add([stub_job("a")])
-        with pytest.raises(UserError, match="runs this study already"), locked_study(tmp_path / "s"):
-            pass
-    with locked_study(tmp_path / "s") as state:
-        assert list(state.records) == ["a"]
+def test_one_process_leads_and_runs_that_ended_with_a_killed_leader_are_shown_as_waiting(tmp_path, capsys, monkeypatch):
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
 
+    def read_only(path: Path, flags: int, *more: Any) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "another person's")
+        return opened(path, flags, *more)
 
-def test_runs_that_ended_with_a_killed_leader_are_shown_as_waiting(tmp_path, capsys):
+    opened = os.open
     with locked_study(tmp_path / "s") as state:
         local, handed = state.add([stub_job("a"), stub_job("b")])
         local.state = handed.state = RUNNING
@@ -445,8 +423,16 @@ def test_runs_that_ended_with_a_killed_leader_are_shown_as_waiting(tmp_path, cap
         state.save(now=True)
         assert main(["study", "status", str(tmp_path / "s")]) == 0
         assert "2 running, 0 waiting, 0 failed; run by process" in capsys.readouterr().out
+        with pytest.raises(UserError, match="runs this study already"), locked_study(tmp_path / "s"):
+            pass
+        with monkeypatch.context() as patch:
+            patch.setattr(resuming.os, "open", read_only)
+            assert state.leader().startswith("run by process")
         text = (tmp_path / "s" / "study.json").read_text()
     (tmp_path / "s" / "study.json").write_text(text)  # as a killed leader leaves it
+    with monkeypatch.context() as patch:
+        patch.setattr(resuming.fcntl, "flock", no_locks)
+        assert StudyState.read(tmp_path / "s").leader().startswith("unknown whether it runs")
     assert main(["study", "status", str(tmp_path / "s")]) == 0
     shown = capsys.readouterr().out
     assert "1 running, 1 waiting, 0 failed; nothing runs it now; 1 waiting after an interruption" in shown
@@ -466,17 +452,15 @@ def test_another_study_and_another_folder_are_rejected(tmp_path):
     with locked_study(tmp_path / "s") as state:
         state.add([stub_job("a")])
     changed = Job("a", "done", "toy", "", 1, ("with", "what=fail", "lr=0.5"))
-    with locked_study(tmp_path / "s") as state, pytest.raises(UserError) as caught:
+    with locked_study(tmp_path / "s") as state, pytest.raises(UserError) as said:
         state.add([changed])
-    assert "its run a has other keys (what is done there, fail here; lr is not given there, 0.5 here)" in str(
-        caught.value
-    )
+    assert "run a has other keys (what is done there, fail here; lr is not given there, 0.5 here)" in str(said.value)
 
 
 def file_with(state: StudyState, **wrong) -> bytes:
     """Return the file of a study whose first job has fields of other types."""
     (record,) = state.records.values()
-    return json.dumps({"format": 1, "launcher": None, "jobs": [{**asdict(record), **wrong}]}).encode()
+    return json.dumps({"format": 1, "jobs": [{**asdict(record), **wrong}]}).encode()
 
 
 def test_a_damaged_state_is_named_and_kept(tmp_path):
@@ -486,13 +470,8 @@ def test_a_damaged_state_is_named_and_kept(tmp_path):
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(UserError, match="has format 2; this version reads 1"):
         StudyState.read(tmp_path / "s")
-    for content in (
-        b"{",
-        b"[]",
-        b'{"format": 1, "jobs": [3]}',
-        file_with(state, starts=None),
-        file_with(state, card=5),
-    ):
+    wrong = (file_with(state, starts=None), file_with(state, card=5))
+    for content in (b"{", b"[]", b'{"format": 1, "jobs": [3]}', *wrong):
         file.write_bytes(content)
         with pytest.raises(UserError, match="study.json: is damaged"):
             StudyState.read(tmp_path / "s")
@@ -554,11 +533,13 @@ def toy(tmp_path, monkeypatch):
 
 def test_results_are_appended_once_and_spare_runs_on_other_machines(toy):
     given = {"results_file": "kept/results.jsonl", "seeds": 3}
-    toy.fails["qmix-3m-seed3"] = UserError("no luck")
-    assert toy.run(**given).counts() == {DONE: 2, FAILED: 1} and not toy.complete
+    toy.fails["qmix-3m-seed2"] = OSError(28, "No space left on device")
+    state = toy.run(**given)
+    assert state.counts() == {DONE: 2, FAILED: 1} and not toy.complete
+    assert state.records["qmix-3m-seed2"].error == "cannot be started: [Errno 28] No space left on device"
     kept = toy.root / "files" / "kept" / "results.jsonl"  # beside the study file, wherever the command runs
     one, two = (json.loads(line) for line in kept.read_text().splitlines())
-    assert [one["job"], two["job"]] == ["qmix-3m-seed1", "qmix-3m-seed2"]
+    assert [one["job"], two["job"]] == ["qmix-3m-seed1", "qmix-3m-seed3"]
     toy.fails.clear()
     assert toy.run("there", **given).counts() == {DONE: 1, ELSEWHERE: 2} and toy.complete
     assert toy.run("there", **given).counts() == {DONE: 1, ELSEWHERE: 2}
@@ -570,7 +551,7 @@ def test_results_are_appended_once_and_spare_runs_on_other_machines(toy):
     kept.write_text("\n".join([*whole[1:], "<<<<<<< HEAD"]) + "\n")
     assert toy.run("there", **given).counts() == {DONE: 2, ELSEWHERE: 1}
     assert [json.loads(line)["job"] for line in kept.read_text().splitlines() if "HEAD" not in line] == [
-        "qmix-3m-seed2", "qmix-3m-seed3", "qmix-3m-seed1",
+        "qmix-3m-seed3", "qmix-3m-seed2", "qmix-3m-seed1",
     ]  # fmt: skip
     assert toy.said == [f"results_file={kept}: 1 lines cannot be read and do not count; the file is kept as it is"]
 

@@ -220,12 +220,13 @@ def test_a_dead_worker_costs_the_episode_of_its_slot_alone(tmp_path):
 
 
 @pytest.mark.processes
-def test_deaths_are_counted_since_the_last_completed_episode(monkeypatch):
+def test_deaths_are_counted_since_the_last_completed_episode_and_restarts_survive_them(monkeypatch):
     monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 2)
     with workers(ProcessEnvs(Walk, WalkArgs(limit=1), 2)) as env:
         for deaths in range(3):
             env.reset(all_slots(env), np.arange(2))
             assert not env.step(np.zeros((2, N), int), all_slots(env)).lost.any()
             # The first worker has played all episodes, and the second only the last one.
-            assert env.get_stats() == {"episodes": deaths + 2, "win_rate": 0.5, "worker_restarts": deaths}
+            counted = {"episodes": deaths + 2, "restarts": 2 * deaths + 2, "win_rate": 0.5, "worker_restarts": deaths}
+            assert env.get_stats() == counted
             assert gone([kill(env, 1)])

@@ -110,7 +110,7 @@ class Walk(MultiAgentEnv):
 
     def get_stats(self) -> dict[str, float]:
         self._enter("stats")
-        return {"episodes": float(self.episodes), "win_rate": 0.5}
+        return {"episodes": float(self.episodes), "restarts": float(self.episodes), "win_rate": 0.5}
 
     def save_replay(self, folder: str = "") -> None:
         self._enter("replay")

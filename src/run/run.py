@@ -78,18 +78,25 @@ def _show(text: str) -> None:
 
 
 def _finished_runs(singles: list[Config]) -> dict[int, dict[str, Any]]:
-    """Return the summaries of the seeds whose newest run is finished; none where all are: then a new list begins."""
+    """Return the summaries of the seeds that are finished; none where all are: then a new list begins.
+
+    A seed is finished if its newest run is, and that is newer than those of the seeds before it: else of an older list.
+    """
     if not singles[0].auto_resume or singles[0].evaluate:
         return {}
     console, root = setup_logging(None), Path(singles[0].local_results_path).expanduser().absolute()
-    found = {}
+    found, latest = {}, 0.0
     for single in singles:
         paths = same_runs(root, identity_of(single))
         newest = next((path for path in paths if is_trusted(path, "does not count as finished")), None)
-        if newest is not None and read_entry(newest / RUN_FILE).get("finished"):
+        if newest is None:
+            continue
+        began = (newest / RUN_FILE).stat().st_mtime
+        if began >= latest and read_entry(newest / RUN_FILE).get("finished"):
             known = {"name": single.name, "env": single.env, "map_name": single.map_name, "exit_state": "completed"}
             summary = read_entry(RunFolder(newest).summary_json)
             found[single.seed] = {**known, **summary, "seed": single.seed, "folder": str(newest)}
+        latest = max(latest, began)
     if len(found) == len(singles):
         console.info("auto_resume=True: the runs of all these seeds are finished already; a new list begins")
         return {}

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from omagd.utils.run_folder import FOLDER
@@ -20,14 +20,22 @@ from omagd.utils.storage import opened
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """Make a folder for the duration of a block; remove those of processes that were killed. Errors: OSError."""
     remove_left_behind()
-    path = Path(tempfile.mkdtemp(".own", prefix))
-    try:
-        with opened(path) as lock:  # the system releases it when this process ends, however it ends
+    with ExitStack() as stack:
+        path = _own_folder(prefix, stack)
+        stack.callback(shutil.rmtree, path, ignore_errors=True)
+        yield path
+
+
+def _own_folder(prefix: str, stack: ExitStack) -> Path:
+    """Return a new folder, locked until the stack is closed or this process ends, however it ends."""
+    while True:
+        path = Path(tempfile.mkdtemp(".own", prefix))
+        with contextlib.suppress(FileNotFoundError):  # another start took it for one that was left behind
+            lock = stack.enter_context(opened(path))
             with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+            path.stat()
+            return path
 
 
 def remove_left_behind() -> None:

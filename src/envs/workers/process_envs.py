@@ -46,6 +46,8 @@ class ProcessEnvs(VectorEnv):
         self._pending = np.zeros(n_slots, np.uint8)  # last command of each slot until it is known to be executed
         self._argument: Any = None  # of the last command
         self._void = np.zeros(n_slots, bool)  # slots whose episode was lost with their worker
+        self._restarts = np.zeros(n_slots)  # of each slot's game, as its worker last counted them
+        self._restarts_before = 0.0  # of the games of workers that died
         self._workers = WorkerPool()
         self._arrays = self._workers.arrays
         self._finalizer = weakref.finalize(self, self._workers.close)
@@ -78,8 +80,15 @@ class ProcessEnvs(VectorEnv):
         return result
 
     def get_stats(self) -> dict[str, float]:
-        """Return the counters of the living workers, as `VectorEnv` does, and `worker_restarts`."""
-        return {**super().get_stats(), "worker_restarts": self._workers.replaced}
+        """Return the counters of the living workers, as `VectorEnv` does, and `worker_restarts`.
+
+        `restarts` are also those that dead workers had counted until the last call.
+        """
+        total = super().get_stats()
+        if "restarts" in total:
+            self._restarts[:] = [(self._replies.get(slot) or {}).get("restarts", 0) for slot in range(self.n_slots)]
+            total["restarts"] += self._restarts_before
+        return {**total, "worker_restarts": self._workers.replaced}
 
     def _start(self, command: int, slots: np.ndarray, argument: Any = None) -> None:
         self._require_open()
@@ -111,6 +120,8 @@ class ProcessEnvs(VectorEnv):
     def _replace(self, slot: int) -> None:
         """Replace a dead worker; its slot replays its episode and repeats a pending command, or becomes void."""
         self._workers.replace(slot, self._history(slot) if self.deterministic else None)
+        self._restarts_before += float(self._restarts[slot])
+        self._restarts[slot] = 0
         if not self.deterministic:
             self._drop_episode(slot)
         if self._pending[slot]:

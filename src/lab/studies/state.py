@@ -135,9 +135,9 @@ class StudyState:
         Jobs that an executor has handed over, as to SLURM, go on without a leader and stay as they are.
         """
         try:
-            busy = busy_run(self.folder)
+            busy = busy_run(self.folder, strict=True)
         except OSError as problem:
-            return f"its lock cannot be read ({problem.strerror})"
+            return f"unknown whether it runs: its lock cannot be read ({problem.strerror})"
         if busy is not None:
             return f"run by {busy}"
         left = [record for record in self.records.values() if record.state == RUNNING and not record.reference]

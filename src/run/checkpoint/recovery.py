@@ -10,6 +10,7 @@ copied before they are cut, checkpoints move after everything else, and the next
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -256,16 +257,21 @@ def _iteration(name: str) -> int:
     return int(name.partition("_")[0])
 
 
-def _agreed(dist: Dist, read: Callable[..., T], *arguments: Any) -> T:
-    """Return what rank 0 reads, on every rank. Errors: UserError of rank 0, on every rank."""
+OCCUPIED = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+"""Errors for a file in the place of a folder, or the other way round."""
+
+
+def _agreed(dist: Dist, read: Callable[..., T], folder: RunFolder, *more: Any) -> T:
+    """Return what rank 0 reads in a run's folder, on every rank. Errors: UserError of rank 0, on every rank."""
     value, problem = None, ""
     if dist.is_main:
         try:
-            value = read(*arguments)
+            value = read(folder, *more)
         except UserError as error:
             problem = error.message
         except OSError as error:
-            problem = f"{error.filename} ({error.strerror or error}): check the disk and the permissions"
+            fix = "move it away" if error.errno in OCCUPIED else "check the disk and the permissions"
+            problem = f"{error.filename or folder.path} ({error.strerror or error}): {fix}"
     value, problem = dist.broadcast((value, problem))
     if problem:
         raise Unreadable(problem)

@@ -92,9 +92,12 @@ def mark_rank(folder: Path) -> Lock:
     return _taken(folder / RANKS, fcntl.LOCK_SH)
 
 
-def busy_run(folder: Path) -> Busy | None:
-    """Return who has the lock of a run's folder, or works there as a rank; changes nothing. Errors: OSError."""
-    return _busy(folder / LOCK) or busy_rank(folder)
+def busy_run(folder: Path, strict: bool = False) -> Busy | None:
+    """Return who has the lock of a run's folder, or works there as a rank; changes nothing.
+
+    strict: whether a file system without locks is an error. Errors: OSError.
+    """
+    return _busy(folder / LOCK, strict) or busy_rank(folder)
 
 
 def busy_rank(folder: Path) -> Busy | None:
@@ -116,24 +119,29 @@ def _taken(path: Path, kind: int) -> Lock:
         raise
 
 
-def _busy(path: Path) -> Busy | None:
+def _busy(path: Path, strict: bool = False) -> Busy | None:
     with contextlib.suppress(FileNotFoundError):
-        handle = os.open(path, FLAGS)
         try:
-            return None if _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB) else Busy(_holder(handle))
+            handle = os.open(path, FLAGS)
+        except OSError as problem:
+            if problem.errno not in {errno.EACCES, errno.EROFS}:
+                raise
+            handle = os.open(path, FLAGS & ~os.O_RDWR)  # another user's, or a disk that is only read: enough to ask
+        try:
+            return None if _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, strict) else Busy(_holder(handle))
         finally:
             os.close(handle)
     return None
 
 
-def _flock(handle: int, kind: int) -> bool:
-    """Return whether the lock was taken, or there are no locks here; False where another process has it."""
+def _flock(handle: int, kind: int, strict: bool = False) -> bool:
+    """Return whether the lock was taken, or, unless `strict`, none exist here; False where another process has it."""
     try:
         fcntl.flock(handle, kind)
     except BlockingIOError:
         return False
     except OSError as problem:
-        if problem.errno not in UNSUPPORTED:
+        if strict or problem.errno not in UNSUPPORTED:
             raise
         if kind & fcntl.LOCK_NB:  # once a start, not in each rank
             LOG.warning("this file system has no locks (flock): nothing keeps a second process out of the folder")

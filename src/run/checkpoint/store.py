@@ -22,7 +22,7 @@ import shutil
 import stat
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from omagd.utils.logging import PACKAGE
-from omagd.utils.run_folder import RUN_FILE, RunFolder, fingerprint, write_json
-from omagd.utils.storage import ABSENT, Unreadable, listed, patiently, read_entry, read_json, sync
+from omagd.utils.run_folder import FOLDER, RUN_FILE, RunFolder, fingerprint, write_json
+from omagd.utils.storage import ABSENT, Unreadable, listed, opened, patiently, read_entry, read_json, sync
 
 Scope = Literal["shared", "rank"]
 """`shared`: equal on all ranks, rank 0 writes it. `rank`: each rank writes and restores its own."""
@@ -531,18 +531,24 @@ def is_finished(folder: RunFolder) -> bool:
 def free_replay(folder: RunFolder, remove: bool = True) -> tuple[int, int]:
     """Remove the episodes of a finished run's checkpoints; return the number of files and the bytes that this frees.
 
-    No link is followed. A file that another run shares by a hard link frees nothing. remove: False only counts.
-    Errors: OSError.
+    Every folder is opened by its name in the one before, following no links. A file that another run shares by a hard
+    link frees nothing. remove: False only counts. Errors: OSError.
     """
     files = size = 0
-    kept = folder.checkpoints / "kept"
-    linked = any(path.is_symlink() for path in (folder.path, folder.checkpoints, kept))
-    for path in sorted(kept.iterdir()) if kept.is_dir() and not linked else []:
-        about = path.lstat()
-        if path.suffix == EPISODES and stat.S_ISREG(about.st_mode):
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(opened(folder.path, FOLDER))
+            for name in ("checkpoints", "kept"):
+                handle = stack.enter_context(opened(name, FOLDER, handle))
+        except ABSENT:
+            return 0, 0
+        for name in sorted(os.listdir(handle)):
+            about = os.stat(name, dir_fd=handle, follow_symlinks=False)
+            if not name.endswith(EPISODES) or not stat.S_ISREG(about.st_mode):
+                continue
             files, size = files + 1, size + about.st_size * (about.st_nlink == 1)
             if remove:
-                path.unlink()
+                os.unlink(name, dir_fd=handle)
     return files, size
 
 

@@ -207,6 +207,16 @@ def _has_agent(folder: Path) -> bool:
         return False
 
 
+def far_step(folder: Path, load_step: int) -> str:
+    """Return a warning where the nearest saved step is more than a tenth away from `load_step`, else nothing."""
+    if not load_step or not folder.name.isdecimal() or abs(int(folder.name) - load_step) <= load_step / 10:
+        return ""
+    return (
+        f"load_step={load_step}: the nearest step that was saved is {folder.name}. save_model_interval of that run says"
+        " which there are"
+    )
+
+
 def run_folder_of(step_folder: Path) -> Path:
     """Return the run folder that a step's folder belongs to."""
     return step_folder.resolve().parent.parent

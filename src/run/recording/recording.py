@@ -26,8 +26,8 @@ LARGEST = 1 << 28
 
 TEAMS, SEEN = (AGENTS, OPPONENTS, THINGS), re.compile("[0-9a-f]*")
 
-FARTHEST = 10_000.0
-"""Largest distance of a guess from the origin in cells."""
+FARTHEST, MOST_UNITS, LONGEST_TEXT = 10_000.0, 4096, 10_000
+"""Largest distance from the origin in cells, units of a scene, and characters of a name: limits of what is drawn."""
 
 FIX = f"give a run's folder, or a *{SUFFIX} from its replays/"
 
@@ -78,12 +78,22 @@ def is_drawable(belief: Belief) -> bool:
     return not any(isinstance(part, str) for part in belief)
 
 
+def _near(*values: Number, least: float = -FARTHEST) -> bool:
+    """Return whether all values that are numbers are distances that can be drawn."""
+    return all(isinstance(value, str) or least <= value <= FARTHEST for value in values)
+
+
+def _box(x0: float, y0: float, x1: float, y1: float, least: float) -> bool:
+    """Return whether this is a rectangle whose sides have at least this length."""
+    return _near(x0, y0, x1, y1) and x1 - x0 >= least and y1 - y0 >= least
+
+
 def _belongs(moment: Moment, scene: Scene) -> bool:
-    """Return whether a moment has the units and agents of a scene, numbered as there."""
+    """Return whether a moment has the units and agents of a scene, numbered as there, at places that can be drawn."""
     units, n = len(scene.ids), scene.teams.count(AGENTS)
     of_units = (moment.health, moment.shield, moment.targets, moment.bodies)
     of_agents = (moment.actions, moment.values, moment.seen, moment.beliefs)
-    named = [*moment.marked, *(unit for beliefs in moment.beliefs for unit, *_ in beliefs)]
+    beliefs = [belief for each in moment.beliefs for belief in each]
     return (
         {len(moment.x), len(moment.y), len(moment.alive), *(len(part) for part in of_units if part)} == {units}
         and all(len(part) in (0, n) for part in of_agents)
@@ -91,7 +101,18 @@ def _belongs(moment: Moment, scene: Scene) -> bool:
         and (bool(moment.shield) or not any(scene.shield_max))
         and len(moment.score) == (2 if scene.score else 0)
         and all(map(SEEN.fullmatch, moment.seen))
-        and all(0 <= unit < units for unit in named)
+        and _near(*moment.x, *moment.y, *(place for _, *xy, _ in beliefs for place in xy))
+        and all(len(body) % 2 == 0 and _near(*body) for body in moment.bodies)
+        and (scene.bounds is not None or not any(moment.bodies))
+        and all(0 <= unit < units and moment.alive[unit] for unit in moment.marked)
+        and all(action >= 0 for action in moment.actions)
+        and all(0 <= unit < units for unit, *_ in beliefs)
+    )
+
+
+def _shows_a_unit(moment: Moment, x0: float, y0: float, x1: float, y1: float) -> bool:
+    return any(
+        alive and x0 <= x <= x1 and y0 <= y <= y1 for x, y, alive in zip(moment.x, moment.y, moment.alive, strict=True)
     )
 
 
@@ -115,21 +136,27 @@ class Episode(_Part):
 
     @model_validator(mode="after")
     def _fits(self) -> Episode:
-        """Reject lists that do not belong together: the player and the pictures rely on them."""
+        """Reject what cannot be drawn: the player and the pictures rely on what holds here."""
         scene, units, n = self.scene, len(self.scene.ids), self.n_agents
+        words = (self.env, self.map_name, self.policy, *scene.ids, *scene.team_names, *scene.actions)
         if not (
-            0 < n <= units
-            and len(scene.teams) == len(scene.kinds) == units
+            0 < n <= units <= MOST_UNITS
+            and max(map(len, words)) <= LONGEST_TEXT
+            and len(scene.teams) == len(scene.kinds) == len(set(scene.ids)) == units
             and not any(scene.teams[:n])
             and {*scene.teams} <= {*TEAMS[: len(scene.team_names)]}
             and (len(scene.team_names) >= 2 or not scene.score)
-            and (scene.bounds is None or scene.bounds[:2] < scene.bounds[2:])
+            and (_box(*scene.bounds, least=1) if scene.bounds else not scene.torus)
+            and all(_box(*wall, least=0) for wall in scene.walls)
+            and all(0 <= most < math.inf for most in (*scene.health_max, *scene.shield_max))
+            and _near(*scene.sight, *scene.reach, least=0)
             and all(len(part) in (0, units) for part in (scene.health_max, scene.shield_max, scene.heals))
             and all(len(part) in (0, n) for part in (scene.sight, scene.reach))
             and all(_belongs(moment, scene) for moment in self.moments)
             and len({bool(moment.seen) for moment in self.moments}) == 1
+            and (scene.bounds is None or any(_shows_a_unit(moment, *scene.bounds) for moment in self.moments))
         ):
-            raise ValueError("its lists do not belong together")
+            raise ValueError("what it holds cannot be drawn")
         return self
 
     @property

@@ -17,7 +17,7 @@ from omagd.controllers.types import Exploration, Policy
 from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.store import Attribute, StageResult
-from omagd.run.checkpoint.weights import find_step_folder, load_learner, save_learner
+from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
 from omagd.run.training.build import build_learner
 from omagd.run.training.collection import shapers
 from omagd.run.training.evaluate import Tests, means
@@ -104,6 +104,8 @@ class RLStage(Stage):
             self.clock.load_state_dict(load_learner(self.learner, folder))
             for module in self.learner.modules().values():
                 require_same_weights(self.session.dist, module, f"checkpoint_path={folder}")
+            if warning := far_step(folder, self.session.config.load_step):
+                self.session.logger.warning(warning)
             where = f"t_env {self.clock.t_env}: steps count on from there to t_max {self.session.config.t_max}"
             self.session.logger.info(f"continuing from {folder} at {where}")
             for name, due in self.dues.items():
