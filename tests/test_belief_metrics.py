@@ -304,18 +304,6 @@ def test_the_table_against_loops_over_units(data, counts) -> None:
     assert found >= {"ally_type0", "ally_type1", "enemy_type0", "enemy_type1"}
 
 
-def test_calibration_is_the_distance_of_stated_from_true_shares(data) -> None:
-    guesser = Guesser(spread=False)
-    table = judge(guesser, [data.batch], data.baselines, Dist())
-    p = guesser.said[0].p_dead.double().numpy()
-    dead = np.array([not case.truth.any() for case in data.judged])
-    bins = [np.flatnonzero((p * 10).astype(int) == b) for b in range(10)]
-    wanted = [[len(b) / len(p), p[b].mean(), dead[b].mean()] for b in bins if len(b)]
-    np.testing.assert_allclose(table["reliability"], wanted)
-    assert table["dead_ece"] == pytest.approx(sum(share * abs(said - true) for share, said, true in wanted))
-    assert not {"coverage", "nll"} & table["rows"][0].keys()
-
-
 def test_logged_values_are_those_of_the_table(data) -> None:
     table = judge(Guesser(), [data.batch], data.baselines, Dist())
     rows, values = {entry["row"]: entry for entry in table["rows"]}, belief_values(table)

@@ -96,6 +96,10 @@ def test_qplex_is_maximal_only_at_the_agents_greedy_actions():
     torch.manual_seed(0)
     config = toy_config(mixer="qplex", mixer_args={"n_heads": 2})
     mixer = MIXERS.get("qplex")(config, INFO).double()
+    q, state = torch.randn(9, 3, INFO.n_actions).double().requires_grad_(), torch.randn(9, INFO.state_dim).double()
+    joint = mix(mixer, MixerInputs(q, torch.zeros(9, 3).long(), torch.ones_like(q), state))
+    slopes = torch.autograd.grad(joint.sum(), q)[0][..., 0]
+    torch.testing.assert_close(slopes, mixer.weight(state).abs() + 1e-10)  # agents learn from the plain sum
     joint_actions = torch.tensor(list(itertools.product(range(INFO.n_actions), repeat=INFO.n_agents)))
     for _ in range(20):
         q, state = torch.randn(INFO.n_agents, INFO.n_actions).double(), torch.randn(INFO.state_dim).double()

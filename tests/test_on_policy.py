@@ -11,7 +11,7 @@ import torch
 from command_harness import records
 from interruption import interrupted_run
 from plugin_toys import CONFIGS, add_example
-from q_toys import random_episode
+from q_toys import make_learner, random_episode, toy_config
 from run_equality import differences
 
 import omagd
@@ -19,6 +19,7 @@ from omagd.components.data import OnPolicyData
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.learners import REGISTRY as LEARNERS
+from omagd.learners import pqn_learner
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.utils.errors import UserError
@@ -73,6 +74,14 @@ def test_minibatches_keep_rows_and_origin_of_their_episodes():
     assert all(torch.equal(part[name], expected[name]) for name in expected.data)
 
 
+def test_each_epoch_of_each_update_draws_anew(monkeypatch):
+    keys, drawn = [], pqn_learner.generator
+    monkeypatch.setattr(pqn_learner, "generator", lambda *key: keys.append(key) or drawn(*key))
+    learner = make_learner(toy_config(learner="pqn_learner", learner_args={"epochs": 3, "minibatches": 2}))
+    learner.update(pack_episodes([random_episode(i, 3) for i in range(4)]), episodes=0)
+    assert [key[2] for key in keys] == [0, 2, 4]
+
+
 @pytest.mark.parametrize(("runner", "tests"), [("parallel", 10**6), ("stream", 100)])
 def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, monkeypatch):
     """Also those in flight when a test begins; the batch needs more than one round of the runner."""
@@ -111,6 +120,7 @@ def test_it_resumes_bit_for_bit(tmp_path):
         ({"buffer_size": 100}, ["buffer_size=100", "on-policy", "buffer_size=5000"]),
         ({"learner": "nq_learner", "learner_args": {}, "batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
         ({"batch_size": 200, "t_max": 199}, ["batch_size=200", "t_max=199"]),
+        ({"action_selector": "softmax"}, ["action_selector=softmax", "pqn_learner learns values"]),
     ],
 )
 def test_values_that_mean_nothing_to_the_learner_are_rejected(updates, words):

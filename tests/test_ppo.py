@@ -128,6 +128,7 @@ def test_advantages_are_gae_of_values_in_units_of_returns(critic, name):
 
 def test_defaults_and_presets_are_those_of_the_papers():
     args = ppo().args_model()
+    assert ppo().optimizer.param_groups[0]["eps"] == 1e-5
     assert (args.gae_lambda, args.clip, args.value_clip, args.normalise_advantages) == (0.95, 0.2, 0.2, True)
     keys = {
         "mappo": ("ppo_learner", "n_rnn", "none", {"critic": "state"}),
@@ -147,6 +148,9 @@ def test_values_are_clipped_and_normalised():
     """Normalised targets have mean 0 and deviation 1; a clipped value has no gradient beyond its bound."""
     episodes = [{**e, "reward": 100 + 10 * e["reward"]} for e in episodes_of(5, 2, 4, 1)]
     learner = ppo(normalise_values=True, death_masking=False)
+    constant = type(learner.value_norm)(True, torch.device("cpu"))
+    constant.add(torch.tensor([4.0, 8.0, 16.0], dtype=torch.float64))
+    assert constant.scale[1] == pytest.approx(1e-2), "the least variance is 1e-4"
     rows = learner.all_rows(pack_episodes(episodes))
     target = rows.target[rows.weight > 0]
     assert abs(target.mean()) < 1e-6 and target.std(correction=0).item() == pytest.approx(1)
@@ -165,7 +169,7 @@ def test_values_are_clipped_and_normalised():
 
 def test_minibatches_hold_every_episode_of_all_ranks_once(monkeypatch):
     """Each rank draws its own part of those that one process would draw; steps are those of all ranks."""
-    lengths = {index: steps for index, steps in enumerate((5, 2, 7, 1, 3, 0))}
+    lengths = {index: steps for index, steps in enumerate((5, 2, 1, 7, 3, 0))}
     batches = [pack_episodes([{"t": torch.zeros(lengths[i] + 1)} for i in range(rank, 6, 2)]) for rank in range(2)]
     whole = Minibatches(pack_episodes([{"t": torch.zeros(steps + 1)} for steps in lengths.values()]), Dist())
     steps = [{i: k - 1 for i, k in zip(b.sample_index, b.packing.lengths, strict=True)} for b in batches]

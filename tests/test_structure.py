@@ -61,7 +61,7 @@ def test_files_and_functions_have_a_readable_size():
     assert {str(path): n for path, n in lines.items() if n > 600} == {}
     assert 100 <= statistics.median(lines.values()) <= 250
     sizes = lengths(parsed().values())
-    assert sizes[int(0.95 * len(sizes))] <= 40
+    assert sizes[int(0.95 * len(sizes))] <= 26
     assert lines[ROOT / "src" / "main.py"] <= 25, "main.py only calls the command line"
 
 
@@ -71,5 +71,5 @@ def test_no_module_imports_itself_through_others():
 
 def test_the_training_loop_fits_on_a_page_and_knows_no_rank():
     loop = ROOT / "src" / "run" / "training" / "loop.py"
-    assert max(lengths([parsed()[loop]])) <= 40
+    assert max(lengths([parsed()[loop]])) <= 26
     assert "rank" not in loop.read_text(encoding="utf-8").lower().replace("ranks are ready", "")

@@ -18,7 +18,7 @@ import yaml
 from sockets import wait_until
 
 import omagd
-from omagd.lab.studies import EXECUTORS, engine, results, sweep_spec
+from omagd.lab.studies import EXECUTORS, results, scheduler, sweep_spec
 from omagd.lab.studies import local as local_runs
 from omagd.lab.studies import state as study_state
 from omagd.lab.studies import study as whole_study
@@ -174,7 +174,7 @@ def study(tmp_path, monkeypatch):
         what = record.job.words[-1].partition("=")[2]
         return [sys.executable, "-S", "-E", "-c", STUB, str(state.run_folder(record.job.name).path), what]
 
-    monkeypatch.setattr(engine, "command_of", command)
+    monkeypatch.setattr(scheduler, "command_of", command)
     with locked_study(tmp_path / "study") as state:
         yield state
 
@@ -190,11 +190,11 @@ def starts(state: StudyState, name: str) -> list:
 def test_a_failed_run_is_noted_and_the_others_go_on(study):
     jobs = [stub_job("a", "fail"), stub_job("b"), stub_job("c", "killed"), stub_job("d", "nothing"), stub_job("e")]
     ended = []
-    engine.run(jobs, local(study, jobs=1), study, on_end=lambda job, record: ended.append((job.name, record.state)))
+    scheduler.run(jobs, local(study, jobs=1), study, on_end=lambda job, record: ended.append((job.name, record.state)))
     assert ended == [("a", FAILED), ("b", DONE), ("c", FAILED), ("d", FAILED), ("e", DONE)]
     errors = {name: record.error for name, record in study.records.items()}
     assert errors == {
-        "a": "error: no luck", "b": "", "c": "ended by SIGKILL", "d": engine.NOT_FINISHED, "e": "",
+        "a": "error: no luck", "b": "", "c": "ended by SIGKILL", "d": scheduler.NOT_FINISHED, "e": "",
     }  # fmt: skip
     read = StudyState.read(study.folder)
     assert read.records == study.records
@@ -203,7 +203,7 @@ def test_a_failed_run_is_noted_and_the_others_go_on(study):
     assert "failed: c: ended by SIGKILL" in table and "0.500" in table
     # The next call repeats what has failed, and nothing else.
     before = {name: starts(study, name) for name in ("b", "e")}
-    engine.run(jobs, local(study, jobs=1), study)
+    scheduler.run(jobs, local(study, jobs=1), study)
     assert {name: starts(study, name) for name in ("b", "e")} == before
     assert len(starts(study, "a")) == len(starts(study, "d")) == 2
 
@@ -215,10 +215,10 @@ def test_runs_share_no_core_and_no_more_than_asked_run_at_a_time(study):
     assert [len(slot) for slot in local(study).slots] == [1] * len(cores)
     if len(cores) < 2:
         pytest.skip("one core")
-    engine.run([stub_job("both")], local(study, cores_per_run=2), study)
+    scheduler.run([stub_job("both")], local(study, cores_per_run=2), study)
     assert starts(study, "both")[0][:2] == [cores[:2], "2"]
     jobs = [stub_job(f"job{number}") for number in range(5)]
-    engine.run(jobs, local(study, jobs=2), study)
+    scheduler.run(jobs, local(study, jobs=2), study)
     seen = {job.name: starts(study, job.name)[0] for job in jobs}
     assert {(*affinity, threads) for affinity, threads, _ in seen.values()} == {(cores[0], "1"), (cores[1], "1")}
     spans = [(seen[n][2], float((study.run_folder(n).path / "ended").read_text()), tuple(seen[n][0])) for n in seen]
@@ -234,7 +234,7 @@ def test_an_interrupted_engine_lets_its_runs_save(study):
         return []
 
     with pytest.raises(KeyboardInterrupt):
-        engine.run([stub_job("a", "hangs"), stub_job("b")], local(study, jobs=1), study, more=interrupt)
+        scheduler.run([stub_job("a", "hangs"), stub_job("b")], local(study, jobs=1), study, more=interrupt)
     assert (study.run_folder("a").path / "saved").exists()
     assert StudyState.read(study.folder).counts() == {WAITING: 2}
 
@@ -288,7 +288,7 @@ def finish_run(state: StudyState, name: str) -> None:
 @pytest.fixture
 def unhurried(tmp_path, monkeypatch):
     """The state of an empty study; the engine does not sleep, and the state is saved after every change."""
-    monkeypatch.setattr(engine, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(scheduler, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(study_state, "SAVE_SECONDS", 0.0)
     with locked_study(tmp_path / "study") as state:
         yield state
@@ -299,7 +299,7 @@ def test_a_run_continues_its_own_folder(unhurried):
     (job,) = jobs_of({"config": "qmix", "with": {"lr": 0.5}})
     for luck, error in ((False, "error: no luck"), (True, "")):
         executor = Scripted(unhurried, luck=luck)
-        engine.run([job], executor, unhurried)
+        scheduler.run([job], executor, unhurried)
         assert unhurried.records[job.name].error == error
         config = config_from(executor.commands[job.name][3:])
         assert (config.lr, config.seed) == (0.5, 1)
@@ -320,7 +320,7 @@ def test_the_reference_of_a_submitted_run_is_saved_at_once(unhurried, monkeypatc
             executor.references["a"] = "17_0"
         return [] if executor.polls < 6 else None
 
-    engine.run([stub_job("a")], executor, unhurried, more=look)
+    scheduler.run([stub_job("a")], executor, unhurried, more=look)
     assert saved == [""] * 3 + ["17_0"] * 3
 
 
@@ -338,7 +338,7 @@ def test_what_an_interruption_leaves_is_noted_as_it_is(unhurried):
 
     with pytest.raises(KeyboardInterrupt):
         jobs = [stub_job(name) for name in "abc"]
-        engine.run(jobs, executor, unhurried, on_end=lambda job, record: ended.append(job.name), more=interrupt)
+        scheduler.run(jobs, executor, unhurried, on_end=lambda job, record: ended.append(job.name), more=interrupt)
     read = StudyState.read(unhurried.folder).records
     left = [(read[name].state, read[name].reference) for name in "abc"]
     assert left == [(DONE, ""), (WAITING, ""), (RUNNING, "17_0")]
@@ -353,7 +353,7 @@ def test_runs_are_repeated_only_where_their_result_is_missing(unhurried):
     finish_run(unhurried, "done")
     executor = Scripted(unhurried, ends={"removed": 3})
     shown = []
-    engine.run(jobs, executor, unhurried, more=lambda: shown.append(unhurried.records["failed"].state))
+    scheduler.run(jobs, executor, unhurried, more=lambda: shown.append(unhurried.records["failed"].state))
     assert list(executor.commands) == ["removed", "failed"]
     assert shown[0] == WAITING, "while it waits it is not shown as failed"
     assert unhurried.counts() == {DONE: 3, ELSEWHERE: 1}
@@ -369,7 +369,7 @@ def test_a_pruned_run_is_cancelled_once_and_one_that_waits_is_never_started(unhu
             unhurried.prune("b")
         return None if executor.polls > 4 else []
 
-    engine.run([stub_job(name) for name in "abc"], executor, unhurried, more=prune)
+    scheduler.run([stub_job(name) for name in "abc"], executor, unhurried, more=prune)
     assert executor.cancelled == ["a"]
     assert unhurried.records["a"].reference == "", "there is nothing left to follow"
     assert list(executor.commands) == ["a", "c"]
@@ -487,7 +487,7 @@ class Toy:
     def __init__(self, root: Path, monkeypatch) -> None:
         self.root, self.said, self.starts, self.fails, self.references = root, [], [], {}, {}
         self.steps, self.examined = {}, []
-        monkeypatch.setattr(engine, "POLL_SECONDS", 0.0)
+        monkeypatch.setattr(scheduler, "POLL_SECONDS", 0.0)
         monkeypatch.setattr(whole_study, "examine", self.examine)
         fits = {"args_model": LocalArgs, "__init__": lambda self, place: None}
         executor = type("Toy", (Scripted,), {**fits, "__new__": lambda cls, place: self.executor(place)})

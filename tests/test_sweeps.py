@@ -16,7 +16,7 @@ from sockets import wait_until
 from sweep_stand_in import BEST_GAMMA, BEST_LR, KnownExecutor
 
 from omagd.config.loading import resolve
-from omagd.lab.studies import EXECUTORS, engine, sweep
+from omagd.lab.studies import EXECUTORS, scheduler, sweep
 from omagd.lab.studies.state import DONE, FAILED, PRUNED, StudyState
 from omagd.lab.studies.sweep import run_sweep
 from omagd.lab.studies.sweep_spec import load_sweep
@@ -31,7 +31,7 @@ def known(monkeypatch):
     """The executor `known`, polls without pauses, no check that needs torch."""
     monkeypatch.setitem(EXECUTORS._objects, "known", KnownExecutor)
     monkeypatch.setattr(EXECUTORS, "names", lambda: ["known", "local", "slurm"])
-    monkeypatch.setattr(engine, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(scheduler, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(sweep, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(sweep, "examine", lambda jobs, executor, source: {})
 
@@ -130,9 +130,9 @@ def test_an_interrupted_sweep_ends_as_an_undisturbed_one(tmp_path, monkeypatch):
 def test_a_sweep_that_is_killed_loses_and_repeats_no_trial(tmp_path):
     """By SIGKILL, in a process of its own, a while after its first trials began; this process continues it."""
     program = (
-        "import sys; from omagd.lab.studies import EXECUTORS, engine, sweep; from omagd.run.cli.main import main\n"
+        "import sys; from omagd.lab.studies import EXECUTORS, scheduler, sweep; from omagd.run.cli.main import main\n"
         "from sweep_stand_in import KnownExecutor; EXECUTORS._objects['known'] = KnownExecutor\n"
-        "EXECUTORS.names = lambda: ['known']; engine.POLL_SECONDS = 0.05; sweep.examine = lambda *_: {}\n"
+        "EXECUTORS.names = lambda: ['known']; scheduler.POLL_SECONDS = 0.05; sweep.examine = lambda *_: {}\n"
         "main(sys.argv[1:])"
     )
     given = values_of(tmp_path, trials=10, executor={"known": {"jobs": 2, "tests": 4}})
@@ -156,7 +156,7 @@ def test_a_sweep_that_is_killed_loses_and_repeats_no_trial(tmp_path):
 
 @pytest.mark.processes
 def test_a_sweep_of_real_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(engine, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(scheduler, "POLL_SECONDS", 0.1)
     given = {
         "name": "toy", "results": str(tmp_path), "config": "qmix", "env_config": "matrix_game", "seeds": 1, "trials": 1,
         "with": {"t_max": 30, "test_interval": 10, "test_nepisode": 8, "batch_size_run": 8, "save_model": False},

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
+from typing import ClassVar
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -130,7 +131,8 @@ class PredictorLoss(LossModule):
 class PredictorLearner(GraphLearner):
     """Trains a predictor in place, on one rank or several. The tokenizer is frozen in place."""
 
-    best_metric = "error_all"  # feature error of all unseen nodes, the dead included, as the agent receives it
+    # Feature error of all unseen nodes, the dead included, as the agent receives it.
+    best_metric: ClassVar[str] = "error_all"
 
     def __init__(
         self, predictor: MaskPredictor, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -129,7 +129,7 @@ class PretrainingLearner(Trainable, Protocol):
         best_metric: name in the stats of `evaluate` that selects the best model; lower is better.
     """
 
-    best_metric: str
+    best_metric: ClassVar[str]
 
     def warm_up(self) -> None:
         """Run discarded passes on an episode without steps."""

@@ -13,6 +13,7 @@ Shapes: P nodes, D features, E code dimensions, K codes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class TokenizerLoss(LossModule):
 class TokenizerLearner(GraphLearner):
     """Trains a tokenizer in place, on one rank or several."""
 
-    best_metric = "mse"  # held-out, lower is better
+    best_metric: ClassVar[str] = "mse"  # held-out, lower is better
 
     def __init__(self, tokenizer: Tokenizer, config: Config, info: EnvInfo, dist: Dist) -> None:
         loss = TokenizerLoss(tokenizer, config.precision == "bf16")

@@ -48,15 +48,16 @@ def overridden_alone(kind: type, name: str, other: str) -> type | None:
 
 
 def require_step(module: nn.Module, parts: str) -> None:
-    """Reject a class that trains with a `forward` of its own and would act with the `step` of a class above it.
+    """Reject a class with a `forward` of its own, which trains, and an inherited `step`, which acts; or the reverse.
 
     parts: the methods that both call, for the message. Errors: UserError.
     """
-    if (above := overridden_alone(type(module), "forward", "step")) is not None:
-        raise UserError(
-            f"{type(module).__name__}: has a forward of its own, which trains, but would act with the step of"
-            f" {above.__name__}. Override {parts}, which both call, or step too"
-        )
+    for one, does, other, would in (("forward", "trains", "step", "act"), ("step", "acts", "forward", "train")):
+        if (above := overridden_alone(type(module), one, other)) is not None:
+            raise UserError(
+                f"{type(module).__name__}: has a {one} of its own, which {does}, but would {would} with the {other} of"
+                f" {above.__name__}. Override {parts}, which both call, or {other} too"
+            )
 
 
 def faster_by(form: Callable[..., R | None]) -> Callable[[Callable[..., R]], Callable[..., R]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.lab.analysis.groups import differences
-from omagd.lab.studies import EXECUTORS, engine
+from omagd.lab.studies import EXECUTORS, scheduler
 from omagd.lab.studies import results as results_files
 from omagd.lab.studies.executors import Executor, Job, Place
 from omagd.lab.studies.local import bound
@@ -61,7 +61,7 @@ def run_study(study: Study, warn: Callable[[str], None], *, quiet: bool = False)
         kept = _Results(study, state, warn)
         kept.skip(wanted)
         show = None if quiet else printing(lambda: state_line(state))
-        engine.run(study.jobs, executor, state, on_end=lambda job, record: kept.add(record), show=show)
+        scheduler.run(study.jobs, executor, state, on_end=lambda job, record: kept.add(record), show=show)
         return state
 
 

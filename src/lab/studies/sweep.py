@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from omagd.config.loading import DEFAULT_CONFIG, read_preset, to_plain
 from omagd.lab.analysis.runs import is_number
-from omagd.lab.studies import engine
+from omagd.lab.studies import scheduler
 from omagd.lab.studies.executors import Job
 from omagd.lab.studies.spec import config_of_words
 from omagd.lab.studies.state import DONE, FAILED, PRUNED, STATE, StudyState, check_folder, locked_study
@@ -95,7 +95,7 @@ def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, An
         search = _Search(sweep, state, trials, len(executor.slots), warn)
         show = None if quiet else printing(search.headline)
         try:
-            engine.run(search.begin(), executor, state, more=search.more, show=show)
+            scheduler.run(search.begin(), executor, state, more=search.more, show=show)
         finally:
             state.save(now=True)
             found = search.write()

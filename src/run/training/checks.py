@@ -149,14 +149,14 @@ def check_data(config: Config) -> Iterator[str]:
     if config.precision not in getattr(learner, "precisions", (config.precision,)):
         fix = " or ".join(learner.precisions)
         yield f"precision={config.precision}: {given} does not support it. Use precision={fix}"
+    if explores(learner) and action_selectors.draws(config.action_selector):
+        yield (
+            f"action_selector={config.action_selector}: draws from logits, but {given} learns values. Use"
+            " action_selector=epsilon_greedy, or learner=ppo_learner"
+        )
     if learner.data == "replay":
         if config.batch_size > config.buffer_size:
             yield f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}"
-        if action_selectors.draws(config.action_selector):
-            yield (
-                f"action_selector={config.action_selector}: draws from logits, but {given} learns values. Use"
-                " action_selector=epsilon_greedy, or learner=ppo_learner"
-            )
         return
     if runners.REGISTRY.get(config.runner).unit != "episodes":
         yield f"runner={config.runner}: {given} learns from whole episodes. Use runner=parallel, episode or stream"
