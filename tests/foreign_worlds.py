@@ -52,8 +52,8 @@ class Leaving:
         self.t += 1
         rewards = {name: float(1 + actions[name]) for name in self.agents}
         over = {"tall": self.t >= 2, "kind": self.t >= 4}
-        ended = {name: over[name] and (self.end == "terminated" or name == "tall") for name in self.agents}
-        cut = {name: over[name] and not ended[name] for name in self.agents}
+        ended = {name: over[name] and (self.end == "terminated" or name == "tall") for name in over}
+        cut = {name: over[name] and not ended[name] for name in over}
         seen, infos = self._look()
         if over["kind"]:
             infos["kind"] |= {"score": 7.0, "return": 1.0}
@@ -71,13 +71,14 @@ class Pursuit:
         self.size, self.five = size, five
 
     def reset(self) -> None:
-        self.t, self.place = 0, random.randrange(self.size)  # noqa: S311
+        self.t, self.place = 0, (random.randrange(self.size) + np.random.randint(self.size)) % self.size  # noqa: S311
 
     def step(self, actions: list) -> tuple:
         self.t += 1
         won = all(action == self.place for action in actions)
         if self.five:
-            return self.get_obs(), float(won), won, self.t == 3 and not won, {}
+            late = self.t == 3 and not won
+            return self.get_obs(), float(won), [won, won or late], [late, late], {}
         return float(won), won or self.t == 3, {"battle_won": won, "episode_limit": self.t == 3 and not won}
 
     def get_obs(self) -> list:

@@ -121,9 +121,10 @@ class Probe:
         self.wants_full_obs = wants_full_obs
         self.explored: list[Exploration | None] = []
         self.full: list[bool] = []
+        self.refreshed = 0
 
     def refresh(self) -> None:
-        pass
+        self.refreshed += 1
 
     def begin(self, n_slots: int) -> None:
         self.ticks = np.full(n_slots, -1)
@@ -154,6 +155,7 @@ def collected(env: BatchedEnv, name: str, calls: int) -> tuple[Runner, list[Roll
     """Return a new runner with the rollouts of `calls` iterations and of the drain after them."""
     runner, probe = runner_of(env, name=name), Probe()
     rollouts = [runner.collect(probe, explore=None) for _ in range(calls)]
+    assert probe.refreshed == (0 if runner.rounds else calls - 1), "those in flight act with the newest weights"
     return runner, [*rollouts, runner.drain(probe, explore=None)]
 
 

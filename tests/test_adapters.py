@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import shared_memory
-from walk_env import CRASH, END, N, Walk, WalkArgs, all_slots, gone, is_running, pids_of
+from walk_env import CRASH, END, N, SteadyArgs, SteadyWalk, Walk, WalkArgs, all_slots, gone, is_running, pids_of
 
 from omagd.config.env_info import EntityLayout
 from omagd.envs import REGISTRY
@@ -62,6 +62,15 @@ def test_serial_envs_return_everything_that_the_single_environment_returns():
     assert (stats["episodes"], stats["win_rate"]) == (2.0, 0.5)
     with pytest.raises(NotImplementedError):
         env.save_replay("somewhere")
+
+
+def test_scripts_choose_anew_after_each_step_and_reset():
+    env, rng = SerialEnvs(SteadyWalk, SteadyArgs(), 9), np.random.default_rng(0)
+    for _ in range(2):
+        env.reset(all_slots(env), np.arange(9))
+        assert not env.scripted_actions("wander", rng).any()
+        env.step(np.zeros((9, N), int), all_slots(env))
+        assert env.scripted_actions("wander", rng).any()
 
 
 def test_serial_envs_return_agent_rewards():

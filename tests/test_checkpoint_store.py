@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.loading import resolve
 from omagd.run.checkpoint.checkpointer import Checkpointer, CheckpointWriter
 from omagd.run.checkpoint.recovery import RecoveredState, ResumePlan
@@ -247,6 +248,19 @@ def test_what_is_removed_is_within_the_run(store, tmp_path):
         clean(store.path)
         store.prune()
     assert precious.read_text() == "years"
+
+
+def test_episodes_of_several_ranks_are_dealt_by_age(tmp_path):
+    logs, found = [], EpisodeBuffer(9)
+    for rank, count in enumerate((3, 5)):
+        buffer = EpisodeBuffer(9)
+        buffer.add({"number": torch.full((2,), 10 * rank + i)} for i in range(count))
+        buffer.since(0).save(tmp_path / f"rank{rank}")
+        part = {**buffer.since(0).describe(), "file": f"rank{rank}"}
+        logs.append({"replay": {"added": count, "kept": count - 1, "parts": [part]}})
+    checkpoint = Checkpoint(tmp_path / "1", {"world_size": 2, "files": ["rank0", "rank1"], "logs": logs})
+    RecoveredState(checkpoint, {}, own=None).refill("replay", found, Dist())
+    assert [int(episode["number"][0]) for episode in found.episodes] == [11, 12, 1, 13, 2, 14]
 
 
 @pytest.mark.parametrize("modules", [{}, {"tokenizer": torch.nn.Linear(1, 1)}])

@@ -347,6 +347,11 @@ def test_a_best_test_during_a_save_is_saved_after_it(tmp_path, monkeypatch):
 def test_lost_episodes_of_all_ranks_are_counted_on_by_another_number_of_ranks(tmp_path):
     stage = stage_of(qmix(tmp_path), tmp_path / "run")
     ranks = [{"past": {"restarts": 1.0}, "runners": {"train": {"lost": lost}}} for lost in (2, 3)]
+    drawn = stage.rng("replay").bit_generator.state
+    stage.session.checkpointer.iteration = 7
     stage.session.checkpointer._merge_ranks(stage, ranks, inside=False)
     assert stage.session.failure_counts() == {"restarts": 2.0, "lost_episodes": 5.0}
+    assert stage.rng("replay").bit_generator.state != drawn, "a new stream"
+    stage.session.checkpointer._restore_rank(stage, {"past": {"restarts": 4.0}, "runners": {}}, inside=False)
+    assert stage.session.failure_counts()["restarts"] == 4.0
     stage.session.close()

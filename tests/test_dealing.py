@@ -243,6 +243,9 @@ def test_increments_are_added_once():
     facts = alone.summary()
     assert (facts["3m"]["visits"], facts["3m"]["wins"], facts["5m"]["visits"]) == (18, 6, 9)
     assert sum(alone.all["3m"].last) == 6
+    results = Record(last=[0] * 60)
+    results.add(Record(last=[1] * 60))
+    assert results.last == [0] * 40 + [1] * 60, "the newest 100"
 
 
 @pytest.mark.parametrize(("updates", "message"), [

@@ -273,7 +273,7 @@ def test_a_frame_shows_the_units_where_agents_see_them(env):
     assert checked or layout is None or env.info.name not in OURS
 
 
-def test_scripted_policies_play_what_is_available(env):
+def test_scripted_policies_play_what_is_available_and_nothing_else_can_be_played(name, env):
     b = env.n_slots
     rng = np.random.default_rng(0)
     for policy in env.info.scripted_policies:
@@ -287,6 +287,12 @@ def test_scripted_policies_play_what_is_available(env):
             active &= ~env.step(actions, active).terminated
     with pytest.raises(NotImplementedError, match="no_such_policy"):
         env.scripted_actions("no_such_policy", rng)
+    if name in {*OURS, A_SET} - {*foreign_worlds.SMALL}:
+        env.reset(np.ones(b, bool), np.arange(b))
+        avail, actions = env.observe().avail_actions, env.scripted_actions("random", rng)
+        actions[2, 1] = wrong = np.append(~avail[2, 1], True).argmax()
+        with pytest.raises(ValueError, match=f"slot .*, agent 1: action {wrong} is not available"):
+            env.step(actions, np.ones(b, bool))
 
 
 def test_random_actions_are_uniform_over_the_available_ones():

@@ -5,6 +5,8 @@ Add a new key to one of `RUNS`, or to `ELSEWHERE` with the test that sets it.
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +199,11 @@ def test_a_run_with_these_values_completes(name, place, any_machine, monkeypatch
     monkeypatch.setenv("WANDB_MODE", "offline")
     for key, where in run.needs.items():
         earlier, _, inner = where.partition("/")
-        found[key] = str(folder_of(earlier, place) / inner)
+        found[key] = os.path.relpath(folder_of(earlier, place) / inner)
     results = {"local_results_path": str(place / name.replace(" ", "_"))}
     assert omagd.run(resolve(run.config, run.env, {**run.values, **found, **results}))["exit_state"] == "completed"
     folder = folder_of(name, place)
+    kept = json.loads((folder / "config.json").read_text())
+    assert all(os.path.isabs(kept[key]) for key in run.needs if key in PRETRAINED), "it may go on from elsewhere"
     missing = [pattern for pattern in run.makes if not list(folder.glob(pattern))]
     assert missing == [], sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

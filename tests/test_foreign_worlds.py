@@ -22,7 +22,7 @@ WORLDS = {
     "gymma pz-mpe-simple-spread-v3": {"common_reward": False},
     "pettingzoo mpe2.simple_speaker_listener_v4": {"reward_scalarisation": "mean", "max_cycles": 7},
     "pettingzoo foreign_worlds:Leaving": {},
-    "pymarl foreign_worlds:Pursuit": {"size": 5},
+    "pymarl foreign_worlds:Pursuit": {"size": 500},
     "pymarl foreign_worlds:Seeded": {},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,10 @@ def test_frames_hold_what_was_seen_and_nothing_else() -> None:
         n_frames += 1
     with_mask = [(x[:-1] == MASK).any(-1) & on[:-1, :, 0] for x, on in zip(ids, living, strict=True)]
     assert n_frames == len(sample.frames) == sum(int(one.sum()) for one in with_mask)
-    assert stage.predictor(sample.frames, sample.masked).shape == (len(sample.target), K + 1)
+    frames, masked, predict = sample.frames, sample.masked, stage.predictor.eval()
+    others = replace(frames, last_ids=frames.last_ids.where(masked, 3), age=frames.age.where(masked, 1))
+    assert torch.equal(predict(others, masked), predict(frames, masked)), "what is seen needs no memory of itself"
+    assert predict(frames, masked).shape == (len(sample.target), K + 1)
 
 
 def test_random_masks_hide_seen_nodes_and_truth_beyond_sight_changes_targets_only() -> None:
@@ -264,6 +268,16 @@ def test_a_new_predictor_takes_in_the_tokenizers_codes() -> None:
     trained = predictor.table.clone()
     PredictorLearner(predictor, tokenizer, config, INFO, Dist())
     assert torch.equal(predictor.table, trained), "a trained predictor is judged with the table that agents act with"
+
+
+def test_features_of_codes_are_standardised_and_clipped() -> None:
+    predictor = toy_modules(toy_config(tokenizer_config__n_codes=40))[1]
+    table = torch.randn_like(predictor.table)
+    table[:, 0], table[0, 1] = 1.0, 1e3  # the same in all codes; far from the others
+    predictor.bind(table)
+    features = predictor.code_features[:40]
+    assert not features[:, 0].any() and features[0, 1] == 5
+    torch.testing.assert_close(features[:, 2], (table[:, 2] - table[:, 2].mean()) / table[:, 2].std(correction=0))
 
 
 def gradients(stage: Any) -> list[torch.Tensor]:

@@ -114,6 +114,14 @@ def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
     assert drawn.numel() == 2 * steps * agents
 
 
+def test_actions_that_are_not_available_are_an_error(monkeypatch):
+    plays, mac = game()
+    loop = plays._resident(mac, 1, False, True)
+    monkeypatch.setattr(loop, "play", lambda *_: loop.game.faults.fill_(True))
+    with pytest.raises(RuntimeError, match="given actions that are not available"):
+        plays.run(mac, explore=None)
+
+
 def test_acting_reads_the_weights_at_every_tick():
     """A captured tick is replayed without Python: it must not use what was computed from earlier weights."""
     plays, mac = game()

@@ -105,6 +105,7 @@ def assert_summary_of_what_was_reached(folder: RunFolder) -> None:
     assert summary["updates"] == clock["updates"]
     tests = [line["test_battle_won_mean"] for line in records(folder.path) if "test_battle_won_mean" in line]
     assert (summary["win_rate"], summary["best_win_rate"]) == (tests[-1], max(tests))
+    assert newest(folder)["score"] == tests[-1]
 
 
 class Visits:

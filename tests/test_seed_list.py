@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from omagd.run.launch import launcher as launching
 from omagd.run.run import run
 from omagd.utils.errors import UserError
 from omagd.utils.run_folder import write_json
-from omagd.utils.seeding import GOLDEN, splitmix64, uniform
+from omagd.utils.seeding import GOLDEN, random_state, set_random_state, splitmix64, uniform
 from omagd.utils.signals import Stopped
 
 
@@ -104,6 +105,15 @@ def test_a_run_whose_note_is_damaged_is_known_by_its_configuration(content, trai
     with pytest.raises(UserError, match="is finished already"):
         start("seed=2", "auto_resume=True", f"unique_token={Path(first).name}")
     assert "run.json was damaged" in capsys.readouterr().out
+
+
+def test_all_global_generators_go_on_from_a_saved_state():
+    def draws() -> list[float]:
+        return [random.random(), np.random.random(), torch.rand(1).item()]
+
+    saved, first = random_state(), draws()
+    set_random_state(saved)
+    assert draws() == first
 
 
 def test_splitmix64_gives_the_published_vectors_and_all_streams_keep_their_bits():

@@ -28,7 +28,7 @@ from omagd.lab.studies.slurm import SlurmArgs, SlurmExecutor
 from omagd.lab.studies.spec import config_of, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, FAILED, RUNNING, WAITING, StudyState, locked_study
 from omagd.lab.studies.study import run_study
-from omagd.lab.studies.view import study_table
+from omagd.lab.studies.view import state_line, study_table
 from omagd.run.checkpoint import resuming
 from omagd.run.checkpoint.resuming import start_ticks
 from omagd.run.cli.main import config_from, main
@@ -340,6 +340,7 @@ def test_what_an_interruption_leaves_is_noted_as_it_is(unhurried):
         jobs = [stub_job(name) for name in "abc"]
         scheduler.run(jobs, executor, unhurried, on_end=lambda job, record: ended.append(job.name), more=interrupt)
     read = StudyState.read(unhurried.folder).records
+    assert state_line(StudyState.read(unhurried.folder)) == "1 done, 1 running, 1 waiting, 0 failed"
     left = [(read[name].state, read[name].reference) for name in "abc"]
     assert left == [(DONE, ""), (WAITING, ""), (RUNNING, "17_0")]
     assert ended == ["a"]
