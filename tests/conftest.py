@@ -17,6 +17,10 @@ import sc2_stand_in
 from command_harness import end_what_goes_on, train
 from reaper import watch_this_session
 
+# Hundreds of processes are started here; without its bytecode each would compile the package anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A shell that starts this suite in the background lets it, and all that it starts, ignore Ctrl-C; tests send that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -87,10 +86,3 @@ def make_run_on_a_set(folder: Path, **updates) -> Path:
     whole = sum(list(ends.values())[:3]) / 3
     won = tuple(whole * k / 3 for k in range(4))
     return make_run(folder, won, config="hpn_qmix", env_args__map_name="marine-easy", more=more, **updates)
-
-
-def without(package: str, patch) -> None:
-    """Make a package one that is not installed. patch: pytest's `monkeypatch`."""
-    for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
-        patch.delitem(sys.modules, name)
-    patch.setitem(sys.modules, package, None)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from chaos_harness import PATIENCE, Trial, differences
-from command_harness import records, summary_of
+from chaos_harness import PATIENCE, TINY, Trial, differences
+from command_harness import FORKED, MAIN, PYTHON, Started, left_behind, records, run_folders, summary_of
 from interruption import SAVED_AT, TornRun, flip, json_of, manifest_of, plan_of, truncate
 
 from omagd.run.checkpoint import resuming
@@ -27,17 +27,20 @@ from omagd.utils import storage
 def test_a_run_that_is_killed_twice_ends_with_the_same_bits(tmp_path):
     """A rank, then all at once while they save. test_resume.py ends runs in each stage; the benchmark kills more."""
     words = ("world_size=2", "t_max=2500", "checkpoint_interval=0", "test_interval=2500")
-    alone = Trial(tmp_path / "alone", words, options=("--config=qmix",))
-    undisturbed = alone.start()  # beside the other, which mostly waits
+    (tmp_path / "alone").mkdir()
+    command = [PYTHON, MAIN, "-u", "--config=qmix", "with", *TINY, *words]
+    undisturbed = Started(command, tmp_path / "alone", **FORKED)  # beside the other, which mostly waits
     killed = Trial(tmp_path / "killed", words, stride=2, options=("--config=qmix",))
     plan = [("rank", "any"), ("group", "save")]
     killed.disturbed(random.Random(3), plan)
-    assert undisturbed.wait(PATIENCE) == 0, alone.output()
+    ended = undisturbed.wait(PATIENCE)
+    assert ended.code == 0, ended.text
+    (alone,) = run_folders(tmp_path / "alone")
     assert [kill.kind for kill in killed.kills] == [kind for kind, _ in plan]
     assert killed.codes == [-9, 0]
-    assert differences(alone.folder, killed.folder) == []
+    assert differences(alone, killed.folder) == []
     assert summary_of(killed.folder)["exit_state"] == "completed"
-    assert (alone.left(), killed.left()) == ([], [])
+    assert (left_behind(ended.group), killed.left()) == ([], [])
 
 
 @pytest.fixture(scope="module")

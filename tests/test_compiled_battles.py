@@ -17,6 +17,7 @@ from battle_toys import JudgedByNumPy
 
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import compiler
+from omagd.envs.battle.compiled.engine import SIGHT
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.protocol import random_actions
 from omagd.utils import compiling
@@ -212,6 +213,10 @@ def test_wrong_shapes_and_types_are_rejected(method, arguments, error):
     assert_equal(env.snapshot(), before, "snapshot")
 
 
+def test_the_scripted_enemy_sees_further_with_each_difficulty_up_to_seven():
+    assert [SIGHT[level] for level in "123456789A"] == [6, 6.5, 7, 7.5, 8, 8.5, 9, 9, 9, 9]
+
+
 ADDER = """
     import sys
     import numpy as np
@@ -323,24 +328,3 @@ def test_users_without_a_home_and_folders_of_somebody_else(monkeypatch, tmp_path
     monkeypatch.setattr(os, "getuid", lambda: other)  # who does not own that folder
     monkeypatch.setattr(compiling.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "mine"))
     assert compiling.user_cache() == tmp_path / "mine" / "omagd"
-
-
-@pytest.mark.processes
-def test_a_numba_that_is_switched_off_is_used_nowhere(tmp_path):
-    """Importing it to find that out must not make others believe that it works; battles and snakes need it."""
-    code = (
-        "import numpy as np\nfrom omagd.components import action_selectors\nfrom omagd.envs.factory import make_env\n"
-        "from omagd.utils.errors import UserError\n"
-        "for name in ('skirmish', 'snakes_3v3'):\n"
-        "    try:\n        make_env(name, {}, 1, processes=False)\n"
-        "    except UserError as error:\n        print(error)\n"
-        "rng, q = np.random.default_rng(0), np.ones((2, 3, 4), np.float32)\n"
-        "print(action_selectors.EpsilonGreedy().select(q, q > 0, 0.5, rng).shape)"
-    )
-    env = {**os.environ, "NUMBA_DISABLE_JIT": "1", "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
-    said = [
-        f"env={name} needs Numba, which is switched off by NUMBA_DISABLE_JIT. Unset that variable"
-        for name in ("skirmish", "snakes_3v3")
-    ]
-    assert done.stdout.splitlines() == [*said, "(2, 3)"] and "Traceback" not in done.stderr

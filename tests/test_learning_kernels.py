@@ -12,6 +12,10 @@ from q_toys import INFO, toy_config
 from torch import Tensor
 from torch.nn import functional as F
 
+from omagd.envs.battle.compiled import compiler as battles
+from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.envs.snakes.board import compiler as snakes
+from omagd.envs.snakes.snakes_env import Snakes3v3, SnakesArgs
 from omagd.modules import kernels
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.agents.gnn_rnn_agent import GNNRNNAgent
@@ -167,10 +171,26 @@ def test_gates_saturate_and_what_is_not_finite_stays_in_its_row():
     assert out[[2, 6]].isnan().all()
 
 
+def test_a_second_start_compiles_nothing():
+    """Each kernel of learning, battles and snakes has one form at most, which is kept for the next start."""
+    SkirmishEnv.engine(), Snakes3v3(SnakesArgs(), 1)
+    learning, graphs = compiled_kernels(), graph_encoder._kernels()
+    for compiler in (learning._compiler, graphs._compiler, battles, snakes):
+        kept = [
+            [k._cache._cache_file.load(k._cache._index_key(form, k.targetctx.codegen())) for form in k.signatures]
+            for k in compiler._kernels
+        ]
+        assert any(kept) and all(len(forms) <= 1 and None not in forms for forms in kept), compiler.folder
+
+
 def test_without_numba_learning_on_a_cpu_ends_in_one_line(monkeypatch, request):
-    monkeypatch.setattr("omagd.utils.compiling.find_spec", lambda name: None)
     compiled_kernels.cache_clear()
     request.addfinalizer(compiled_kernels.cache_clear)
     monkeypatch.setattr(kernels, "SMALL", 0)
-    with pytest.raises(UserError, match="learning on a CPU needs Numba, which is not installed. pip install 'numba~="):
-        PackedGRU(3, 4)(torch.randn(5, 2, 3), Packing((3, 2)))
+    for change, said in (
+        (("numba.config.DISABLE_JIT", True), "switched off by NUMBA_DISABLE_JIT. Unset that variable"),
+        (("omagd.utils.compiling.find_spec", lambda name: None), "not installed. pip install 'numba~="),
+    ):
+        monkeypatch.setattr(*change)
+        with pytest.raises(UserError, match=f"learning on a CPU needs Numba, which is {said}"):
+            PackedGRU(3, 4)(torch.randn(5, 2, 3), Packing((3, 2)))

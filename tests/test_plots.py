@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from many_runs import make_run, make_run_on_a_set
+from many_runs import make_run
 from matplotlib import image
 
 from omagd.lab.analysis import run_curves
@@ -58,21 +58,6 @@ def test_curves_show_the_values_of_metrics_jsonl(tmp_path, drawn):
     assert [*drawn["Win rate"][0].get_xdata()] == [1000, 2000, 3000, 4000, 5000]
     write_lines(folder / "metrics.jsonl", [{"stage": "stage3", "t_env": 1, "unknown": 2.0}])
     assert run_curves.curves(run_of(folder)) is None
-
-
-def test_ppo_and_maps_of_a_set_are_drawn(tmp_path, drawn):
-    names = ("loss_policy", "loss_value", "entropy", "kl", "clipped_share")
-    folder = make_run_on_a_set(tmp_path / "run", seed=1)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    write_lines(folder / "metrics.jsonl", [{**line, **dict.fromkeys(names, 0.1)} for line in lines])
-    run_curves.curves(run_of(folder))
-    assert {
-        "Win rate", "Policy and value loss", "Entropy of the policy", "KL divergence from the old policy",
-        "Clipped probability ratios", "Win rate by map",
-    } <= drawn.keys()  # fmt: skip
-    styles = {title: {line.get_label(): line.get_linestyle() for line in lines} for title, lines in drawn.items()}
-    assert styles["Win rate"] == {"greedy test": "-", "held-out maps": "--"}
-    assert styles["Win rate by map"] == {"3m": "-", "5m": "-", "10m": "-", "4m": "--"}
 
 
 def test_pictures_of_one_run_can_be_decoded(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sacred
 import sacred.observers
-from many_runs import STEPS, make_run, make_run_on_a_set, make_study, without
+from many_runs import STEPS, make_run, make_run_on_a_set, make_study
 
 from omagd.lab.analysis import curves, plot
 from omagd.lab.analysis.groups import groups
@@ -161,17 +161,6 @@ def test_a_set_of_maps_has_its_own_panel_first_then_one_for_each_map(tmp_path):
     assert "dashed: maps that are not trained on" in plot.caption(drawn, found)
     alone = curves.curve_panels(found, "test/5m/battle_won_mean", "steps", None)
     assert [panel.title for panel in alone] == titles[:1], "a metric of one map has no parts"
-
-
-@pytest.mark.parametrize("command, package", [("plot", "matplotlib"), ("report", "jinja2"), ("compare", "scipy")])
-def test_a_missing_library_is_one_line(tmp_path, monkeypatch, capsys, command, package):
-    make_study(tmp_path / "runs", rates=(0.001,))
-    without(package, monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    assert main([command, "runs"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith(f"error: {command}: {package} cannot be imported (")
-    assert [path.name for path in tmp_path.rglob("*") if path.suffix in (".png", ".svg", ".html")] == []
 
 
 MISTAKES = [

@@ -132,10 +132,6 @@ def test_warnings_of_a_run(tmp_path):
     ):  # fmt: skip
         assert line in text
     assert "workers" not in text, "what has not happened is no warning"
-    add(folder, "summary.json", {"stages": {"stage3": {"phases": {"wall": 200.0, "update": 100.0, "log": 0.9}}}})
-    page = report(folder)
-    assert ["update", "1 min 40 s", "50.0%"] in page.rows and "log" not in [row[0] for row in page.rows]
-    assert "since its last start" in (folder / "report.html").read_text()
 
 
 def test_a_study_has_arms_by_maps_with_intervals_and_all_runs(tmp_path):
@@ -171,7 +167,7 @@ def test_a_damaged_run_is_a_warning_and_jobs_that_failed_are_named(tmp_path, cap
     assert capsys.readouterr().err.count("\n") <= 1
 
 
-def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
+def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch):
     folder = three_stages(tmp_path / "run")
     (folder / "replays").mkdir()
     (folder / "replays" / "old.json.gz").write_bytes(b"damaged")
@@ -186,31 +182,6 @@ def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch, caplog):
     assert "1 recordings are too large for this page" in "\n".join(report(folder).lines)
     (folder / "config.json").unlink()
     assert "config.json cannot be read" in report(folder).lines
-    make_run(tmp_path / "other")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    caplog.clear()
-    assert main(["report", "other", "empty"]) == 0
-    lines = Words((tmp_path / "report.html").read_text()).lines
-    assert any(line.startswith("left out: empty: holds no run") for line in lines), "in the current folder"
-    assert caplog.messages[0].startswith("left out: empty: holds no run")
-
-
-def test_a_study_says_which_jobs_wait_and_which_arms_cannot_be_compared(tmp_path):
-    make_run(tmp_path / "runs" / "a", (0.2, 0.3), lr=0.001, seed=1)
-    for seed in range(1, 36):
-        make_run(tmp_path / "runs" / f"b{seed}", (0.0,), lr=0.002, seed=seed, finished=False, test_nepisode=64)
-    states = ["done", "elsewhere", "waiting", "waiting"]
-    jobs = [{"job": {"name": str(i), "arm": "x"}, "state": state} for i, state in enumerate(states)]
-    (tmp_path / "study.json").write_text(json.dumps({"jobs": jobs}))
-    page = report(tmp_path)
-    assert "2 jobs of the study are waiting" in page.lines and not any("elsewhere" in line for line in page.lines)
-    assert any(re.match(r"\* .* is not comparable with .*test_episodes", line) for line in page.lines)
-    unfinished = {line for line in page.lines if line.endswith(": the run is unfinished")}
-    assert unfinished == {f"b{seed}: the run is unfinished" for seed in range(1, 36)}, "also those that are folded in"
-    assert sum(row[4] == "unfinished" for row in page.rows if len(row) == 11) == 35
-    starred = [row[0] for row in page.rows if row and row[0].endswith("*")]
-    assert starred and all("0.002" in name for name in starred)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import shared_memory
 from command_budgets import BUDGETS
-from command_harness import MAIN, PYTHON, Started, left_behind, records, run_folders, summary_of
+from command_harness import FORKED, MAIN, PYTHON, Started, left_behind, records, run_folders, summary_of
 from sc2_stand_in import running, wait_for
 from walk_env import is_running
 
@@ -142,7 +142,8 @@ def start(cwd: Path, ranks: int, slots: int, **variables: str) -> Started:
     how = [f"world_size={ranks}", "run=ddp"] if ranks > 1 else ["run=default"]
     words = ["env_args.map_name=3m", *how, *BUDGETS, "save_model=False", f"batch_size_run={slots}", "max_restarts=0"]
     length = "t_max=120" if variables else "t_max=1000000"
-    return Started([PYTHON, MAIN, "--config=qmix", "--env-config=sc2", "with", *words, length], cwd, **variables)
+    command = [PYTHON, MAIN, "--config=qmix", "--env-config=sc2", "with", *words, length]
+    return Started(command, cwd, **variables, **FORKED)
 
 
 def wait_for_games(started: Started, folder: Path, n: int) -> list[int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import io
 import json
 import os
 import pickle
+import re
 import time
 import zipfile
 from pathlib import Path
@@ -25,8 +25,6 @@ from omagd.utils.errors import UserError
 
 FOLDERS = ("src", "scripts", "benchmarks", "examples", "research")
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-# Here pickled objects come through a pipe from a process that this program has started, never from a file.
-BETWEEN_OWN_PROCESSES = {ROOT / "src/envs/workers" / f"{name}.py" for name in ("worker", "pool", "process_envs")}
 OWN_RESULTS = "ranks.py"  # of the benchmarks: what its own processes have measured
 SECRETS = {
     "WANDB_API_KEY": "5ec2e7000000000000000000000000000000cafe",
@@ -34,9 +32,6 @@ SECRETS = {
     "SACRED_MONGO_URL": "mongodb://me:5ec2e7222222@db.example.org/runs",
     "GITHUB_TOKEN": "ghp_5ec2e7333333333333333333333333",
 }
-
-
-READERS = {"load", "load_all", "loads", "open", "eval", "exec", "unsafe_load", "full_load", "add_safe_globals"}
 
 
 class Hostile:
@@ -55,33 +50,11 @@ def saved(content: object, **how: bool) -> bytes:
     return stream.getvalue()
 
 
-def reads_what_could_run(path: Path, node: ast.AST) -> bool:
-    """Return whether a call would run what is in a file, or could."""
-    if not isinstance(node, ast.Call) or getattr(node.func, "attr", getattr(node.func, "id", "")) not in READERS:
-        return False
-    module, _, name = ast.unparse(node.func).rpartition(".")
-    words = {word.arg: ast.unparse(word.value) for word in getattr(node, "keywords", [])}
-    if (module, name) == ("torch", "load"):
-        return words.get("weights_only") != "True" and path.name != OWN_RESULTS
-    if module == "yaml" and name in {"load", "load_all"}:
-        return words.get("Loader") not in {"SAFE_LOADER", "ConfigLoader"}
-    if module in {"np", "numpy"}:
-        return words.get("allow_pickle", "False") != "False"
-    if module in {"pickle", "marshal", "shelve", "dill", "joblib", "torch.jit"} and name in {"load", "loads", "open"}:
-        return path not in BETWEEN_OWN_PROCESSES
-    return not module and name in {"eval", "exec"} or name in {"unsafe_load", "full_load", "add_safe_globals"}
-
-
-def test_no_file_is_unpickled_and_nothing_in_one_is_evaluated():
-    found = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if reads_what_could_run(path, node)
-    ]
-    assert len(SOURCES) > 100 and found == []
-    for text in ("torch.load(a, weights_only=False)", "pickle.loads(a)", "eval(a)", "yaml.full_load(a)"):
-        assert reads_what_could_run(Path("x.py"), ast.parse(text, mode="eval").body), text
+def test_nothing_lets_a_file_run_something():
+    """Ruff rejects pickle, eval and unsafe YAML (pyproject.toml); these words would allow the same."""
+    words = re.compile(r"weights_only=False|allow_pickle=True|add_safe_globals|\b(unsafe|full)_load\b")
+    assert [path.name for path in SOURCES if words.search(path.read_text(encoding="utf-8"))] == [OWN_RESULTS]
+    assert len(SOURCES) > 100
 
 
 def test_a_weights_file_runs_nothing(tmp_path):

@@ -185,6 +185,27 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
         assert out == "" and len(err.splitlines()) == 1 and part in err, words
 
 
+def strict(constant):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def test_a_diverged_model_is_recorded_as_valid_json_read_again_and_drawn(tmp_path):
+    diverged = play(map_name="5m_vs_6m", policy=Diverged)[0]
+    path = diverged.write(tmp_path / "a.json.gz")
+    values = json.loads(gzip.decompress(path.read_bytes()), parse_constant=strict)
+    moments = values["episodes"][0]["moments"]
+    assert {v for moment in moments for v in moment["values"][0]} <= {None, "NaN"}
+    assert {v for moment in moments for v in moment["values"][1]} <= {None, "Infinity"}
+    assert any(isinstance(v, float) for moment in moments for v in moment["values"][2])
+    broken = [belief for moment in moments for belief in moment["beliefs"][0]]
+    assert broken and all(belief[1:3] == ["NaN", "NaN"] for belief in broken)
+    assert Recording.read(path).packed() == diverged.packed()
+    older = gzip.decompress(path.read_bytes()).replace(b'"NaN"', b"NaN").replace(b'"Infinity"', b"Infinity")
+    path.write_bytes(gzip.compress(older))
+    assert Recording.read(path).packed() == diverged.packed()
+    assert len(list(drawing.pictures(diverged.episodes[0], 0))) == diverged.episodes[0].length + 1
+
+
 @pytest.mark.processes
 def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path):
     page_file = tmp_path / "battle.html"

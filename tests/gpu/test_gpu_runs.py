@@ -56,7 +56,8 @@ def test_two_starts_and_a_killed_run_leave_the_same_bits(case, tmp_path):
     assert runs["killed"].process.poll() is None, "ended before it was killed"
     os.killpg(runs["killed"].group, signal.SIGKILL)
     runs["killed"].wait()
-    run_command(words(config, *more, "unique_token=killed", "auto_resume=True"), tmp_path)
+    continued = run_command(words(config, *more, "unique_token=killed", "auto_resume=True"), tmp_path)
+    assert "Compiling" not in continued.text, "kernels are compiled once"
     for name in ("one", "two"):
         assert (ended := runs[name].wait()).code == 0, ended.text
     assert json.loads((killed / "card.json").read_text())["resumed"]
