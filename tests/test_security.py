@@ -52,9 +52,11 @@ def saved(content: object, **how: bool) -> bytes:
 
 def test_nothing_lets_a_file_run_something():
     """Ruff rejects pickle, eval and unsafe YAML (pyproject.toml); these words would allow the same."""
-    words = re.compile(r"weights_only=False|allow_pickle=True|add_safe_globals|\b(unsafe|full)_load\b")
+    words = re.compile(
+        r"weights_only=False|torch\.load\((?!.*weights_only=True)|torch\.jit\.load|joblib|allow_pickle=True"
+        r"|add_safe_globals|\b(unsafe|full)_load\b"
+    )
     assert [path.name for path in SOURCES if words.search(path.read_text(encoding="utf-8"))] == [OWN_RESULTS]
-    assert len(SOURCES) > 100
 
 
 def test_a_weights_file_runs_nothing(tmp_path):

@@ -1,4 +1,4 @@
-"""Heartbeats and the watchdog: which rank is named when an exchange or any progress is missing."""
+"""Heartbeats and the watchdog: which rank is named when an exchange or any progress is missing; ranks that hang."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from sockets import wait_until
+from trap_env import TrapRun
 from walk_env import SteadyArgs, SteadyWalk
 
 from omagd.config.loading import resolve
@@ -164,3 +165,26 @@ def test_long_work_with_progress_or_on_a_disk_or_in_an_exchange_is_no_hang():
             time.sleep(0.4)
 
     assert watch(dist, 0.25, work) == []
+
+
+HANGS = {
+    # how, settings, rank, words of the error
+    "stop": ("stop", (), "1", "no heartbeat for"),
+    "endless": ("endless", ("env_args.rank=-1",), "[01]", "in stage3 (collect) for"),
+}
+
+
+@pytest.mark.processes
+def test_a_rank_that_hangs_is_named_and_ends_the_run(tmp_path):
+    """One rank is stopped; all hang at once; in runs side by side."""
+    runs = {name: TrapRun(tmp_path / name, h, *w, "dist_timeout_minutes=0.06") for name, (h, w, *_) in HANGS.items()}
+    for name, (how, _, rank, words) in HANGS.items():
+        ended = runs[name].end()
+        assert (ended.code, runs[name].summary["exit_state"]) == (1, "failed"), ended.text
+        (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+        assert re.match(rf"error: rank {rank} \(host \S+, process \d+\) hangs: {re.escape(words)} \d+ s", line), line
+        if how == "endless":
+            assert re.search(r", in slot [01] from seed \d+", line)
+            assert "trap_env.py" in ended.text and "in fail" in ended.text  # the stack
+        assert "Traceback" not in ended.err and "restarting" not in ended.text
+        assert runs[name].shared_memory == []
