@@ -12,7 +12,7 @@ from q_toys import INFO, toy_config
 from torch import Tensor
 from torch.nn import functional as F
 
-from omagd.modules import kernels
+from omagd.modules import kernels, ops
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.agents.gnn_rnn_agent import GNNRNNAgent
 from omagd.modules.graph_reconstructers.graphs import nodes_to_obs
@@ -52,12 +52,14 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("form", ["compiled", "of torch", "plain"])
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_compiled_gru_equals_a_cell_in_values_and_gradients(monkeypatch, lengths, starts, compiled):
+def test_compiled_gru_equals_a_cell_in_values_and_gradients(monkeypatch, lengths, starts, form):
     torch.manual_seed(1)
-    monkeypatch.setattr(kernels, "SMALL", 0 if compiled else math.inf)
+    monkeypatch.setattr(kernels, "SMALL", 0 if form == "compiled" else math.inf)
+    if form == "plain":
+        monkeypatch.setattr(ops, "_fast_gru", lambda *given: None)
     gru, packing = PackedGRU(5, 20), Packing(lengths)
     x = torch.randn(sum(lengths), 3, 5, requires_grad=True)
     start = torch.randn(len(lengths), 3, 20, requires_grad=True) if starts else None
@@ -69,10 +71,10 @@ def test_compiled_gru_equals_a_cell_in_values_and_gradients(monkeypatch, lengths
     plain = cell_by_cell(exact, doubles[0], packing, doubles[1])
     upstream = torch.randn(plain.shape)
     wanted = [plain, *torch.autograd.grad(plain, of_exact, upstream)]
-    for rows in (1, 7, 20, 1000) if compiled else (1000,):
+    for rows in (1, 7, 20, 1000) if form == "compiled" else (1000,):
         monkeypatch.setattr("omagd.modules.kernels.gru.ROWS_AT_ONCE", rows)
         out = gru(x, packing, start)
-        assert ("Unroll" in out.grad_fn.next_functions[0][0].name()) == compiled
+        assert ("Unroll" in out.grad_fn.next_functions[0][0].name()) == (form == "compiled")
         got = [out, *torch.autograd.grad(out, given, upstream)]
         assert max(relative(a, b) for a, b in zip(got, wanted, strict=True)) < 1e-6
         with torch.no_grad():

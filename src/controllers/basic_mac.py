@@ -18,7 +18,8 @@ from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.protocol import Observation
 from omagd.modules import agents
-from omagd.modules.agents.agent import Agent, AgentInputs, SeparateAgents
+from omagd.modules.agents.agent import Agent, AgentInputs
+from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.graphs import TeamView
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, last_actions

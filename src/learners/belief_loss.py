@@ -26,15 +26,15 @@ from torch.nn import functional as F
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.synced_optimizer import Stats
-from omagd.modules.agents.agent import Remembers, SeparateAgents
+from omagd.modules.agents.agent import Remembers
+from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
 from omagd.modules.graph_reconstructers.graphs import GraphTables, feature_mask
 from omagd.modules.graph_reconstructers.reconstructor import Belief
-from omagd.modules.ops import overridden_alone
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
-from omagd.utils.registry import faults
+from omagd.utils.registry import faults, overridden_alone
 
 HEAD = "belief_head"  # name of the head's weight file
 DECAY = 0.99  # of the running mean and deviation, per update

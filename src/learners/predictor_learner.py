@@ -28,11 +28,12 @@ from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.pretraining import GraphLearner, even_parts
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
+from omagd.modules.graph_ops import cross_entropy
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor, PackedHistory
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.ops import autocast_bf16, cross_entropy
+from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, row_draws
 from omagd.utils.seeding import stream_seed
@@ -246,7 +247,7 @@ class PredictorLearner(GraphLearner):
         tokens = Tokens(sample.target, truth, real, self.predictor.types[position], code)
         matched = match_types(log_p, sample.target, sample.masked, self.layout)
         compared = sample.target[matched] if self.predictor.config.matching == "type" else sample.target
-        loss = -(log_p.gather(1, compared[:, None])[:, 0] * sample.weight.to(log_p.dtype)).sum()
+        loss = cross_entropy(logits, log_p, compared, sample.weight)
         return {**token_stats(log_p, guess, tokens, matched), "graph_loss": (loss, sample.weight.sum())}
 
 

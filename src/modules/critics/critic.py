@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import AgentInputs, Inferences, InputLinear, alone
+from omagd.modules.agents.agent import AgentInputs, Inferences, InputLinear
+from omagd.modules.agents.separate import alone
 from omagd.modules.ops import FastLinear
 from omagd.modules.units import UnitEncoder
 
