@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from omagd.modules.agents.agent import Remembers
 from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
 from omagd.modules.graph_reconstructers.graphs import GraphTables, feature_mask
-from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
@@ -206,21 +204,3 @@ def belief_loss(config: Config, mac: MAC) -> BeliefLoss | None:
                 f" {above.__name__}. Override encode or values, which both call, or unroll too"
             )
     return BeliefLoss(mac.head, config)
-
-
-class HeadBeliefs:
-    """What the head believes in the episodes of a batch, for `omagd.lab.beliefs`.
-
-    Args:
-        mac: whose agent plays. head: trained with it.
-    """
-
-    def __init__(self, mac: MAC, head: BeliefHead) -> None:
-        self.layout, self._mac, self._head = head.layout, mac, head
-
-    @torch.no_grad()
-    def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
-        """Return the missing nodes [S, n, N] bool of a batch, and the belief about each."""
-        missing = GraphTables(self.layout, batch.device).sight(batch["obs"])[1] & batch.valid_mask[:, None, None]
-        _, hidden = cast(Remembers, self._mac.agent).unroll(self._mac.inputs(batch), batch.packing)
-        return missing, self._head.belief(hidden, missing)

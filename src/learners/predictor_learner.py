@@ -114,7 +114,7 @@ class PredictorLoss(LossModule):
         target = sample.target
         if self.predictor.config.matching == "type":
             target = target[match_types(log_p, target, sample.masked, self.layout)]
-        # BERT's masked language model: -log p of the true token, at masked places alone.
+        # BERT's masked language model (section 3.1): -log p of the true token, at masked places alone.
         loss = cross_entropy(logits, log_p, target, sample.weight)
         with torch.no_grad():
             dead = sample.target == self.predictor.specials.absent
@@ -231,6 +231,7 @@ class PredictorLearner(GraphLearner):
         before = sum(self.dist.counts(batch.packing.n_episodes)[: self.dist.rank])  # episodes of lower ranks
         key, longest = stream_seed(self.config.seed, "hidden", self.updates), self.info.episode_limit + 1
         drawn = row_draws(batch, seen[0].numel(), key, longest=longest, before=before, device=seen.device)
+        # An agent always knows itself, when it acts too.
         hidden = (drawn.view(seen.shape) < ratio) & seen
         hidden[..., 0] = False
         return hidden

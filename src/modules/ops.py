@@ -113,9 +113,9 @@ def gru(
             h = h[: len(of_step)]  # episodes that have ended are the last rows of a step
             x_r, x_z, x_n = F.linear(of_step, w_ih, b_ih).chunk(3, dim=-1)
             h_r, h_z, h_n = F.linear(h, w_hh, b_hh).chunk(3, dim=-1)
-            r, z = (x_r + h_r).sigmoid(), (x_z + h_z).sigmoid()
-            n = (x_n + r * h_n).tanh()
-            h = (1 - z) * n + z * h
+            r, z = (x_r + h_r).sigmoid(), (x_z + h_z).sigmoid()  # eq. 5 and 6
+            n = (x_n + r * h_n).tanh()  # eq. 8: where r is 0, the candidate forgets
+            h = (1 - z) * n + z * h  # eq. 7: where z is 1, the memory stays as it is
             states.append(h)
         return torch.cat(states)
 

@@ -50,6 +50,13 @@ class AgentInputs:
         features = like.new_zeros(n_rows, info.n_agents, info.obs_dim)
         return cls(features, torch.full((n_rows, info.n_agents), -1, device=like.device))
 
+    def read(self, n_inferred: int) -> Tensor:
+        """Return the features [S, n, d], followed by the inferred numbers, so many; zeros without reconstruction."""
+        if not n_inferred:
+            return self.features
+        nothing = self.features.new_zeros(*self.features.shape[:-1], n_inferred)
+        return torch.cat([self.features, nothing if self.inferred is None else self.inferred], dim=-1)
+
     def rows(self, chosen: Tensor | slice) -> AgentInputs:
         """Return the inputs of the `chosen` row numbers."""
         if isinstance(chosen, Tensor):
@@ -64,25 +71,6 @@ class AgentInputs:
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         chosen = {name: choose(part) for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(self, **chosen, kept={})
-
-
-class Inferences:
-    """What a kind of predictor infers (`n_inferred`), which agents read behind their features.
-
-    Attributes:
-        n: numbers of each agent.
-    """
-
-    def __init__(self, config: Config, info: EnvInfo) -> None:
-        self.n = n_inferred(config, info.layout)
-
-    def behind(self, inputs: AgentInputs) -> Tensor:
-        """Return the features [S, n, d], followed by what is inferred; zeros without reconstruction."""
-        features = inputs.features
-        if not self.n:
-            return features
-        nothing = features.new_zeros(*features.shape[:-1], self.n)
-        return torch.cat([features, nothing if inputs.inferred is None else inputs.inferred], dim=-1)
 
 
 class Agent(nn.Module, ABC):
@@ -275,15 +263,15 @@ class RNNAgent(RecurrentAgent):
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
-        self.inferences = Inferences(config, info)
+        self.n_inferred = n_inferred(config, info.layout)
         # Weights are shared; the agent's number lets agents that see the same act apart.
-        self.fc1 = InputLinear(info.obs_dim + self.inferences.n, config.rnn_hidden_dim, config, info)
+        self.fc1 = InputLinear(info.obs_dim + self.n_inferred, config.rnn_hidden_dim, config, info)
         self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim)
         self.fc2 = FastLinear(config.rnn_hidden_dim, info.n_actions)
 
     def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
         """Return the GRU's input [S, n, H]."""
-        return (self.fc1.relu(self.inferences.behind(inputs), inputs.last_action),)
+        return (self.fc1.relu(inputs.read(self.n_inferred), inputs.last_action),)
 
     def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
         """Return the values [S, n, A]."""

@@ -9,7 +9,6 @@ from omagd.config.schema import Config
 from omagd.modules.agents.agent import AgentInputs, InputLinear, RecurrentAgent
 from omagd.modules.graph_ops import FullGraphConv, encode_graphs
 from omagd.modules.ops import PackedGRU
-from omagd.utils.errors import UserError
 
 
 class GNNRNNAgent(RecurrentAgent):
@@ -20,11 +19,7 @@ class GNNRNNAgent(RecurrentAgent):
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
-        if info.layout is None:
-            raise UserError(
-                f"agent={config.agent} needs an environment with an entity layout; env={config.env} has none"
-            )
-        self.layout = info.layout
+        self.layout = info.layout_for(f"agent={config.agent}", config.env)
         node_dim, dim, hidden = self.layout.node_dim, config.gnn_hidden_dim, config.rnn_hidden_dim
         self.embed_self = InputLinear(node_dim, dim, config, info)
         self.embed_ally = nn.Linear(node_dim, dim)

@@ -222,6 +222,7 @@ class ResidentReconstruction:
 
     def _guessed(self, missing: Tensor, step: Tensor) -> Tensor:
         """Return the stored field [B, ...] with the guesses of the `missing` [B, n, N] nodes."""
+        # Seen nodes are predicted too; the mask `missing` leaves these guesses out below.
         guess = self._of.guess(self._history.frames(self._everyone, step), missing.flatten(0, 1), others=True)
         size = missing.shape[-1] - 1
         if not self._of.mean:

@@ -128,4 +128,5 @@ class QMixer(nn.Module):
 
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
         """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
+        # QMIX, figure 2: networks of the state make the weights and biases that mix the agents' values.
         return qmix_mix(agent_qs, state, self.first, self.weight1, self.weight2, self.bias2)
