@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from omagd.config.env_info import EntityLayout
 from omagd.modules.agents.agent import AgentInputs, InputLinear
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
-from omagd.modules.kernels import transformer
-from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs, graph_kernels_for
+from omagd.modules.kernels import kernels_for, transformer
+from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs
 from omagd.modules.ops import fast_linear, is_only
 
 GRAPHS_AT_ONCE = 512  # graphs that pass together, so that their nodes stay in the cache
@@ -77,9 +77,10 @@ def encode_graphs(inputs: AgentInputs, layout: EntityLayout, kinds: Kinds, layer
 def _encode_by_kernels(inputs: AgentInputs, layout: EntityLayout, kinds: Kinds, layers: nn.Sequential) -> Tensor | None:
     """Return `encode_graphs` with each distinct node computed once; None where the kernels do not fit."""
     (own, ally, enemy), shape, dim = kinds, inputs.last_action.shape, kinds[1].out_features
-    # Kernels compute in float32; in bf16 the layers multiply.
-    bf16 = torch.is_autocast_enabled("cpu")
-    kernels = None if bf16 else graph_kernels_for(inputs.features, shape.numel() * layout.n_nodes * dim)
+    # In bf16 the layers multiply. They act, too: its batches are small, and their sizes differ from tick to tick.
+    if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled() or inputs.features.requires_grad:
+        return None
+    kernels = kernels_for(inputs.features, shape.numel() * layout.n_nodes * dim, "compiled_graphs")
     known = InputLinear, nn.Linear, nn.Sequential, FullGraphConv
     if kernels is None or dim % kernels.LANES or not all(is_only(part, *known) for part in (*kinds, layers)):
         return None

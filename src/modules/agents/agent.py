@@ -279,7 +279,10 @@ class RNNAgent(RecurrentAgent):
 
 
 class NRNNAgent(RNNAgent):
-    """`RNNAgent` with a layer norm before the head (`use_layer_norm`) and an orthogonal start (`use_orthogonal`)."""
+    """`RNNAgent` with q = W_2 norm(h), a layer norm (Ba et al. 2016, arXiv:1607.06450), if `use_layer_norm`.
+
+    `use_orthogonal`: both layers start orthogonal.
+    """
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
