@@ -1,4 +1,4 @@
-"""Fast forms of the operators in `modules/ops.py`, with their own backward pass: Numba kernels on CPUs, oneDNN."""
+"""Fast forms of the operators in `ops.py` and `graph_ops.py`, with their own backward: Numba kernels, oneDNN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding, graph convolutions and mean of `gnn_rnn` as one operation, its elementwise work in Numba kernels.
+"""`graph_ops.encode_graphs` as one operation, its elementwise work in Numba kernels.
 
 A unit that an agent does not see, or that is dead, is a node of zeros, and all such allies (or enemies) of one graph
 stay equal through all layers. They are computed once, with their number as weight w, and graphs pass in chunks that

@@ -1,7 +1,7 @@
 """Linear layers with their own backward pass: by oneDNN, over one-hots, and as QMIX's mixer.
 
-Every function here computes what a plain expression computes, in `modules/ops.py` or in the model that it is a form of.
-`g` is the gradient of the output. A linear map y = x W^T + b has the gradients
+Every function here computes what a plain expression of `modules/ops.py` computes. `g` is the gradient of the output.
+A linear map y = x W^T + b has the gradients
 
     dL/dx = g W        dL/dW = g^T x        dL/db = sum of g over rows
 """
