@@ -21,7 +21,8 @@ from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration, Tick
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import Observation
-from omagd.learners.belief_loss import BeliefLoss, HeadBeliefs
+from omagd.lab.beliefs.judge import HeadBeliefs
+from omagd.learners.belief_loss import BeliefLoss
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents import agent as agents
 from omagd.modules.agents.agent import NRNNAgent

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo, StateLayout
 from omagd.modules.agents import REGISTRY as AGENTS
-from omagd.modules.agents.agent import AgentInputs, SeparateAgents
+from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.critics import REGISTRY as CRITICS
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.run.training.checks import plays_any_map

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +23,7 @@ from omagd.components.episode_codec import (
     spec_of,
     write_episodes,
 )
-from omagd.utils.packing import BlockEpisode, Episode, EpisodeMeta, FixedPacking, PackedBatch, meta_of, time_order
+from omagd.utils.packing import Episode, EpisodeMeta, FixedPacking, PackedBatch, meta_of, time_order
 
 SHORT, TOGETHER = 8, 256
 """Rows up to which episodes are encoded together, and how many of them."""
@@ -183,6 +183,26 @@ class EpisodeBuffer:
         episodes = deque(read_episodes(path, facts or {}, key, self.capacity))
         self.clear()
         self.add(_popped(episodes))
+
+
+class BlockEpisode(Mapping[str, Tensor]):
+    """One of the episodes in tensors [E, T, ...]; its fields are views, which change with them.
+
+    Args:
+        block: tensors by name. place: of the episode in them. rows: L + 1. meta: where it comes from.
+    """
+
+    def __init__(self, block: Episode, place: int, rows: int, meta: EpisodeMeta) -> None:
+        self.block, self.place, self.rows, self.meta = block, place, rows, meta
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.block[name][self.place, : self.rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.block)
+
+    def __len__(self) -> int:
+        return len(self.block)
 
 
 class ResidentBuffer(EpisodeBuffer):

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
+from omagd.utils.errors import UserError
+
 SELF, ALLY, ENEMY = 0, 1, 2
 LONGEST_LABEL = 60
 LARGEST = 1 << 20
@@ -172,6 +174,12 @@ class EnvInfo:
     tasks: tuple[str, ...] = ()
     n_training: Count = 0
     padded: bool = False
+
+    def layout_for(self, given: str, env: str) -> EntityLayout:
+        """Return the layout. Errors: UserError without one, by what was `given`, as key=value, with `env`."""
+        if self.layout is None:
+            raise UserError(f"{given} needs an environment with an entity layout; env={env} has none")
+        return self.layout
 
     def shape_key(self) -> str:
         """Return a short hash of the facts that pre-trained graph modules depend on: environment, map, sizes."""

@@ -18,7 +18,8 @@ from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.protocol import Observation
 from omagd.modules import agents
-from omagd.modules.agents.agent import Agent, AgentInputs, SeparateAgents
+from omagd.modules.agents.agent import Agent, AgentInputs
+from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.graphs import TeamView
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, last_actions
@@ -150,9 +151,8 @@ class BasicMAC:
         """Return what completes observations where agents act and where they learn; None without `use_team_obs`."""
         if not config.use_team_obs:
             return None
-        if info.layout is None:
-            raise UserError(f"use_team_obs=True needs an environment with an entity layout; env={config.env} has none")
-        return {device: TeamView(info.layout, info.n_agents, device) for device in (self.device, self.acting_device)}
+        layout = info.layout_for("use_team_obs=True", config.env)
+        return {device: TeamView(layout, info.n_agents, device) for device in (self.device, self.acting_device)}
 
     def select_actions(
         self, q: np.ndarray, available: np.ndarray, explore: Exploration | None

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +25,14 @@ from torch.nn import functional as F
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.synced_optimizer import Stats
-from omagd.modules.agents.agent import Remembers, SeparateAgents
+from omagd.modules.agents.agent import Remembers
+from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
 from omagd.modules.graph_reconstructers.graphs import GraphTables, feature_mask
-from omagd.modules.graph_reconstructers.reconstructor import Belief
-from omagd.modules.ops import overridden_alone
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing
-from omagd.utils.registry import faults
+from omagd.utils.registry import faults, overridden_alone
 
 HEAD = "belief_head"  # name of the head's weight file
 DECAY = 0.99  # of the running mean and deviation, per update
@@ -206,21 +204,3 @@ def belief_loss(config: Config, mac: MAC) -> BeliefLoss | None:
                 f" {above.__name__}. Override encode or values, which both call, or unroll too"
             )
     return BeliefLoss(mac.head, config)
-
-
-class HeadBeliefs:
-    """What the head believes in the episodes of a batch, for `omagd.lab.beliefs`.
-
-    Args:
-        mac: whose agent plays. head: trained with it.
-    """
-
-    def __init__(self, mac: MAC, head: BeliefHead) -> None:
-        self.layout, self._mac, self._head = head.layout, mac, head
-
-    @torch.no_grad()
-    def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
-        """Return the missing nodes [S, n, N] bool of a batch, and the belief about each."""
-        missing = GraphTables(self.layout, batch.device).sight(batch["obs"])[1] & batch.valid_mask[:, None, None]
-        _, hidden = cast(Remembers, self._mac.agent).unroll(self._mac.inputs(batch), batch.packing)
-        return missing, self._head.belief(hidden, missing)

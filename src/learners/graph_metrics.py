@@ -79,6 +79,7 @@ class Tokens:
 def token_stats(log_p: Tensor, guess: Guess, tokens: Tokens, matched: Tensor) -> Stats:
     """Return accuracies and feature errors over all masked tokens, the dead included.
 
+    Errors are means of squares over a node's features.
     `error_all`: position by position. `error_all_matched`: after matching. `error_all_code`: if all codes were right.
     log_p: [M, K + 1]. matched: [M], index of the target that each prediction is compared with after matching.
     """
@@ -92,7 +93,7 @@ def token_stats(log_p: Tensor, guess: Guess, tokens: Tokens, matched: Tensor) ->
     stats["recall_alive"] = mean_of((~guess.absent).to(log_p.dtype), alive)
     stats["absent_share"] = mean_of((~alive).to(log_p.dtype))
     errors = {
-        name: feature_error(features, truth, tokens.real)
+        name: ((features - truth).square() * tokens.real).sum(-1) / tokens.real.sum(-1).clamp(min=1)
         for name, features, truth in (
             ("error_all", guess.features, tokens.truth),
             ("error_all_matched", guess.features, tokens.truth[matched]),
@@ -105,11 +106,6 @@ def token_stats(log_p: Tensor, guess: Guess, tokens: Tokens, matched: Tensor) ->
         for kind in (ALLY, ENEMY):
             stats[f"{name}_{TYPE_NAMES[kind]}"] = mean_of(values, tokens.kind == kind)
     return stats
-
-
-def feature_error(guess: Tensor, truth: Tensor, real: Tensor) -> Tensor:
-    """Return the mean squared error [M] over the features that exist ([M, D] each)."""
-    return ((guess - truth).square() * real).sum(-1) / real.sum(-1).clamp(min=1)
 
 
 def summarise(values: Mapping[str, float]) -> dict[str, float]:

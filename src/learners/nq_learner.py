@@ -196,7 +196,8 @@ class NQLearner(QLearner):
         super().__init__(mac, config, info, dist)
         self._fixed = FixedUpdates(self._learn_drawn, self._step, self.device)
         # Copied after wrapping for DDP, which makes the weights of all ranks equal.
-        self.target_agent, self.target_mixer = (_frozen_copy(module) for module in self.valuing())
+        copies = (copy.deepcopy(module) for module in self.valuing())
+        self.target_agent, self.target_mixer = (module.requires_grad_(False).eval() for module in copies)
         # Episodes and updates at the last copy: a resumed run may count by the other key.
         self._copied_at = (0, 0)
 
@@ -286,12 +287,5 @@ class NQGraphLearner(NQLearner):
     """`NQLearner` for graph controllers: it trains on the reconstructions that were stored when steps were played."""
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
-        if info.layout is None:
-            raise UserError(
-                f"learner={config.learner} needs an environment with an entity layout; env={config.env} has none"
-            )
+        info.layout_for(f"learner={config.learner}", config.env)
         super().__init__(mac, config, info, dist)
-
-
-def _frozen_copy(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module).requires_grad_(False).eval()

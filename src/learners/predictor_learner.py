@@ -28,11 +28,12 @@ from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.pretraining import GraphLearner, even_parts
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
+from omagd.modules.graph_ops import cross_entropy
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor, PackedHistory
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.ops import autocast_bf16, cross_entropy
+from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, row_draws
 from omagd.utils.seeding import stream_seed
@@ -113,7 +114,7 @@ class PredictorLoss(LossModule):
         target = sample.target
         if self.predictor.config.matching == "type":
             target = target[match_types(log_p, target, sample.masked, self.layout)]
-        # BERT's masked language model: -log p of the true token, at masked places alone.
+        # BERT's masked language model (section 3.1): -log p of the true token, at masked places alone.
         loss = cross_entropy(logits, log_p, target, sample.weight)
         with torch.no_grad():
             dead = sample.target == self.predictor.specials.absent
@@ -230,6 +231,7 @@ class PredictorLearner(GraphLearner):
         before = sum(self.dist.counts(batch.packing.n_episodes)[: self.dist.rank])  # episodes of lower ranks
         key, longest = stream_seed(self.config.seed, "hidden", self.updates), self.info.episode_limit + 1
         drawn = row_draws(batch, seen[0].numel(), key, longest=longest, before=before, device=seen.device)
+        # An agent always knows itself, when it acts too.
         hidden = (drawn.view(seen.shape) < ratio) & seen
         hidden[..., 0] = False
         return hidden
@@ -246,7 +248,7 @@ class PredictorLearner(GraphLearner):
         tokens = Tokens(sample.target, truth, real, self.predictor.types[position], code)
         matched = match_types(log_p, sample.target, sample.masked, self.layout)
         compared = sample.target[matched] if self.predictor.config.matching == "type" else sample.target
-        loss = -(log_p.gather(1, compared[:, None])[:, 0] * sample.weight.to(log_p.dtype)).sum()
+        loss = cross_entropy(logits, log_p, compared, sample.weight)
         return {**token_stats(log_p, guess, tokens, matched), "graph_loss": (loss, sample.weight.sum())}
 
 

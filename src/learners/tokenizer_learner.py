@@ -157,10 +157,12 @@ class TokenizerLearner(GraphLearner):
     def sample(self, batch: PackedBatch) -> Nodes:
         """Return the nodes of `batch` to train on: present nodes of living observers at steps that happened."""
         full = batch["full_obs"]
+        # A dead observer's view is all zeros, and a closing row has no step: neither is a sample.
         counts = alive(full) & batch.valid_mask[:, None]
         episode = torch.tensor(batch.sample_index)[batch.packing.episode].to(full.device, non_blocking=True)
         episode = episode[:, None].expand_as(counts)[counts]
         graphs = obs_to_nodes(full[counts], self.layout)
+        # A node of zeros is a dead unit: it is never encoded, and moves no code.
         present = ~unseen(graphs)
         graph, position = torch.nonzero(present, as_tuple=True)
         return Nodes(graphs[present], position, graph, episode[graph], len(graphs))

@@ -87,6 +87,7 @@ class WeightedLoss(QLoss):
 
         loss, stats = super().forward(inputs, taken, targets_and_weights, cases)
         mask = taken.valid_mask.to(joint.dtype)
+        # Q* has no constraint, so it can fit every joint action: its loss needs no weights.
         central = 0.5 * ((joint - kept[0]) * mask).square().sum()
         both = loss + central if loss.dim() == 0 else torch.stack([loss[0] + central, loss[1]])
         return both, {**stats, "loss_central": (central.detach(), mask.sum())}
@@ -98,6 +99,7 @@ class WeightedLoss(QLoss):
     def error_loss(self, error: Tensor, values: MixerInputs) -> Tensor:
         """Return the weighted loss of each TD error, [S]."""
         with torch.no_grad():
+            # Q_tot cannot fit all actions: the weights say where it must, at those that may be the best ones.
             if self.args.weighting == "optimistic":
                 heavy = error < 0
             else:

@@ -1,4 +1,4 @@
-"""The operators that models are made of: each is a plain expression, and takes a fast form where one fits.
+"""The operators of agents and mixers: each is a plain expression, and takes a fast form where one fits.
 
 Fast forms are in `modules/kernels/`, with their own backward pass; tests compare both. They read weights and call no
 `forward`, so they are for exactly the classes that they were written for (`is_only`): a subclass may compute something
@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omagd.modules.kernels import kernels_for, transformer
+from omagd.modules.kernels import kernels_for
 from omagd.modules.kernels.gru import Unroll
-from omagd.modules.kernels.linear import LookupReLU, OneDNNLinear, prefers_onednn
-from omagd.utils.errors import UserError
+from omagd.modules.kernels.linear import LookupReLU, Mix, OneDNNLinear, prefers_onednn
 from omagd.utils.packing import Packing
+from omagd.utils.registry import require_step
 
 SMALL = 1 << 28  # products of fewer float operations stay with torch: oneDNN's set-up for a new shape costs more
-R = TypeVar("R")
 
 # cuDNN copies the weights, four parameters, side by side in each call; that takes no measurable time.
 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk of memory")
@@ -38,41 +35,6 @@ def is_only(module: nn.Module, *kinds: type[nn.Module]) -> bool:
             return False
         parts += [inner for inner in part._modules.values() if inner is not None]
     return True
-
-
-def overridden_alone(kind: type, name: str, other: str) -> type | None:
-    """Return the class that `kind` has its method `other` from, if its method `name` is of a class below that one."""
-    order = kind.__mro__
-    one, inherited = (next(each for each in order if method in vars(each)) for method in (name, other))
-    return inherited if order.index(one) < order.index(inherited) else None
-
-
-def require_step(module: nn.Module, parts: str) -> None:
-    """Reject a class with a `forward` of its own, which trains, and an inherited `step`, which acts; or the reverse.
-
-    parts: the methods that both call, for the message. Errors: UserError.
-    """
-    for one, does, other, would in (("forward", "trains", "step", "act"), ("step", "acts", "forward", "train")):
-        if (above := overridden_alone(type(module), one, other)) is not None:
-            raise UserError(
-                f"{type(module).__name__}: has a {one} of its own, which {does}, but would {would} with the {other} of"
-                f" {above.__name__}. Override {parts}, which both call, or {other} too"
-            )
-
-
-def faster_by(form: Callable[..., R | None]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Decorate a plain method: `form`, called with the same arguments, may compute it; None: it does not fit."""
-
-    def decorate(plain: Callable[..., R]) -> Callable[..., R]:
-        @wraps(plain)
-        def computed(self: nn.Module, *given: Any) -> R:
-            # Kernels compute in float32; in bf16 the plain form multiplies as its layers say.
-            made = None if torch.is_autocast_enabled("cpu") else form(self, *given)
-            return plain(self, *given) if made is None else made
-
-        return computed
-
-    return decorate
 
 
 def autocast_bf16(device: torch.device, bf16: bool) -> torch.autocast:
@@ -125,27 +87,56 @@ def lookup_relu(x: Tensor, weight: Tensor, table: Tensor, index: Tensor) -> Tens
 def gru(
     x: Tensor, before: Tensor | None, rows: list[int], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor
 ) -> Tensor:
-    """Return the hidden state after each row, [R, H], from packed rows x [R, input_dim]; equations in `kernels/gru.py`.
+    """Return the hidden state after each row, [R, H], from packed rows x [R, input_dim].
+
+    Cho et al. 2014 (arXiv:1406.1078), eq. 5 to 8, in the form of cuDNN and `nn.GRUCell`: with biases, and the reset
+    gate behind the product with the hidden state. From a row's input x and the state h before it:
+
+        r  = sigmoid(W_ir x + b_ir + W_hr h + b_hr)            reset gate
+        z  = sigmoid(W_iz x + b_iz + W_hz h + b_hz)            update gate
+        n  = tanh(W_in x + b_in + r * (W_hn h + b_hn))         candidate ("new")
+        h' = (1 - z) * n + z * h
 
     before: [rows of the first step, H], the state before it; None: zeros. rows: of each step, decreasing. weights and
-    biases: as in `nn.GRUCell`. Large work in float32 on a CPU has a form with its own backward pass; all else goes
-    through torch's packed GRU, one kernel on CUDA. Under autocast cuDNN would run the recurrence in fp16, even when
-    bf16 is asked for, and gradients of large batches underflow there: so it has the type of the weights.
+    biases: W_i, W_h, b_i, b_h, each with the blocks [r | z | n].
     """
-    kernels, x = kernels_for(w_hh, len(x) * w_hh.shape[1]), x.to(w_hh.dtype)
+    x = x.to(w_hh.dtype)
+    # Under autocast cuDNN would run the recurrence in fp16, even when bf16 is asked for, and gradients of large batches
+    # underflow there: so it has the type of the weights.
     with autocast_bf16(x.device, False):
-        if kernels is not None:
-            # All steps as one operation: autograd keeps one node for them, and backward runs over them by itself.
-            made = Unroll.apply(kernels, rows, x, before, w_ih, w_hh, b_ih, b_hh)  # type: ignore[no-untyped-call]
-            return cast(Tensor, made)
-        start = x.new_zeros(1, rows[0], w_hh.shape[1]) if before is None else before.to(x.dtype)[None]
-        # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps
-        # what backward needs), bidirectional.
-        more = start, [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, torch.is_grad_enabled(), False
-        # Arguments with packed rows need their sizes on the host; a CUDA graph has none.
-        if rows[0] == rows[-1]:  # episodes of equal length: the plain form, which reads no sizes from the host
-            return torch._VF.gru(x.unflatten(0, (len(rows), rows[0])), *more, False)[0].flatten(0, 1)
-        return torch._VF.gru(x, torch.tensor(rows), *more)[0]
+        made = _fast_gru(x, before, rows, w_ih, w_hh, b_ih, b_hh)
+        if made is not None:
+            return made
+        h = x.new_zeros(rows[0], w_hh.shape[1]) if before is None else before.to(x.dtype)
+        states = []
+        for of_step in x.split(rows):
+            h = h[: len(of_step)]  # episodes that have ended are the last rows of a step
+            x_r, x_z, x_n = F.linear(of_step, w_ih, b_ih).chunk(3, dim=-1)
+            h_r, h_z, h_n = F.linear(h, w_hh, b_hh).chunk(3, dim=-1)
+            r, z = (x_r + h_r).sigmoid(), (x_z + h_z).sigmoid()  # eq. 5 and 6
+            n = (x_n + r * h_n).tanh()  # eq. 8: where r is 0, the candidate forgets
+            h = (1 - z) * n + z * h  # eq. 7: where z is 1, the memory stays as it is
+            states.append(h)
+        return torch.cat(states)
+
+
+def _fast_gru(x: Tensor, before: Tensor | None, rows: list[int], *weights: Tensor) -> Tensor | None:
+    """Return `gru` by our kernels (much work in float32 on a CPU) or by torch's; None on devices without either."""
+    size = weights[1].shape[1]
+    kernels = kernels_for(x, len(x) * size)
+    if kernels is not None:
+        # All steps as one operation: autograd keeps one node for them, and backward runs over them by itself.
+        return cast(Tensor, Unroll.apply(kernels, rows, x, before, *weights))  # type: ignore[no-untyped-call]
+    if x.device.type not in {"cpu", "cuda"}:
+        return None
+    start = x.new_zeros(1, rows[0], size) if before is None else before.to(x.dtype)[None]
+    # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps what
+    # backward needs), bidirectional.
+    more = start, list(weights), True, 1, 0.0, torch.is_grad_enabled(), False
+    # Arguments with packed rows need their sizes on the host; a CUDA graph has none.
+    if rows[0] == rows[-1]:  # episodes of equal length: the plain form, which reads no sizes from the host
+        return torch._VF.gru(x.unflatten(0, (len(rows), rows[0])), *more, False)[0].flatten(0, 1)
+    return torch._VF.gru(x, torch.tensor(rows), *more)[0]
 
 
 class PackedGRU(nn.Module):
@@ -157,7 +148,7 @@ class PackedGRU(nn.Module):
 
     def __init__(self, input_dim: int, hidden_dim: int) -> None:
         super().__init__()
-        require_step(self, "the layers around it")
+        require_step(type(self), "the layers around it")
         self.hidden_dim = hidden_dim
         self.weight_ih = nn.Parameter(torch.empty(3 * hidden_dim, input_dim))
         self.weight_hh = nn.Parameter(torch.empty(3 * hidden_dim, hidden_dim))
@@ -178,33 +169,32 @@ class PackedGRU(nn.Module):
         return gru(x.flatten(0, 1), before, rows, *weights).view(-1, n, self.hidden_dim)
 
     def step(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """Return the next hidden state [B, n, H] from x [B, n, input_dim] and hidden [B, n, H]."""
+        """Return the next hidden state [B, n, H] from x [B, n, input_dim] and hidden [B, n, H]: `gru` of one row."""
         rows = (x.flatten(0, 1).to(hidden.dtype), hidden.flatten(0, 1))
         flat = torch.gru_cell(*rows, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
         return flat.view(hidden.shape)
 
 
-def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
-    """Return softmax(q k^T / sqrt(d / h)) v for each head (Vaswani et al. 2017, arXiv:1706.03762), [F, n, d].
+def qmix_mix(
+    q: Tensor, state: Tensor, first: nn.Linear, weight1: nn.Linear, weight2: nn.Linear, bias2: nn.Linear
+) -> Tensor:
+    """Return QMIX's joint value [S] from q [S, n] and state [S, state_dim]; the equation of `QMixer`.
 
-    query: [F, n, d]. key_value: [F, L, 2 d]. p: dropout of the attention weights.
+    first: the first layers of all hypernetworks, [W1 | w2 | b1 | b2]. weight1, weight2, bias2: the second ones.
     """
-    n_frames, _, d = query.shape
-    kv = key_value.view(n_frames, key_value.shape[1], 2, n_heads, d // n_heads).permute(2, 0, 3, 1, 4)
-    q = query.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-    if query.device.type == "cpu" and n_frames and not p and not torch.is_autocast_enabled("cpu"):
-        k, v = kv.contiguous().flatten(1, 2)
-        mixed = transformer.Attention.apply(q.contiguous().flatten(0, 1), k, v)  # type: ignore[no-untyped-call]
-        mixed = mixed.unflatten(0, (n_frames, n_heads))
-    else:
-        # Divided by sqrt(d / h), or softmax would saturate and pass no gradient (Vaswani et al. 2017, section 3.2.1).
-        mixed = F.scaled_dot_product_attention(q, kv[0], kv[1], dropout_p=p)
-    return mixed.transpose(1, 2).flatten(2)
-
-
-def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum over tokens of weight [M] × -log p[target], differentiable in logits [M, K + 1].
-
-    log_p: log_softmax of the logits, without a gradient. target: [M] int64.
-    """
-    return transformer.CrossEntropy.apply(logits, log_p, target, weight.to(log_p.dtype))  # type: ignore[no-untyped-call]
+    layers = first, weight1, weight2, bias2
+    # Kernels compute in float32; in bf16 the layers multiply.
+    kernels = None if torch.is_autocast_enabled("cpu") else kernels_for(state, len(state) * first.out_features)
+    if kernels is not None and all(is_only(layer, FastLinear, nn.Linear) for layer in layers):
+        weights = (parameter for layer in layers for parameter in (layer.weight, layer.bias))
+        return cast(Tensor, Mix.apply(kernels, q, state, *weights))  # type: ignore[no-untyped-call]
+    widths = [weight1.in_features, weight2.in_features, bias2.in_features, bias2.in_features]
+    for_w1, for_w2, b1, for_b2 = first(state).split(widths, dim=-1)
+    # QMIX, eq. 5: dQ_tot / dq_i >= 0, because weights are absolute and elu rises. Biases may have any sign.
+    w1 = weight1(F.relu(for_w1)).abs().unflatten(-1, (q.shape[-1], -1))
+    w2 = weight2(F.relu(for_w2)).abs()
+    b2 = bias2(F.relu(for_b2)).squeeze(-1)
+    # QMIX, figure 2: the state makes the weights, so that it need not enter monotonically.
+    hidden = F.elu((w1 * q.unsqueeze(-1)).sum(dim=1) + b1)
+    joint: Tensor = (hidden * w2).sum(dim=-1) + b2
+    return joint

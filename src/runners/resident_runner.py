@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from omagd import controllers, envs
+from omagd.components.episode_buffer import BlockEpisode
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
@@ -29,7 +30,7 @@ from omagd.modules.graph_reconstructers.token_reconstructor import ResidentRecon
 from omagd.runners.rollout import Rollout, row_fields
 from omagd.runners.runner import Runner
 from omagd.utils.errors import UserError
-from omagd.utils.packing import BlockEpisode, EpisodeMeta, captured
+from omagd.utils.packing import EpisodeMeta, captured
 from omagd.utils.seeding import Origins, uniform
 
 RETURN, LENGTH, END, RESULTS = range(4)

@@ -7,114 +7,22 @@ import gc
 import os
 import socket
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from omagd.utils.errors import causes
+from omagd.utils.waits import Waits, exchange
 
 T = TypeVar("T")
 DEFAULT_PORT = 12355
 Store = dist.Store
 LOOPBACK = "127.0.0.1"
-_STARTED = time.perf_counter()
-
-
-@dataclass
-class Waits:
-    """Waiting time of this rank in exchanges (collectives), and its progress for the watchdog.
-
-    Attributes:
-        seconds: total wait, including for late ranks. calls: number of exchanges.
-        known: time at which the last gradient of this rank was computed.
-        entered: exchanges that this rank has begun.
-        place: returns stage, phase and start of the phase.
-        on_error: called with the error that ends this rank's run, before anything is closed.
-        ticks: steps of environments and backward passes so far. playing: True while episodes are played.
-        inside: True within an exchange. slots: returns the seeds of the slots that the environment works on, by slot.
-        asked: mask [B] and seeds [B] of the slots that a runner has requested from the environment.
-    """
-
-    seconds: float = 0.0
-    calls: int = 0
-    known: float | None = None
-    entered: int = 0
-    place: Callable[[], tuple[str, str, float]] = lambda: ("", "start", _STARTED)
-    on_error: Callable[[BaseException], None] = lambda error: None
-    ticks: int = 0
-    playing: bool = False
-    inside: bool = False
-    slots: Callable[[], dict[int, int]] = dict
-    asked: tuple[np.ndarray, np.ndarray] | None = None
-
-    @contextmanager
-    def doing(self, phase: str) -> Iterator[None]:
-        """Set the rank's place within the block."""
-        before, began = self.place, time.perf_counter()
-        self.place = lambda: ("", phase, began)
-        try:
-            yield
-        finally:
-            self.place = before
-
-    def played(self, going_on: bool) -> None:
-        """Count one step of the environments; `going_on` is False after the last one."""
-        self.ticks += 1
-        self.playing = going_on
-        if not going_on:
-            self.asked = None
-
-    def ask(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        """Record the slots `which` ([B] bool) and `seeds` ([B]) that the environment is asked for."""
-        self.asked = which, seeds
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count a block as one exchange."""
-        self.entered += 1
-        started = time.perf_counter()
-        try:
-            with _exchange(self):
-                yield
-        finally:
-            self.add(started)
-
-    def add(self, started: float) -> None:
-        """Count one exchange whose wait began at `started`."""
-        self.seconds += time.perf_counter() - started
-        self.calls += 1
-
-    def note(self, _: Tensor) -> None:
-        """Record the time of a computed gradient."""
-        self.known = time.perf_counter()
-
-
-@contextmanager
-def _exchange(waits: Waits) -> Iterator[None]:
-    """Mark an error of the block as one of an exchange, which the end of another rank may have caused."""
-    waits.inside = True
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError):
-            error.in_exchange = True  # type: ignore[attr-defined]
-        raise
-    finally:
-        waits.inside = False
-
-
-def broken_exchange(error: BaseException) -> BaseException | None:
-    """Return the error that broke an exchange: `error` or one of its causes; None if there is none."""
-    return next((cause for cause in causes(error) if getattr(cause, "in_exchange", False)), None)
 
 
 @dataclass(frozen=True)
@@ -192,7 +100,7 @@ class Dist:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.waits.note)
         self.waits.entered += 1
-        with _exchange(self.waits):
+        with exchange(self.waits):
             return wrap_model_ddp(module, self.device.index, find_unused_parameters=False, bucket_cap_mb=bucket_cap_mb)
 
     def backward(self, loss: Tensor, wrapped: nn.Module) -> None:
@@ -204,7 +112,7 @@ class Dist:
         synchronised = isinstance(wrapped, DistributedDataParallel) and wrapped.require_backward_grad_sync
         if synchronised:
             self.waits.entered += 1
-        with _exchange(self.waits) if synchronised else nullcontext():
+        with exchange(self.waits) if synchronised else nullcontext():
             loss.backward()
         self.waits.ticks += 1
         if self.waits.known is not None and synchronised:
@@ -280,7 +188,7 @@ def setup_distributed(
     store = dist.PrefixStore(f"attempt_{attempt}", _meet(rank, int(port), timeout, hosted, host_it=rank == 0))
     if backend == "nccl":
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    with _exchange(Waits()):
+    with exchange(Waits()):
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -249,26 +249,6 @@ class RecordedEpisode(dict[str, Tensor]):
         self.meta = meta
 
 
-class BlockEpisode(Mapping[str, Tensor]):
-    """One of the episodes in tensors [E, T, ...]; its fields are views, which change with them.
-
-    Args:
-        block: tensors by name. place: of the episode in them. rows: L + 1. meta: where it comes from.
-    """
-
-    def __init__(self, block: Episode, place: int, rows: int, meta: EpisodeMeta) -> None:
-        self.block, self.place, self.rows, self.meta = block, place, rows, meta
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.block[name][self.place, : self.rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.block)
-
-    def __len__(self) -> int:
-        return len(self.block)
-
-
 def meta_of(episode: Episode) -> EpisodeMeta:
     """Return the origin of an episode, `UNKNOWN` where it is not recorded."""
     meta: EpisodeMeta = getattr(episode, "meta", UNKNOWN)

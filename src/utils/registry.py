@@ -177,6 +177,26 @@ NAMES: dict[Any, str] = {}
 """Classes and functions of the registries that were used, with `kind=name` of each."""
 
 
+def overridden_alone(kind: type, name: str, other: str) -> type | None:
+    """Return the class that `kind` has its method `other` from, if its method `name` is of a class below that one."""
+    order = kind.__mro__
+    one, inherited = (next(each for each in order if method in vars(each)) for method in (name, other))
+    return inherited if order.index(one) < order.index(inherited) else None
+
+
+def require_step(kind: type, parts: str) -> None:
+    """Reject a class with a `forward` of its own, which trains, and an inherited `step`, which acts; or the reverse.
+
+    parts: the methods that both call, for the message. Errors: UserError.
+    """
+    for one, does, other, would in (("forward", "trains", "step", "act"), ("step", "acts", "forward", "train")):
+        if (above := overridden_alone(kind, one, other)) is not None:
+            raise UserError(
+                f"{kind.__name__}: has a {one} of its own, which {does}, but would {would} with the {other} of"
+                f" {above.__name__}. Override {parts}, which both call, or {other} too"
+            )
+
+
 def owner_of(kind: type) -> str:
     """Return `kind=name` of a class that a registry has given out; empty for another one."""
     return NAMES.get(kind, "")

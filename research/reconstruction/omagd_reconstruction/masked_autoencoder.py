@@ -23,11 +23,12 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config, MaskPredictorConfig
+from omagd.modules.graph_ops import attend
 from omagd.modules.graph_reconstructers import INFERRED
 from omagd.modules.graph_reconstructers.predictor import sinusoidal
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.ops import FastLinear, attend
+from omagd.modules.ops import FastLinear
 
 if TYPE_CHECKING:
     from omagd.components.episode_codec import Spec

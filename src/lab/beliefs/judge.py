@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from omagd import learners
 from omagd.config.checks import pretrained_file
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.controllers.types import MAC
 from omagd.lab.beliefs.baselines import Baselines, fit_baselines
 from omagd.lab.beliefs.picture import picture
 from omagd.lab.beliefs.table import Believer, belief_values, judge
-from omagd.learners.belief_loss import HeadBeliefs
 from omagd.learners.graph_metrics import summarise
 from omagd.modules import graph_reconstructers
-from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
+from omagd.modules.agents.agent import Remembers
+from omagd.modules.graph_reconstructers.belief_head import BeliefHead, MemoryReconstructor
+from omagd.modules.graph_reconstructers.graphs import GraphTables
+from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file
 from omagd.run.training.judges import Judge, Verdict
 from omagd.run.training.stages.base import PretrainedModules
@@ -35,6 +39,24 @@ def learner_of(pretrained: PretrainedModules, config: Config, info: EnvInfo, dis
     """Return the learner of stage 2 that says what the trained predictor believes."""
     kind = learners.PREDICTORS.get(config.mask_predictor_config.kind)
     return kind(pretrained.predictor, pretrained.tokenizer, config, info, dist)
+
+
+class HeadBeliefs:
+    """What the head believes in the episodes of a batch.
+
+    Args:
+        mac: whose agent plays. head: trained with it.
+    """
+
+    def __init__(self, mac: MAC, head: BeliefHead) -> None:
+        self.layout, self._mac, self._head = head.layout, mac, head
+
+    @torch.no_grad()
+    def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
+        """Return the missing nodes [S, n, N] bool of a batch, and the belief about each."""
+        missing = GraphTables(self.layout, batch.device).sight(batch["obs"])[1] & batch.valid_mask[:, None, None]
+        _, hidden = cast(Remembers, self._mac.agent).unroll(self._mac.inputs(batch), batch.packing)
+        return missing, self._head.belief(hidden, missing)
 
 
 class BeliefJudge(Judge):

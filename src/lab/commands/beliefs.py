@@ -103,8 +103,7 @@ def _believer(config: Config, info: EnvInfo, mac: Any, step: Any, source: str) -
     """Return the learner of the run's predictor, or its head. Errors: UserError for a run that has neither."""
     import torch
 
-    from omagd.lab.beliefs.judge import learner_of
-    from omagd.learners.belief_loss import HeadBeliefs
+    from omagd.lab.beliefs.judge import HeadBeliefs, learner_of
     from omagd.run.training.build import load_pretrained, of_checkpoint
     from omagd.utils.dist_utils import Dist
 

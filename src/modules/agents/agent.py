@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.modules.graph_reconstructers import n_inferred
-from omagd.modules.ops import (
-    FastLinear,
-    PackedGRU,
-    fast_linear,
-    is_only,
-    lookup_relu,
-    require_step,
-)  # fmt: skip
+from omagd.modules.ops import FastLinear, PackedGRU, fast_linear, is_only, lookup_relu
 from omagd.utils.packing import Packing
+from omagd.utils.registry import require_step
 
 STEPS_AT_ONCE = 10  # time steps whose activations gradient checkpointing recomputes together
 HEAD_GAIN = 0.01  # as in PyMARL2: values start near zero
@@ -56,6 +50,13 @@ class AgentInputs:
         features = like.new_zeros(n_rows, info.n_agents, info.obs_dim)
         return cls(features, torch.full((n_rows, info.n_agents), -1, device=like.device))
 
+    def read(self, n_inferred: int) -> Tensor:
+        """Return the features [S, n, d], followed by the inferred numbers, so many; zeros without reconstruction."""
+        if not n_inferred:
+            return self.features
+        nothing = self.features.new_zeros(*self.features.shape[:-1], n_inferred)
+        return torch.cat([self.features, nothing if self.inferred is None else self.inferred], dim=-1)
+
     def rows(self, chosen: Tensor | slice) -> AgentInputs:
         """Return the inputs of the `chosen` row numbers."""
         if isinstance(chosen, Tensor):
@@ -70,25 +71,6 @@ class AgentInputs:
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         chosen = {name: choose(part) for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(self, **chosen, kept={})
-
-
-class Inferences:
-    """What a kind of predictor infers (`n_inferred`), which agents read behind their features.
-
-    Attributes:
-        n: numbers of each agent.
-    """
-
-    def __init__(self, config: Config, info: EnvInfo) -> None:
-        self.n = n_inferred(config, info.layout)
-
-    def behind(self, inputs: AgentInputs) -> Tensor:
-        """Return the features [S, n, d], followed by what is inferred; zeros without reconstruction."""
-        features = inputs.features
-        if not self.n:
-            return features
-        nothing = features.new_zeros(*features.shape[:-1], self.n)
-        return torch.cat([features, nothing if inputs.inferred is None else inputs.inferred], dim=-1)
 
 
 class Agent(nn.Module, ABC):
@@ -131,7 +113,7 @@ class RecurrentAgent(Agent):
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
-        require_step(self, "encode or values")
+        require_step(type(self), "encode or values")
         self.n_agents, self.checkpointing = info.n_agents, config.enable_gradient_checkpointing
 
     @abstractmethod
@@ -281,15 +263,15 @@ class RNNAgent(RecurrentAgent):
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
-        self.inferences = Inferences(config, info)
+        self.n_inferred = n_inferred(config, info.layout)
         # Weights are shared; the agent's number lets agents that see the same act apart.
-        self.fc1 = InputLinear(info.obs_dim + self.inferences.n, config.rnn_hidden_dim, config, info)
+        self.fc1 = InputLinear(info.obs_dim + self.n_inferred, config.rnn_hidden_dim, config, info)
         self.rnn = PackedGRU(config.rnn_hidden_dim, config.rnn_hidden_dim)
         self.fc2 = FastLinear(config.rnn_hidden_dim, info.n_actions)
 
     def encode(self, inputs: AgentInputs) -> tuple[Tensor, ...]:
         """Return the GRU's input [S, n, H]."""
-        return (self.fc1.relu(self.inferences.behind(inputs), inputs.last_action),)
+        return (self.fc1.relu(inputs.read(self.n_inferred), inputs.last_action),)
 
     def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
         """Return the values [S, n, A]."""
@@ -297,7 +279,10 @@ class RNNAgent(RecurrentAgent):
 
 
 class NRNNAgent(RNNAgent):
-    """`RNNAgent` with a layer norm before the head (`use_layer_norm`) and an orthogonal start (`use_orthogonal`)."""
+    """`RNNAgent` with q = W_2 norm(h), a layer norm (Ba et al. 2016, arXiv:1607.06450), if `use_layer_norm`.
+
+    `use_orthogonal`: both layers start orthogonal.
+    """
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
@@ -312,46 +297,3 @@ class NRNNAgent(RNNAgent):
     def values(self, hidden: Tensor, *others: Tensor) -> Tensor:
         """Return the values [S, n, A]."""
         return super().values(self.norm(hidden))
-
-
-def alone(config: Config, info: EnvInfo) -> tuple[Config, EnvInfo]:
-    """Return the configuration and the facts for the network of one agent, which needs no agent number."""
-    return config.model_copy(update={"obs_agent_id": False}), replace(info, n_agents=1)
-
-
-class SeparateAgents(Agent):
-    """n networks of one class, one for each agent (`share_parameters=False`).
-
-    Args:
-        make: makes a network. config, info: the run and its environment.
-    """
-
-    def __init__(self, make: Callable[[Config, EnvInfo], Agent], config: Config, info: EnvInfo) -> None:
-        super().__init__()
-        self.each = nn.ModuleList(make(*alone(config, info)) for _ in range(info.n_agents))
-        for i, agent in enumerate(self._agents()):
-            agent.number = i
-
-    def init_hidden(self, n_slots: int) -> Tensor:
-        """Return the hidden state at the start of episodes, [B, n, H] zeros."""
-        return torch.cat([agent.init_hidden(n_slots) for agent in self._agents()], dim=1)
-
-    def forward(self, inputs: AgentInputs, packing: Packing) -> Tensor:
-        """Return the values [S, n, A] of whole episodes."""
-        return torch.cat([agent(inputs.agent(i), packing) for i, agent in enumerate(self._agents())], dim=1)
-
-    def unroll(self, inputs: AgentInputs, packing: Packing) -> tuple[Tensor, Tensor]:
-        """Return the values [S, n, A], and the hidden state after each row, [S, n, H]."""
-        each = enumerate(cast(list[Remembers], self._agents()))
-        values, hidden = zip(*(agent.unroll(inputs.agent(i), packing) for i, agent in each), strict=True)
-        return torch.cat(values, dim=1), torch.cat(hidden, dim=1)
-
-    def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values [B, n, A] of one step and the new hidden state [B, n, H]."""
-        each = enumerate(self._agents())
-        steps = [agent.step(inputs.agent(i), hidden[:, i : i + 1]) for i, agent in each]
-        values, after = zip(*steps, strict=True)
-        return torch.cat(values, dim=1), torch.cat(after, dim=1)
-
-    def _agents(self) -> list[Agent]:
-        return [agent for agent in self.each if isinstance(agent, Agent)]

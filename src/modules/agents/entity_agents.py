@@ -52,13 +52,10 @@ class EntityAgent(RecurrentAgent):
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
-        if info.layout is None:
-            raise UserError(
-                f"agent={config.agent} needs an environment with an entity layout; env={config.env} has none"
-            )
-        self.layout, self.n_actions, self.n_normal = info.layout, info.n_actions, info.n_normal_actions
+        self.layout = info.layout_for(f"agent={config.agent}", config.env)
+        self.n_actions, self.n_normal = info.n_actions, info.n_normal_actions
         self.last_action = config.obs_last_action
-        self.some_heal = info.layout.healer >= 0
+        self.some_heal = self.layout.healer >= 0
         self.n_numbers = info.n_agents if config.obs_agent_id else 0
         hidden = config.rnn_hidden_dim
         self.rnn = PackedGRU(hidden, hidden)
@@ -278,6 +275,7 @@ class AttentionAgent(EntityAgent):
         own, enemies = self.embed_self(seen.own).relu(), self.embed_enemy(seen.enemies).relu()
         allies = self.embed_ally(seen.allies).relu()
         units = torch.cat([own.unsqueeze(-2), allies, enemies], dim=-2)
+        # A unit of zeros has an embedding too (the bias), but nobody attends to it.
         there = torch.cat([present(part) for part in (seen.allies, seen.enemies)], dim=-2).squeeze(-1)
         there = F.pad(there, (1, 0), value=True)  # an agent always attends to itself
         attended = self._attend(own.flatten(0, 1), units.flatten(0, 1), there.flatten(0, 1)).view_as(own)
@@ -287,7 +285,8 @@ class AttentionAgent(EntityAgent):
     def _attend(self, own: Tensor, units: Tensor, there: Tensor) -> Tensor:
         """Return [R, H] for agents' own embeddings [R, H], units [R, N, H] and masks [R, N] of units that exist."""
         rows, heads, width = len(own), self.n_heads, own.shape[-1] // self.n_heads
-        # Only the agent itself asks: one query over its units, O(N), where REFIL's full attention is O(N²).
+        # Attention (Vaswani et al. 2017, eq. 1) in which only the agent itself asks: one query over its units, O(N),
+        # where REFIL's full attention is O(N²).
         query = self.query(own).view(rows, 1, heads, width).transpose(1, 2)
         both = self.key_value(units).view(rows, units.shape[1], 2 * heads, width)
         keys, values = both.transpose(1, 2).chunk(2, dim=1)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import Agent, AgentInputs, Inferences, InputLinear
+from omagd.modules.agents.agent import Agent, AgentInputs, InputLinear
+from omagd.modules.graph_reconstructers import n_inferred
 from omagd.modules.ops import FastLinear, is_only
 from omagd.utils.packing import Packing
 
@@ -62,8 +63,8 @@ class FFAgent(Agent):
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
         self.n_agents = info.n_agents
-        self.inferences = Inferences(config, info)
-        self.trunk = Trunk(info.obs_dim + self.inferences.n, info.n_actions, config, info, self.talks)
+        self.n_inferred = n_inferred(config, info.layout)
+        self.trunk = Trunk(info.obs_dim + self.n_inferred, info.n_actions, config, info, self.talks)
 
     def init_hidden(self, n_slots: int) -> Tensor:
         """Return an empty hidden state, [B, n, 0]."""
@@ -71,7 +72,7 @@ class FFAgent(Agent):
 
     def forward(self, inputs: AgentInputs, packing: Packing | None = None) -> Tensor:
         """Return [S, n, A] of all rows; `packing` does not matter to an agent without memory."""
-        return self.trunk(self.inferences.behind(inputs), inputs.last_action)
+        return self.trunk(inputs.read(self.n_inferred), inputs.last_action)
 
     def step(self, inputs: AgentInputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return [B, n, A] of one step and the empty hidden state."""

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import AgentInputs, Inferences, InputLinear, alone
+from omagd.modules.agents.agent import AgentInputs, InputLinear
+from omagd.modules.agents.separate import alone
+from omagd.modules.graph_reconstructers import n_inferred
 from omagd.modules.ops import FastLinear
 from omagd.modules.units import UnitEncoder
 
@@ -59,13 +61,13 @@ class ObservationCritic(FlatCritic):
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
-        self.inferences = Inferences(config, info)
-        self.fc1 = InputLinear(info.obs_dim + self.inferences.n, width, config, info)
+        self.n_inferred = n_inferred(config, info.layout)
+        self.fc1 = InputLinear(info.obs_dim + self.n_inferred, width, config, info)
         self.add_rest(width)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S, n] from the agents' inputs; the state [S, state_dim] is not used."""
-        return self.rest(self.fc1.relu(self.inferences.behind(inputs), inputs.last_action))
+        return self.rest(self.fc1.relu(inputs.read(self.n_inferred), inputs.last_action))
 
 
 class AgentStateCritic(FlatCritic):
@@ -73,15 +75,15 @@ class AgentStateCritic(FlatCritic):
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
-        self.inferences = Inferences(config, info)
-        self.of_inputs = InputLinear(info.obs_dim + self.inferences.n, width, config, info)
+        self.n_inferred = n_inferred(config, info.layout)
+        self.of_inputs = InputLinear(info.obs_dim + self.n_inferred, width, config, info)
         # W [s | x_i] = W_s s + W_x x_i: the product with the state is made once for the team.
         self.of_state = FastLinear(info.state_dim, width, bias=False)
         self.add_rest(width)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S, n] from the agents' inputs and the state [S, state_dim], the product with which agents share."""
-        first = self.of_inputs(self.inferences.behind(inputs), inputs.last_action) + self.of_state(state).unsqueeze(1)
+        first = self.of_inputs(inputs.read(self.n_inferred), inputs.last_action) + self.of_state(state).unsqueeze(1)
         return self.rest(first.relu())
 
 

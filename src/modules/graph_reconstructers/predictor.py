@@ -29,8 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
+from omagd.modules.graph_ops import attend
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
-from omagd.modules.ops import FastLinear, attend, autocast_bf16, fast_linear
+from omagd.modules.ops import FastLinear, autocast_bf16, fast_linear
 from omagd.utils.packing import Packing
 
 N_SPECIAL = 3
@@ -288,7 +289,7 @@ class MaskPredictor(nn.Module):
             shapes.
         """
         tokens = self.token_table()
-        # BERT's input: the sum of embeddings of token, type, place and time.
+        # BERT's input (figure 2): the sum of embeddings of token, type, place and time.
         x = F.embedding(frames.ids, tokens)
         static = self.kind(self.types) + self.position.weight + self._embed(self.step, frames.step)[:, None]
         x = self._stack(x, static)
@@ -300,7 +301,7 @@ class MaskPredictor(nn.Module):
         x = F.dropout(self.norm(x), self.config.dropout, self.training)
         for block in self.blocks[:-1]:
             x = self._pass(block, x, None, x.shape[1])
-        # MaskGIT's parallel decoding in a single step: all masked tokens at once, none reads another's guess.
+        # MaskGIT (section 3.2) in a single step: all masked tokens at once, none reads another's guess.
         if wanted is None:
             wanted = torch.nonzero(masked.flatten()).flatten()
         x = self._pass(self.blocks[-1], x, wanted, self.n_nodes)

@@ -64,7 +64,7 @@ class TokenReconstructor(Reconstructor):
         self.tokenizer, self.predictor = tokenizer.requires_grad_(False), predictor.requires_grad_(False)
         self.mean = config.mask_predictor_config.decode == "mean"
         self.field = "recon" if self.mean else "tokens"
-        self.n_agents = info.n_agents
+        self.n_agents, self.floats_at_once = info.n_agents, FLOATS_AT_ONCE[self.device.type != "cpu"]
         require_one_pretraining(tokenizer, predictor)
         self._bf16 = config.acting_precision == "bf16"
         self.begin(0)
@@ -134,11 +134,6 @@ class TokenReconstructor(Reconstructor):
         nodes = self.columns.nodes(obs).flatten(0, -2).index_select(0, where)
         ids.view(-1).index_copy_(0, where, self.tokenizer.ids(nodes))
         return ids
-
-    @property
-    def floats_at_once(self) -> int:
-        """See `FLOATS_AT_ONCE`."""
-        return FLOATS_AT_ONCE[self.device.type != "cpu"]
 
     def guess(self, frames: Frames, masked: Tensor, others: bool = False) -> Guess:
         """Predict the tokens `masked` [F, N] of frames, which pass in groups.
@@ -222,6 +217,7 @@ class ResidentReconstruction:
 
     def _guessed(self, missing: Tensor, step: Tensor) -> Tensor:
         """Return the stored field [B, ...] with the guesses of the `missing` [B, n, N] nodes."""
+        # Seen nodes are predicted too; the mask `missing` leaves these guesses out below.
         guess = self._of.guess(self._history.frames(self._everyone, step), missing.flatten(0, 1), others=True)
         size = missing.shape[-1] - 1
         if not self._of.mean:

@@ -93,15 +93,14 @@ class Tokenizer(nn.Module):
     def quantize(self, encoded: Tensor) -> Tensor:
         """Return the id [...] int64 of the code nearest to each encoding [..., E]."""
         flat = encoded.detach().reshape(-1, encoded.shape[-1])
+        # VQ-VAE, eq. 1 and 2: the nearest code.
         # argmin |z - e|^2 = argmax z.e - |e|^2 / 2, since |z|^2 is the same for all codes. That is one product with
         # the codebook. For cosine all codes have length one and the bias does not matter.
-        # VQ-VAE, eq. 1 and 2: the nearest code.
         bias = -0.5 * self.codebook.square().sum(-1)
         with torch.autocast(flat.device.type, enabled=False):
-            parts = flat.split(self._chunk)
-            room = flat.new_empty(
-                len(parts[0]), self.n_codes
-            )  # for all parts: new memory takes longer than the product
+            # As many nodes at once as fit the cache of a CPU core with their distances to all codes.
+            parts = flat.split(max(1, DISTANCES // self.n_codes) * (1 if flat.device.type == "cpu" else 64))
+            room = flat.new_empty(len(parts[0]), self.n_codes)  # for all: new memory takes longer than the product
             scores = (torch.addmm(bias, part, self.codebook.t(), out=room[: len(part)]) for part in parts)
             return torch.cat([first_largest(of_part) for of_part in scores]).reshape(encoded.shape[:-1])
 
@@ -186,11 +185,6 @@ class Tokenizer(nn.Module):
         self.codebook[codes] = placed
         self.embed_avg[codes] = torch.where(good[:, None], placed * size, self.embed_avg[codes])
         self.cluster_size[codes] = torch.where(good, sizes, self.cluster_size[codes])
-
-    @property
-    def _chunk(self) -> int:
-        """Nodes whose distances to all codes are computed at once: as many as fit the cache of a CPU core."""
-        return max(1, DISTANCES // self.n_codes) * (1 if self.codebook.device.type == "cpu" else 64)
 
     def _unit(self, vectors: Tensor) -> Tensor:
         """Return `vectors` [..., E], normalised under `distance: cosine`."""

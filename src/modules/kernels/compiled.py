@@ -198,6 +198,7 @@ def mix_inputs(first: Any, bias: Any, linear: tuple[int, int]) -> None:
         row = first[s]
         for j in range(len(bias)):
             x = row[j] + bias[j]
+            # b1 is a value by itself; the others are first layers, behind which a ReLU stands.
             row[j] = x if (begin <= j < end) or not (x < ZERO) else ZERO
 
 
@@ -279,6 +280,7 @@ def mix_inputs_backward(from1: Any, from2: Any, read: Any, for_first: Any, sums:
     for s in range(len(from1)):
         row, made, one, two = read[s], for_first[s], from1[s], from2[s]
         row2, made2 = row[width1:], made[width1:]
+        # ReLU'(x) from its result, which is above 0 where x was.
         for j in range(width1):
             made[j] = one[j] if row[j] > ZERO else ZERO
         for j in range(width2):

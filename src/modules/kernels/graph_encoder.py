@@ -1,4 +1,4 @@
-"""Embedding, graph convolutions and mean of `gnn_rnn` as one operation, its elementwise work in Numba kernels.
+"""`graph_ops.encode_graphs` as one operation, its elementwise work in Numba kernels.
 
 A unit that an agent does not see, or that is dead, is a node of zeros, and all such allies (or enemies) of one graph
 stay equal through all layers. They are computed once, with their number as weight w, and graphs pass in chunks that
@@ -16,8 +16,6 @@ Compared with the layers in float64, in values and gradients: tests/test_learnin
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,27 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omagd.config.env_info import EntityLayout
-from omagd.modules.kernels import kernels_for
 
 NODES_AT_ONCE = 2048  # nodes of a chunk of graphs
-
-
-def graph_kernels_for(features: Tensor, n_numbers: int) -> ModuleType | None:
-    """Return the Numba kernels for graphs of observations like these, or None: use the layers; see `kernels_for`.
-
-    Acting uses the layers: its batches are small, and their sizes differ from tick to tick.
-    """
-    if torch.is_inference_mode_enabled() or features.requires_grad or kernels_for(features, n_numbers) is None:
-        return None
-    return _kernels()
-
-
-@cache
-def _kernels() -> ModuleType:
-    from omagd.modules.kernels import compiled_graphs
-
-    compiled_graphs.prepare()
-    return compiled_graphs
 
 
 class Part(NamedTuple):

@@ -1,14 +1,6 @@
 """The GRU over packed rows with its own backward pass, its elementwise work in Numba kernels; CPUs, float32.
 
-Equations (Cho et al. 2014, arXiv:1406.1078, in the variant of cuDNN and `torch.nn.GRU`, which applies the reset gate
-after the product with the hidden state). For input x and hidden state h:
-
-    r  = sigmoid(W_ir x + b_ir + W_hr h + b_hr)          reset gate
-    z  = sigmoid(W_iz x + b_iz + W_hz h + b_hz)          update gate
-    m  = W_hn h + b_hn                                   hidden part of the candidate ("inner")
-    n  = tanh(a),  a = W_in x + b_in + r * m             candidate ("new")
-    h' = (1 - z) * n + z * h
-
+Its equations are those of `ops.gru`; m = W_hn h + b_hn is the hidden part of the candidate n ("inner").
 Backward, with g = dL/dh' (from the output of this step and from the next step); d_y is the gradient of the sum inside
 the activation of y:
 

@@ -1,7 +1,7 @@
 """Linear layers with their own backward pass: by oneDNN, over one-hots, and as QMIX's mixer.
 
-Every function here computes what a plain expression computes, in `modules/ops.py` or in the model that it is a form of.
-`g` is the gradient of the output. A linear map y = x W^T + b has the gradients
+Every function here computes what a plain expression of `modules/ops.py` computes. `g` is the gradient of the output.
+A linear map y = x W^T + b has the gradients
 
     dL/dx = g W        dL/dW = g^T x        dL/db = sum of g over rows
 """
@@ -57,6 +57,7 @@ class OneDNNLinear(torch.autograd.Function):
         """Return the gradients of x, weight and bias from grad [R, out]."""
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
+        # dL/dx = g W, dL/dW = g^T x, dL/db = sum of g: each only where it is asked for.
         return (
             _onednn(grad, weight.t(), None) if for_x else None,
             grad.t() @ x if for_weight else None,
@@ -144,6 +145,7 @@ class Mix(torch.autograd.Function):
         q, state, x, raw1, raw2, hidden, head, c_1, c_2, w_f, a_1, a_2 = ctx.saved_tensors
         kernels, size, first, second = ctx.kernels, len(a_2), a_1.shape[1], a_1.shape[1] + a_2.shape[1]
         for_q, for_1, for_2, for_x = (torch.empty_like(t) for t in (q, raw1, raw2, x))
+        # Gradients of biases are sums over rows, added while the rows are in the cache.
         sums, of_first = q.new_zeros(3, max(len(a_1), size + 1)), q.new_zeros(x.shape[1])
         reads = (grad.contiguous(), q, raw1, c_1, raw2, c_2, x, head, hidden.clone())  # `hidden` is written
         kernels.mix_backward(*arrays(*reads, for_q, for_1, for_2, for_x, sums))

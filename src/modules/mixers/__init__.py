@@ -9,7 +9,7 @@ REGISTRY: Registry[type] = Registry(
     "omagd.mixers",
     lazy={
         "qmix": "omagd.modules.mixers.mixer:QMixer",
-        "set_qmix": "omagd.modules.mixers.mixer:SetQMixer",
+        "set_qmix": "omagd.modules.mixers.set_qmix:SetQMixer",
         "qplex": "omagd.modules.mixers.qplex:QPLEXMixer",
         "qatten": "omagd.modules.mixers.qatten:QattenMixer",
         "vdn": "omagd.modules.mixers.mixer:VDNMixer",

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.kernels import kernels_for
-from omagd.modules.kernels.linear import Mix
-from omagd.modules.ops import FastLinear, faster_by, is_only
-from omagd.modules.units import UnitEncoder
+from omagd.modules.ops import FastLinear, qmix_mix
 
 
 @dataclass(frozen=True)
@@ -113,16 +109,6 @@ class NoMixer(nn.Module):
         return agent_qs
 
 
-def _mix_by_kernels(mixer: QMixer, agent_qs: Tensor, state: Tensor) -> Tensor | None:
-    """Return `QMixer.forward` by Numba kernels; None where they do not fit."""
-    layers = (mixer.first, mixer.weight1, mixer.weight2, mixer.bias2)
-    kernels = kernels_for(state, len(state) * mixer.first.out_features)
-    if kernels is None or not all(is_only(layer, FastLinear, nn.Linear) for layer in layers):
-        return None
-    weights = (parameter for layer in layers for parameter in (layer.weight, layer.bias))
-    return cast(Tensor, Mix.apply(kernels, agent_qs, state, *weights))  # type: ignore[no-untyped-call]
-
-
 class QMixer(nn.Module):
     """Q_tot = |w2(s)|^T elu(|W1(s)|^T q + b1(s)) + b2(s), with hypernetworks W1, b1, w2, b2 of the state.
 
@@ -134,52 +120,13 @@ class QMixer(nn.Module):
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
         embed, hyper = config.mixing_embed_dim, config.hypernet_embed
-        self.n_agents = info.n_agents
-        self.embed_dim = embed
-        self.widths = [hyper, hyper, embed, embed]
         # One product of the state instead of four; the second layers read their columns.
-        self.first = FastLinear(info.state_dim, sum(self.widths))
+        self.first = FastLinear(info.state_dim, 2 * hyper + 2 * embed)
         self.weight1 = FastLinear(hyper, info.n_agents * embed)
         self.weight2 = FastLinear(hyper, embed)
         self.bias2 = nn.Linear(embed, 1)
 
-    @faster_by(_mix_by_kernels)
     def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
         """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
-        for_w1, for_w2, b1, for_b2 = self.first(state).split(self.widths, dim=-1)
-        # QMIX, eq. 5: dQ_tot / dq_i >= 0, because weights are absolute and elu rises. Biases may have any sign.
-        w1 = self.weight1(F.relu(for_w1)).abs().view(-1, self.n_agents, self.embed_dim)
-        w2 = self.weight2(F.relu(for_w2)).abs()
-        b2 = self.bias2(F.relu(for_b2)).squeeze(-1)
-        # QMIX, figure 2: the state makes the weights, so that it need not enter monotonically.
-        hidden = F.elu((w1 * agent_qs.unsqueeze(-1)).sum(dim=1) + b1)
-        return (hidden * w2).sum(dim=-1) + b2
-
-
-class SetQMixer(nn.Module):
-    """Q_tot = |w2(g)|^T elu(sum_i |W1(e_i, g)|^T q_i + b1(g)) + b2(g), over the living agents i.
-
-    As in QMIX (Rashid et al. 2018), absolute weights make Q_tot monotonic in every q_i; the weights of agent i come
-    from the embedding e_i of its unit and from that of the whole state, g, instead of its place in the state. Dead and
-    absent agents do not count. So its size does not depend on the map, and the order of the agents does not matter.
-    """
-
-    def __init__(self, config: Config, info: EnvInfo) -> None:
-        super().__init__()
-        embed, hyper = config.mixing_embed_dim, config.hypernet_embed
-        self.embed_dim = embed
-        self.units = UnitEncoder(config, info, hyper, f"mixer={config.mixer}")
-        self.weight1_unit = FastLinear(hyper, embed)
-        self.whole = FastLinear(hyper, 3 * embed)  # [part of W1 | b1 | w2]
-        self.bias2 = nn.Sequential(FastLinear(hyper, embed), nn.ReLU(), nn.Linear(embed, 1))
-
-    def forward(self, agent_qs: Tensor, state: Tensor) -> Tensor:
-        """Return the joint value [S] from agent_qs [S, n] and state [S, state_dim]."""
-        whole, allies, there = self.units(state)
-        for_w1, b1, for_w2 = self.whole(whole).chunk(3, dim=-1)
-        # QMIX, eq. 5, for any number of agents: absolute weights, one row for each agent's unit.
-        w1 = (self.weight1_unit(allies) + for_w1.unsqueeze(1)).abs()
-        # A sum over agents whose weights are functions of their units: any number of them, in any order.
-        hidden = F.elu((w1 * (agent_qs.unsqueeze(-1) * there)).sum(dim=1) + b1)
-        joint: Tensor = (hidden * for_w2.abs()).sum(dim=-1) + self.bias2(whole).squeeze(-1)
-        return joint
+        # QMIX, figure 2: networks of the state make the weights and biases that mix the agents' values.
+        return qmix_mix(agent_qs, state, self.first, self.weight1, self.weight2, self.bias2)

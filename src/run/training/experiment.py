@@ -48,13 +48,14 @@ from omagd.run.training.evaluate import evaluate, trained_card
 from omagd.run.training.loop import fit
 from omagd.run.training.stages.base import PretrainedModules, Session, Stage, require_same_weights
 from omagd.run.training.stages.rl import RLStage
-from omagd.utils.dist_utils import Dist, broken_exchange
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RunFailed, UserError
 from omagd.utils.logging import Logger, RunFacts, append_to_log, close_bars, setup_logging
 from omagd.utils.registry import crash_of, explain
 from omagd.utils.run_folder import RunFolder, keep_json
 from omagd.utils.signals import CLOSING_SECONDS, orphaned, stop_requested, uninterrupted
 from omagd.utils.storage import STORAGE, read_entry
+from omagd.utils.waits import broken_exchange
 
 
 def new_stage(name: str, session: Session, pretrained: PretrainedModules) -> Stage:
