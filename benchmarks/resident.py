@@ -44,7 +44,10 @@ from omagd.learners.nq_learner import NQLearner
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.runners.resident_runner import Captured, choose
+from omagd.resident.graphs import Captured
+from omagd.resident.replay import ResidentData
+from omagd.resident.runner import choose
+from omagd.resident.updates import FixedUpdates
 from omagd.utils.dist_utils import Dist
 from omagd.utils.seeding import EpisodeSeeds
 
@@ -130,7 +133,10 @@ class Training:
         torch.manual_seed(0)
         self.mac = controllers.REGISTRY.get(config.mac)(config, env.info, device, untrained(config, env.info, device))
         self.learner = NQLearner(self.mac, config, env.info, Dist(device=device))
-        self.data = ReplayData(config, device, np.random.default_rng(0), env.info.episode_limit + 1, fixed)
+        self.learns: Any = FixedUpdates(self.learner) if fixed else self.learner
+        given = config, device, np.random.default_rng(0)
+        on_device = runner == "resident"
+        self.data = ResidentData(*given, env.info.episode_limit + 1, fixed) if on_device else ReplayData(*given)
         self.runner = runners.REGISTRY.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
         self.explore = Exploration(0.5, np.random.default_rng(0))
 
@@ -151,7 +157,7 @@ class Training:
     def update(self) -> None:
         """Learn from the batches of an iteration."""
         for batch in self.data.batches():
-            self.learner.update(batch, episodes=0)
+            self.learns.update(batch, episodes=0)
 
 
 def speed(clock: Clock, work: Callable[[], int], rounds: int) -> float:

@@ -41,7 +41,7 @@ def sources(codes: Iterable[CodeType]) -> list[str]:
 def test_the_map_names_every_module():
     """Of the packages that it lists, without the second names of learners for several ranks."""
     words, missing = set(re.findall(r"\w+", PAGE.split("```")[1])), []
-    for package in ("lab", "run", "learners", "runners", "controllers", "components"):
+    for package in ("lab", "run", "resident", "learners", "runners", "controllers", "components"):
         for path in sorted((ROOT / "src" / package).rglob("*.py")):
             inside = {"compiled"} & {path.parent.name}  # a package that is named as a whole
             if not inside and path.stem != "__init__" and path.stem.removesuffix("_ddp") not in words:

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from omagd import runners
-from omagd.components.data import ReplayData
 from omagd.config.loading import resolve
 from omagd.envs.battle import maps
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.learners.nq_learner import NQLearner
-from omagd.runners import resident_runner
-from omagd.runners.resident_runner import choose
+from omagd.resident import runner as of_rounds
+from omagd.resident.replay import ResidentData
+from omagd.resident.runner import choose
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
@@ -106,7 +106,7 @@ def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
         numbers.append(number)
         return uniform(number, key)
 
-    monkeypatch.setattr(resident_runner, "uniform", noted)
+    monkeypatch.setattr(of_rounds, "uniform", noted)
     steps, agents, actions = 40, 3, 5
     q = torch.zeros(steps, agents, actions)
     choose(q, q == 0, torch.tensor(0.5), torch.zeros(steps, dtype=torch.int64), torch.arange(steps))
@@ -133,7 +133,7 @@ def iteration(device: torch.device, buffer_cpu_only: bool, rounds: int = 2) -> t
     plays, mac = game(device=device, buffer_cpu_only=buffer_cpu_only, buffer_size=10, batch_size=4)
     config, batches = plays.config, []
     learner = NQLearner(mac, config, plays.info, Dist(device=device))
-    data = ReplayData(config, device, np.random.default_rng(0), plays.info.episode_limit + 1)
+    data = ResidentData(config, device, np.random.default_rng(0), plays.info.episode_limit + 1)
     plays._resident(mac, 1, False, True)  # allocates
     with contextlib.nullcontext() if device == CPU else waiting() as waits:
         for _ in range(rounds):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from omagd.components.episode_buffer import EpisodeBuffer, FixedDraw, ResidentBuffer
+from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.schema import Config
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, RecordedEpisode, meta_of, pack_episodes
@@ -21,8 +21,7 @@ class ReplayData:
     """Batches sampled from the newest `buffer_size` episodes, which are learned from many times.
 
     Args:
-        config: the run. device: of the learner. rng: for the draws. rows: of the longest episode.
-        fixed: yield draws for updates of fixed shapes, of the same episodes; needs the replay of `runner=resident`.
+        config: the run. device: of the learner. rng: for the draws.
 
     Attributes:
         log_name: of the episodes in checkpoints. sampled: whether episodes serve several batches, drawn at random.
@@ -35,15 +34,9 @@ class ReplayData:
 
     buffer: EpisodeBuffer
 
-    def __init__(
-        self, config: Config, device: torch.device, rng: np.random.Generator, rows: int, fixed: bool = False
-    ) -> None:
+    def __init__(self, config: Config, device: torch.device, rng: np.random.Generator) -> None:
         self.batches_per_iteration = config.updates_per_iteration
-        if config.runner == "resident" and not config.buffer_cpu_only:
-            self.buffer = ResidentBuffer(config.buffer_size, device, rows)
-        else:
-            self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
-        self._fixed = self.buffer if fixed and isinstance(self.buffer, ResidentBuffer) else None
+        self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
         self._batch_size, self._rng, self._device = config.batch_size, rng, device
 
     def add(self, episodes: Iterable[Episode]) -> None:
@@ -59,12 +52,13 @@ class ReplayData:
         """Whether there are `batch_size` episodes; once true, it stays true while that number stays."""
         return len(self.buffer) >= self._batch_size
 
-    def batches(self) -> Iterator[PackedBatch] | Iterator[FixedDraw]:
-        """Yield `updates_per_iteration` batches of `batch_size` episodes."""
-        draws = (self.buffer.draw(self._batch_size, self._rng) for _ in range(self.batches_per_iteration))
-        if self._fixed is not None:
-            return map(self._fixed.fixed, draws)
-        return (self.buffer.batch(drawn).to(self._device) for drawn in draws)
+    def draws(self) -> Iterator[Sequence[int]]:
+        """Yield `updates_per_iteration` times the places of `batch_size` episodes in the buffer."""
+        return (self.buffer.draw(self._batch_size, self._rng) for _ in range(self.batches_per_iteration))
+
+    def batches(self) -> Iterator[PackedBatch]:
+        """Yield the batches of `draws`."""
+        return (self.buffer.batch(drawn).to(self._device) for drawn in self.draws())
 
 
 class OnPolicyData:
