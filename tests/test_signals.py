@@ -10,8 +10,8 @@ from contextlib import nullcontext, suppress
 
 import pytest
 
-from omagd.utils import signals
-from omagd.utils.signals import (
+from omagd.run import signals
+from omagd.run.signals import (
     Stopped,
     deferred,
     saving,

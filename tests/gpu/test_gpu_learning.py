@@ -19,9 +19,9 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.nq_learner import NQLearner
 from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
+from omagd.run.reporting.metrics import Counters, Metrics
 from omagd.run.training.stages.base import Health
 from omagd.utils.dist_utils import Dist
-from omagd.utils.metrics import Counters, Metrics
 from omagd.utils.packing import pack_episodes
 
 if not torch.cuda.is_available():

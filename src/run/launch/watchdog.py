@@ -26,6 +26,7 @@ import torch
 
 from omagd.config.schema import Config
 from omagd.run.launchers import Plan, require_own_gpus
+from omagd.run.signals import CLOSING_SECONDS, Stopped, ending, raise_in_main_thread, stop_requested
 from omagd.run.training.stages.base import BUILDING, CLOSING, COUNTING
 from omagd.utils.compiling import under_way
 from omagd.utils.dist_utils import (
@@ -38,7 +39,6 @@ from omagd.utils.dist_utils import (
     setup_distributed,
 )
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError
-from omagd.utils.signals import CLOSING_SECONDS, Stopped, ending, raise_in_main_thread, stop_requested
 
 LOG = logging.getLogger("omagd")
 WATCHED = frozenset({BUILDING, CLOSING, COUNTING, "collect", "update", "sample", "replay", "test", "opponents"})

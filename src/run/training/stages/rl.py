@@ -17,6 +17,7 @@ from omagd.controllers.types import Exploration, Policy
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.store import Attribute, StageResult
 from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
+from omagd.run.reporting.metrics import Every, Metrics, Stopwatch
 from omagd.run.training.build import build_learner
 from omagd.run.training.collection import shapers
 from omagd.run.training.evaluate import Tests, means
@@ -25,7 +26,6 @@ from omagd.run.training.stages.base import PretrainedModules, Session, Shaper, S
 from omagd.runners.rollout import Rollout
 from omagd.utils.dist_utils import Pending
 from omagd.utils.logging import Progress, duration
-from omagd.utils.metrics import Every, Metrics, Stopwatch
 
 
 class RLStage(Stage):
