@@ -45,7 +45,7 @@ from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.resident.graphs import Captured
-from omagd.resident.replay import ResidentData
+from omagd.resident.replay import ResidentBuffer
 from omagd.resident.runner import choose
 from omagd.resident.updates import FixedUpdates
 from omagd.utils.dist_utils import Dist
@@ -134,9 +134,8 @@ class Training:
         self.mac = controllers.REGISTRY.get(config.mac)(config, env.info, device, untrained(config, env.info, device))
         self.learner = NQLearner(self.mac, config, env.info, Dist(device=device))
         self.learns: Any = FixedUpdates(self.learner) if fixed else self.learner
-        given = config, device, np.random.default_rng(0)
-        on_device = runner == "resident"
-        self.data = ResidentData(*given, env.info.episode_limit + 1, fixed) if on_device else ReplayData(*given)
+        buffer = ResidentBuffer(config.buffer_size, device, env.info.episode_limit + 1)
+        self.data = ReplayData(config, np.random.default_rng(0), buffer, buffer.fixed if fixed else buffer.batch)
         self.runner = runners.REGISTRY.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
         self.explore = Exploration(0.5, np.random.default_rng(0))
 

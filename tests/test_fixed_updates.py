@@ -14,7 +14,8 @@ from q_toys import INFO, equal, make_learner, state_of, toy_config
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu
 from torch import Tensor
 
-from omagd.learners.nq_learner import NQGraphLearner, NQLearner
+from omagd.learners import REGISTRY as LEARNERS
+from omagd.learners.nq_learner import NQLearner
 from omagd.resident.replay import ROUNDING, FixedPacking
 from omagd.resident.updates import WARM_UP, FixedUpdates, uses_graph_updates
 from omagd.run.launchers import Plan
@@ -194,23 +195,23 @@ def test_a_step_without_samples_changes_nothing_where_only_the_device_knows():
         assert before and all(torch.equal(state_of(learner)[name].value, value) for name, value in before.items())
 
 
-def test_where_updates_have_fixed_shapes():
+def test_where_updates_have_fixed_shapes(monkeypatch):
+    class Own(NQLearner):
+        def update(self, batch, *, episodes):
+            return super().update(batch, episodes=episodes)
+
+    monkeypatch.setitem(LEARNERS._objects, "own", Own)
     resident = {"runner": "resident", "buffer_cpu_only": False}
     for updates, device, ranks, expected in [
         (resident, DEVICE, 1, True),
+        ({**resident, "learner": "nq_graph_learner"}, DEVICE, 1, True),
+        ({**resident, "learner": "own"}, DEVICE, 1, False),
         (resident, CPU, 1, False),
         ({**resident, "graph_updates": True}, CPU, 1, True),
         ({**resident, "graph_updates": False}, DEVICE, 1, False),
         (resident, DEVICE, 2, False),
     ]:
         assert uses_graph_updates(toy_config(**updates), device, ranks) is expected
-
-    class Own(NQLearner):
-        def update(self, batch, *, episodes):
-            return super().update(batch, episodes=episodes)
-
-    assert NQLearner.learns_from_draws() and NQGraphLearner.learns_from_draws()
-    assert not Own.learns_from_draws()
 
 
 @pytest.mark.parametrize(("updates", "ranks", "error"), [

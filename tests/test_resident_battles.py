@@ -20,6 +20,7 @@ from omagd.envs.battle.compiled import cuda as kernels
 from omagd.envs.battle.compiled import play, resident
 from omagd.envs.battle.compiled.resident import ResidentBattles
 from omagd.envs.battle.maps import get_map
+from omagd.envs.protocol import random_actions
 from omagd.utils import compiling
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -29,10 +30,6 @@ SLOTS = 5
 def battles_and_reference(name, **flags):
     args = SkirmishArgs(map_name=name, **flags)
     return ResidentBattles(args.spec, args, SLOTS, CPU), JudgedByNumPy(args, SLOTS)
-
-
-def random_actions(avail: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return np.where(avail, rng.random(avail.shape), -1).argmax(axis=-1)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -184,7 +181,6 @@ def compilable(on_gpu, monkeypatch, tmp_path):
 
 def linked_ptx(name, *arguments):
     """Return the PTX of a kernel for compute capability 9.0, linked as it is when it is launched."""
-    import numba
     from numba.cuda.dispatcher import _Kernel
 
     made = kernels.jitted(name)

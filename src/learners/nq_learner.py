@@ -149,7 +149,7 @@ class QLearner(SavesParts):
         )
 
     def learn(self, count: Tensor, parts: list[PackedBatch]) -> Stats:
-        """Take one step; only launches work. count: valid steps of the parts."""
+        """Take one step; on a device this only launches work. count: valid steps of the parts."""
         if self.belief is None:
             result = self.step(count, *(self._part(part) for part in parts))
         else:
@@ -208,11 +208,6 @@ class NQLearner(QLearner):
         every = config.target_update_updates or until_copied * config.updates_per_iteration
         return f"targets copied every {every} updates"
 
-    @classmethod
-    def learns_from_draws(cls) -> bool:
-        """Whether `update` is `learn`, then `finish`: a subclass with another `update` may do something else."""
-        return cls.update is NQLearner.update
-
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take one step on this rank's batch, then copy the targets if that is due.
 
@@ -257,7 +252,7 @@ class NQLearner(QLearner):
         self._copied_at = (episodes, updates)
 
     def finish(self, episodes: int) -> None:
-        """Count an update, and copy the targets if that is due."""
+        """Do what follows a step: count it, and copy the targets if that is due."""
         self.updates += 1
         # Targets stand still between copies (DQN): otherwise each step would move what the next one aims at.
         by_updates = self.config.target_update_updates

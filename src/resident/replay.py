@@ -9,16 +9,13 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.components.data import ReplayData
 from omagd.components.episode_buffer import TOGETHER, EpisodeBuffer
 from omagd.components.episode_codec import Codec, EpisodeRange, Spec
-from omagd.config.schema import Config
 from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, Packing, time_order
 
 ROUNDING = 8  # rows of batches of fixed shapes are a multiple: few shapes, and little more than the longest episode
@@ -215,23 +212,3 @@ class FixedDraw:
         parts = min(parts, drawn.shape[1])
         places, lengths = drawn.unbind()
         return [self.buffer.at(places[i::parts], lengths[i::parts], self.rows) for i in range(parts)]
-
-
-class ResidentData(ReplayData):
-    """`ReplayData` whose episodes stay in the device's memory.
-
-    Args:
-        rows: of the longest episode. fixed: yield a `FixedDraw` of the same episodes in place of each batch.
-    """
-
-    buffer: ResidentBuffer
-
-    def __init__(
-        self, config: Config, device: torch.device, rng: np.random.Generator, rows: int, fixed: bool = False
-    ) -> None:
-        super().__init__(config, device, rng)
-        self.buffer, self._fixed = ResidentBuffer(config.buffer_size, device, rows), fixed
-
-    def batches(self) -> Iterator[Any]:
-        """Yield `updates_per_iteration` batches of `batch_size` episodes, or draws of them."""
-        return map(self.buffer.fixed if self._fixed else self.buffer.batch, self.draws())

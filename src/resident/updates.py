@@ -10,19 +10,18 @@ import logging
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from omagd.config.schema import Config
+from omagd.learners.nq_learner import NQLearner
 from omagd.learners.protocol import learner_class
-from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
+from omagd.learners.synced_optimizer import Stats
 from omagd.resident.graphs import captured
 from omagd.resident.replay import FixedDraw
 from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE
-from omagd.utils.packing import PackedBatch
 
 LOG = logging.getLogger(PACKAGE)
 
@@ -32,7 +31,7 @@ TOLERANCE = 0.01  # of a graph's first update to the same update without it, in 
 
 def _problems(config: Config, world_size: int) -> list[str]:
     """Return what keeps a run's updates from fixed shapes and CUDA graphs, empty for nothing."""
-    knows = getattr(learner_class(config.learner), "learns_from_draws", bool)()
+    other = learner_class(config.learner).update is not NQLearner.update  # which `FixedUpdates` stands for
     problems = {
         f"learns from the replay of runner=resident, not of runner={config.runner}": config.runner != "resident",
         "needs the replay on the device: buffer_cpu_only=False": config.buffer_cpu_only,
@@ -40,7 +39,7 @@ def _problems(config: Config, world_size: int) -> list[str]:
         # NCCL), and DDP would wait for its hooks.
         f"works on one rank, not {world_size}": world_size > 1,
         "cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
-        f"is for learners of DQN's family (learner=nq_learner), not learner={config.learner}": not knows,
+        f"is for learners of DQN's family (learner=nq_learner), not learner={config.learner}": other,
     }
     return [problem for problem, found in problems.items() if found]
 
@@ -55,24 +54,6 @@ def check_graph_updates(config: Config, world_size: int) -> None:
     """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
     if config.graph_updates and (problems := _problems(config, world_size)):
         raise UserError(f"graph_updates=True: {problems[0]}. Leave it out")
-
-
-class LearnsFromDraws(Protocol):
-    """A learner whose `update` is `learn` on a batch in the parts that `config.accumulate` says, then `finish`.
-
-    Attributes:
-        config: of the run. device: of the learner. step: the optimizer that `learn` steps with.
-    """
-
-    config: Config
-    device: torch.device
-    step: SyncedOptimizer
-
-    def learn(self, count: Tensor, parts: list[PackedBatch]) -> Stats:
-        """Take one step; only launches work on the device. count: valid steps of the parts."""
-
-    def finish(self, episodes: int) -> None:
-        """Do on the host what follows a step. episodes: collected so far by all ranks."""
 
 
 @dataclass
@@ -90,14 +71,13 @@ class Shape:
 
 
 class FixedUpdates:
-    """Updates of a learner on drawn episodes: on a GPU as CUDA graphs after a few updates, on a CPU as they are.
+    """`NQLearner.update` for drawn episodes: on a GPU by CUDA graphs after a few updates, on a CPU as it is.
 
     All graphs share one pool of memory, about as much as one update of the longest episodes takes. They hold the
     addresses of the replay and of the optimizer's state, and are made again when these have moved.
-
     """
 
-    def __init__(self, learner: LearnsFromDraws) -> None:
+    def __init__(self, learner: NQLearner) -> None:
         self._learner, self._step, self._device = learner, learner.step, learner.device
         self._captures = self._device.type == "cuda" and torch.cuda.is_available()
         self._inputs: dict[int, Tensor] = {}

@@ -85,18 +85,21 @@ class RLStage(Stage):
         if self.learner.data == "on_policy":
             return OnPolicyData(config, device)
         if config.runner == "resident" and not config.buffer_cpu_only:
-            from omagd.resident.replay import ResidentData  # other runs load none of it
+            from omagd.resident.replay import ResidentBuffer  # other runs load none of it
             from omagd.resident.updates import FixedUpdates, uses_graph_updates
 
-            if fixed := uses_graph_updates(config, device, self.session.dist.world_size):
-                self._learns = FixedUpdates(cast(Any, self.learner))
-            return ResidentData(config, device, self.rng("replay"), self.session.info.episode_limit + 1, fixed)
+            on_device = ResidentBuffer(config.buffer_size, device, self.session.info.episode_limit + 1)
+            if not uses_graph_updates(config, device, self.session.dist.world_size):
+                return ReplayData(config, self.rng("replay"), on_device, on_device.batch)
+            self._learns = FixedUpdates(cast(Any, self.learner))
+            return ReplayData(config, self.rng("replay"), on_device, on_device.fixed)
         if config.runner == "resident" and device.type == "cuda":
             self.session.logger.warning(
                 "runner=resident with buffer_cpu_only=True: episodes are copied to main memory, and batches back."
                 " buffer_cpu_only=False keeps them on the GPU"
             )
-        return ReplayData(config, device, self.rng("replay"))
+        buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
+        return ReplayData(config, self.rng("replay"), buffer, lambda drawn: buffer.batch(drawn).to(device))
 
     def prepare(self) -> None:
         """Run the learner's discarded passes, which fix the order of sums."""
