@@ -11,6 +11,7 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
+from test_structure import house
 
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.checkpoint.checkpointer import Checkpointer
@@ -57,6 +58,7 @@ def test_a_plain_run_loads_nothing_of_lab_and_not_torchs_compiler(tmp_path):
     modules = done.stdout.splitlines()[-1].split()
     assert "omagd.learners.nq_learner" in modules and "torch._dynamo" not in modules
     assert [name for name in modules if "omagd.lab" in name] == []
+    assert sum(name.startswith("omagd") for name in modules) <= house.LIMITS[house.MODULES][0]
 
 
 @pytest.fixture
