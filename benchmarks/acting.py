@@ -39,9 +39,9 @@ from omagd.modules.graph_reconstructers.predictor import MaskPredictor, SlotHist
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
+from omagd.run.reporting.metrics import Metrics
 from omagd.runners.runner import ParallelRunner
 from omagd.utils.dist_utils import Dist
-from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import EpisodeSeeds
 

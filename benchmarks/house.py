@@ -12,11 +12,26 @@ import ast
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
 APART = ("lab", "envs/battle", "envs/snakes")
+UPDATE, MODULES = "one QMIX update: files; without kernels", "modules that a qmix run loads"
+RESUME = "files that a resume enters"
+LIMITS: dict[str, tuple[float, ...]] = {
+    "core: files; lines": (190, 32_000),
+    "src: files; lines": (270, 46_000),
+    "longest file; function p95": (600, 26),
+    "tests: files; lines": (200, 27_000),
+    "mutations: lines": (1_900,),
+    UPDATE: (12, 8),
+    MODULES: (130,),
+    RESUME: (20,),
+}
+"""The most that each measure may be; `tests/test_structure.py` checks those that need no run."""
+
 RUN = "--config=qmix --env-config=skirmish with env_args.map_name=3m batch_size_run=16 use_cuda=False use_wandb=False"
 
 # Runs the command line in this process and notes the files of the package whose functions are called: by an update (not
@@ -70,27 +85,32 @@ def lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def sizes() -> dict[str, str]:
-    """Return files and lines of core, package, tests and mutations, and the 95th percentile of functions."""
-    files = sorted(SRC.rglob("*.py"))
-    core = [path for path in files if not path.relative_to(SRC).as_posix().startswith(APART)]
-    tests = sorted((ROOT / "tests").rglob("*.py"))
-    functions = sorted(
+def function_lines(files: Iterable[Path]) -> list[int]:
+    """Return the lines of every function, sorted."""
+    return sorted(
         (node.end_lineno or 0) - node.lineno + 1
         for path in files
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
+
+
+def sizes() -> dict[str, tuple[int, ...]]:
+    """Return files and lines of core, package, tests and mutations, the longest file, and a percentile of functions."""
+    files = sorted(SRC.rglob("*.py"))
+    core = [path for path in files if not path.relative_to(SRC).as_posix().startswith(APART)]
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    functions = function_lines(files)
     return {
-        "core: files; lines": f"{len(core)}; {sum(map(lines, core))}",
-        "src: files; lines": f"{len(files)}; {sum(map(lines, files))}",
-        "function p95": str(functions[int(0.95 * len(functions))]),
-        "tests: files; lines": f"{len(tests)}; {sum(map(lines, tests))}",
-        "mutations: lines": str(lines(ROOT / "benchmarks" / "mutations.yaml")),
+        "core: files; lines": (len(core), sum(map(lines, core))),
+        "src: files; lines": (len(files), sum(map(lines, files))),
+        "longest file; function p95": (max(map(lines, files)), functions[int(0.95 * len(functions))]),
+        "tests: files; lines": (len(tests), sum(map(lines, tests))),
+        "mutations: lines": (lines(ROOT / "benchmarks" / "mutations.yaml"),),
     }
 
 
-def found(what: str, *words: str) -> list[str]:
+def noted(what: str, *words: str) -> list[str]:
     """Return the files of `src/` whose functions a run called, or the modules that it loaded."""
     source = (SRC / "__init__.py").resolve().parent
     command = [sys.executable, "-c", PROFILED, str(source), what, *RUN.split(), *words]
@@ -101,19 +121,19 @@ def found(what: str, *words: str) -> list[str]:
 
 
 def main() -> None:
-    """Print a line for each measure; with `--names` also the files."""
+    """Print a line for each measure and its limit; with `--names` also the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--names", action="store_true", help="name the files of an update and of a resume")
     names, table = parser.parse_args().names, sizes()
     with tempfile.TemporaryDirectory() as folder:
         run = (f"local_results_path={folder}", "auto_resume=True", "t_max=2000")
-        modules, resume = found("modules, then stop", *run), found("resume", *run)
-        update = found("update", *run)
-    table["one QMIX update: files; without kernels"] = f"{len(update)}; {sum('kernels' not in name for name in update)}"
-    table["modules that a qmix run loads"] = str(len(modules))
-    table["files that a resume enters"] = str(len(resume))
-    for name, value in table.items():
-        print(f"{name:42} {value}")
+        modules, resume = noted("modules, then stop", *run), noted("resume", *run)
+        update = noted("update", *run)
+    table[UPDATE] = len(update), sum("kernels" not in name for name in update)
+    table |= {MODULES: (len(modules),), RESUME: (len(resume),)}
+    for name, found in table.items():
+        value, limit = ("; ".join(map(str, numbers)) for numbers in (found, LIMITS[name]))
+        print(f"{name:42} {value:14} at most {limit}")
     if names:
         print("\nupdate:", *update, "\nresume:", *resume, sep="\n  ")
 

@@ -23,7 +23,7 @@ import yaml
 from omagd.config.env_info import EnvInfo
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, Observation
-from omagd.utils.metrics import Every
+from omagd.run.reporting.metrics import Every
 from omagd.utils.seeding import EpisodeSeeds, seed_everything
 
 TEST_SLOTS = 128

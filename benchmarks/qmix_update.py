@@ -37,12 +37,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.components.episode_buffer import ResidentBuffer
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import BasicMAC
-from omagd.learners.fixed_updates import WARM_UP
 from omagd.learners.nq_learner import NQLearner
+from omagd.resident.replay import ResidentBuffer
+from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.run.training.device import keep_freed_memory
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
@@ -119,19 +119,19 @@ def ours(batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu", **u
 
 
 def ours_graph(
-    batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu", **updates: Any
+    batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu", **keys: Any
 ) -> Callable[[int], object]:
     """Return a function that does the same from a replay in the device's memory, by updates of fixed shapes."""
-    config = resolve("qmix", "skirmish", {"env_args.map_name": info.map_name, **updates})
+    config = resolve("qmix", "skirmish", {"env_args.map_name": info.map_name, **keys})
     where, size = torch.device(device), len(batches[0])
     learner = NQLearner(BasicMAC(config, info, where), config, info, Dist(device=where))
     learner.warm_up()
-    replay = ResidentBuffer(size * len(batches), where, info.episode_limit + 1)
+    replay, updates = ResidentBuffer(size * len(batches), where, info.episode_limit + 1), FixedUpdates(learner)
     replay.add(episode for batch in batches for episode in batch)
     for _ in range(WARM_UP + 1):  # then all graphs are there
         for i in range(len(batches)):
-            learner.update(replay.fixed(range(i * size, (i + 1) * size)), episodes=0)
-    return lambda i: learner.update(replay.fixed(range(i * size, (i + 1) * size)), episodes=0)
+            updates.update(replay.fixed(range(i * size, (i + 1) * size)), episodes=0)
+    return lambda i: updates.update(replay.fixed(range(i * size, (i + 1) * size)), episodes=0)
 
 
 def peers(path: Path, batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu") -> Callable[[int], object]:

@@ -14,12 +14,12 @@ import torch.multiprocessing as multiprocessing
 
 from omagd.config.schema import Config
 from omagd.run.cli.main import config_from
+from omagd.run.run_folder import RunFolder
 from omagd.run.training.build import build_session
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.dist_utils import Dist, cleanup_distributed, open_rendezvous, setup_distributed
 from omagd.utils.logging import Logger, setup_logging
-from omagd.utils.run_folder import RunFolder
 
 RankFunction = Callable[[Dist, Any], Any]
 

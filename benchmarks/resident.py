@@ -44,7 +44,10 @@ from omagd.learners.nq_learner import NQLearner
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.runners.resident_runner import Captured, choose
+from omagd.resident.graphs import Captured
+from omagd.resident.replay import ResidentBuffer
+from omagd.resident.runner import choose
+from omagd.resident.updates import FixedUpdates
 from omagd.utils.dist_utils import Dist
 from omagd.utils.seeding import EpisodeSeeds
 
@@ -130,7 +133,9 @@ class Training:
         torch.manual_seed(0)
         self.mac = controllers.REGISTRY.get(config.mac)(config, env.info, device, untrained(config, env.info, device))
         self.learner = NQLearner(self.mac, config, env.info, Dist(device=device))
-        self.data = ReplayData(config, device, np.random.default_rng(0), env.info.episode_limit + 1, fixed)
+        self.learns: Any = FixedUpdates(self.learner) if fixed else self.learner
+        buffer = ResidentBuffer(config.buffer_size, device, env.info.episode_limit + 1)
+        self.data = ReplayData(config, np.random.default_rng(0), buffer, buffer.fixed if fixed else buffer.batch)
         self.runner = runners.REGISTRY.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
         self.explore = Exploration(0.5, np.random.default_rng(0))
 
@@ -151,7 +156,7 @@ class Training:
     def update(self) -> None:
         """Learn from the batches of an iteration."""
         for batch in self.data.batches():
-            self.learner.update(batch, episodes=0)
+            self.learns.update(batch, episodes=0)
 
 
 def speed(clock: Clock, work: Callable[[], int], rounds: int) -> float:

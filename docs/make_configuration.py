@@ -20,7 +20,7 @@ from omagd.config.loading import HERE, base_values, find_yaml, read_yaml
 from omagd.config.schema import EXTENDS, SECTIONS, Config
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
-from omagd.utils.foreign import KEYS, NAMES, Row
+from omagd.utils.errors import KEYS, NAMES, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -232,11 +232,11 @@ def attributes(model: type[BaseModel]) -> dict[str, str]:
 
 
 def foreign(page: str) -> str:
-    """Return docs/coming_from_pymarl.md with the tables of `src/utils/foreign.py` between its marks."""
+    """Return docs/coming_from_pymarl.md with the tables of `src/utils/errors.py` between its marks."""
     names = [("`" + kind + "`", row) for kind, rows in NAMES.items() for row in rows]
     for mark, rows in (("keys", [("", row) for row in KEYS]), ("names", names)):
         lines = [f"| {kind}{' ' * bool(kind)}{_code(row.there)} | {_here(row)} |" for kind, row in rows]
-        begin = f"<!-- {mark}: made by docs/make_configuration.py from src/utils/foreign.py -->"
+        begin = f"<!-- {mark}: made by docs/make_configuration.py from src/utils/errors.py -->"
         end = f"<!-- {mark} end -->"
         table = "\n".join(["| There | Here |", "| --- | --- |", *lines])
         before, after = page.partition(begin)[0], page.partition(end)[2]

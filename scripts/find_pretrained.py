@@ -20,9 +20,8 @@ from omagd.config.loading import config_names
 from omagd.config.schema import Config
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, run_folder_of
 from omagd.run.cli.main import config_from
+from omagd.run.run_folder import RunFolder, Untrusted, read_entry, require_own
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError
-from omagd.utils.run_folder import RunFolder, Untrusted, require_own
-from omagd.utils.storage import read_entry
 
 KINDS = {
     "pretrained_tokenizer_path": ("stage1", TOKENIZER_FILE),

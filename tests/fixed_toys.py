@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from q_toys import GRAPH, INFO, foggy, random_episode
 
-from omagd.components.episode_buffer import ResidentBuffer
+from omagd.resident.replay import ResidentBuffer
 
 CPU = torch.device("cpu")
 ROWS, HELD, BATCH = INFO.episode_limit + 1, 12, 5

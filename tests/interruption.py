@@ -20,12 +20,12 @@ from omagd.run.checkpoint.store import sealed
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.run.reporting.card import is_of, read_card
+from omagd.run.run_folder import RunFolder
 from omagd.run.training.build import build_session
 from omagd.run.training.stages.base import PretrainedModules, Stage
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Logger, setup_logging
-from omagd.utils.run_folder import RunFolder
 
 COMMAND = (
     "--config=qmix", "--env-config=matrix_game", "with", "run=default", "use_cuda=False", "batch_size_run=2",

@@ -12,7 +12,7 @@ import torch
 
 from omagd.config.loading import resolve, to_plain
 from omagd.run.reporting.card import make_card
-from omagd.utils.run_folder import write_json
+from omagd.run.run_folder import write_json
 
 STEPS = (100, 10_100, 20_100, 30_100)
 

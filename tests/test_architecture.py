@@ -11,6 +11,7 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
+from test_structure import house
 
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.checkpoint.checkpointer import Checkpointer
@@ -42,7 +43,7 @@ def sources(codes: Iterable[CodeType]) -> list[str]:
 def test_the_map_names_every_module():
     """Of the packages that it lists, without the second names of learners for several ranks."""
     words, missing = set(re.findall(r"\w+", PAGE.split("```")[1])), []
-    for package in ("lab", "run", "learners", "runners", "controllers", "components"):
+    for package in ("lab", "run", "resident", "learners", "runners", "controllers", "components"):
         for path in sorted((ROOT / "src" / package).rglob("*.py")):
             inside = {"compiled"} & {path.parent.name}  # a package that is named as a whole
             if not inside and path.stem != "__init__" and path.stem.removesuffix("_ddp") not in words:
@@ -58,6 +59,7 @@ def test_a_plain_run_loads_nothing_of_lab_and_not_torchs_compiler(tmp_path):
     modules = done.stdout.splitlines()[-1].split()
     assert "omagd.learners.nq_learner" in modules and "torch._dynamo" not in modules
     assert [name for name in modules if "omagd.lab" in name] == []
+    assert sum(name.startswith("omagd") for name in modules) <= house.LIMITS[house.MODULES][0]
 
 
 @pytest.fixture

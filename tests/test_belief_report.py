@@ -18,10 +18,10 @@ from omagd.run.checkpoint.weights import PREDICTOR_FILE, checksum
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
+from omagd.run.run_folder import RunFolder
 from omagd.run.training.judges import JUDGES, Judge, Verdict
 from omagd.run.training.stages.pretraining import TEST, Stage2
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import read_json
 
 SMALLEST = (

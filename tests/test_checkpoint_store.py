@@ -28,9 +28,9 @@ from omagd.run.checkpoint.store import (
     read_part,
     sealed,
 )
+from omagd.run.run_folder import RunFolder
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder
 
 FACTS = {"stage": "stage3", "t_env": 0, "clock": {}, "score": None}
 STATE = {

@@ -34,13 +34,13 @@ from omagd.run.checkpoint.weights import checksum, find_step_folder, load_learne
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
+from omagd.run.reporting.metrics import Counters
+from omagd.run.run_folder import RunFolder, write_json
 from omagd.run.training import evaluate
 from omagd.run.training.evaluate import load_mac
 from omagd.run.training.loop import fit
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError, readable
-from omagd.utils.metrics import Counters
-from omagd.utils.run_folder import RunFolder, write_json
 
 
 def qmix(results: Path, *more: str) -> Config:

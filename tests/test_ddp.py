@@ -207,7 +207,7 @@ def of_ranks(rank, dist, kinds):
     train(learner, [episodes_of("qmix", rank, 0)])
     out["exchanges"], out["errors"] = dist.waits.calls - calls, errors_of_changed_weights(learner, dist)
     broken = make("qmix", dist)
-    broken._step._wrapped = broken._step.loss_module
+    broken.step._wrapped = broken.step.loss_module
     out["unsynchronised"] = train(broken, [episodes_of("qmix", rank, 0)])
     return out
 

@@ -19,10 +19,10 @@ from run_equality import differences
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.run.checkpoint.checkpointer import Checkpointer
+from omagd.run.run_folder import RunFolder
 from omagd.run.training import evaluate
 from omagd.run.training.experiment import run_experiment
 from omagd.utils.dist_utils import Dist
-from omagd.utils.run_folder import RunFolder
 
 pytestmark = pytest.mark.processes
 SMALL = {

@@ -14,12 +14,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.run.launchers import Plan
 from omagd.run.training import device
-from omagd.run.training.device import (
-    check_machine,
-    deterministic_algorithms,
-    keep_freed_memory,
-    processor_features,
-)
+from omagd.run.training.device import check_machine, deterministic_algorithms, keep_freed_memory, processor_features
 from omagd.utils.errors import UserError
 
 INFO = EnvInfo("null", "5m_vs_6m", 5, 12, 55, 98, 70, 6, EntityLayout(4, 6, 5, 4, 5, 1))

@@ -25,8 +25,8 @@ from omagd.run.cli.main import config_from, main
 from omagd.run.launch import launcher
 from omagd.run.launch.launcher import verdict
 from omagd.run.launch.watchdog import naming_a_lost_rank
+from omagd.run.signals import Stopped
 from omagd.utils.errors import RankFailed, UserError
-from omagd.utils.signals import Stopped
 from omagd.utils.waits import Waits
 
 ENDS = {

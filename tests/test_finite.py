@@ -23,10 +23,10 @@ from omagd.learners.nq_learner import NQLearner
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.run.checkpoint.store import first_not_finite
 from omagd.run.cli.main import config_from, main
+from omagd.run.run_folder import RunFolder
 from omagd.run.training.stages.base import MOST_SKIPPED, Health
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, pack_episodes
-from omagd.utils.run_folder import RunFolder
 
 torch.set_num_threads(1)
 

@@ -14,14 +14,14 @@ from q_toys import INFO, equal, make_learner, state_of, toy_config
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu
 from torch import Tensor
 
-from omagd.components.episode_buffer import ROUNDING
-from omagd.learners.fixed_updates import WARM_UP, FixedUpdates, uses_graph_updates
-from omagd.learners.nq_learner import NQGraphLearner, NQLearner
+from omagd.learners import REGISTRY as LEARNERS
+from omagd.learners.nq_learner import NQLearner
+from omagd.resident.replay import ROUNDING, FixedPacking
+from omagd.resident.updates import WARM_UP, FixedUpdates, uses_graph_updates
 from omagd.run.launchers import Plan
 from omagd.run.training.device import check_machine
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import FixedPacking
 
 torch.set_num_threads(1)
 
@@ -56,11 +56,11 @@ def test_six_updates_are_those_of_packed_batches(method, kind):
     """The same episodes, targets copied on the way; statistics, weights, optimizer and targets."""
     config, buffer = toy_config(**METHODS[method], target_update_updates=4), replay()
     packed, fixed = (make_learner(config, dtype=kind) for _ in range(2))
-    start = state_of(packed)
+    start, draws_of = state_of(packed), FixedUpdates(fixed)
     tolerance = {"atol": 1e-10, "rtol": 0} if kind is torch.float64 else {"atol": 3e-4, "rtol": 1e-2}
     for indices in draws(6):
         wanted = packed.update(buffer.batch(indices), episodes=0)
-        found = fixed.update(buffer.fixed(indices), episodes=0)
+        found = draws_of.update(buffer.fixed(indices), episodes=0)
         assert list(found) == list(wanted)
         for name, (total, count) in wanted.items():
             assert float(found[name][1]) == float(count), name
@@ -106,40 +106,44 @@ def graphs(monkeypatch):
     return seen
 
 
-def both_kinds(**updates: Any) -> tuple[NQLearner, NQLearner]:
-    """Return equal learners: one that makes graphs, and one that does not."""
-    graph, plain = (make_learner(toy_config(**CHEAP, **updates)) for _ in range(2))
-    graph._fixed._captures = True
+def both_kinds(**updates: Any) -> tuple[FixedUpdates, FixedUpdates]:
+    """Return the updates of equal learners: those that make graphs, and those that do not."""
+    graph, plain = (FixedUpdates(make_learner(toy_config(**CHEAP, **updates))) for _ in range(2))
+    graph._captures = True
     return graph, plain
+
+
+def equal_weights(one: FixedUpdates, other: FixedUpdates) -> bool:
+    return equal(state_of(one._learner), state_of(other._learner))
 
 
 def test_a_graph_learns_what_its_update_learns(graphs):
     """Replayed for other episodes, with targets copied in between; the first update of a graph counts once."""
-    learner, plain = both_kinds(target_update_updates=4)
+    graph, plain = both_kinds(target_update_updates=4)
     buffer, drawn = replay(longest=6), draws(WARM_UP + 3)
     for indices in drawn:
-        found, wanted = (each.update(buffer.fixed(indices), episodes=0) for each in (learner, plain))
+        found, wanted = (each.update(buffer.fixed(indices), episodes=0) for each in (graph, plain))
         assert {name: (float(a), float(b)) for name, (a, b) in found.items()} == {
             name: (float(a), float(b)) for name, (a, b) in wanted.items()
         }
     assert (graphs.made, graphs.replays) == (1, 3)
-    assert equal(state_of(learner), state_of(plain))
-    assert learner._step.dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
+    assert equal_weights(graph, plain)
+    assert graph._step.dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
 
 
 def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
     """The optimizer's state of a checkpoint, the memory of a cleared replay, longer episodes."""
-    (learner, plain), buffer = both_kinds(), replay()
+    (graph, plain), buffer = both_kinds(), replay()
     by_length = np.argsort([len(episode["reward"]) for episode in buffer.episodes]).tolist()
     drawn = by_length[:2]
     for made in range(1, 5):
         for _ in range(WARM_UP + 2):
-            for each in (learner, plain):
+            for each in (graph, plain):
                 each.update(buffer.fixed(drawn), episodes=0)
-        assert graphs.made == made and equal(state_of(learner), state_of(plain))
+        assert graphs.made == made and equal_weights(graph, plain)
         if made == 1:
-            for each in (learner, plain):
-                each.load_state_dict(copy.deepcopy(each.state_dict()))
+            for learner in (graph._learner, plain._learner):
+                learner.load_state_dict(copy.deepcopy(learner.state_dict()))
         elif made == 2:
             buffer.restore([buffer.since(0)], buffer.added)
         else:
@@ -149,11 +153,11 @@ def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
 @pytest.mark.parametrize(("problem", "reason"), [("fails", "when stream is capturing)"), ("differs", "differs")])
 def test_what_cannot_be_captured_is_learned_without_a_graph(graphs, caplog, problem, reason):
     graphs.problem = problem
-    (learner, plain), buffer = both_kinds(), replay(longest=6)
+    (graph, plain), buffer = both_kinds(), replay(longest=6)
     for indices in draws(WARM_UP + 2):
-        for each in (learner, plain):
+        for each in (graph, plain):
             each.update(buffer.fixed(indices), episodes=0)
-    assert equal(state_of(learner), state_of(plain)) and graphs.made == 1
+    assert equal_weights(graph, plain) and graphs.made == 1
     (record,) = caplog.records
     assert "graph_updates=False" in record.message and reason in record.message and "\n" not in record.message
 
@@ -164,18 +168,19 @@ def test_an_update_waits_for_nothing_on_a_gpu(method):
     with simulated_gpu() as gpu:
         config = toy_config(**METHODS[method], target_update_updates=4)
         learner, buffer = make_learner(config, Dist(device=DEVICE), device=DEVICE), replay(DEVICE, longest=6)
+        updates = FixedUpdates(learner)
         for indices in draws(2):
             gpu.waits.clear()
-            learner.update(buffer.fixed(indices), episodes=0)
+            updates.update(buffer.fixed(indices), episodes=0)
         assert not gpu.waits, gpu.waits
 
 
 def test_a_replay_counts_as_a_write_of_the_weights():
     """Kernels of a graph do not: acting agents would go on with tables of earlier weights."""
     learner = make_learner(toy_config())
-    before = [parameter._version for parameter in learner._step.parameters]
-    learner._step.replayed()
-    assert all(p._version > old for p, old in zip(learner._step.parameters, before, strict=True))
+    before = [parameter._version for parameter in learner.step.parameters]
+    learner.step.replayed()
+    assert all(p._version > old for p, old in zip(learner.step.parameters, before, strict=True))
 
 
 def test_a_step_without_samples_changes_nothing_where_only_the_device_knows():
@@ -183,30 +188,30 @@ def test_a_step_without_samples_changes_nothing_where_only_the_device_knows():
         learner = make_learner(toy_config(mixer="vdn"), Dist(device=DEVICE), device=DEVICE)
         buffer = replay(DEVICE, longest=6)
         draw = buffer.fixed(draws(1)[0])
-        learner.update(draw, episodes=0)  # from here on, Adam moves weights without gradients, too
+        FixedUpdates(learner).update(draw, episodes=0)  # from here on, Adam moves weights without gradients, too
         before = {name: value.value.clone() for name, value in state_of(learner).items() if isinstance(value, OnGPU)}
         parts = draw.batches(draw.drawn.to(DEVICE), 1)
-        learner._step(torch.zeros((), dtype=torch.int64).to(DEVICE), *(learner._part(part) for part in parts))
+        learner.step(torch.zeros((), dtype=torch.int64).to(DEVICE), *(learner._part(part) for part in parts))
         assert before and all(torch.equal(state_of(learner)[name].value, value) for name, value in before.items())
 
 
-def test_where_updates_have_fixed_shapes():
+def test_where_updates_have_fixed_shapes(monkeypatch):
+    class Own(NQLearner):
+        def update(self, batch, *, episodes):
+            return super().update(batch, episodes=episodes)
+
+    monkeypatch.setitem(LEARNERS._objects, "own", Own)
     resident = {"runner": "resident", "buffer_cpu_only": False}
     for updates, device, ranks, expected in [
         (resident, DEVICE, 1, True),
+        ({**resident, "learner": "nq_graph_learner"}, DEVICE, 1, True),
+        ({**resident, "learner": "own"}, DEVICE, 1, False),
         (resident, CPU, 1, False),
         ({**resident, "graph_updates": True}, CPU, 1, True),
         ({**resident, "graph_updates": False}, DEVICE, 1, False),
         (resident, DEVICE, 2, False),
     ]:
         assert uses_graph_updates(toy_config(**updates), device, ranks) is expected
-
-    class Own(NQLearner):
-        def update(self, batch, *, episodes):
-            return super().update(batch, episodes=episodes)
-
-    assert NQLearner.learns_from_draws() and NQGraphLearner.learns_from_draws()
-    assert not Own.learns_from_draws()
 
 
 @pytest.mark.parametrize(("updates", "ranks", "error"), [

@@ -27,11 +27,11 @@ from omagd.run.checkpoint.checkpointer import Snapshot, SnapshotWriter
 from omagd.run.cli.main import main
 from omagd.run.reporting.log_sinks import EpisodeLog, JsonLinesSink
 from omagd.run.reporting.sacred_record import StoredObserver, run_recorded
+from omagd.run.run_folder import RunFolder
 from omagd.run.training.stages.rl import RLStage
 from omagd.utils import storage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import Record, RunFacts, setup_logging
-from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import STORAGE, AppendFile, open_records
 
 NO_SPACE = os.strerror(errno.ENOSPC)

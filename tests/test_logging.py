@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from omagd.run.reporting import profiling
+from omagd.run.reporting.metrics import Counters, Every, Metrics
 from omagd.run.reporting.profiling import OTHER, Phases, Profiler, Tracer, shares
 from omagd.utils.dist_utils import Dist
 from omagd.utils.logging import setup_logging
-from omagd.utils.metrics import Counters, Every, Metrics
 
 
 def test_means_over_ranks_weigh_every_sample_alike():

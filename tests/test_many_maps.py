@@ -20,9 +20,9 @@ from omagd.lab.commands.watch import record_battles
 from omagd.run.checkpoint.resuming import identity_of, locked_folder
 from omagd.run.cli.main import main
 from omagd.run.cli.preflight import preflight
+from omagd.run.run_folder import write_json
 from omagd.run.training.evaluate import evaluation_config
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import write_json
 
 TINY: dict[str, Any] = {
     "batch_size_run": 4, "batch_size": 4, "t_max": 200, "test_nepisode": 8, "test_interval": 10**6, "rnn_hidden_dim": 8,

@@ -14,8 +14,8 @@ from many_runs import STEPS, make_run, make_study
 import omagd
 from omagd.lab.analysis.groups import differing, groups
 from omagd.lab.analysis.runs import load
+from omagd.run.run_folder import RunFolder
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder
 
 
 def test_runs_are_found_in_folders_of_runs_and_in_studies(tmp_path):

@@ -19,10 +19,10 @@ from omagd.envs.factory import make_env
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
+from omagd.run.reporting.metrics import Counters
 from omagd.run.training.collection import shapers
 from omagd.runners.runner import Runner
 from omagd.utils.errors import UserError
-from omagd.utils.metrics import Counters
 from omagd.utils.seeding import EpisodeSeeds, seed_everything
 
 torch.set_num_threads(1)

@@ -19,11 +19,12 @@ from omagd.modules.agents.agent import AgentInputs, RecurrentAgent
 from omagd.modules.agents.ff_agent import FFAgent
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
-from omagd.modules.graph_reconstructers.token_reconstructor import ResidentReconstruction, TokenReconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Quantized, Tokenizer
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.modules.mixers.mixer import MixerInputs, mix
 from omagd.modules.ops import FastLinear, PackedGRU
+from omagd.resident.reconstruction import ResidentReconstruction
 from omagd.utils.errors import UserError
 from omagd.utils.packing import last_actions, pack_episodes
 

@@ -20,14 +20,13 @@ from graph_toys import INFO
 
 from omagd.config.loading import read_saved
 from omagd.config.schema import OF_GRAPHS
+from omagd.run import run_folder
 from omagd.run.checkpoint.resuming import locked_folder, rank_at_work
 from omagd.run.cli.main import config_from, main
 from omagd.run.reporting.card import read_card
+from omagd.run.run_folder import RunFolder, Untrusted, read_entry, require_own
 from omagd.run.training.build import _given_to, read_env_info
-from omagd.utils import run_folder
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder, Untrusted, require_own
-from omagd.utils.storage import read_entry
 
 USED = [word for word in BUDGETS if not word.startswith(OF_GRAPHS)]  # a warning names the others
 COMMAND = ("-u", "--config=qmix", "--env-config=matrix_game", "with", *USED, "t_max=20", "auto_resume=True")

@@ -11,11 +11,11 @@ import torch
 from graph_toys import toy_config
 
 from omagd.run.checkpoint.checkpointer import Checkpointer
+from omagd.run.run_folder import RunFolder
 from omagd.run.training.stages.base import PretrainedModules, Session
 from omagd.run.training.stages.pretraining import PretrainStage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder
 
 SLOTS = 8
 

@@ -13,7 +13,7 @@ from command_harness import PYTHON, ROOT
 
 from omagd.run.launch import processes
 from omagd.run.launch.processes import remove_left_behind, temporary_folder
-from omagd.utils import temporary
+from omagd.utils import storage
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 
@@ -78,6 +78,6 @@ def test_the_next_start_removes_the_folders_of_killed_processes_only(tmp_path, p
             removed.append(os.readlink(f"/proc/self/fd/{lock}"))
             os.rmdir(removed[0])
 
-    monkeypatch.setattr(temporary.fcntl, "flock", flock)  # another start removes the first folder before it is locked
+    monkeypatch.setattr(storage.fcntl, "flock", flock)  # another start removes the first folder before it is locked
     with temporary_folder("omagd_") as own:
         assert removed and own.is_dir()

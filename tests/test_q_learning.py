@@ -34,13 +34,14 @@ from omagd.envs.protocol import Observation
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.synced_optimizer import lr_scale
 from omagd.modules.mixers.mixer import VDNMixer
+from omagd.resident.replay import FixedPacking
 from omagd.run.cli.main import config_from
 from omagd.run.training.build import build_learner
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils import packing as of_packing
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import FixedPacking, Packing, pack_episodes, td_lambda_targets
+from omagd.utils.packing import Packing, pack_episodes, td_lambda_targets
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

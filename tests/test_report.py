@@ -18,19 +18,12 @@ from omagd.config.loading import resolve
 from omagd.lab.analysis.groups import differences
 from omagd.run.api import run
 from omagd.run.cli.main import main
-from omagd.run.reporting.card import (
-    NO_EFFECT,
-    ROUNDING,
-    final_card,
-    make_card,
-    read_card,
-    start_lines,
-)
+from omagd.run.reporting.card import NO_EFFECT, ROUNDING, final_card, make_card, read_card, start_lines
 from omagd.run.reporting.report import next_step, render_summary, write_summary
+from omagd.run.run_folder import RunFolder, make_token, write_json
 from omagd.run.training.experiment import complete_card
 from omagd.utils.errors import UserError
 from omagd.utils.logging import duration
-from omagd.utils.run_folder import RunFolder, make_token, write_json
 
 SMALL = {
     "t_max": 40, "batch_size_run": 2, "batch_size": 2, "buffer_size": 8, "test_nepisode": 3, "use_cuda": False,

@@ -1,7 +1,11 @@
-"""Battles in a device's memory: the reference's bits on a CPU, by loops and by the threads of a GPU's kernels."""
+"""Battles in a device's memory: the reference's bits on a CPU, and kernels that compile for GPUs."""
 
 from __future__ import annotations
 
+import re
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numba
@@ -13,9 +17,10 @@ from resident_toys import FLAGS
 
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import cuda as kernels
-from omagd.envs.battle.compiled import resident
+from omagd.envs.battle.compiled import play, resident
 from omagd.envs.battle.compiled.resident import ResidentBattles
 from omagd.envs.battle.maps import get_map
+from omagd.envs.protocol import random_actions
 from omagd.utils import compiling
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -25,10 +30,6 @@ SLOTS = 5
 def battles_and_reference(name, **flags):
     args = SkirmishArgs(map_name=name, **flags)
     return ResidentBattles(args.spec, args, SLOTS, CPU), JudgedByNumPy(args, SLOTS)
-
-
-def random_actions(avail: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return np.where(avail, rng.random(avail.shape), -1).argmax(axis=-1)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -154,3 +155,68 @@ def test_a_thread_per_battle_and_per_view_plays_what_the_loops_play(cached, on_g
     assert not threads.faults.any()
     threads.step(torch.zeros_like(actions), begun | True)
     assert threads.faults.any()
+
+
+@pytest.fixture
+def compilable(on_gpu, monkeypatch, tmp_path):
+    """Let kernels compile without a GPU: Numba asks a device only which architecture it has."""
+    if find_spec("numba_cuda") is None:
+        pytest.skip("numba-cuda is not installed")
+    from numba import cuda
+    from numba.cuda import dispatcher
+    from numba.cuda.cudadrv import devices
+
+    monkeypatch.setattr(kernels, "cuda", cuda)
+    card = SimpleNamespace(compute_capability=(9, 0))
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: card)
+    monkeypatch.setattr(devices, "get_context", lambda: SimpleNamespace(device=card))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels.compiler, "folder", tmp_path / "omagd" / "compiled" / "battles-00000000")
+    for made_once in (kernels.kept_in, kernels.jitted):
+        made_once.cache_clear()
+    yield
+    for made_once in (kernels.kept_in, kernels.jitted):
+        made_once.cache_clear()
+
+
+def linked_ptx(name, *arguments):
+    """Return the PTX of a kernel for compute capability 9.0, linked as it is when it is launched."""
+    from numba.cuda.dispatcher import _Kernel
+
+    made = kernels.jitted(name)
+    with kernels.exact():
+        library = _Kernel(made.py_func, tuple(map(numba.typeof, arguments)), **made.targetoptions)._codelibrary
+        return library.get_lto_ptx((9, 0)) if library._lto else library.get_asm_str((9, 0))
+
+
+@pytest.mark.parametrize("kernel", ["reset", "step", "look"])
+def test_kernels_compile_for_gpus_without_fused_operations(compilable, kernel):
+    arguments = getattr(GPULayout("MMM2", SLOTS), f"_{kernel}")
+    ptx = linked_ptx(kernel, *arguments, *[True] * (kernel == "look"))
+    assert ".entry" in ptx
+    assert not re.findall(r"\bfma\.", ptx)
+    assert not re.findall(r"\b(div|sqrt)\.(approx|full)", ptx)
+
+
+def test_kernels_are_kept_for_later_processes_or_a_line_says_why_not(compilable, capsys, tmp_path):
+    folder = kernels.kept_in()
+    assert folder.parent == tmp_path / "omagd" / "compiled" and "once" in capsys.readouterr().err
+    assert folder in Path(kernels.jitted("reset")._cache.cache_path).parents
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+    kernels.jitted.cache_clear()
+    assert not kernels.jitted("reset").targetoptions["lto"]
+    assert "each start" in capsys.readouterr().err
+
+
+def test_battles_are_played_in_single_precision(compilable, monkeypatch):
+    def only_play(t, state, s, k, orders, active):
+        b = kernels.cuda.grid(1)
+        if active[b]:
+            play.play_battle(t, state, s[b], k[b], orders, b)
+
+    monkeypatch.setitem(kernels.KERNELS, "only_play", only_play)
+    tables, _, _, _, state, _, s, k, orders, _, _, active, *_ = GPULayout("MMM2", SLOTS)._step
+    ptx = linked_ptx("only_play", tables, state, s, k, orders, active)
+    assert re.findall(r"\.f32\b", ptx)
+    assert not re.findall(r"\.f64\b", ptx)

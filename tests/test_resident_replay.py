@@ -7,7 +7,8 @@ import pytest
 import torch
 from simulated_gpu import DEVICE, simulated_gpu
 
-from omagd.components.episode_buffer import BlockEpisode, EpisodeBuffer, ResidentBuffer
+from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.resident.replay import BlockEpisode, ResidentBuffer
 from omagd.utils.packing import EpisodeMeta
 
 ROWS, AGENTS, ACTIONS = 7, 2, 11

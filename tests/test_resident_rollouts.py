@@ -23,8 +23,9 @@ from omagd.envs.battle import maps
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.learners.nq_learner import NQLearner
-from omagd.runners import resident_runner
-from omagd.runners.resident_runner import choose
+from omagd.resident import runner as of_rounds
+from omagd.resident.replay import ResidentBuffer
+from omagd.resident.runner import choose
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
@@ -106,7 +107,7 @@ def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
         numbers.append(number)
         return uniform(number, key)
 
-    monkeypatch.setattr(resident_runner, "uniform", noted)
+    monkeypatch.setattr(of_rounds, "uniform", noted)
     steps, agents, actions = 40, 3, 5
     q = torch.zeros(steps, agents, actions)
     choose(q, q == 0, torch.tensor(0.5), torch.zeros(steps, dtype=torch.int64), torch.arange(steps))
@@ -136,20 +137,21 @@ def test_acting_reads_the_weights_at_every_tick():
     assert first.log != second.log
 
 
-def iteration(device: torch.device, buffer_cpu_only: bool, rounds: int = 2) -> tuple[Any, list[PackedBatch], Any]:
-    """Return the learner after `rounds` of playing, storing and learning, its batches, and what the host waited for."""
-    plays, mac = game(device=device, buffer_cpu_only=buffer_cpu_only, buffer_size=10, batch_size=4)
+def iteration(device: torch.device) -> tuple[list[PackedBatch], Any]:
+    """Play, store and learn from two rounds; return the batches, and what the host waited for."""
+    plays, mac = game(device=device, buffer_cpu_only=False, buffer_size=10, batch_size=4)
     config, batches = plays.config, []
     learner = NQLearner(mac, config, plays.info, Dist(device=device))
-    data = ReplayData(config, device, np.random.default_rng(0), plays.info.episode_limit + 1)
+    buffer = ResidentBuffer(config.buffer_size, device, plays.info.episode_limit + 1)
+    data = ReplayData(config, np.random.default_rng(0), buffer, buffer.batch)
     plays._resident(mac, 1, False, True)  # allocates
     with contextlib.nullcontext() if device == CPU else waiting() as waits:
-        for _ in range(rounds):
+        for _ in range(2):
             data.add(plays.collect(mac, explore=explore(0.3)).episodes)
             for batch in data.batches():
                 learner.update(batch, episodes=0)
                 batches.append(batch)
-    return learner, batches, waits
+    return batches, waits
 
 
 @contextlib.contextmanager
@@ -164,9 +166,9 @@ def test_an_iteration_on_the_device_makes_the_host_wait_twice(monkeypatch):
     """For the results of the round, and for whether its episodes can be stored in short; not in an update."""
     monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
     monkeypatch.setattr(maps, "skirmish_map", lambda _: dataclasses.replace(get_map("3m"), limit=15))
-    expected = iteration(CPU, buffer_cpu_only=False)[1]
+    expected, _ = iteration(CPU)
     with simulated_gpu():
-        _, batches, waits = iteration(DEVICE, buffer_cpu_only=False)
+        batches, waits = iteration(DEVICE)
     assert sum(waits.values()) == 2 * 2, waits
     first = zip(batches[:1], expected[:1], strict=True)
     assert all(torch.equal(one[name].value, other[name]) for one, other in first for name in other.data)

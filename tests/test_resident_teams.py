@@ -16,7 +16,7 @@ from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.modules import agents
-from omagd.runners.resident_runner import plays_here
+from omagd.resident.runner import plays_here
 from omagd.utils.errors import UserError
 
 torch.set_num_threads(1)

@@ -26,9 +26,9 @@ from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import whole_state
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
+from omagd.run.run_folder import RunFolder
 from omagd.run.training import experiment
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder
 
 QMIX = ("--config=qmix", "--env-config=skirmish", "with", "env_args.map_name=3m", *BUDGETS, "checkpoint_interval=0")
 # Two or three iterations between two lines: what has been measured since the last one is in the checkpoints.

@@ -29,8 +29,8 @@ from omagd.run.checkpoint.resuming import (
     take,
 )
 from omagd.run.cli.main import config_from, main
+from omagd.run.run_folder import RunFolder, write_json
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder, write_json
 
 COMMAND = ("--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "auto_resume=True", "t_max=20")
 

@@ -24,13 +24,13 @@ from runner_toys import (
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.envs.protocol import LOST_IN_A_ROW
+from omagd.run.run_folder import RunFolder
 from omagd.run.training.build import PURPOSES, build_session
 from omagd.run.training.evaluate import greedy_episodes
 from omagd.runners.rollout import Recorder
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode
-from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import EpisodeSeeds, stream_seed, stream_seeds
 
 torch.set_num_threads(1)

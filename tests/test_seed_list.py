@@ -15,10 +15,10 @@ from omagd.envs.snakes.engine import Engine
 from omagd.run.cli.main import config_from
 from omagd.run.launch import launcher as launching
 from omagd.run.run import run
+from omagd.run.run_folder import write_json
+from omagd.run.signals import Stopped
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import write_json
 from omagd.utils.seeding import GOLDEN, random_state, set_random_state, splitmix64, uniform
-from omagd.utils.signals import Stopped
 
 
 class Trainer:

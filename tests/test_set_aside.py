@@ -22,10 +22,10 @@ from omagd.run.checkpoint.checkpointer import CheckpointWriter
 from omagd.run.checkpoint.recovery import cut_back
 from omagd.run.checkpoint.store import CheckpointStore
 from omagd.run.reporting.card import versions
+from omagd.run.run_folder import RunFolder
 from omagd.utils import storage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder
 
 
 class KilledError(BaseException):

@@ -10,17 +10,8 @@ from contextlib import nullcontext, suppress
 
 import pytest
 
-from omagd.utils import signals
-from omagd.utils.signals import (
-    Stopped,
-    deferred,
-    saving,
-    stop_now,
-    stop_requested,
-    stop_wanted,
-    stoppable,
-    uninterrupted,
-)
+from omagd.run import signals
+from omagd.run.signals import Stopped, deferred, saving, stop_now, stop_requested, stop_wanted, stoppable, uninterrupted
 
 
 def send(number: int = signal.SIGTERM) -> None:

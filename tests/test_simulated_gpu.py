@@ -22,11 +22,11 @@ from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.ops import PackedGRU
 from omagd.run.checkpoint.store import pack
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
+from omagd.run.reporting.metrics import Counters, Metrics
 from omagd.run.training.build import new_predictor, new_tokenizer
 from omagd.run.training.stages.base import Health
 from omagd.utils import packing
 from omagd.utils.dist_utils import Dist
-from omagd.utils.metrics import Counters, Metrics
 from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)

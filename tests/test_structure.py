@@ -1,16 +1,24 @@
-"""Limits that hold for the whole code base (CONTRIBUTING.md): sizes and imports."""
+"""Limits that hold for the whole code base (CONTRIBUTING.md): sizes, names and imports."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.util
+import re
 import statistics
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
+from operator import gt
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "src").rglob("*.py"))
+FOLDERS = "src", "tests", "benchmarks", "research", "docs", "examples", "scripts"
+spec = importlib.util.spec_from_file_location("house", ROOT / "benchmarks" / "house.py")
+house = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(house)
 
 
 @cache
@@ -48,28 +56,32 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
-def lengths(trees: Iterable[ast.AST]) -> list[int]:
-    """Return the lines of every function, sorted."""
-    functions = ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, functions))
-    return sorted((node.end_lineno or 0) - node.lineno + 1 for node in nodes)
-
-
 def test_files_and_functions_have_a_readable_size():
     """Files of a few lines make a reader jump as much as files of a thousand make a reader scroll."""
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    assert {str(path): n for path, n in lines.items() if n > 600} == {}
-    assert 100 <= statistics.median(lines.values()) <= 250
-    sizes = lengths(parsed().values())
-    assert sizes[int(0.95 * len(sizes))] <= 26
-    assert lines[ROOT / "src" / "main.py"] <= 25, "main.py only calls the command line"
+    exceeded = {name: found for name, found in house.sizes().items() if any(map(gt, found, house.LIMITS[name]))}
+    assert exceeded == {}
+    assert 100 <= statistics.median(map(house.lines, FILES)) <= 250
+    assert house.lines(ROOT / "src" / "main.py") <= 25, "main.py only calls the command line"
+
+
+def test_no_file_name_occurs_three_times():
+    names = Counter(path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    assert [name for name, count in names.items() if count > 2 and name != "__init__.py"] == []
 
 
 def test_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter(import_graph()).prepare()  # CycleError names the modules of a cycle
 
 
+def test_simulators_import_what_their_readmes_say():
+    for name in ("battle", "snakes"):
+        text, inside = (ROOT / "src" / "envs" / name / "README.md").read_text(encoding="utf-8"), f"omagd.envs.{name}"
+        imports = set().union(*(found for module, found in import_graph().items() if module.startswith(inside)))
+        outside = {module.removeprefix("omagd.") for module in imports if not module.startswith(inside)}
+        assert re.findall(r"`(\w+\.\w+)`", text.split("Imports:")[1].split("|")[0]) == sorted(outside)
+
+
 def test_the_training_loop_fits_on_a_page_and_knows_no_rank():
     loop = ROOT / "src" / "run" / "training" / "loop.py"
-    assert max(lengths([parsed()[loop]])) <= 26
+    assert max(house.function_lines([loop])) <= 26
     assert "rank" not in loop.read_text(encoding="utf-8").lower().replace("ranks are ready", "")

@@ -32,8 +32,8 @@ from omagd.lab.studies.view import state_line, study_table
 from omagd.run.checkpoint import resuming
 from omagd.run.checkpoint.resuming import start_ticks
 from omagd.run.cli.main import config_from, main
+from omagd.run.signals import Stopped
 from omagd.utils.errors import UserError
-from omagd.utils.signals import Stopped
 
 SMALL = {"t_max": 100, "lr": 0.001}
 

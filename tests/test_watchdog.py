@@ -21,10 +21,10 @@ from omagd.envs.workers.vector import SerialEnvs
 from omagd.run.cli.preflight import describe_env
 from omagd.run.launch.watchdog import Heartbeat, Watchdog, ended_if_hung
 from omagd.run.reporting.profiling import Profiler
+from omagd.run.signals import stoppable, uninterrupted
 from omagd.run.training.stages.base import BUILDING, CLOSING, Session
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RankFailed
-from omagd.utils.signals import stoppable, uninterrupted
 
 
 class Board:

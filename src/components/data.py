@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from omagd.components.episode_buffer import EpisodeBuffer, FixedDraw, ResidentBuffer
+from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.schema import Config
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, RecordedEpisode, meta_of, pack_episodes
@@ -18,11 +18,10 @@ UNLIMITED = 2**62
 
 
 class ReplayData:
-    """Batches sampled from the newest `buffer_size` episodes, which are learned from many times.
+    """Batches sampled from the episodes of a buffer, the newest ones, which are learned from many times.
 
     Args:
-        config: the run. device: of the learner. rng: for the draws. rows: of the longest episode.
-        fixed: yield draws for updates of fixed shapes, of the same episodes; needs the replay of `runner=resident`.
+        config: the run. rng: for the draws. read: returns what the learner takes, from the places of drawn episodes.
 
     Attributes:
         log_name: of the episodes in checkpoints. sampled: whether episodes serve several batches, drawn at random.
@@ -33,18 +32,12 @@ class ReplayData:
     sampled: ClassVar[bool] = True
     wants_more = False
 
-    buffer: EpisodeBuffer
-
     def __init__(
-        self, config: Config, device: torch.device, rng: np.random.Generator, rows: int, fixed: bool = False
+        self, config: Config, rng: np.random.Generator, buffer: EpisodeBuffer, read: Callable[[Sequence[int]], Any]
     ) -> None:
         self.batches_per_iteration = config.updates_per_iteration
-        if config.runner == "resident" and not config.buffer_cpu_only:
-            self.buffer = ResidentBuffer(config.buffer_size, device, rows)
-        else:
-            self.buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
-        self._fixed = self.buffer if fixed and isinstance(self.buffer, ResidentBuffer) else None
-        self._batch_size, self._rng, self._device = config.batch_size, rng, device
+        self.buffer, self._read = buffer, read
+        self._batch_size, self._rng = config.batch_size, rng
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Store episodes; each replaces the oldest one once the buffer is full."""
@@ -59,12 +52,10 @@ class ReplayData:
         """Whether there are `batch_size` episodes; once true, it stays true while that number stays."""
         return len(self.buffer) >= self._batch_size
 
-    def batches(self) -> Iterator[PackedBatch] | Iterator[FixedDraw]:
+    def batches(self) -> Iterator[Any]:
         """Yield `updates_per_iteration` batches of `batch_size` episodes."""
         draws = (self.buffer.draw(self._batch_size, self._rng) for _ in range(self.batches_per_iteration))
-        if self._fixed is not None:
-            return map(self._fixed.fixed, draws)
-        return (self.buffer.batch(drawn).to(self._device) for drawn in draws)
+        return map(self._read, draws)
 
 
 class OnPolicyData:

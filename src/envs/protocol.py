@@ -1,6 +1,8 @@
 """Environment protocols: `BatchedEnv`, which runners step, and `MultiAgentEnv`, one environment as in SMAC.
 
-Shapes: B slots (episodes that run side by side), n agents, A actions. Arrays are NumPy.
+`CanBeResident` is a batched environment that can also be played in a device's memory.
+
+Shapes: B slots (episodes that run side by side), n agents, A actions. Arrays are NumPy, a `ResidentGame`'s are torch's.
 """
 
 from __future__ import annotations
@@ -8,13 +10,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import BaseModel
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.frames import Frame, without_place
+
+if TYPE_CHECKING:  # worker processes load no torch
+    import torch
+    from torch import Tensor
 
 TRUNCATED = "omagd: truncated"
 """Key in a single environment's info that means truncated; overrides `episode_limit`."""
@@ -195,6 +201,79 @@ class ManyTasks(Protocol):
 
     def set_tasks(self, which: np.ndarray, tasks: np.ndarray) -> None:
         """Choose the `tasks` [B] int64 of the next episodes of the slots `which` [B] bool."""
+
+
+class Seen(NamedTuple):
+    """What is shown: avail [B, n, A] bool; obs, full [B, n, obs_dim], state [B, state_dim] float32."""
+
+    avail: Tensor
+    obs: Tensor
+    full: Tensor
+    state: Tensor
+
+
+class Outcome(NamedTuple):
+    """Results of a step, on the device; zero where no step was played. All are overwritten by the next step.
+
+    Attributes:
+        reward: [B] float32. over: [B] bool. truncated: [B] bool, over only because of the step limit, and the target
+            bootstraps. won, draw, limit: [B] bool. dead: [2, B] int64, allies and enemies.
+    """
+
+    reward: Tensor
+    over: Tensor
+    truncated: Tensor
+    won: Tensor
+    draw: Tensor
+    limit: Tensor
+    dead: Tensor
+
+    def results(self) -> dict[str, Tensor]:
+        """Return the results of episodes by the names of `StepResult.info`, [B] each."""
+        allies, enemies = self.dead
+        return {
+            "battle_won": self.won, "battle_draw": self.draw, "episode_limit": self.limit, "dead_allies": allies,
+            "dead_enemies": enemies,
+        }  # fmt: skip
+
+
+class ResidentGame(Protocol):
+    """Episodes in B slots of one device. The tensors that it returns stay where they are from call to call.
+
+    Call `observe` before each `step`. No call reads a value of the device.
+
+    Attributes:
+        device: of all tensors. n_slots: B. results: names of the results that episodes have.
+        faults: [B] bool, slots that were given an action that was not available since it was last set to zero.
+        capturable: a CUDA graph can hold all calls; otherwise they run between graphs.
+    """
+
+    device: torch.device
+    n_slots: int
+    results: tuple[str, ...]
+    faults: Tensor
+    capturable: bool
+
+    def reset(self, which: Tensor, seeds: Tensor) -> None:
+        """Start new episodes in the slots `which` [B] bool, slot b from `seeds[b]` (int64 ≥ 0)."""
+
+    def step(self, actions: Tensor, active: Tensor) -> Outcome:
+        """Play `actions` [B, n] int64 in the slots `active` [B] bool; the other slots do not change."""
+
+    def observe(self, full: bool = False) -> Seen:
+        """Return masks, observations and state, and `full` observations if asked."""
+
+
+@runtime_checkable
+class CanBeResident(Protocol):
+    """A batched environment whose episodes can be played on a device, with the same results."""
+
+    @staticmethod
+    def why_not_resident(args: Any, on_gpu: bool) -> str:
+        """Return why these arguments cannot be played on the CPU or a GPU, and the fix; empty if they can."""
+
+    def resident(self, device: torch.device) -> ResidentGame:
+        """Return episodes of the same arguments and number of slots on a device."""
 
 
 class MultiAgentEnv(ABC):

@@ -23,14 +23,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, rounded, unit_names
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult, random_actions, require_available
+from omagd.envs.protocol import BatchedEnv, Observation, ResidentGame, StepResult, random_actions, require_available
 from omagd.utils.compiling import user_cache
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-
-    from omagd.envs.resident import ResidentGame
 
 UNIT_DIM = 13
 N_TYPES = 6
@@ -309,10 +307,10 @@ class SmaxEnv(BatchedEnv):
 
     def resident(self, device: torch.device) -> ResidentGame:
         """Return battles of the same map on a device."""
-        from omagd.envs.smax_resident import ResidentSmax
-
+        kind = import_module("omagd.resident.smax").ResidentSmax  # by name: that package is above this one
         given = self.args.reward_scale, self.args.continuing_episode
-        return ResidentSmax(self._program, self.info, self.n_slots, device, *given)
+        game: ResidentGame = kind(self._program, self.info, self.n_slots, device, *given)
+        return game
 
     def snapshot(self) -> dict[str, Any]:
         """Return the keys and all parts of the state by path."""

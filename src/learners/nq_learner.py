@@ -12,12 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from omagd.components.episode_buffer import FixedDraw
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts
-from omagd.learners.fixed_updates import FixedUpdates
 from omagd.learners.protocol import Data, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, copy_if_finite, lr_scale
 from omagd.modules import mixers
@@ -129,7 +127,7 @@ class QLearner(SavesParts):
         loss.belief = self.belief = belief_loss(config, mac)
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = Adam(loss.parameters(), lr=lr)
-        self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        self.step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def make_loss(self) -> QLoss:
         """Return the loss; a subclass may build one that reads its own keys."""
@@ -146,19 +144,19 @@ class QLearner(SavesParts):
         taken = Transitions(actions, available, state, ~packing.closing.to(self.device, non_blocking=True), packing)
         inputs = AgentInputs.blank(n_rows, self.info, like)
         none = () if self.belief is None else (self.belief.blank(n_rows, n_agents, like),)
-        self._step.warm_up(
+        self.step.warm_up(
             inputs, taken, lambda q: torch.zeros_like(mix(self.mixer, MixerInputs(q, actions, available, state))), *none
         )
 
-    def _learn(self, count: Tensor, parts: list[PackedBatch]) -> Stats:
-        """Take one step. count: valid steps of the parts."""
+    def learn(self, count: Tensor, parts: list[PackedBatch]) -> Stats:
+        """Take one step; on a device this only launches work. count: valid steps of the parts."""
         if self.belief is None:
-            result = self._step(count, *(self._part(part) for part in parts))
+            result = self.step(count, *(self._part(part) for part in parts))
         else:
             cases = [self.belief.cases(part) for part in parts]
-            self.belief.observe(cases, self._step.dist)
+            self.belief.observe(cases, self.step.dist)
             both = zip(parts, cases, strict=True)
-            result = self._step(counts(count, cases), *((*self._part(part), each) for part, each in both))
+            result = self.step(counts(count, cases), *((*self._part(part), each) for part, each in both))
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
     def _part(self, batch: PackedBatch) -> tuple[AgentInputs, Transitions, MakeTargets]:
@@ -194,7 +192,6 @@ class NQLearner(QLearner):
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         super().__init__(mac, config, info, dist)
-        self._fixed = FixedUpdates(self._learn_drawn, self._step, self.device)
         # Copied after wrapping for DDP, which makes the weights of all ranks equal.
         copies = (copy.deepcopy(module) for module in self.valuing())
         self.target_agent, self.target_mixer = (module.requires_grad_(False).eval() for module in copies)
@@ -212,29 +209,16 @@ class NQLearner(QLearner):
         every = config.target_update_updates or until_copied * config.updates_per_iteration
         return f"targets copied every {every} updates"
 
-    @classmethod
-    def learns_from_draws(cls) -> bool:
-        """Whether `update` takes a `FixedDraw`, too: a subclass with another `update` may not know it."""
-        return cls.update is NQLearner.update
-
-    def update(self, batch: PackedBatch | FixedDraw, *, episodes: int) -> Stats:
+    def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take one step on this rank's batch, then copy the targets if that is due.
 
         episodes: collected so far by all ranks. Returns sums and counts of this rank; grad_norm is the global one.
         """
-        if isinstance(batch, FixedDraw):
-            stats = self._fixed(batch)
-        else:
-            # The number of valid steps, known without waiting for the device.
-            count = torch.tensor(len(batch.packing.step) - batch.packing.n_episodes)
-            stats = self._learn(count, [part.to(self.device) for part in batch.split(self.config.accumulate)])
-        self.updates += 1
-        self._copy_targets_if_due(episodes)
+        # The number of valid steps, known without waiting for the device.
+        count = torch.tensor(len(batch.packing.step) - batch.packing.n_episodes)
+        stats = self.learn(count, [part.to(self.device) for part in batch.split(self.config.accumulate)])
+        self.finish(episodes)
         return stats
-
-    def _learn_drawn(self, draw: FixedDraw, drawn: Tensor) -> Stats:
-        """Take one step on drawn episodes; only launches work. drawn: their numbers on the device."""
-        return self._learn((drawn[1] - 1).sum(), draw.batches(drawn, self.config.accumulate))
 
     @torch.no_grad()
     def targets(self, q: Tensor, inputs: AgentInputs, batch: PackedBatch, state: Tensor) -> Tensor:
@@ -268,7 +252,9 @@ class NQLearner(QLearner):
         episodes, updates = state["copied_at"]
         self._copied_at = (episodes, updates)
 
-    def _copy_targets_if_due(self, episodes: int) -> None:
+    def finish(self, episodes: int) -> None:
+        """Do what follows a step: count it, and copy the targets if that is due."""
+        self.updates += 1
         # Targets stand still between copies (DQN): otherwise each step would move what the next one aims at.
         by_updates = self.config.target_update_updates
         if by_updates is None:

@@ -55,7 +55,7 @@ class PQNLearner(QLearner):
         args = PQNArgs.model_validate(self.config.learner_args)
         # Once, before any step: with weights that move, each minibatch would follow targets of its own.
         batch = replace(batch, data={**batch.data, TARGET: self._lambda_returns(batch)})
-        minibatches = Minibatches(batch, self._step.dist)
+        minibatches = Minibatches(batch, self.step.dist)
         merged: Stats = {}
         for _ in range(args.epochs):
             # Keyed by the number of updates, so that a resumed run draws the same minibatches.
@@ -63,7 +63,7 @@ class PQNLearner(QLearner):
             for own in minibatches.draw(args.minibatches, draws):
                 part = batch.select(own) if own else _closing_row(batch)
                 count = torch.tensor(len(part.packing.step) - part.packing.n_episodes)
-                merged = merge(merged, self._learn(count, part.split(self.config.accumulate)))
+                merged = merge(merged, self.learn(count, part.split(self.config.accumulate)))
                 self.updates += 1
         return merged
 

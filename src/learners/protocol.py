@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
-from omagd.components.episode_buffer import FixedDraw
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
@@ -47,9 +46,8 @@ class Learner(Trainable, Protocol):
     Optional: `args_model`, a pydantic model of the keys in `learner_args`; a static method
     `how_targets_move(config, environments) -> str`, a few words about target updates for the log;
     `register_state(register)`, which calls `Checkpointer.register` for state that is not the same on all ranks;
-    `needs_groups`, True for a learner that cannot have `group_size=1`; `precisions`, the values of the key
-    `precision` that it supports, by default all; and a class method `learns_from_draws() -> bool`, whether `update`
-    takes a `FixedDraw`, too (`graph_updates`).
+    `needs_groups`, True for a learner that cannot have `group_size=1`; and `precisions`, the values of the key
+    `precision` that it supports, by default all.
 
     Attributes:
         data: "replay" learns from batches sampled from the replay buffer; "on_policy" from the episodes that were
@@ -65,7 +63,7 @@ class Learner(Trainable, Protocol):
     def warm_up(self) -> None:
         """Run discarded passes on a made-up batch, before anything is loaded; fixes the order of sums over ranks."""
 
-    def update(self, batch: PackedBatch | FixedDraw, *, episodes: int) -> Stats:
+    def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take one step on this rank's batch; return (sum, count) pairs by name, `loss_name` among them.
 
         On-policy learners take all their steps on the batch, the same number on all ranks, and return merged stats.

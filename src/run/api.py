@@ -23,12 +23,12 @@ from omagd.envs.task_sets import task_set
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.launchers import join_tasks
 from omagd.run.run import run as run_seeds
+from omagd.run.run_folder import RunFolder
 from omagd.run.training import build
 from omagd.run.training.checks import require_same_map
 from omagd.run.training.evaluate import load_mac
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.errors import UserError, unknown_name
-from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import EpisodeSeeds
 
 

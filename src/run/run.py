@@ -18,10 +18,10 @@ from omagd.run.checkpoint.resuming import identity_of, is_trusted, same_runs
 from omagd.run.launch.launcher import launch
 from omagd.run.launchers import is_main
 from omagd.run.reporting.report import render_summary
+from omagd.run.run_folder import RUN_FILE, RunFolder, make_token, read_entry
 from omagd.utils.errors import readable, visible
 from omagd.utils.logging import setup_logging
-from omagd.utils.run_folder import RUN_FILE, RunFolder, make_token
-from omagd.utils.storage import OUTPUT, STORAGE, read_entry
+from omagd.utils.storage import OUTPUT, STORAGE
 
 
 def run(_run: Any, _config: Mapping[str, Any] | Config, _log: Any = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ REGISTRY: Registry[type[Runner]] = Registry(
     lazy={
         "episode": "omagd.runners.runner:EpisodeRunner",
         "parallel": "omagd.runners.runner:ParallelRunner",
-        "resident": "omagd.runners.resident_runner:ResidentRunner",
+        "resident": "omagd.resident.runner:ResidentRunner",
         "stream": "omagd.runners.stream_runner:StreamRunner",
         "ticks": "omagd.runners.stream_runner:TickRunner",
     },

@@ -7,13 +7,10 @@ is one contiguous block of `batch_sizes[t]` rows. S is the number of rows of all
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -113,48 +110,6 @@ class Packing:
     def _places(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return episode and step of each row on a device. To a GPU nothing here is copied such that the host waits."""
         return tuple(places.to(device, non_blocking=True) for places in self._rows)
-
-
-@dataclass(frozen=True, eq=False)
-class FixedPacking(Packing):
-    """B episodes in T rows each: an episode's closing row is repeated up to row T. S = T B, row t B + b.
-
-    Shapes depend on no value on the device, so that a CUDA graph can be made of work on them.
-
-    Args:
-        lengths: T, B times. rows: [B] int64 on the device, real rows of each episode, 1 to T.
-    """
-
-    rows: Tensor
-
-    @cached_property
-    def closing(self) -> Tensor:
-        """True for closing rows and their repetitions, [S] bool, on the device."""
-        step = torch.arange(self.n_steps, device=self.rows.device).unsqueeze(1)
-        return (step >= self.rows - 1).flatten()
-
-    @cached_property
-    def next_row(self) -> Tensor:
-        """For each row that of the next step of its episode, for closing ones the row itself, [S] int64."""
-        row = torch.arange(self.n_steps * self.n_episodes, device=self.rows.device)
-        return torch.where(self.closing, row, row + self.n_episodes)
-
-
-@contextmanager
-def captured(graph: torch.cuda.CUDAGraph, **more: Any) -> Iterator[None]:
-    """Let `graph` hold what this thread launches in the block. more: arguments of `torch.cuda.graph`.
-
-    Python's garbage collector works before, not within: if it removed an earlier graph there, the capture would fail.
-    """
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local", **more):
-            yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

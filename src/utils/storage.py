@@ -6,22 +6,27 @@ make it again, and each place would hold half of the run: a write below a held f
 A full disk costs a line in the log, not the run. What cannot be written is kept in memory, within bounds, and written
 once there is room: records of files that are only appended to (`AppendFile`), and files that are replaced as a whole
 (`Storage.write`). One line reports what cannot be written, one that there is room again, one at the end what was lost.
+
+A temporary folder goes with its owner: that removes it, or the next process that makes one does.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import math
 import os
 import secrets
+import shutil
 import stat
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -34,10 +39,9 @@ RETRY_SECONDS = (0.1, 0.4, 1.6)
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
-FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
-"""Errors of the system, not of a file."""
-
 LONGEST_ENTRY = 1 << 20
+FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW
+"""How to open a folder, but no link to one."""
 
 
 class Unreadable(UserError):
@@ -104,30 +108,6 @@ def read_json(path: Path, most: int = LONGEST_ENTRY) -> Any:
             return json.loads(os.read(handle, most))
         except RecursionError:
             raise ValueError("nested too deeply") from None
-
-
-def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a small file; empty where it is anything else: a pipe, a device, huge, missing.
-
-    Errors: with `strict` OSError where the system cannot read it, unless it is another user's and closed to this one.
-    """
-    try:
-        found = read_json(path)
-    except ValueError:
-        return {}
-    except OSError as problem:
-        if strict and (problem.errno in FAILING or problem.errno == errno.EACCES and _is_own(path)):
-            raise
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether a file is this user's; where its folder cannot be entered, whether that folder is."""
-    for place in (path, path.parent):
-        with suppress(OSError):
-            return place.lstat().st_uid == os.geteuid()
-    return False
 
 
 Identity = tuple[int, int]
@@ -569,6 +549,38 @@ def open_lines(path: Path) -> int:
         os.close(handle)
         raise
     return handle
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder for the duration of a block; remove those of processes that were killed. Errors: OSError."""
+    remove_left_behind()
+    with ExitStack() as stack:
+        path = _own_folder(prefix, stack)
+        stack.callback(shutil.rmtree, path, ignore_errors=True)
+        yield path
+
+
+def _own_folder(prefix: str, stack: ExitStack) -> Path:
+    """Return a new folder, locked until the stack is closed or this process ends, however it ends."""
+    while True:
+        path = Path(tempfile.mkdtemp(".own", prefix))
+        with suppress(FileNotFoundError):  # another start took it for one that was left behind
+            lock = stack.enter_context(opened(path))
+            with suppress(OSError):  # a file system without locks: nobody removes the folder
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            path.stat()
+            return path
+
+
+def remove_left_behind() -> None:
+    """Remove temporary folders of this user's processes that have ended. Follows no link."""
+    for path in Path(tempfile.gettempdir()).glob("omagd_*.own"):
+        with suppress(OSError), opened(path, FOLDER) as lock:  # its owner lives, or it is a link
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            about = os.fstat(lock)
+            if about.st_uid == os.geteuid() and time.time() - about.st_mtime > 1.0:  # a new one gets its lock only now
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _listed(names: list[str]) -> str:

@@ -11,7 +11,7 @@ from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled.resident import ResidentBattles
 from omagd.envs.battle.maps import MAPS
 from omagd.envs.battle.skirmish_env import SkirmishEnv
-from omagd.runners import resident_runner
+from omagd.resident import graphs as cuda_graphs
 
 if not torch.cuda.is_available():
     pytest.skip("there is no NVIDIA GPU here", allow_module_level=True)
@@ -68,7 +68,7 @@ ROUNDS = {
 def round_of(case, device, epsilon, monkeypatch, graphs=True):
     """Return the episodes of two rounds by their seeds, on the CPU."""
     name, options = ROUNDS[case]
-    monkeypatch.setattr(resident_runner, "WARM_UP", 3 if graphs else 10**9)
+    monkeypatch.setattr(cuda_graphs, "WARM_UP", 3 if graphs else 10**9)
     plays, mac = game(name, device=device, **options)
     full, found = bool(options.get("use_graph_reconstruction")), {}
     how = None if epsilon is None else explore(epsilon, 0.5 if full else 0.0)

@@ -16,12 +16,12 @@ from q_toys import equal, make_learner, state_of, toy_config
 
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import BasicMAC
-from omagd.learners.fixed_updates import WARM_UP
 from omagd.learners.nq_learner import NQLearner
+from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
+from omagd.run.reporting.metrics import Counters, Metrics
 from omagd.run.training.stages.base import Health
 from omagd.utils.dist_utils import Dist
-from omagd.utils.metrics import Counters, Metrics
 from omagd.utils.packing import pack_episodes
 
 if not torch.cuda.is_available():
@@ -99,18 +99,19 @@ def test_captured_updates_are_plain_ones_bit_for_bit(method, caplog):
     config, drawn = toy_config(**METHODS[method], target_update_updates=4), fixed_toys.draws(WARM_UP + 8)
     replay = fixed_toys.replay(GPU, longest=6)
     graph, plain, packed = (make_learner(config, Dist(device=GPU), device=GPU) for _ in range(3))
-    plain._fixed._captures = False
+    of_graph, of_plain = FixedUpdates(graph), FixedUpdates(plain)
+    of_plain._captures = False
     for indices in drawn:
-        for learner in (graph, plain):
-            learner.update(replay.fixed(indices), episodes=0)
+        for updates in (of_graph, of_plain):
+            updates.update(replay.fixed(indices), episodes=0)
         packed.update(replay.batch(indices), episodes=0)
-    assert all(shape.graph is not None for shape in graph._fixed._shapes.values())
+    assert all(shape.graph is not None for shape in of_graph._shapes.values())
     assert caplog.records == []
-    of_graph, of_packed = state_of(graph), state_of(packed)
-    assert equal(of_graph, state_of(plain))
+    found, of_packed = state_of(graph), state_of(packed)
+    assert equal(found, state_of(plain))
     if config.precision == "float32":
         for name, value in of_packed.items():
-            torch.testing.assert_close(of_graph[name], value, atol=3e-4, rtol=1e-2, msg=name)
+            torch.testing.assert_close(found[name], value, atol=3e-4, rtol=1e-2, msg=name)
 
 
 def gradients(device, episodes, **updates):
@@ -121,7 +122,7 @@ def gradients(device, episodes, **updates):
     learner = NQLearner(BasicMAC(config, info, device), config, info, Dist(device=device))
     seen = []
     learner.optimizer.register_step_pre_hook(
-        lambda optimizer, *_: seen.extend(p.grad.detach().cpu().double() for p in learner._step.parameters)
+        lambda optimizer, *_: seen.extend(p.grad.detach().cpu().double() for p in learner.step.parameters)
     )
     learner.warm_up()
     learner.update(pack_episodes(episodes).to(device), episodes=0)

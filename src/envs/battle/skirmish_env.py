@@ -14,14 +14,12 @@ from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.maps import is_custom
 from omagd.envs.battle.semantics import BattleEnv, BattleSemantics
 from omagd.envs.battle.units import UNITS
-from omagd.envs.protocol import StepResult
+from omagd.envs.protocol import ResidentGame, StepResult
 from omagd.utils.compiling import require_numba
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-
-    from omagd.envs.resident import ResidentGame
 
 
 class SkirmishEnv(BattleEnv):

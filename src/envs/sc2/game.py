@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 from omagd.envs.sc2.client import common_pb, sc_pb
 from omagd.envs.sc2.install import RACES, build_of, game_folder, map_data, map_path
 from omagd.utils.errors import UserError
-from omagd.utils.temporary import temporary_folder
+from omagd.utils.storage import temporary_folder
 
 # isort: split
 # pysc2 takes the messages that omagd.envs.sc2.client has made.

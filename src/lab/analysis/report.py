@@ -19,9 +19,9 @@ from omagd.lab.analysis.run_report import STAGES, values_of, warnings_of
 from omagd.lab.analysis.runs import LONGEST_STUDY, Run, read_runs, studies_at
 from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, interval, mean
 from omagd.run.reporting.report import number_text
+from omagd.run.run_folder import STUDY_FILE
 from omagd.utils.errors import UserError, print_out, readable
 from omagd.utils.logging import duration
-from omagd.utils.run_folder import STUDY_FILE
 from omagd.utils.storage import read_json, replace_file
 
 LOG = logging.getLogger("omagd")

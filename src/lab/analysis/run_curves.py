@@ -9,7 +9,7 @@ from typing import Any
 
 from omagd.lab.analysis.plot import COLOURS, GRID, SETTINGS, picture
 from omagd.lab.analysis.runs import Run, is_number
-from omagd.utils.run_folder import RunFolder, read_records
+from omagd.run.run_folder import RunFolder, read_records
 
 CLOCKS = {"t_env": "environment steps", "epoch": "epoch"}
 TRAINING = "#8796a5"

@@ -12,9 +12,9 @@ from omagd.lab.analysis.groups import LABELLED, frozen
 from omagd.lab.analysis.runs import Run, is_number
 from omagd.run.reporting.card import NO_EFFECT, flattened, recorded_of, resumed
 from omagd.run.reporting.report import SHOWN, number_text
+from omagd.run.run_folder import RunFolder
 from omagd.utils.errors import UserError, readable
 from omagd.utils.logging import duration
-from omagd.utils.run_folder import RunFolder
 
 STAGES = {"stage1": "Stage 1: tokenizer", "stage2": "Stage 2: predictor", "stage3": "Stage 3: policy"}
 COUNTS = {

@@ -19,9 +19,9 @@ import numpy as np
 from omagd.config.env_info import given_map, map_label
 from omagd.config.schema import COMPONENT_ARGS
 from omagd.run.reporting.card import COVERED, METHOD, Card, flattened, is_card, recorded_of
+from omagd.run.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, json_lines, read_entry, read_records
 from omagd.utils.errors import UserError, readable
-from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, json_lines, read_records
-from omagd.utils.storage import read_entry, read_json
+from omagd.utils.storage import read_json
 
 LOG = logging.getLogger("omagd")
 LONGEST_STUDY = 1 << 28

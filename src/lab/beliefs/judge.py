@@ -24,12 +24,12 @@ from omagd.modules.graph_reconstructers.belief_head import BeliefHead, MemoryRec
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file
+from omagd.run.reporting.metrics import Metrics
 from omagd.run.training.judges import Judge, Verdict
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.run.training.stages.pretraining import in_batches
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.metrics import Metrics
 from omagd.utils.packing import PackedBatch, pack_episodes
 
 KEY = "pretrained_mask_predictor_path"

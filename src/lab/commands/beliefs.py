@@ -6,9 +6,9 @@ import argparse
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from omagd.run.signals import stoppable
 from omagd.utils.errors import UserError, print_out
 from omagd.utils.logging import Progress
-from omagd.utils.signals import stoppable
 
 if TYPE_CHECKING:
     from omagd.config.env_info import EnvInfo

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from omagd.run.checkpoint.resuming import Busy, busy_run, take
 from omagd.run.checkpoint.store import free_replay, is_finished
+from omagd.run.run_folder import RUN_FILE, RunFolder, read_entry
 from omagd.utils.errors import UserError, print_out, print_warning, readable
-from omagd.utils.run_folder import RUN_FILE, RunFolder
-from omagd.utils.storage import read_entry
 
 MEGABYTE = 1e6
 

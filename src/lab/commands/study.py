@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omagd.run.signals import Stopped, stoppable
 from omagd.utils.errors import Mistakes, UserError, print_out, print_warning, readable
-from omagd.utils.signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from omagd.lab.studies.spec import Study

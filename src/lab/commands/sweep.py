@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omagd.lab.commands.study import add_common, continued, only_word
+from omagd.run.signals import stoppable
 from omagd.utils.errors import UserError, print_out, print_warning
-from omagd.utils.signals import stoppable
 
 if TYPE_CHECKING:
     from omagd.lab.studies.sweep_spec import Sweep

@@ -84,8 +84,8 @@ def _number(flag: str, text: str, least: int) -> int:
 def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]:
     """Play episodes of a run; return them and the path, without ending, of the file to write."""
     from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+    from omagd.run.run_folder import RunFolder, for_files
     from omagd.run.training.evaluate import evaluation_config
-    from omagd.utils.run_folder import RunFolder, for_files
 
     texts: dict[str, str] = {}
     for word in words[1:] if words[:1] == ["with"] else words:

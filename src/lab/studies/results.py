@@ -14,9 +14,9 @@ from typing import Any
 from omagd.lab.analysis.runs import is_number
 from omagd.lab.studies.executors import Job
 from omagd.run.reporting.card import recorded_of
+from omagd.run.run_folder import RunFolder, json_lines, plain, read_entry, read_records
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import RunFolder, json_lines, plain, read_records
-from omagd.utils.storage import open_lines, opened, read_entry
+from omagd.utils.storage import open_lines, opened
 
 Key = tuple[str, str]
 

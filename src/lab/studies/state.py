@@ -17,9 +17,9 @@ from pydantic import ConfigDict, TypeAdapter
 from omagd.lab.studies.executors import Job
 from omagd.lab.studies.results import try_folder
 from omagd.run.checkpoint.resuming import Busy, busy_run, take
+from omagd.run.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, read_entry, write_json
 from omagd.utils.errors import UserError, readable
-from omagd.utils.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, write_json
-from omagd.utils.storage import held, read_entry, read_json, replace_file
+from omagd.utils.storage import held, read_json, replace_file
 
 STATE, COPY, RUNS, LOGS = STUDY_FILE, "study.yaml", STUDY_RUNS, "logs"
 FORMAT = 1

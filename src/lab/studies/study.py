@@ -20,9 +20,9 @@ from omagd.lab.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, Stu
 from omagd.lab.studies.view import printing, state_line
 from omagd.run.launchers import require_one_task
 from omagd.run.reporting.card import code
+from omagd.run.run_folder import closed_to_others
+from omagd.run.signals import stoppable
 from omagd.utils.errors import Mistakes, UserError, readable
-from omagd.utils.run_folder import closed_to_others
-from omagd.utils.signals import stoppable
 
 Examined = dict[str, Any]
 """Of a job: `identity`, `card`, or `errors`."""

@@ -26,8 +26,8 @@ from omagd.lab.studies.state import DONE, FAILED, PRUNED, STATE, StudyState, che
 from omagd.lab.studies.study import examine, make_executor
 from omagd.lab.studies.sweep_spec import Sweep, Value, optuna
 from omagd.lab.studies.view import printing
+from omagd.run.run_folder import closed_to_others, read_records, write_json
 from omagd.utils.errors import UserError, nearest
-from omagd.utils.run_folder import closed_to_others, read_records, write_json
 from omagd.utils.storage import read_json, replace_file
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 
 from omagd.lab.analysis.runs import aligned, is_number
 from omagd.lab.studies.state import DONE, FAILED, RUNNING, WAITING, Record, StudyState
+from omagd.run.run_folder import read_entry
 from omagd.utils.errors import print_note, visible
-from omagd.utils.storage import read_entry
 
 
 def printing(headline: Callable[[], str]) -> Callable[[Record], None]:

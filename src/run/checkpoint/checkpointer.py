@@ -41,13 +41,13 @@ from omagd.run.checkpoint.store import (
     upgraded,
 )
 from omagd.run.checkpoint.weights import checksum
+from omagd.run.reporting.metrics import added
+from omagd.run.run_folder import RunFolder, plain, rank_of, write_json
+from omagd.run.signals import deferred, saving, stop_now, stop_wanted
 from omagd.utils.dist_utils import Dist, Pending
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
-from omagd.utils.metrics import added
-from omagd.utils.run_folder import RunFolder, plain, rank_of, write_json
 from omagd.utils.seeding import random_state, set_random_state
-from omagd.utils.signals import deferred, saving, stop_now, stop_wanted
 from omagd.utils.storage import (
     REMIND_SECONDS,
     STORAGE,

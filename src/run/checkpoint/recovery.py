@@ -43,9 +43,9 @@ from omagd.run.checkpoint.store import (
     read_saved,
 )
 from omagd.run.checkpoint.weights import SavedWeights, saved_weights
+from omagd.run.run_folder import OWN, RunFolder, rank_of
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.run_folder import OWN, RunFolder, rank_of
 from omagd.utils.storage import Unreadable, listed, make_folder, require_held, sync
 
 T = TypeVar("T")

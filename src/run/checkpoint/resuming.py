@@ -29,19 +29,20 @@ from omagd.config.loading import read_saved, validate
 from omagd.config.schema import REMOVED, Config
 from omagd.run.checkpoint.store import digest, free_finished
 from omagd.run.checkpoint.weights import ADDED, CONTINUED, continue_whole
-from omagd.utils.errors import UserError, readable
-from omagd.utils.logging import PACKAGE, duration, setup_logging
-from omagd.utils.run_folder import (
+from omagd.run.run_folder import (
     RUN_FILE,
     RunFolder,
     Untrusted,
     closed_to_others,
     fingerprint,
     keep_json,
+    read_entry,
     require_own,
     write_json,
 )
-from omagd.utils.storage import ABSENT, STORAGE, Identity, held, listed, patiently, read_entry
+from omagd.utils.errors import UserError, readable
+from omagd.utils.logging import PACKAGE, duration, setup_logging
+from omagd.utils.storage import ABSENT, STORAGE, Identity, held, listed, patiently
 
 LOG = logging.getLogger(PACKAGE)
 

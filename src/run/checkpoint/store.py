@@ -32,9 +32,9 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from omagd.run.run_folder import RUN_FILE, RunFolder, fingerprint, read_entry, write_json
 from omagd.utils.logging import PACKAGE
-from omagd.utils.run_folder import FOLDER, RUN_FILE, RunFolder, fingerprint, write_json
-from omagd.utils.storage import ABSENT, Unreadable, listed, opened, patiently, read_entry, read_json, sync
+from omagd.utils.storage import ABSENT, FOLDER, Unreadable, listed, opened, patiently, read_json, sync
 
 Scope = Literal["shared", "rank"]
 """`shared`: equal on all ranks, rank 0 writes it. `rank`: each rank writes and restores its own."""

@@ -33,11 +33,11 @@ from omagd.run.checkpoint.store import (
     read_part,
     serialized,
 )
+from omagd.run.reporting.metrics import Counters
+from omagd.run.run_folder import RunFolder, read_entry, write_json
 from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE
-from omagd.utils.metrics import Counters
-from omagd.utils.run_folder import RunFolder, write_json
-from omagd.utils.storage import STORAGE, listed, read_entry
+from omagd.utils.storage import STORAGE, listed
 
 AGENT_FILE, MIXER_FILE, LEARNER_FILE = "agent.th", "mixer.th", "opt.th"
 TOKENIZER_FILE, PREDICTOR_FILE = "tokenizer.th", "stage2_model.th"

@@ -17,6 +17,7 @@ from omagd.run import REGISTRY
 from omagd.run.cli import REGISTRY as COMMANDS
 from omagd.run.cli import Command, command_of
 from omagd.run.launchers import is_main, join_tasks, require_one_task
+from omagd.run.signals import Stopped
 from omagd.utils.errors import (
     USER_ERROR_EXIT_CODE,
     Mistakes,
@@ -32,7 +33,6 @@ from omagd.utils.errors import (
     visible,
 )
 from omagd.utils.registry import explained, in_one_line
-from omagd.utils.signals import Stopped
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config

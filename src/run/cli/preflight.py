@@ -162,10 +162,10 @@ def describe_env(config: Config) -> EnvInfo:
     """
     from omagd.envs.factory import described_env, make_env
     from omagd.run.launch.watchdog import ended_if_hung
+    from omagd.run.signals import stoppable
     from omagd.run.training.checks import check_args
     from omagd.run.training.stages.base import BUILDING, CLOSING
     from omagd.utils.dist_utils import Dist
-    from omagd.utils.signals import stoppable
 
     rank = os.environ.get("RANK", "")
     dist = Dist(int(rank) if rank.isdecimal() else 0)  # a wrong one is said elsewhere

@@ -19,6 +19,7 @@ from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.checkpoint.weights import find_step_folder, load_into, load_learner, whole_state
 from omagd.run.cli import tried
 from omagd.run.memory_budget import oom_hint
+from omagd.run.run_folder import RUN_FILE, RunFolder, read_entry
 from omagd.run.training.build import (
     build_plain_mac,
     learner_of,
@@ -34,8 +35,6 @@ from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import Mistakes, UserError
 from omagd.utils.registry import NAMES, is_plugin
-from omagd.utils.run_folder import RUN_FILE, RunFolder
-from omagd.utils.storage import read_entry
 
 
 def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[str, ...], set[str] | None]:

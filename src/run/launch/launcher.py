@@ -34,14 +34,14 @@ from omagd.run.launch.watchdog import (
 )
 from omagd.run.launchers import Plan, is_main, local_rank, make_plan
 from omagd.run.reporting.card import read_card
+from omagd.run.run_folder import RUN_FILE, RunFolder, keep_json, read_entry
+from omagd.run.signals import SAVING, Stopped, stop_requested, stoppable, uninterrupted
 from omagd.run.training.experiment import first_summary, run_experiment
 from omagd.utils.dist_utils import Dist, open_rendezvous
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, RunFailed, UserError, drop_lost_output, exit_line
 from omagd.utils.logging import append_to_log, setup_logging
 from omagd.utils.registry import explained
-from omagd.utils.run_folder import RUN_FILE, RunFolder, keep_json
-from omagd.utils.signals import SAVING, Stopped, stop_requested, stoppable, uninterrupted
-from omagd.utils.storage import STORAGE, FolderGone, hold, read_entry, require_held
+from omagd.utils.storage import STORAGE, FolderGone, hold, require_held
 from omagd.utils.waits import broken_exchange
 
 ENDED = "all ranks have been ended"

@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from omagd.run.launchers import WATCHED, in_group
-from omagd.utils.signals import (
+from omagd.run.signals import (
     BOUNDARY_SECONDS,
     CLOSING_SECONDS,
     SAVING,
@@ -27,7 +27,7 @@ from omagd.utils.signals import (
     ask_to_end,
     uninterrupted,
 )
-from omagd.utils.temporary import remove_left_behind, temporary_folder
+from omagd.utils.storage import remove_left_behind, temporary_folder
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config

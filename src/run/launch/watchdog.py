@@ -26,11 +26,11 @@ import torch
 
 from omagd.config.schema import Config
 from omagd.run.launchers import Plan, require_own_gpus
+from omagd.run.signals import CLOSING_SECONDS, Stopped, ending, raise_in_main_thread, stop_requested
 from omagd.run.training.stages.base import BUILDING, CLOSING, COUNTING
 from omagd.utils.compiling import under_way
 from omagd.utils.dist_utils import Dist, Store, abort_distributed, cleanup_distributed, open_board, setup_distributed
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError
-from omagd.utils.signals import CLOSING_SECONDS, Stopped, ending, raise_in_main_thread, stop_requested
 from omagd.utils.waits import broken_exchange
 
 LOG = logging.getLogger("omagd")

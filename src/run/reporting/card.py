@@ -23,9 +23,8 @@ import omagd
 from omagd import runners
 from omagd.config.env_info import given_map
 from omagd.config.schema import COMPONENT_ARGS, Config
+from omagd.run.run_folder import RunFolder, fingerprint, plain, read_entry
 from omagd.utils.errors import readable
-from omagd.utils.run_folder import RunFolder, fingerprint, plain
-from omagd.utils.storage import read_entry
 
 if TYPE_CHECKING:
     import torch

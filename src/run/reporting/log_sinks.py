@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from omagd.run.reporting.report import number_text
+from omagd.run.run_folder import RunFolder, plain, unlinked
 from omagd.utils.logging import Logger, Record, RunFacts, Sink, warn_off
 from omagd.utils.registry import Registry
-from omagd.utils.run_folder import RunFolder, plain, unlinked
 from omagd.utils.storage import STORAGE, AppendFile, open_records
 
 BUILT_IN = {

@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from omagd.run.memory_budget import resident_bytes
+from omagd.run.reporting.metrics import weighted_means
 from omagd.utils.dist_utils import Dist
-from omagd.utils.metrics import weighted_means
 from omagd.utils.storage import STORAGE, make_folder
 
 Pairs = dict[str, tuple[float, float]]

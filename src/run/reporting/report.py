@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from omagd.run.run_folder import RunFolder, keep_json, read_entry
 from omagd.utils.logging import duration
-from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.storage import read_entry
 
 HEADLINES = {
     "win_rate": "test_battle_won_mean",

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlparse
 
+from omagd.run.run_folder import RunFolder, keep_json, read_entry, read_records, unlinked
 from omagd.utils.logging import Record, RunFacts, Sink
-from omagd.utils.run_folder import RunFolder, keep_json, read_records, unlinked
-from omagd.utils.storage import listed, opened, read_entry
+from omagd.utils.storage import listed, opened
 
 LOCAL_SECONDS, INIT_SECONDS, AGAIN_SECONDS = 120.0, 30.0, 3600.0
 """How long to wait for W&B's own process (a busy machine starts it late) and for the server; after a server's failure

@@ -32,15 +32,15 @@ from omagd.run.checkpoint.weights import (
 )
 from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.run.reporting.profiling import Profiler
+from omagd.run.run_folder import RunFolder, read_entry
 from omagd.run.training.checks import complete_args, require_same_map
 from omagd.run.training.stages.base import BUILDING, PretrainedModules, Session
 from omagd.run.training.tasks import episode_starts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
-from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import seed_everything
-from omagd.utils.storage import read_entry, read_json
+from omagd.utils.storage import read_json
 
 # What stages 1 and 2 and the belief head need is imported where it is used: a plain run loads none of it.
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from omagd.learners.protocol import explores, learner_class
 from omagd.modules import agents, mixers
 from omagd.modules.agents.agent import Agent, AgentInputs
 from omagd.modules.graph_reconstructers import pretraining
+from omagd.run.run_folder import plain
 from omagd.utils.errors import UserError, together, unknown_name
 from omagd.utils.registry import is_plugin, owner_of
-from omagd.utils.run_folder import plain
 
 REPLAY_KEYS = ("buffer_size", "updates_per_iteration")
 """Keys of replay: on-policy learners reject values other than the defaults."""

@@ -9,12 +9,12 @@ from omagd.components.data import DataSource, GroupData
 from omagd.components.opponent_schedules import REGISTRY
 from omagd.controllers.types import MAC
 from omagd.envs.protocol import ChangingOpponents
+from omagd.run.reporting.metrics import Counters, Every
 from omagd.run.training.checks import EVASION, change
 from omagd.run.training.stages.base import MOST_SKIPPED, Session, Shaper, Task
 from omagd.run.training.tasks import training_tasks
 from omagd.runners.runner import DealtStarts
 from omagd.utils.errors import UserError
-from omagd.utils.metrics import Counters, Every
 
 
 def shapers(session: Session, policy: MAC, clock: Counters, data: DataSource) -> list[Shaper]:

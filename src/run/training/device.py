@@ -49,7 +49,9 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
         if getattr(config, key) == "bf16":
             check_bf16(key, cuda)
     if config.graph_updates:
-        _check_graph_updates(config, plan)
+        from omagd.resident.updates import check_graph_updates
+
+        check_graph_updates(config, plan.world_size)
     _check_gpu_memory(config, plan, info)
     _check_limits(config, plan)
 
@@ -102,18 +104,6 @@ def check_bf16(key: str, cuda: bool) -> None:
     elif not (processor_features() & FAST_BF16 and torch.backends.mkldnn.is_available()):
         missing = "no avx512_bf16, no amx_bf16" if torch.backends.mkldnn.is_available() else "torch without oneDNN"
         raise UserError(f"{key}=bf16: is no faster on this processor ({missing}). Use {key}=float32")
-
-
-def _check_graph_updates(config: Config, plan: Plan) -> None:
-    """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
-    from omagd.learners.fixed_updates import graph_updates_problems
-    from omagd.learners.protocol import learner_class
-
-    problems = graph_updates_problems(config, plan.world_size)
-    if not getattr(learner_class(config.learner), "learns_from_draws", bool)():
-        problems.append(f"is for learners of DQN's family (learner=nq_learner), not learner={config.learner}")
-    if problems:
-        raise UserError(f"graph_updates=True: {problems[0]}. Leave it out")
 
 
 def workers_of(config: Config) -> int:

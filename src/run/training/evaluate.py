@@ -20,12 +20,12 @@ from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.recording.recorder import Recorder
 from omagd.run.recording.recording import Recording, save_recording
 from omagd.run.reporting.card import Card, read_card
+from omagd.run.reporting.metrics import Metrics
+from omagd.run.run_folder import RunFolder
 from omagd.run.training.build import build_mac, load_agent, load_pretrained, of_checkpoint
 from omagd.run.training.stages.base import Session, require_same_weights
 from omagd.runners.runner import Runner, TaskStarts
 from omagd.utils.errors import Mistakes, UserError, collected
-from omagd.utils.metrics import Metrics
-from omagd.utils.run_folder import RunFolder
 from omagd.utils.storage import STORAGE
 
 

@@ -34,6 +34,8 @@ from omagd.run.reporting.card import (
 )
 from omagd.run.reporting.log_sinks import make_logger
 from omagd.run.reporting.report import write_summary
+from omagd.run.run_folder import RunFolder, keep_json, read_entry
+from omagd.run.signals import CLOSING_SECONDS, orphaned, stop_requested, uninterrupted
 from omagd.run.training.build import build_session, load_pretrained, n_slots, restore_pretrained
 from omagd.run.training.device import (
     deterministic_algorithms,
@@ -52,9 +54,7 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import RunFailed, UserError
 from omagd.utils.logging import Logger, RunFacts, append_to_log, close_bars, setup_logging
 from omagd.utils.registry import crash_of, explain
-from omagd.utils.run_folder import RunFolder, keep_json
-from omagd.utils.signals import CLOSING_SECONDS, orphaned, stop_requested, uninterrupted
-from omagd.utils.storage import STORAGE, read_entry
+from omagd.utils.storage import STORAGE
 from omagd.utils.waits import broken_exchange
 
 

@@ -32,7 +32,7 @@ from omagd.envs.battle.compiled.tables import (
 )
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.units import UNITS
-from omagd.envs.resident import Outcome, Seen
+from omagd.envs.protocol import Outcome, Seen
 from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:

@@ -33,13 +33,13 @@ from omagd.run.checkpoint.store import Attribute, Group, Scope, StageResult, Sta
 from omagd.run.checkpoint.weights import checksum
 from omagd.run.memory_budget import oom_hint
 from omagd.run.reporting.log_sinks import EpisodeLog
+from omagd.run.reporting.metrics import Counters, Every, Metrics, added
 from omagd.run.reporting.profiling import Profiler
+from omagd.run.run_folder import RunFolder
 from omagd.runners.runner import Runner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
-from omagd.utils.metrics import Counters, Every, Metrics, added
-from omagd.utils.run_folder import RunFolder
 from omagd.utils.seeding import Generators, seed_everything
 
 if TYPE_CHECKING:

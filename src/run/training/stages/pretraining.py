@@ -22,11 +22,11 @@ from omagd.modules.graph_reconstructers import training_fields
 from omagd.modules.graph_reconstructers.pretrained import describe
 from omagd.run.checkpoint.store import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
+from omagd.run.reporting.metrics import Every, Metrics
 from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy
 from omagd.run.training.judges import Verdict, judges
 from omagd.run.training.stages.base import PretrainedModules, Session, Stage, Task, require_same_weights
 from omagd.utils.logging import Progress
-from omagd.utils.metrics import Every, Metrics
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import seed_everything
 from omagd.utils.storage import STORAGE

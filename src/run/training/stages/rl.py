@@ -14,10 +14,10 @@ from omagd.components.action_selectors import epsilon_at
 from omagd.components.data import DataSource, GroupData, OnPolicyData, ReplayData
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.controllers.types import Exploration, Policy
-from omagd.learners.fixed_updates import uses_graph_updates
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.store import Attribute, StageResult
 from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
+from omagd.run.reporting.metrics import Every, Metrics, Stopwatch
 from omagd.run.training.build import build_learner
 from omagd.run.training.collection import shapers
 from omagd.run.training.evaluate import Tests, means
@@ -26,7 +26,6 @@ from omagd.run.training.stages.base import PretrainedModules, Session, Shaper, S
 from omagd.runners.rollout import Rollout
 from omagd.utils.dist_utils import Pending
 from omagd.utils.logging import Progress, duration
-from omagd.utils.metrics import Every, Metrics, Stopwatch
 
 
 class RLStage(Stage):
@@ -44,6 +43,7 @@ class RLStage(Stage):
         self.register_learner(learner)
         self.health.loss_name = learner.loss_name
         session.profiler.watch_acting(self.mac)
+        self._learns: Any = learner  # or what calls it, with the batches of `data`
         self.data = self._data_source()
         self.shapers = shapers(session, self.mac, self.clock, self.data)
         self._steps_per_batch = updates_per_iteration(config) // self.data.batches_per_iteration
@@ -84,14 +84,22 @@ class RLStage(Stage):
             return GroupData(config, self.session.dist)
         if self.learner.data == "on_policy":
             return OnPolicyData(config, device)
-        draws = getattr(self.learner, "learns_from_draws", bool)()
-        fixed = draws and uses_graph_updates(config, device, self.session.dist.world_size)
-        if config.runner == "resident" and config.buffer_cpu_only and device.type == "cuda":
+        if config.runner == "resident" and not config.buffer_cpu_only:
+            from omagd.resident.replay import ResidentBuffer  # other runs load none of it
+            from omagd.resident.updates import FixedUpdates, uses_graph_updates
+
+            on_device = ResidentBuffer(config.buffer_size, device, self.session.info.episode_limit + 1)
+            if not uses_graph_updates(config, device, self.session.dist.world_size):
+                return ReplayData(config, self.rng("replay"), on_device, on_device.batch)
+            self._learns = FixedUpdates(cast(Any, self.learner))
+            return ReplayData(config, self.rng("replay"), on_device, on_device.fixed)
+        if config.runner == "resident" and device.type == "cuda":
             self.session.logger.warning(
                 "runner=resident with buffer_cpu_only=True: episodes are copied to main memory, and batches back."
                 " buffer_cpu_only=False keeps them on the GPU"
             )
-        return ReplayData(config, device, self.rng("replay"), self.session.info.episode_limit + 1, fixed)
+        buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
+        return ReplayData(config, self.rng("replay"), buffer, lambda drawn: buffer.batch(drawn).to(device))
 
     def prepare(self) -> None:
         """Run the learner's discarded passes, which fix the order of sums."""
@@ -223,7 +231,7 @@ class RLStage(Stage):
             with self.session.profiler.phases("sample"):
                 batch = next(batches)
             before = learner.updates if counting else 0
-            self.learned.add(self.health.note(learner.update(batch, episodes=self.clock.episodes)))
+            self.learned.add(self.health.note(self._learns.update(batch, episodes=self.clock.episodes)))
             self.clock.updates += learner.updates - before if counting else self._steps_per_batch
 
     def advance(self) -> None:

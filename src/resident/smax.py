@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from omagd.envs.resident import Outcome, Seen
+from omagd.envs.protocol import Outcome, Seen
 
 if TYPE_CHECKING:
     from omagd.config.env_info import EnvInfo

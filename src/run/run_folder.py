@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -18,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from omagd.utils.errors import readable
-from omagd.utils.storage import STORAGE, opened, release, replace_file
+from omagd.utils.storage import FOLDER, STORAGE, opened, read_json, release, replace_file
 
 STUDY_FILE, STUDY_RUNS = "study.json", "runs"
 """In a study's folder: its state, and the folder of its runs."""
 
 RUN_FILE = "run.json"
 """In a run's folder: what the run is, and whether it is finished."""
+
+FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+"""Errors of the system, not of a file."""
 
 
 def fingerprint(values: Any) -> str:
@@ -172,6 +176,30 @@ def rank_of(episode_log: Path) -> int:
     return int(episode_log.stem.removeprefix("rank_"))
 
 
+def read_entry(path: Path, strict: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a small file; empty where it is anything else: a pipe, a device, huge, missing.
+
+    Errors: with `strict` OSError where the system cannot read it, unless it is another user's and closed to this one.
+    """
+    try:
+        found = read_json(path)
+    except ValueError:
+        return {}
+    except OSError as problem:
+        if strict and (problem.errno in FAILING or problem.errno == errno.EACCES and _is_own(path)):
+            raise
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a file is this user's; where its folder cannot be entered, whether that folder is."""
+    for place in (path, path.parent):
+        with contextlib.suppress(OSError):
+            return place.lstat().st_uid == os.geteuid()
+    return False
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON, whole or not at all: into a file beside it, which then takes its name.
 
@@ -231,7 +259,6 @@ def plain(value: Any) -> Any:
 # there too (W&B, TensorBoard, plug-ins): these are neither looked at nor changed. All checks use descriptors of folders
 # and follow no links. A world-writable folder is first closed to others, so what has been checked stays so. The group
 # is trusted: the user decides whether it may write.
-FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW
 OWN = re.compile(
     r"(config|env_info|card|summary|run|saved|continued_from|wandb)\.json|metrics\.jsonl|lock(\..+)?"
     r"|plots|replays|pretrain_buffer|set_aside|logs(/rank_\d+\.log)?|episodes(/rank_\d+\.jsonl)?"

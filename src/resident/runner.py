@@ -22,22 +22,24 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.controllers.graph_mac import NGraphMAC
 from omagd.controllers.types import Exploration, Policy
 from omagd.envs.factory import validate_env_args
-from omagd.envs.resident import CanBeResident, Outcome, ResidentGame, Seen
+from omagd.envs.protocol import CanBeResident, Outcome, ResidentGame, Seen
 from omagd.envs.task_sets import task_set
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.graph_reconstructers import REGISTRY as PREDICTORS
-from omagd.modules.graph_reconstructers.token_reconstructor import ResidentReconstruction, TokenReconstructor
+from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
+from omagd.resident.graphs import Captured
+from omagd.resident.reconstruction import ResidentReconstruction
+from omagd.resident.replay import BlockEpisode
 from omagd.runners.rollout import Rollout, row_fields
 from omagd.runners.runner import Runner
 from omagd.utils.errors import UserError
-from omagd.utils.packing import EpisodeMeta, captured
+from omagd.utils.packing import EpisodeMeta
 from omagd.utils.seeding import Origins, uniform
 
 RETURN, LENGTH, END, RESULTS = range(4)
 """Columns of `ResidentLoop.results`: return, length, the tick at which the episode ended, then the game's results."""
 
 GREEDY = -1.0  # an epsilon below every random number
-WARM_UP = 3  # ticks before a graph is captured: kernels are compiled and libraries set up by then
 LOOK_EVERY = 8  # ticks between two looks at whether slots still play
 
 
@@ -222,28 +224,6 @@ class ResidentLoop:
         self.results.index_copy_(0, episode, torch.where(outcome.over.unsqueeze(1), found, kept))
 
 
-class Captured:
-    """Runs a function that only launches work of fixed shapes: on a GPU as a CUDA graph, after a few calls."""
-
-    def __init__(self, function: Callable[[], None], device: torch.device) -> None:
-        self._function = function
-        self._calls_left = WARM_UP if device.type == "cuda" and torch.cuda.is_available() else -1
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        """Run it once."""
-        if self._graph is not None:
-            self._graph.replay()
-        elif self._calls_left:
-            self._calls_left -= 1
-            self._function()
-        else:
-            self._graph = torch.cuda.CUDAGraph()
-            with captured(self._graph):
-                self._function()
-            self._graph.replay()
-
-
 class Watch:
     """Notices that no slot plays any more, while a GPU works on: ticks after that change nothing.
 
@@ -325,7 +305,7 @@ class ResidentRunner(Runner):
             ),
         }
         if not plays_here(env):
-            problems[f"env={config.env} cannot be played on a device (omagd.envs.resident.CanBeResident)"] = True
+            problems[f"env={config.env} cannot be played on a device (omagd.envs.protocol.CanBeResident)"] = True
         elif problem := env.why_not_resident(validate_env_args(config.env, dict(config.env_args)), on_gpu):
             problems[problem] = True
         if not acts_here(controllers.REGISTRY.get(config.mac)):

@@ -7,28 +7,31 @@ backward, clipping and the optimizer. The host copies the numbers of the drawn e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from omagd.components.episode_buffer import FixedDraw
 from omagd.config.schema import Config
-from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
+from omagd.learners.nq_learner import NQLearner
+from omagd.learners.protocol import learner_class
+from omagd.learners.synced_optimizer import Stats
+from omagd.resident.graphs import captured
+from omagd.resident.replay import FixedDraw
+from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE
-from omagd.utils.packing import captured
 
 LOG = logging.getLogger(PACKAGE)
-Learn = Callable[[FixedDraw, Tensor], Stats]
 
 WARM_UP = 2  # updates of a shape before it is captured: kernels are loaded, and the optimizer has its state by then
 TOLERANCE = 0.01  # of a graph's first update to the same update without it, in what the optimizer's averages moved by
 
 
-def graph_updates_problems(config: Config, world_size: int) -> list[str]:
+def _problems(config: Config, world_size: int) -> list[str]:
     """Return what keeps a run's updates from fixed shapes and CUDA graphs, empty for nothing."""
+    other = learner_class(config.learner).update is not NQLearner.update  # which `FixedUpdates` stands for
     problems = {
         f"learns from the replay of runner=resident, not of runner={config.runner}": config.runner != "resident",
         "needs the replay on the device: buffer_cpu_only=False": config.buffer_cpu_only,
@@ -36,6 +39,7 @@ def graph_updates_problems(config: Config, world_size: int) -> list[str]:
         # NCCL), and DDP would wait for its hooks.
         f"works on one rank, not {world_size}": world_size > 1,
         "cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
+        f"is for learners of DQN's family (learner=nq_learner), not learner={config.learner}": other,
     }
     return [problem for problem, found in problems.items() if found]
 
@@ -43,7 +47,13 @@ def graph_updates_problems(config: Config, world_size: int) -> list[str]:
 def uses_graph_updates(config: Config, device: torch.device, world_size: int) -> bool:
     """Return whether a run learns by updates of fixed shapes: where it says so, or by default on a GPU if it can."""
     wanted = device.type == "cuda" if config.graph_updates is None else config.graph_updates
-    return wanted and not graph_updates_problems(config, world_size)
+    return wanted and not _problems(config, world_size)
+
+
+def check_graph_updates(config: Config, world_size: int) -> None:
+    """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
+    if config.graph_updates and (problems := _problems(config, world_size)):
+        raise UserError(f"graph_updates=True: {problems[0]}. Leave it out")
 
 
 @dataclass
@@ -61,19 +71,15 @@ class Shape:
 
 
 class FixedUpdates:
-    """Runs `learn` on drawn episodes: on a GPU as CUDA graphs after a few updates, on a CPU as it is.
+    """`NQLearner.update` for drawn episodes: on a GPU by CUDA graphs after a few updates, on a CPU as it is.
 
     All graphs share one pool of memory, about as much as one update of the longest episodes takes. They hold the
     addresses of the replay and of the optimizer's state, and are made again when these have moved.
-
-    Args:
-        learn: launches an update and returns its stats, from a draw and its numbers on the device; it waits for
-            nothing there. step: the optimizer that `learn` steps with. device: of the learner.
     """
 
-    def __init__(self, learn: Learn, step: SyncedOptimizer, device: torch.device) -> None:
-        self._learn, self._step, self._device = learn, step, device
-        self._captures = device.type == "cuda" and torch.cuda.is_available()
+    def __init__(self, learner: NQLearner) -> None:
+        self._learner, self._step, self._device = learner, learner.step, learner.device
+        self._captures = self._device.type == "cuda" and torch.cuda.is_available()
         self._inputs: dict[int, Tensor] = {}
         self._forget()
 
@@ -85,8 +91,17 @@ class FixedUpdates:
         self._side = torch.cuda.Stream(self._device) if self._captures else None
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
 
-    def __call__(self, draw: FixedDraw) -> Stats:
-        """Take one step on the drawn episodes and return the stats of `learn`."""
+    def update(self, draw: FixedDraw, *, episodes: int) -> Stats:
+        """Take one step on the drawn episodes, as the learner's `update` does on a batch of them."""
+        stats = self._stats(draw)
+        self._learner.finish(episodes)
+        return stats
+
+    def _learn(self, draw: FixedDraw, drawn: Tensor) -> Stats:
+        """Take one step; only launches work. drawn: the numbers of the episodes, on the device."""
+        return self._learner.learn((drawn[1] - 1).sum(), draw.batches(drawn, self._learner.config.accumulate))
+
+    def _stats(self, draw: FixedDraw) -> Stats:
         drawn = self._load(draw)
         if not self._captures:
             return self._learn(draw, drawn)
