@@ -27,7 +27,7 @@ FOLDERS = ("src", "scripts", "benchmarks", "examples", "research")
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 # Here pickled objects come through a pipe from a process that this program has started, never from a file.
 BETWEEN_OWN_PROCESSES = {ROOT / "src/envs/workers" / f"{name}.py" for name in ("worker", "pool", "process_envs")}
-OWN_RESULTS = "ranks.py"  # of the benchmarks: what its own processes have measured
+OWN_RESULTS = "two_ranks.py"  # of the benchmarks: what its own processes have measured
 SECRETS = {
     "WANDB_API_KEY": "5ec2e7000000000000000000000000000000cafe",
     "NETRC": "5ec2e7111111111111111111111111111111cafe",
