@@ -119,7 +119,7 @@ def broken_exchange(error: BaseException) -> BaseException | None:
 
 @dataclass(frozen=True)
 class Dist:
-    """This process among W ranks; with `world_size == 1` every collective is the identity.
+    """The process group as seen from one rank; with `world_size == 1` every collective is the identity.
 
     Args:
         rank, world_size: number of this rank, and of all ranks. device: of this rank. waits: its waiting time.
