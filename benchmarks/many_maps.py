@@ -28,7 +28,7 @@ from statistics import mean
 from typing import Any
 
 from runs import MAIN, RunError, play, summary
-from scripted_table import play as play_script
+from scripted import play as play_script
 
 from omagd.envs.battle.args import POLICIES
 from omagd.envs.task_sets import task_set

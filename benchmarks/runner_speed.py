@@ -6,7 +6,8 @@
 PyMARL3 and EPyMARL have no simulator without StarCraft II. What is compared is a runner with its environment: play
 random available actions until every battle of a round has ended, and keep the episodes. No agent computes anything.
 
-- `skirmish`, `reference`, `smax`: our runner over a batch of battles, by the kernels, by NumPy, and JaxMARL's SMAX.
+- `skirmish`, `smax`: our runner over a batch of battles, by the kernels, and JaxMARL's SMAX. Rows of `reference` are of
+  the simulator in NumPy, until 0.2.0.
 - `PyMARL3`, `EPyMARL`: their parallel runner with one process for each battle of `skirmish`, which the same kernels
   play one at a time. `..., one process`: their episode runner.
 
@@ -38,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 from env_speed import show
-from pymarl3_peer import scheme
+from pymarl3 import scheme
 
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
@@ -48,7 +49,7 @@ from omagd.envs.smac import make_smac
 from omagd.runners import REGISTRY
 from omagd.utils.seeding import EpisodeSeeds
 
-OURS = ("skirmish", "reference", "smax")
+OURS = ("skirmish", "smax")
 COLOURS = {
     "skirmish": "#D55E00", "reference": "#E69F00", "smax": "#009E73", "PyMARL3": "#0072B2", "EPyMARL": "#CC79A7"
 }  # fmt: skip
@@ -239,7 +240,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 x = [row["battles"] for row in mine]
                 low, middle, high = zip(*(row["steps_per_second"]["cpu"] for row in mine), strict=True)
                 axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-                style = "o-" if name in OURS else "s--"
+                style = "o-" if name in LABELS else "s--"
                 axis.plot(x, middle, style, color=colour, label=LABELS.get(name, f"{name}: a process per battle"))
         ticks = sorted({row["battles"] for row in rows})
         axis.set(title=map_name, xscale="log", yscale="log", xlabel="battles at once", xticks=ticks)

@@ -9,7 +9,6 @@ release = installed_version("omagd")
 extensions = ["myst_parser"]
 # The repository is the source, so that the links between pages work here as they do on a code host.
 include_patterns = ["docs/**", "*.md", "benchmarks/README.md", "research/reconstruction/README.md"]
-exclude_patterns = ["docs/results/reconstruction"]
 root_doc = "docs/index"
 myst_heading_anchors = 4
 html_theme = "furo"

@@ -24,35 +24,32 @@ from omagd.run.cli.main import main
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-# Options whose value is a checkout of other code, which is left out.
-PEERS = ("--peer", "--smac", "--pymarl3", "--epymarl", "--checkout")
-# Words appended to a command; OUT is a folder of the test.
+# Options whose value is other code, which is left out.
+PEERS = ("--peer", "--pymarl3", "--epymarl", "--on")
+# Words appended to a command, by its script and, where it has several parts, the part; OUT is a folder of the test.
 SMALL: dict[str, str] = {
     "acting.py": "--rounds 2 --slots 2 --sizes small",
     "env_speed.py": "--slots 4 --steps 40 --rounds 1 --plot OUT/p",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
     "ppo_update.py": "--map 3m --batch 4 --updates 1 --epochs 1",
-    "pymarl3_learning.py": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
+    "pymarl3.py learning": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
     "qmix_update.py": "--map 3m --batch 4 --updates 1",
-    "reconstruction.py": "--seeds 1 --results OUT --env skirmish",
     "runner_speed.py": "--maps 3m --battles 1 2 --ours skirmish --seconds 0.01 --rounds 1 --rows OUT/r --plot OUT/p",
-    "scripted_table.py": "--maps 3m --episodes 2",
+    "scripted.py": "--maps 3m --episodes 2",
     "resident.py": "--device cpu --map 3m --slots 4 --rounds 1 --updates 1 --batch 4",
-    "snakes_table.py": "--games 1 --out OUT",
+    "snakes.py scripts": "--games 1 --out OUT --pictures OUT",
     "two_ranks.py": "--maps 3m --batch 4 --turns 1 --calls 1",
     "whole_loop.py": "--map 3m --t-max 60",
 }
 # Reasons why a command does not run here; only its imports and `--help` are tested.
 NOT_RUN: dict[str, str] = {
     "chaos.py": "tests/test_chaos.py and tests/test_dealt_resuming.py are its short forms",
-    "growth.py": "two_ranks.py has the same stages on ranks",
     "many_maps.py": "compiles kernels for a minute; tests/test_many_maps.py trains on sets of maps",
     "mutations.py": "copies the tree; tests/test_mutations.py judges a fault",
-    "snakes_learners.py": "trains as learning.py does; snakes_table.py plays its games",
+    "snakes.py learners": "trains as learning.py does; the other part plays its games",
     "startup.py": "starts runs and only measures them",
     "house.py": "starts three runs; only its reader needs the numbers",
-    "pymarl3_gradients.py": "compares with a checkout of PyMARL3; tests/test_q_learning.py has the formula",
-    "scripted_smaclite.py": "needs SMAClite, which is no dependency",
+    "pymarl3.py gradients": "compares with a checkout of PyMARL3; tests/test_q_learning.py has the formula",
 }
 
 
@@ -91,13 +88,14 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_command_of_the_page_runs(command, monkeypatch, tmp_path):
     script, *words = shlex.split(command, comments=True)
     name = Path(script).name
+    part = " ".join([name, *words[:1]]) if words and not words[0].startswith("-") else name
     for peer in set(PEERS) & set(words):
         del words[words.index(peer) : words.index(peer) + 2]
-    if name in NOT_RUN:
+    if part in NOT_RUN:
         words = ["--help"]
     else:
-        assert name in SMALL, f"{name} is new: add a small form to SMALL, or a reason to NOT_RUN"
-        words += [word.replace("OUT", str(tmp_path)) for word in shlex.split(SMALL[name])]
+        assert part in SMALL, f"{part} is new: add a small form to SMALL, or a reason to NOT_RUN"
+        words += [word.replace("OUT", str(tmp_path)) for word in shlex.split(SMALL[part])]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [script, *words])
     try:

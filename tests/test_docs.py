@@ -12,7 +12,7 @@ from omagd.config.loading import HERE, find_yaml, known_keys, read_yaml
 from omagd.learners.ppo_learner import PPOArgs
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("[RC]*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[br]e*/**/README.md")])
 DDP_PAGE = (ROOT / "docs" / "DDP_MULTI_GPU_TRAINING.md").read_text(encoding="utf-8")
 
 

@@ -106,7 +106,7 @@ def test_a_run_has_results_reconstruction_times_card_and_differences(tmp_path, c
     assert page.row("win rate")[1:] == ["0.750", "0.750"] and page.row("MSE")[1:] == ["0.001", ""]
     assert ["", *POPULATIONS.values()] in page.rows
     assert page.row("reconstruction")[1:5] == ["0.01", "0", "0.02", "0.04"] and page.row("units")[1:] == ["7"] * 10
-    assert page.row("zeros")[1] == "0.400" and page.row("to ridge regression")[1] == "1.500"
+    assert page.row("zeros")[1] == "0.400" and page.row("error over ridge regression")[1] == "1.500"
     phases = [row for row in page.rows if row[0] in ("update", "collect")]
     assert phases[:2] == [["update", "8 s", "75.0%"], ["collect", "2 s", "25.0%"]], "the longest first"
     card = json.loads((folder / "card.json").read_text())

@@ -25,7 +25,7 @@ from omagd.utils.errors import UserError
 
 FOLDERS = ("src", "scripts", "benchmarks", "examples", "research")
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-OWN_RESULTS = "ranks.py"  # of the benchmarks: what its own processes have measured
+OWN_RESULTS = "two_ranks.py"  # of the benchmarks: what its own processes have measured
 SECRETS = {
     "WANDB_API_KEY": "5ec2e7000000000000000000000000000000cafe",
     "NETRC": "5ec2e7111111111111111111111111111111cafe",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from omagd import controllers, envs
-from omagd.components.episode_buffer import BlockEpisode
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC

@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Dist:
-    """This process among W ranks; with `world_size == 1` every collective is the identity.
+    """The process group as seen from one rank; with `world_size == 1` every collective is the identity.
 
     Args:
         rank, world_size: number of this rank, and of all ranks. device: of this rank. waits: its waiting time.

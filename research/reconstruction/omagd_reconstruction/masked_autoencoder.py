@@ -2,7 +2,7 @@
 
 Source: Kang, Lee, Kim, Song and Yun, "MA2E: Addressing Partial Observability in Multi-Agent Reinforcement Learning with
 Masked Auto-Encoder", ICLR 2025 (openreview.net/forum?id=klpdEThT8q); sizes and losses as in its authors' public code.
-docs/method.md lists what differs here.
+README.md of this package lists what differs here.
 
 A window is the last k steps of all n agents. The token of an agent at a step is a linear map of its observation and of
 the action before it; tokens of masked agents are zeros. Each token gets its place: step in the window and agent.
@@ -14,7 +14,6 @@ Shapes: R windows, k steps, n agents, d = d_model, B slots, P active ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,9 +28,6 @@ from omagd.modules.graph_reconstructers.predictor import sinusoidal
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.ops import FastLinear
-
-if TYPE_CHECKING:
-    from omagd.components.episode_codec import Spec
 
 AT_ONCE = 64  # windows whose attention matrices stay in the cache
 
@@ -156,7 +152,7 @@ class InferringReconstructor(Reconstructor):
         return MaskedAutoencoder(config.mask_predictor_config, info)
 
     @classmethod
-    def fields(cls, config: Config, info: EnvInfo) -> Spec:
+    def fields(cls, config: Config, info: EnvInfo) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return the field of what is inferred."""
         assert info.layout is not None
         return {INFERRED: (torch.float16, (info.n_agents, cls.n_inferred(info.layout)))}

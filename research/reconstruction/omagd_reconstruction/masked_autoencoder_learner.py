@@ -1,4 +1,4 @@
-"""Stage 2 with `kind: ma2e`: trains the masked autoencoder (modules/graph_reconstructers/masked_autoencoder.py).
+"""Stage 2 with `kind: ma2e`: trains the masked autoencoder (masked_autoencoder.py).
 
 Each step of each episode ends a window, which is learned from twice: with all agents masked but one, as in acting, and
 with some agents masked. Who is masked takes turns over steps and updates. The loss of a window is the mean over its

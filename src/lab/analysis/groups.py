@@ -204,7 +204,7 @@ def with_studies(labels: Sequence[str], runs: Sequence[Run]) -> list[str]:
 
 
 def telling(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return as few keys as possible that tell these apart, found one by one."""
+    """Return a small set of keys that distinguishes the groups (greedy)."""
     keys, chosen = list(_differing(values)), list[str]()
 
     def kinds(some: Sequence[str]) -> int:

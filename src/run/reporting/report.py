@@ -24,9 +24,9 @@ SHOWN = {
     "codes_in_use": "codes in use",
     "top1": "top-1 accuracy",
     "test_balanced_accuracy": "dead or alive",
-    "test_error": "error on living unseen units",
-    "test_ratio_simple": "relative to the best simple baseline",
-    "test_ratio_ridge": "to ridge regression",
+    "test_error": "predictor error",
+    "test_ratio_simple": "error over best simple guess",
+    "test_ratio_ridge": "error over ridge regression",
     "test_battle_won_mean": "win rate",
     "test_return_mean": "return",
     "test_ep_length_mean": "episode length",
@@ -36,8 +36,8 @@ SHOWN = {
     "restarts": "games restarted",
     "worker_restarts": "workers restarted",
     "policy_error": "belief error",
-    "policy_ratio_simple": "relative to the best simple baseline",
-    "policy_ratio_ridge": "to ridge regression",
+    "policy_ratio_simple": "error over best simple guess",
+    "policy_ratio_ridge": "error over ridge regression",
     "policy_balanced_accuracy": "dead or alive",
 }
 """Values of a stage that the closing text and tables show, with their labels."""

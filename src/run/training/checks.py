@@ -51,7 +51,7 @@ def check_tasks(config: Config, info: EnvInfo) -> None:
         return
     if not plays_any_map(agents.REGISTRY.get(config.agent)):
         raise UserError(
-            f"agent={config.agent}: reads a fixed number of units, but the maps of {what} have different ones. Use"
+            f"agent={config.agent}: supports one map size only, but the maps of {what} differ in size. Use"
             " agent=attention_rnn or hpn_rnn"
         )
     if config.obs_agent_id:

@@ -8,7 +8,7 @@ import pytest
 
 from omagd.lab.studies.spec import config_of, load
 
-FILES = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "studies").glob("*.yaml"))
+FILES = sorted((Path(__file__).resolve().parents[1] / "studies").glob("*.yaml"))
 READS = {
     "name", "use_full_obs", "use_team_obs", "use_graph_reconstruction", "agent", "learner", "belief_loss",
     "belief_weight", "belief_units", "belief_every", "updates_per_iteration", "t_max",
@@ -41,7 +41,7 @@ def test_arms_of_a_map_learn_as_long_and_their_last_test_has_many_battles():
     for file in FILES:
         jobs = load(file).jobs
         configs = [config_of(job) for job in jobs]
-        assert all(config.test_nepisode >= 512 for config in configs)
+        assert all(config.test_nepisode >= 512 or config.pretrain_only for config in configs)
         steps = {(job.env, job.map, config.t_max) for job, config in zip(jobs, configs, strict=True)}
         at_equal_time = file.stem.startswith("belief_")  # there quicker arms go on for more steps
         assert at_equal_time or len(steps) == len({(job.env, job.map) for job in jobs})

@@ -1,9 +1,8 @@
 """Fills in the table of docs/results/reconstruction.md from the results file of its study.
 
-    cp benchmarks/studies/belief_head.jsonl docs/results/reconstruction/    # after runs
-    python docs/results/make_reconstruction.py
-    omagd plot docs/results/reconstruction/belief_head.jsonl --x cpu --stat iqm --maps-only \\
-        --out docs/results/reconstruction/belief_head.png
+    python research/reconstruction/make_page.py    # reads data/belief_head.jsonl
+    omagd plot research/reconstruction/data/belief_head.jsonl --x cpu --stat iqm --maps-only \\
+        --out docs/images/belief_head
 
 The budget of a map is the least CPU time of training, without tests, that a run of `head` took there. The value of a
 run at that budget, or at so many steps, is interpolated linearly between its tests; a run that ended before has none.
@@ -22,8 +21,9 @@ import numpy as np
 
 from omagd.lab.analysis.statistics import bootstrap_interval, interval, iqm
 
-PAGE = Path(__file__).with_name("reconstruction.md")
-RESULTS = PAGE.with_suffix("") / "belief_head.jsonl"
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parents[1] / "docs" / "results" / "reconstruction.md"
+RESULTS = HERE / "data" / "belief_head.jsonl"
 HEAD, WON, STEPS = "head", "test_battle_won_mean", 1_000_000
 PART = re.compile(r"(<!-- begin results -->\n).*?(<!-- end results -->)", re.DOTALL)
 

@@ -2,15 +2,10 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 
+import make_page as page
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "docs" / "results"))
-import make_reconstruction as page  # noqa: E402
 
 
 def line(arm: str, seed: int, won: list[float], minutes: list[float]) -> str:
