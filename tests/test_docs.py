@@ -28,7 +28,7 @@ def test_the_page_of_the_configuration_is_current_and_has_every_key_with_a_meani
     assert foreign == maker["foreign"](foreign), "run: python docs/make_configuration.py"
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert written == page, "run: python docs/make_configuration.py"
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| [^|]+ \| [^|]+ \| (.*?) ?\|$", page, re.MULTILINE))
+    rows = dict(re.findall(r"^- `([\w.]+)` \(.*?\): (.*)$", page, re.MULTILINE))
     assert set(known_keys()) - rows.keys() == set()
     assert [key for key, meaning in rows.items() if len(meaning) < 8] == []
 
