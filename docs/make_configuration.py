@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from omagd.config.loading import HERE, base_values, find_yaml, read_yaml
-from omagd.config.schema import EXTENDS, SECTIONS, Config
+from omagd.config.loading import HERE, base_values, read_preset, read_yaml
+from omagd.config.schema import SECTIONS, Config
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.adapters import AdapterArgs, RewardArgs
 from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
@@ -28,7 +28,8 @@ PAGE = ROOT / "docs" / "configuration.md"
 FOREIGN = ROOT / "docs" / "coming_from_pymarl.md"
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 BEYOND = 65535  # bounds that only keep out what no machine could hold
-UNSHOWN = {"name", "log_interval", "runner_log_interval", "learner_log_interval", "test_interval"}  # of presets
+UNSHOWN = {"name", "extends", "log_interval", "runner_log_interval", "learner_log_interval", "test_interval"}
+"""Keys of presets that the page leaves out."""
 INTRODUCTION = """\
 # Configuration
 
@@ -149,25 +150,31 @@ def shown(value: Any, typed: str) -> str:
     shows_itself = {text, "none", "str", "section"} | ({"bool"} if value is not None else set())
     others = [part for part in typed.split(" or ") if part not in shows_itself]
     if value not in (None, "", {}, []):  # the default itself shows the type
-        others = [part for part in (re.sub(r"^(int|float|str|list of \w+) ?", "", each) for each in others) if part]
-    return ", ".join([text, *others])
+        others = [re.sub(r"^(int|float|str|list of \w+) ?", "", each) for each in others]
+    others = [
+        re.sub(r"^(\w+ )?[≥>] [01](\.0)?$", r"\1", each).strip() for each in others
+    ]  # without bounds that nobody tries
+    return ", ".join(part for part in (text, *others) if part)
 
 
 def presets() -> str:
-    """Return what each `--config` sets, beside its name."""
-    lines = ["## Algorithms: what `--config` sets", "", "Without the intervals of logs and tests.", ""]
+    """Return what each `--config` sets: how it differs from the defaults or from the preset that is most like it."""
     default = _flat(read_yaml(ROOT / "src" / "config" / "default.yaml"))
-    for name in shipped("algs"):
-        values = read_yaml(find_yaml("algs", name))
-        base = values.pop(EXTENDS, None)
-        before = _flat(base_values(base)) if base else default
-        changed = [
-            f"`{key}={value}`"
-            for key, value in _flat(values).items()
-            if key not in UNSHOWN and before.get(key) != value
-        ]
-        lines.append(f"- `{name}`{f', as `{base}`' if base else ''}: {' '.join(changed) or 'no change'}")
-    return "\n".join(lines) + "\n"
+    whole = {name: default | _flat(read_preset("algs", name)) for name in shipped("algs")}
+    done, lines = {"the defaults": default}, []
+    for name in sorted(whole, key=lambda each: len(_changed(default, whole[each]))):
+        alike = [one for one, values in done.items() if values.keys() <= whole[name].keys()]
+        # The defaults are the better beginning unless another preset saves four keys.
+        base = min(alike, key=lambda one: len(_changed(done[one], whole[name])) + 3 * (one != "the defaults"))
+        lines.append(f"- `{name}`, as {base}: {' '.join(_changed(done[base], whole[name])) or 'no change'}")
+        done[f"`{name}`"] = whole[name]
+    head = ["## Algorithms: what `--config` sets", "", "Without the intervals of logs and tests.", ""]
+    return "\n".join([*head, *sorted(lines)]) + "\n"
+
+
+def _changed(before: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    pairs = values.items()
+    return [f"`{key}={value}`" for key, value in pairs if key not in UNSHOWN and before.get(key, "") != value]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -229,8 +236,7 @@ def attributes(model: type[BaseModel]) -> dict[str, str]:
         for entry in re.split(r"\n(?=    \w)", text):
             names, _, meaning = entry.strip().partition(": ")
             first, *others = (key.strip() for key in names.split(","))
-            several = f"`{names}`: " if others else ""
-            found[first] = several + " ".join(meaning.split()).rstrip(".")
+            found[first] = " ".join(meaning.split()).rstrip(".")
             found |= dict.fromkeys(others, f"see `{first}`")
     return found
 

@@ -1,4 +1,4 @@
-"""The pages agree with the code: configuration keys, signatures, links, defaults."""
+"""The pages agree with the code (keys, links, defaults, first commands), and are short and plain."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import runpy
 from pathlib import Path
 
 import pytest
+from command_budgets import BUDGETS
 
 from omagd.config.loading import HERE, find_yaml, known_keys, read_yaml
 from omagd.learners.ppo_learner import PPOArgs
+from omagd.run.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+GUIDES = [page for page in ROOT.glob("docs/*.md") if page.stem not in {"architecture", "configuration"}]
+GENERATED = re.compile(r"<!-- [^>]*-->\n.*?<!-- [^>]*\bend\b[^>]*-->", re.DOTALL)
+PRIVATE = r"\b(?:census|swap test|fog arm|deal(?:s|t|ing)?|aside|class(?:es)? [abc]|by the rules|rivals?)\b"
 DDP_PAGE = (ROOT / "docs" / "DDP_MULTI_GPU_TRAINING.md").read_text(encoding="utf-8")
 
 
@@ -70,3 +75,29 @@ def test_the_page_on_ppo_has_every_key_with_its_default():
     text = (ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text.split("## Keys")[1], re.MULTILINE))
     assert rows == {key: str(field.default) for key, field in PPOArgs.model_fields.items()}
+
+
+@pytest.mark.parametrize("page", [*GUIDES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_a_page_is_short_and_plain(page):
+    """1,200 words beside generated tables; prose under 120 columns, sentences under 35 words, standard terms."""
+    text = GENERATED.sub("", page.read_text(encoding="utf-8"))
+    lines = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    lines = [line for line in lines if not re.match(r"\||#|<!--|!\[|    \S", line)]
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", " _ ", "\n".join(lines))
+    sentences = re.split(r"(?<=[.!?:;])\s|\n\s*\n|\n(?=[-*\d])", prose)
+    assert [each for each in sentences if len(re.findall(r"\w[\w'.,-]*", each)) >= 35] == []
+    assert re.findall(PRIVATE, prose, re.IGNORECASE) == []
+    if page in GUIDES:
+        assert [line for line in lines if len(line) >= 120] == [] and len(text.split()) <= 1200
+
+
+def test_all_pages_together_are_a_book_that_somebody_reads():
+    folders = ("docs/**/*.md", "src/envs/*/README.md", "research/*/README.md", "[b]*/README.md", "CONTRIBUTING.md")
+    assert sum(len(page.read_text(encoding="utf-8").split()) for part in folders for page in ROOT.glob(part)) <= 40_000
+
+
+def test_the_commands_of_the_first_page_run_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for line in re.findall(r"^omagd (.*)$", (ROOT / "docs" / "start.md").read_text(encoding="utf-8"), re.MULTILINE):
+        assert main([*line.split(), *(BUDGETS if line.startswith("--config") else ())]) == 0
+    assert list(tmp_path.glob("results/first/replays/*.html")) and list(tmp_path.glob("curves_*.png"))
