@@ -12,5 +12,6 @@ include_patterns = ["docs/**", "*.md", "benchmarks/README.md", "research/reconst
 exclude_patterns = ["docs/results/reconstruction"]
 root_doc = "docs/index"
 myst_heading_anchors = 4
+highlight_language = "text"  # of blocks that name none: commands and output
 html_theme = "furo"
 html_title = f"OMAGD {release}"
