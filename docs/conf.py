@@ -11,5 +11,6 @@ extensions = ["myst_parser"]
 include_patterns = ["docs/**", "*.md", "benchmarks/README.md", "research/reconstruction/README.md"]
 root_doc = "docs/index"
 myst_heading_anchors = 4
+highlight_language = "text"  # of blocks that name none: commands and output
 html_theme = "furo"
 html_title = f"OMAGD {release}"

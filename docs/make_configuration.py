@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from omagd.config.loading import HERE, base_values, find_yaml, read_yaml
-from omagd.config.schema import EXTENDS, SECTIONS, Config
+from omagd.config.loading import HERE, base_values, read_preset, read_yaml
+from omagd.config.schema import SECTIONS, Config
 from omagd.envs import REGISTRY as ENVS
+from omagd.envs.adapters import AdapterArgs, RewardArgs
 from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
 from omagd.utils.errors import KEYS, NAMES, Row
 
@@ -26,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 FOREIGN = ROOT / "docs" / "coming_from_pymarl.md"
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-BEYOND = 10**6  # bounds that only keep out what no machine could hold
+BEYOND = 65535  # bounds that only keep out what no machine could hold
+UNSHOWN = {"name", "extends", "log_interval", "runner_log_interval", "learner_log_interval", "test_interval"}
+"""Keys of presets that the page leaves out."""
 INTRODUCTION = """\
 # Configuration
 
@@ -37,12 +40,11 @@ override earlier ones: `default.yaml`, the environment's file (`--env-config`), 
 `with`. `--config` and `--env-config` take a name from `--list` or the path of a YAML or JSON file; `with` also takes
 such a path. A run's `config.json` repeats that run. `--dry-run` prints the result without running.
 
-One start names all mistakes, each in one line with the remedy: unknown keys, wrong types, values out of range, unknown
-names, contradictions. The exit code is 2. A key that no part of the run reads is a warning.
+One start names all mistakes, each in one line with the remedy, and ends with exit code 2. A key that no part of the run
+reads is a warning.
 
-*Steps* are environment steps over all ranks. Sizes are per rank unless the meaning says otherwise. Numbers may be
-written as `1e-3` or `1e6`, on the command line and in YAML files; `t_max=1e6` is an integer. A game version is text:
-`env_args.game_version=4.10` needs no quotes.
+Parentheses hold the default, then the range or the other choices. *Steps* are environment steps over all ranks; sizes
+are per rank unless the meaning says otherwise. Numbers may be written as `1e-3` or `1e6`.
 """
 
 
@@ -54,7 +56,7 @@ def render() -> str:
     for title, keys in sections():
         plain = [key for key in keys if key not in SECTIONS]
         rows = [(key, kind(Config, key), values[key], meanings.get(key, "")) for key in plain]
-        parts.append(f"## {title}\n\n" + table(rows))
+        parts.append(f"## {title}\n\n" + entries(rows))
         for key in keys:
             if key in SECTIONS:
                 parts.append(nested(key, values[key]))
@@ -97,7 +99,7 @@ def nested(section: str, values: dict[str, Any]) -> str:
     model = SECTIONS[section]
     meanings = comments(model.__name__)
     rows = [(f"{section}.{key}", kind(model, key), values[key], meanings.get(key, "")) for key in model.model_fields]
-    return f"### `{section}`\n\n" + table(rows)
+    return f"### `{section}`\n\n" + entries(rows)
 
 
 def kind(model: type[BaseModel], key: str) -> str:
@@ -133,42 +135,46 @@ def _limits(metadata: tuple[Any, ...]) -> Iterator[str]:
                 yield f"like `{pattern}`"
 
 
-def table(rows: list[tuple[str, str, Any, str]]) -> str:
-    """Return a Markdown table of (key, type, default, meaning)."""
-    lines = ["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
+def entries(rows: list[tuple[str, str, Any, str]]) -> str:
+    """Return a Markdown list of (key, type, default, meaning)."""
+    lines = []
     for key, typed, value, meaning in rows:
-        text = meaning.replace("|", "or").replace("<", "&lt;").replace("\n", " ")
-        lines.append(f"| `{key}` | {typed} | {shown(value)} | {text} |")
+        text = meaning.replace("<", "&lt;").replace("\n", " ")
+        lines.append(f"- `{key}` ({shown(value, typed)}): {text}")
     return "\n".join(lines) + "\n"
 
 
-def shown(value: Any) -> str:
-    """Return a value as it is typed on the command line."""
-    if value is None:
-        return "none"
-    if value in ("", {}, []):
-        return "empty"
-    return f"`{value}`"
+def shown(value: Any, typed: str) -> str:
+    """Return a default as it is typed on the command line, with its range or the other choices."""
+    text = "none" if value is None else "empty" if value in ("", {}, []) else f"`{value}`"
+    shows_itself = {text, "none", "str", "section"} | ({"bool"} if value is not None else set())
+    others = [part for part in typed.split(" or ") if part not in shows_itself]
+    if value not in (None, "", {}, []):  # the default itself shows the type
+        others = [re.sub(r"^(int|float|str|list of \w+) ?", "", each) for each in others]
+    others = [
+        re.sub(r"^(\w+ )?[≥>] [01](\.0)?$", r"\1", each).strip() for each in others
+    ]  # without bounds that nobody tries
+    return ", ".join(part for part in (text, *others) if part)
 
 
 def presets() -> str:
-    """Return what each `--config` sets, beside its name."""
-    lines = [
-        "## Algorithms: what `--config` sets",
-        "",
-        "| `--config=` | begins as | differs from that in |",
-        "| --- | --- | --- |",
-    ]
+    """Return what each `--config` sets: how it differs from the defaults or from the preset that is most like it."""
     default = _flat(read_yaml(ROOT / "src" / "config" / "default.yaml"))
-    for name in shipped("algs"):
-        values = read_yaml(find_yaml("algs", name))
-        base = values.pop(EXTENDS, None)
-        before = _flat(base_values(base)) if base else default
-        changed = [
-            f"`{key}={value}`" for key, value in _flat(values).items() if key != "name" and before.get(key) != value
-        ]
-        lines.append(f"| `{name}` | {f'`{base}`' if base else 'the defaults'} | {' '.join(changed) or 'nothing'} |")
-    return "\n".join(lines) + "\n"
+    whole = {name: default | _flat(read_preset("algs", name)) for name in shipped("algs")}
+    done, lines = {"the defaults": default}, []
+    for name in sorted(whole, key=lambda each: len(_changed(default, whole[each]))):
+        alike = [one for one, values in done.items() if values.keys() <= whole[name].keys()]
+        # The defaults are the better beginning unless another preset saves four keys.
+        base = min(alike, key=lambda one: len(_changed(done[one], whole[name])) + 3 * (one != "the defaults"))
+        lines.append(f"- `{name}`, as {base}: {' '.join(_changed(done[base], whole[name])) or 'no change'}")
+        done[f"`{name}`"] = whole[name]
+    head = ["## Algorithms: what `--config` sets", "", "Without the intervals of logs and tests.", ""]
+    return "\n".join([*head, *sorted(lines)]) + "\n"
+
+
+def _changed(before: dict[str, Any], values: dict[str, Any]) -> list[str]:
+    pairs = values.items()
+    return [f"`{key}={value}`" for key, value in pairs if key not in UNSHOWN and before.get(key, "") != value]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -184,6 +190,8 @@ OWN = ", ".join(f"`{key}`" for key in SkirmishArgs.model_fields if key not in Ba
 SHARED: dict[str, tuple[type[BaseModel], str]] = {
     "sc2": (BattleArgs, f"every key of `skirmish` but {OWN}, with the same defaults"),
     "sc2_v2": (SmacArgs, "every other key of `sc2`, with the same defaults"),
+    "pettingzoo": (RewardArgs, "the keys of `gymma`"),
+    "pymarl": (AdapterArgs, "`key` and `new_each_episode` of `gymma`"),
 }
 
 
@@ -194,7 +202,8 @@ def environment(name: str, *others: str) -> str:
     base, words = SHARED.get(values["env"], (None, ""))
     rows = arguments(model, values["env_args"], base)
     title = ", ".join(f"`--env-config={one}`" for one in (name, *others))
-    return f"### {title}\n\n" + table(rows) + (f"\nand {words}.\n" if words else "")
+    parts = [entries(rows)] * bool(rows) + [f"{'and ' * bool(rows)}{words}.\n"] * bool(words)
+    return f"### {title}\n\n" + "\n".join(parts)
 
 
 def arguments(
@@ -226,22 +235,29 @@ def attributes(model: type[BaseModel]) -> dict[str, str]:
         text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
         for entry in re.split(r"\n(?=    \w)", text):
             names, _, meaning = entry.strip().partition(": ")
-            several = f"`{names}`: " if "," in names else ""
-            found |= {key.strip(): several + " ".join(meaning.split()).rstrip(".") for key in names.split(",")}
+            first, *others = (key.strip() for key in names.split(","))
+            found[first] = " ".join(meaning.split()).rstrip(".")
+            found |= dict.fromkeys(others, f"see `{first}`")
     return found
 
 
 def foreign(page: str) -> str:
     """Return docs/coming_from_pymarl.md with the tables of `src/utils/errors.py` between its marks."""
-    names = [("`" + kind + "`", row) for kind, rows in NAMES.items() for row in rows]
+    names = [("`" + kind + "` ", row) for kind, rows in NAMES.items() for row in rows if not _known(kind, row)]
     for mark, rows in (("keys", [("", row) for row in KEYS]), ("names", names)):
-        lines = [f"| {kind}{' ' * bool(kind)}{_code(row.there)} | {_here(row)} |" for kind, row in rows]
+        lines = [f"- {kind}{_code(row.there)}: {_here(row)}" for kind, row in rows]
         begin = f"<!-- {mark}: made by docs/make_configuration.py from src/utils/errors.py -->"
         end = f"<!-- {mark} end -->"
-        table = "\n".join(["| There | Here |", "| --- | --- |", *lines])
+        table = "\n".join(lines)
         before, after = page.partition(begin)[0], page.partition(end)[2]
         page = f"{before}{begin}\n{table}\n{end}{after}"
     return page
+
+
+def _known(kind: str, row: Row) -> bool:
+    """Return whether an environment's row only repeats names of `--env-config`."""
+    files = {word for each in NAMES["--env-config"] for word in each.there.split()}
+    return kind == "env" and set(row.there.split()) <= files
 
 
 def _code(words: str) -> str:
@@ -249,7 +265,7 @@ def _code(words: str) -> str:
 
 
 def _here(row: Row) -> str:
-    start = f"`{row.here}`" if row.here else f"not available; nearest in purpose: `{row.near}`" if row.near else ""
+    start = f"`{row.here}`" if row.here else f"nearest: `{row.near}`" if row.near else ""
     return f"{start} ({row.why})" if start and row.why else start or row.why
 
 

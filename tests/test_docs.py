@@ -1,4 +1,4 @@
-"""The pages agree with the code: configuration keys, signatures, links, defaults."""
+"""The pages agree with the code (keys, links, defaults, first commands), and are short and plain."""
 
 from __future__ import annotations
 
@@ -7,43 +7,37 @@ import runpy
 from pathlib import Path
 
 import pytest
+from command_budgets import BUDGETS
 
 from omagd.config.loading import HERE, find_yaml, known_keys, read_yaml
 from omagd.learners.ppo_learner import PPOArgs
+from omagd.run.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("[RC]*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[br]e*/**/README.md")])
-DDP_PAGE = (ROOT / "docs" / "DDP_MULTI_GPU_TRAINING.md").read_text(encoding="utf-8")
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings on GitHub."""
-    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+GUIDES = [page for page in ROOT.glob("docs/*.md") if page.stem not in {"architecture", "configuration"}]
+GENERATED = re.compile(r"<!-- [^>]*-->\n.*?<!-- [^>]*\bend\b[^>]*-->", re.DOTALL)
+PRIVATE = r"\b(?:census|swap test|fog arm|deal(?:s|t|ing)?|aside|class(?:es)? [abc]|by the rules|rivals?)\b"
 
 
 def test_the_page_of_the_configuration_is_current_and_has_every_key_with_a_meaning():
     maker = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"))
     page, foreign = maker["render"](), (ROOT / "docs" / "coming_from_pymarl.md").read_text(encoding="utf-8")
     assert foreign == maker["foreign"](foreign), "run: python docs/make_configuration.py"
-    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert written == page, "run: python docs/make_configuration.py"
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| [^|]+ \| [^|]+ \| (.*?) ?\|$", page, re.MULTILINE))
-    assert set(known_keys()) - rows.keys() == set()
-    assert [key for key, meaning in rows.items() if len(meaning) < 8] == []
+    assert (ROOT / "docs" / "configuration.md").read_text() == page, "run: python docs/make_configuration.py"
+    rows = dict(re.findall(r"^- `([\w.]+)` \(.*?\): (.*)$", page, re.MULTILINE))
+    assert [key for key in known_keys() if len(rows.get(key, "")) < 8] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_that_a_page_names_exist(page):
-    """Relative links with their anchors, and paths in backticks that begin with a folder of this repository."""
-    text, broken = page.read_text(encoding="utf-8"), []
-    for path, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)#?([^)\s]*)\)", text):
-        file = (page.parent / path) if path else page
-        if not file.exists() or (anchor and anchor not in anchors(file)):
-            broken.append(f"{path}#{anchor}")
+    """Relative links, and paths in backticks that begin with a folder of this repository; the site checks anchors."""
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?://)([^)#\s]+)", text)
     named = re.findall(r"`((?:src|tests|docs|scripts|benchmarks|examples|research)/[\w./]+)`", text)
     invented = {path for path in named if path == "tests/__init__.py" or "/my_" in path}
-    assert broken + [path for path in named if path not in invented and not (ROOT / path).exists()] == []
+    assert [path for path in links if not (page.parent / path).exists()] == []
+    assert [path for path in named if path not in invented and not (ROOT / path).exists()] == []
 
 
 def test_the_drawing_of_the_packages_shows_what_exists():
@@ -58,7 +52,8 @@ def test_the_drawing_of_the_packages_shows_what_exists():
 
 def test_defaults_in_the_page_on_ddp_are_those_of_the_files():
     default, omagd = read_yaml(HERE / "default.yaml"), read_yaml(find_yaml("algs", "omagd"))
-    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", DDP_PAGE, re.MULTILINE))
+    page = (ROOT / "docs" / "DDP_MULTI_GPU_TRAINING.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE))
     assert {"run", "learner", "use_ddp", "world_size", "ddp_port"} <= rows.keys()
     for key, text in rows.items():
         wanted = ["empty" if default[key] is None else str(default[key])]
@@ -70,3 +65,28 @@ def test_the_page_on_ppo_has_every_key_with_its_default():
     text = (ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text.split("## Keys")[1], re.MULTILINE))
     assert rows == {key: str(field.default) for key, field in PPOArgs.model_fields.items()}
+
+
+@pytest.mark.parametrize("page", [*GUIDES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_a_page_is_short_and_plain(page):
+    """1,200 words beside generated tables; prose under 120 columns, sentences under 35 words, standard terms."""
+    text = GENERATED.sub("", page.read_text(encoding="utf-8"))
+    shown = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines = re.findall(r"^(?!\||#|<!--|!\[|    \S).*$", shown, re.MULTILINE)
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", " _ ", "\n".join(lines))
+    sentences = re.split(r"(?<=[.!?:;])\s|\n\s*\n|\n(?=[-*\d])", prose)
+    wrong = [line for line in lines if len(line) >= 120 and page in GUIDES] + re.findall(PRIVATE, prose, re.IGNORECASE)
+    assert wrong + [each for each in sentences if len(re.findall(r"\w[\w'.,-]*", each)) >= 35] == []
+    assert len(text.split()) <= 1200
+
+
+def test_all_pages_together_are_a_book_that_somebody_reads():
+    folders = ("docs/**/*.md", "src/envs/*/README.md", "research/*/README.md", "[b]*/README.md", "CONTRIBUTING.md")
+    assert sum(len(page.read_text(encoding="utf-8").split()) for part in folders for page in ROOT.glob(part)) <= 40_000
+
+
+def test_the_commands_of_the_first_page_run_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for line in re.findall(r"^omagd (.*)$", (ROOT / "docs" / "start.md").read_text(encoding="utf-8"), re.MULTILINE):
+        assert main([*line.split(), *(BUDGETS if line.startswith("--config") else ())]) == 0
+    assert list(tmp_path.glob("results/first/replays/*.html")) and list(tmp_path.glob("curves_*.png"))

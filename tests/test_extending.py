@@ -1,4 +1,4 @@
-"""docs/extending.md is true: its examples learn, and a package installed beside omagd trains."""
+"""The pages on extending are true: their examples learn, and a package installed beside omagd trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from omagd.run.cli.main import config_from
 from omagd.runners.rollout import row_fields
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("extending*.md")))
 
 
 def python(cwd: Path, *words: str, path: Path) -> None:

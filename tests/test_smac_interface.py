@@ -53,7 +53,7 @@ def test_a_loop_written_for_smac_plays_skirmish():
 
 
 def test_the_documented_loop_runs():
-    page = (ROOT / "docs" / "sc2.md").read_text()
+    page = (ROOT / "docs" / "smac.md").read_text()
     (loop,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "make_smac" in block)
     shown = {}
     exec(loop, shown)

@@ -196,7 +196,7 @@ def belief_loss(config: Config, mac: MAC) -> BeliefLoss | None:
         if wrong := faults(kind, Remembers):
             raise UserError(
                 f"{given} has no memory that a loss could read ({'; '.join(wrong)}). Use agent=n_rnn, or see Remembers"
-                " in docs/extending.md"
+                " in docs/extending_networks.md"
             )
         if above := overridden_alone(kind, "forward", "unroll"):
             raise UserError(

@@ -134,7 +134,7 @@ UNKNOWN = EpisodeMeta()
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Named tensors [S, ...] of some episodes, packed. docs/extending.md lists the names with shapes and types.
+    """Named tensors [S, ...] of some episodes, packed. docs/extending_batch.md lists the names with shapes and types.
 
     Attributes:
         data: tensors by name. packing: of their rows.

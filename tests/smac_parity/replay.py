@@ -127,7 +127,7 @@ def replay(env, name, number):
 
 def compare_facts(ours, theirs, args, second):
     """Demand SMAC's sizes, names and counters."""
-    if args.obs_timestep_number and not second:  # SMAC's observations are one longer than it says (docs/sc2.md)
+    if args.obs_timestep_number and not second:  # SMAC's observations are one longer than it says (docs/smac.md)
         info, sizes = ours["info"], ours["sizes"]
         more_state = theirs["info"]["n_agents"] * args.obs_instead_of_state
         for key, more in (("obs_shape", 1), ("state_shape", more_state)):

@@ -1,6 +1,6 @@
 """SMAC's class interface to one battle: the methods of `StarCraft2Env` under the same names.
 
-Source: oxwhirl/smac and oxwhirl/smacv2 (starcraft2.py, multiagentenv.py). docs/sc2.md lists the methods.
+Source: oxwhirl/smac and oxwhirl/smacv2 (starcraft2.py, multiagentenv.py). docs/smac.md lists the methods.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SmacInterface(BatchedAsSingle):
         return self.env.rules().visibility()[0]
 
     def get_obs_size(self) -> int:
-        """Return obs_dim, the length of the vector that `get_obs_agent` returns (see docs/sc2.md)."""
+        """Return obs_dim, the length of the vector that `get_obs_agent` returns (see docs/smac.md)."""
         return self.env.info.obs_dim
 
     def get_state_size(self) -> int:

@@ -90,7 +90,7 @@ class RewardLedger:
             delta_deaths = args.reward_death_value * _count(new_dead[:, n:])
             if args.reward_only_positive:
                 reward = delta_enemy + delta_deaths
-                # SMAC's abs() pays for enemy shields that regenerate; docs/sc2.md, `reward_shield_fix`.
+                # SMAC's abs() pays for enemy shields that regenerate; docs/skirmish.md, `reward_shield_fix`.
                 reward = np.maximum(reward, 0.0) if args.reward_shield_fix else np.abs(reward)
             else:
                 delta_deaths = delta_deaths - (
