@@ -1,10 +1,10 @@
-# Trains and tests on CPUs; with --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04 --build-arg EXTRAS=gpu on NVIDIA GPUs.
+# Trains and tests on CPUs; with --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04 --build-arg EXTRAS=full,gpu on NVIDIA GPUs.
 #   docker build -t omagd .
 #   mkdir -p results
 #   docker run --rm -v "$PWD/results:/home/omagd/results" omagd --config=qmix_fast with env_args.map_name=3m t_max=400000
 ARG BASE=ubuntu:24.04
 FROM ${BASE}
-ARG EXTRAS=""
+ARG EXTRAS=full
 
 RUN apt-get update -qq \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3 python3-venv git \
@@ -18,8 +18,8 @@ ENV PATH=/home/omagd/venv/bin:$PATH
 RUN python3 -m venv /home/omagd/venv
 COPY --chown=omagd . .
 # Without a GPU the CPU's build of torch saves 3 GB.
-RUN if [ -z "$EXTRAS" ]; then export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu; fi \
-    && pip install --no-cache-dir -e ".${EXTRAS:+[$EXTRAS]}" -c constraints.txt
+RUN case ",$EXTRAS," in *,gpu,*) ;; *) export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu ;; esac \
+    && pip install --no-cache-dir -e ".[$EXTRAS]" -c constraints.txt
 
 WORKDIR /home/omagd
 ENTRYPOINT ["omagd"]

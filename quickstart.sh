@@ -9,7 +9,7 @@ set -euo pipefail
 RESULTS_PATH=${RESULTS_PATH:-results}
 CONFIG=omagd_small ENV_CONFIG=skirmish
 read_arguments "$@"
-setup_venv ""
+setup_venv full
 gpus=$(count_gpus "$venv_python")
 share=()
 if [ "$gpus" -eq 1 ]; then share=(dist_backend=gloo); fi

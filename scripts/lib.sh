@@ -79,7 +79,7 @@ base_python() { # print the Python that creates a new virtual environment
     return 1
 }
 
-setup_venv() { # extras ("" or "dev,smax"): create the virtual environment and install, once; set venv_python
+setup_venv() { # extras ("full" or "dev,smax"): create the virtual environment and install, once; set venv_python
     local extras=$1 venv base wanted stamp
     check_python
     venv=$(venv_dir)
@@ -88,12 +88,12 @@ setup_venv() { # extras ("" or "dev,smax"): create the virtual environment and i
         base=$(base_python) || fail 'no Python 3.11 to 3.13 here; install one, or name it: PYTHON=/path/to/python'
         "$base" -m venv --clear "$venv" || fail "$base cannot make a virtual environment (on Debian: apt install python3-venv)"
     fi
-    stamp=$venv/.installed-${extras:-plain}
+    stamp=$venv/.installed-$extras
     wanted=$(cd "$root" && cksum pyproject.toml setup.py constraints.txt && printf '%s\n' "$root")
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ] || [ ! -d "$root/.package/omagd" ]; then
         printf 'installing into %s (once; some minutes, mostly torch) ...\n' "$venv" >&2
         "$venv_python" -m pip install --quiet --disable-pip-version-check \
-            -e "$root${extras:+[$extras]}" -c "$root/constraints.txt" || fail 'the installation failed, see above'
+            -e "$root[$extras]" -c "$root/constraints.txt" || fail 'the installation failed, see above'
         printf '%s\n' "$wanted" >"$stamp"
     fi
 }

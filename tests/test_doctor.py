@@ -116,16 +116,16 @@ BROKEN = {
     "old NumPy": (with_version("numpy", "1.26.4"), "packages", "missing", "numpy 1.26.4 (needs >=2.0)", "all"),
     "old Python": (patched(doctor.sys, "version_info", (3, 10, 4, "final", 0)), "python", "missing", "3.10.4", "all"),
     "results": (lambda _, folder: (folder / "results").touch(), "disk", "missing", "local_results_path=", "all"),
-    "no W&B": (with_version("wandb"), "W&B", "missing", "use_wandb=False", ""),
+    "no W&B": (with_version("wandb"), "W&B", "missing", "omagd[full]", ""),
     "little shared memory": (little_shared_memory, "shared memory", "warning", "--shm-size", ""),
-    "no numba-cuda": (a_card(), "gpu battles", "missing", ".[gpu]", ""),
+    "no numba-cuda": (a_card(), "gpu battles", "missing", "omagd[gpu]", ""),
     "no protobuf": (with_version("protobuf"), "pysc2", "missing", "protobuf", "sc2"),
     "no shared memory": (patched(device, "SHARED", Path("/nowhere")), "shared memory", "missing", "/dev/shm", "sc2"),
     "game not executable": (
         lambda _, folder: next((folder / "SC2").glob("Versions/*/SC2_x64")).chmod(0o644), "game", "missing",
         "chmod +x", "sc2",
     ),
-    "no jaxmarl": (with_version("jaxmarl"), "smax", "missing", ".[smax]", "smax"),
+    "no jaxmarl": (with_version("jaxmarl"), "smax", "missing", "omagd[smax]", "smax"),
 }  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def test_a_closed_terminal_saves_the_run(tmp_path):
     )  # fmt: skip
     os.close(inner)
     seen = b""
-    while b"Recent Stats" not in seen:
+    while b"steps/s" not in seen:
         seen += os.read(outer, 65536)
     os.close(outer)
     os.killpg(command.pid, signal.SIGHUP)

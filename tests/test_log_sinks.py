@@ -23,10 +23,10 @@ from omagd.run.launch import processes
 from omagd.run.launch.launcher import Notes
 from omagd.run.launch.processes import Ranks
 from omagd.run.reporting import wandb_sink
-from omagd.run.reporting.log_sinks import MOST, REGISTRY, SacredSink, make_logger
+from omagd.run.reporting.log_sinks import MOST, REGISTRY, ConsoleSink, SacredSink, make_logger
 from omagd.run.reporting.wandb_sink import WandbSink, choose_mode, has_key, names
 from omagd.utils.errors import UserError
-from omagd.utils.logging import RunFacts, Sink
+from omagd.utils.logging import Record, RunFacts, Sink
 
 LOG = logging.getLogger("omagd.test")
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -320,3 +320,21 @@ def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link
         monkeypatch.setenv("WANDB_MODE", mode)
         log_to(["jsonl", "wandb"], [("stage3", {"online": 40, "offline": 50}[mode], {"a": 1.0})], RunFacts(run))
     assert sent == [10, 20, 30, 40, 40, 50], "what was sent online may not have arrived"
+
+
+def test_the_console_shows_a_line_per_log_or_all_values(tmp_path, caplog):
+    logger = logging.getLogger("console of a test")
+    values = {"test_battle_won_mean": 0.5, "q_taken_mean": 2.0, "steps_per_second": 100.0}
+    said = {}
+    for detail in ("line", "full"):
+        caplog.clear()
+        sink = ConsoleSink(logger)
+        sink.open(RunFacts(folder=tmp_path, config={"log_detail": detail}, totals={"t_env": 3000}))
+        with caplog.at_level(logging.INFO, logger.name):
+            for t in (1000, 2000):
+                sink.log(Record(values, "stage3", "t_env", t))
+        said[detail] = caplog.messages
+    names, *lines = (line.split() for line in said["line"])  # names once; 1,000 steps are left at 100 a second
+    assert names == ["steps", "win", "rate", "steps/s", "left"]
+    assert lines == [["1,000", "0.500", "100", "20", "s"], ["2,000", "0.500", "100", "10", "s"]]
+    assert [("Recent Stats" in block, "q_taken_mean" in block) for block in said["full"]] == [(True, True)] * 2

@@ -50,6 +50,25 @@ def python(clone, tmp_path_factory):
     return run
 
 
+LEAN = """
+import sys
+for name in ("wandb", "tensorboard", "pysc2", "s2clientprotocol", "websocket", "absl"):
+    sys.modules[name] = None  # not installed
+from omagd.run.cli.main import main
+logs = main("--config=qmix --env-config=sc2 with use_wandb=True use_tensorboard=True".split())
+print(logs, main("--unobserved --config=qmix --env-config=matrix_game with t_max=32 test_nepisode=4".split()))
+"""
+
+
+def test_without_the_extra_full_a_run_trains_and_logs_name_the_extra(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LEAN], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "2 0", done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    needed = ["use_wandb=True needs wandb", "use_tensorboard=True needs tensorboard", "StarCraft II needs pysc2, "]
+    assert len(errors) == 3 and all('pip install "omagd[full]"' in line for line in errors)
+    assert [text for text in needed if not any(text in line for line in errors)] == []
+
+
 def test_an_editable_install_names_a_folder_that_holds_the_package(python, clone):
     """Editors and type checkers follow a path in a `.pth` file, but no import hook; new files are found at once."""
     lines = [line for file in python.site.glob("__editable__*.pth") for line in file.read_text().splitlines()]

@@ -55,7 +55,7 @@ def test_a_card_says_what_a_result_depends_on():
     changed = card_of(env_args__reward_sparse=True)
     first, _, last = start_lines(changed, "3 agents", "1 rank")
     assert first == "skirmish 3m: 3 agents"
-    assert last.startswith(f"card {changed['id']}: env skirmish") and "env_args.reward_sparse True" in last
+    assert last.startswith(f"card {changed['id']} (card.json): env_args.reward_sparse True, seed 1, omagd ")
 
 
 def other_value(value):
@@ -218,7 +218,7 @@ def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):
         assert cards[-1]["reached"]["updates_per_environment_step"] == clock["updates"] / clock["t_env"] > 0
     log = RunFolder(folders[0]).log(0).read_text().splitlines()
     (logged,) = [line for line in log if cards[0]["id"] in line]
-    assert "seed 1" in logged and "test_episodes 4" in logged
+    assert "(card.json): seed 1, omagd " in logged
     capsys.readouterr()
     assert main(["compare", *map(str, folders)]) == 0
     head, _, *rows, _, note = capsys.readouterr().out.splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ ALL = np.ones(8, bool)
 
 
 def test_a_missing_extra_is_reported_in_one_line(monkeypatch):
-    monkeypatch.setattr("omagd.envs.smax.find_spec", lambda name: None)
+    for name in ("jax", "jaxmarl"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError) as caught:
         make_env("smax", {"map_name": "3m"}, 1, processes=False)
-    assert caught.value.render() == "error: env=smax needs the extra: pip install -e .[smax]"
+    assert caught.value.render() == 'error: env=smax needs jax, jaxmarl: pip install "omagd[smax]"'
 
 
 @pytest.fixture(scope="module")

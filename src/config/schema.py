@@ -261,6 +261,7 @@ class Config(Frozen):
 
     test_nepisode: Size  # greedy episodes of a test over all ranks; rounded up to whole rounds of all slots
     test_interval: Count  # environment steps over all ranks between tests; also at the start and at the end
+    log_detail: Literal["line", "full"]  # the console's log: one line each, or every value
     log_interval: Count  # environment steps over all ranks between logs
     runner_log_interval: Count  # the same for values of the runner: return_mean, ep_length_mean, epsilon, ...
     learner_log_interval: Count  # the same for values of the learner: loss_td, grad_norm, ...

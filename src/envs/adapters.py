@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from omagd.envs.outputs import RESERVED
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
-from omagd.utils.errors import UserError, causes
+from omagd.utils.errors import UserError, causes, install
 
 EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "pettingzoo", "gymnasium": "gymnasium"}
 """Packages that an extra of this one installs."""
@@ -125,7 +125,7 @@ class _Foreign(MultiAgentEnv):
             said = f"{type(problem).__name__}: {' '.join(str(problem).split())}".rstrip(". :")
             names = (str(getattr(each, "name", "")).partition(".")[0] for each in causes(problem))
             extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
-            fix = f' Install it: pip install "omagd[{extra}]"' if extra else ""
+            fix = f" Install it: {install(extra)}" if extra else ""
             fix = " Give module:Class" if self.args.key.endswith(".py") else fix
             raise self._wrong(f"{said}.{fix}") from None
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
-from omagd.utils.errors import UserError
+from omagd.utils.errors import import_extra
 
 if TYPE_CHECKING:
     from gymnasium import spaces
@@ -18,7 +18,6 @@ except ModuleNotFoundError:  # the interface works without the package; only Pet
     _Base = object
 
 Observations = dict[str, dict[str, np.ndarray]]
-INSTALL = "pip install -e .[pettingzoo]"
 
 
 class ParallelBattle(_Base):  # type: ignore[misc]
@@ -177,8 +176,4 @@ class ParallelBattle(_Base):  # type: ignore[misc]
 
 def _gymnasium() -> Any:
     """Return gymnasium's spaces. Errors: UserError where it is not installed."""
-    try:
-        from gymnasium import spaces
-    except ModuleNotFoundError:
-        raise UserError(f"spaces of PettingZoo's interface need gymnasium: {INSTALL}") from None
-    return spaces
+    return import_extra("PettingZoo's interface", "pettingzoo", "gymnasium.spaces")

@@ -14,7 +14,6 @@ import platform
 import sys
 import zlib
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +24,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, rounded, unit_names
 from omagd.envs.protocol import BatchedEnv, Observation, ResidentGame, StepResult, random_actions, require_available
 from omagd.utils.compiling import user_cache
-from omagd.utils.errors import UserError
+from omagd.utils.errors import require_extra
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +82,7 @@ def _cache_dir() -> Path:
 
 def _import_jax(args: SmaxArgs) -> Any:
     """Import JAX, configured once per process. Errors: UserError without the extra."""
-    if find_spec("jax") is None or find_spec("jaxmarl") is None:
-        raise UserError("env=smax needs the extra: pip install -e .[smax]")
+    require_extra("env=smax", "smax", "jax", "jaxmarl")
     os.environ.setdefault("JAX_PLATFORMS", args.jax_platform)
     os.environ.setdefault("PJRT_NPROC", str(args.jax_threads))
     # JAX would take three quarters of a GPU's memory, which torch uses too.

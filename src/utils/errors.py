@@ -11,7 +11,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import NamedTuple, ParamSpec
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple, ParamSpec
 
 USER_ERROR_EXIT_CODE = 2
 LONGEST_LINE = 1000
@@ -50,6 +52,26 @@ class UserError(Exception):
     def render(self) -> str:
         """Return the lines for the terminal."""
         return "\n".join(f"error: {message}" for message in self.messages)
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra."""
+    return f'pip install "omagd[{extra}]"'
+
+
+def require_extra(needs: str, extra: str, *modules: str) -> None:
+    """Require modules of an extra, without importing them. needs: what needs them. Errors: UserError names the fix."""
+    if missing := [module for module in modules if find_spec(module) is None]:
+        raise UserError(f"{needs} needs {', '.join(missing)}: {install(extra)}")
+
+
+def import_extra(needs: str, extra: str, module: str) -> Any:
+    """Import a module of an extra. needs: what needs it. Errors: UserError where it is not installed, or broken."""
+    require_extra(needs, extra, module)
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UserError(f"{needs} needs {module}, which cannot be imported ({error}): {install(extra)}") from None
 
 
 class Unreadable(Exception):

@@ -16,7 +16,7 @@ from omagd.envs.battle.semantics import BattleEnv, BattleSemantics
 from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import ResidentGame, StepResult
 from omagd.utils.compiling import require_numba
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, install
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ class SkirmishEnv(BattleEnv):
     def why_not_resident(args: SkirmishArgs, on_gpu: bool) -> str:
         """Return what kernels on a device need and lack; empty if nothing."""
         missing = on_gpu and find_spec("numba_cuda") is None
-        return "needs numba-cuda on a GPU: pip install .[gpu]" if missing else ""
+        return f"needs numba-cuda on a GPU: {install('gpu')}" if missing else ""
 
     def resident(self, device: torch.device) -> ResidentGame:
         """Return battles of the same map on a device."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from omagd.envs.battle.backend import Terrain
 from omagd.envs.battle.maps import is_custom
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, require_extra
 
 MAP_FOLDER = "SMAC_Maps"
 RACES = {"T": "Terran", "P": "Protoss", "Z": "Zerg", "R": "Random"}
@@ -68,6 +68,7 @@ def _upright(data: bytes, size: tuple[int, int]) -> np.ndarray:
 
 RUNS_TODAY = "what runs without the game: --env-config=skirmish (same maps, same observations)"
 INSTALL = "./install_sc2.sh"
+MODULES = ("pysc2", "s2clientprotocol", "google", "websocket", "absl")  # packages of the extra `full`
 LATEST = "latest"  # pysc2's and SMAC's name of the newest installed version
 
 
@@ -87,6 +88,7 @@ def build_of(game_version: str | None) -> int:
 
     Errors: UserError without a game, for an unknown version, or if its build is not installed.
     """
+    require_extra("StarCraft II", "full", *MODULES)
     found, where = builds(), game_folder()
     if not found:
         raise UserError(

@@ -25,7 +25,7 @@ from omagd.run.reporting.card import (
     flattened,
     recorded_of,
 )
-from omagd.utils.errors import UserError, readable
+from omagd.utils.errors import import_extra, readable
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -264,10 +264,7 @@ def load_runs(folder: str | Path | Iterable[str | Path]) -> DataFrame:
     which the runs differ. A run that has no test yet has one row without them.
     Errors: UserError where no run can be read, or pandas is missing. A damaged run among others is one warning.
     """
-    try:
-        from pandas import DataFrame
-    except ImportError:
-        raise UserError('load_runs: needs pandas: pip install "omagd[studies]"') from None
+    DataFrame = import_extra("load_runs", "studies", "pandas").DataFrame
     runs = load([folder] if isinstance(folder, str | Path) else folder, "load_runs")
     keys = differing(runs)
     rows = []

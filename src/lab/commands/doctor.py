@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from omagd.envs.sc2.install import INSTALL as INSTALL_GAME
 from omagd.envs.sc2.install import build_of, builds, game_folder
-from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError, print_out
+from omagd.utils.errors import USER_ERROR_EXIT_CODE, UserError, install, print_out
 
 if TYPE_CHECKING:
     from omagd.config.schema import Config
 
 INSTALL = "pip install -e . -c constraints.txt"
 GAME = ("pysc2", "s2clientprotocol", "protobuf", "websocket-client", "absl-py")
-ON_REQUEST = ("wandb", "tensorboard")
 GET_MAPS = f"{INSTALL_GAME} --maps-only"
 GIGABYTE = 2.0**30
-EXTRAS = ("smax", "gpu")
+EXTRAS = ("full", "smax", "gpu")
 MORE_ROOM = "give local_results_path=… on a disk with enough space"
 LEAST_DISK, LEAST_MEMORY = 2.0, 2.0
 
@@ -154,8 +153,9 @@ def requirements(extra: str = "") -> dict[str, Any]:
     return {made.name: made.specifier for made in map(Requirement, lines)}
 
 
-def require(names: Sequence[str], fix: str = INSTALL, extra: str = "") -> str:
-    """Return packages with their versions. Errors: Problem where some are missing or do not fit."""
+def require(names: Sequence[str], extra: str = "") -> str:
+    """Return packages, of an extra, with their versions. Errors: Problem where some are missing or do not fit."""
+    fix = install(extra) if extra else INSTALL
     have = {name: installed(name) for name in names}
     if lacking := [name for name in names if not have[name]]:
         raise Problem(f"not installed: {', '.join(lacking)}", fix)
@@ -179,7 +179,7 @@ def python(_config: Config | None) -> str:
 
 def packages(_config: Config | None) -> str:
     """Check the versions of the packages that every run needs."""
-    wanted = [name for name in requirements() if name not in {*GAME, *ON_REQUEST}]
+    wanted = list(requirements())
     require(wanted)
     return f"{len(wanted)} packages as required"
 
@@ -225,7 +225,7 @@ def gpu_battles(_config: Config) -> str:
 
     if not torch.cuda.is_available():
         return "no GPU to play on"
-    found = require(["numba-cuda"], "pip install -e .[gpu] -c constraints.txt", "gpu")
+    found = require(["numba-cuda"], "gpu")
     importlib.import_module("omagd.envs.battle.compiled.cuda").try_out()
     return f"{found}: a kernel compiles and computes"
 
@@ -287,16 +287,16 @@ def disk(config: Config) -> str:
 
 def smax(_config: Config) -> str:
     """Check the packages of the extra `smax` without importing JAX."""
-    return require(("jaxmarl", "jax", "jaxlib"), INSTALL_SMAX, "smax")
+    return require(("jaxmarl", "jax", "jaxlib"), "smax")
 
 
 def pysc2(_config: Config) -> str:
     """Check that the used parts of pysc2 can be imported, and that the game's messages load with this protobuf."""
-    text = require(GAME)
+    text = require(GAME, "full")
     protocol = importlib.import_module("omagd.envs.sc2.client")
     request = protocol.sc_pb.Request(ping=protocol.sc_pb.RequestPing())
     if protocol.sc_pb.Request.FromString(request.SerializeToString()) != request:
-        raise Problem("a message changes when it is sent and received", INSTALL)
+        raise Problem("a message changes when it is sent and received", install("full"))
     for name in ("pysc2.run_configs", "pysc2.lib.sc_process"):
         importlib.import_module(name)
     return text
@@ -350,7 +350,7 @@ def _maps(names: list[str], chosen: str) -> str:
 
 def wandb(_config: Config) -> str:
     """Check W&B and in which mode it would record."""
-    found = require(["wandb"], f"{INSTALL}, or leave use_wandb=False")
+    found = require(["wandb"], "full")
     from omagd.run.reporting.wandb_sink import choose_mode
 
     kinds = {"online": "online, a key is stored", "offline": "offline, no key is stored (run `wandb login`)"}
@@ -359,7 +359,7 @@ def wandb(_config: Config) -> str:
 
 def tensorboard(_config: Config) -> str:
     """Check that TensorBoard is installed."""
-    return require(["tensorboard"], f"{INSTALL}, or leave use_tensorboard=False")
+    return require(["tensorboard"], "full")
 
 
 def _cores() -> int:
@@ -368,7 +368,6 @@ def _cores() -> int:
 
 ALL = frozenset({"all"})
 GAMES = frozenset({"sc2", "sc2_v2"})
-INSTALL_SMAX = "pip install -e .[smax] -c constraints.txt"
 CHECKS = (
     Check("python", python, ALL),
     Check("packages", packages, ALL),
@@ -379,8 +378,8 @@ CHECKS = (
     Check("limits", limits, fix="see the line on torch"),
     Check("shared memory", shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),
     Check("disk", disk, ALL, fix=MORE_ROOM),
-    Check("smax", smax, frozenset({"smax"}), fix=INSTALL_SMAX),
-    Check("pysc2", pysc2, GAMES),
+    Check("smax", smax, frozenset({"smax"}), fix=install("smax")),
+    Check("pysc2", pysc2, GAMES, fix=install("full")),
     Check("game", game, GAMES, fix="./install_sc2.sh"),
     Check("SMAC maps", smac_maps, frozenset({"sc2"}), fix=GET_MAPS),
     Check("SMACv2 map", smacv2_maps, frozenset({"sc2_v2"}), fix=GET_MAPS),

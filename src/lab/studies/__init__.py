@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from omagd.utils.errors import UserError, readable
 from omagd.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -20,13 +18,3 @@ EXECUTORS: Registry[type[Executor]] = Registry(
     },
     protocol="omagd.lab.studies.executors:Executor",
 )
-
-
-def import_extra(module: str, needed: str, extra: str) -> Any:
-    """Import a package of an extra. needed: what needs it. Errors: UserError where it is not installed, or broken."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == module
-        broken = "" if missing else f", which is installed but cannot be imported ({readable(str(error))})"
-        raise UserError(f'{needed}{broken}: pip install "omagd[{extra}]"') from None

@@ -15,11 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from omagd.lab.studies import import_extra
 from omagd.lab.studies.executors import Ended, Job, Place
 from omagd.lab.studies.local import kill_group, last_error, start_run
 from omagd.run.checkpoint.resuming import start_ticks
-from omagd.utils.errors import UserError, readable
+from omagd.utils.errors import UserError, import_extra, readable
 
 MOST = 10_000
 SAVE_SECONDS = 60.0
@@ -90,7 +89,7 @@ class SlurmExecutor:
     args_model = SlurmArgs
 
     def __init__(self, place: Place) -> None:
-        submitit = import_extra("submitit", "executor=slurm: needs submitit", "slurm")
+        submitit = import_extra("executor=slurm", "slurm", "submitit")
         logging.getLogger("submitit").setLevel(logging.ERROR)
         self._place, self._args, self._folder = place, place.settings, place.folder / "slurm"
         self.slots: Sequence[tuple[int, ...]] = [()] * MOST

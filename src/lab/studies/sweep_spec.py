@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from omagd.config.checks import shorten
 from omagd.config.schema import OPEN_SECTIONS, Config
 from omagd.lab.analysis.runs import is_number
-from omagd.lab.studies import import_extra
 from omagd.lab.studies.executors import Job
 from omagd.lab.studies.spec import (
     OWN,
@@ -29,7 +28,7 @@ from omagd.lab.studies.spec import (
     validated,
     words_of,
 )
-from omagd.utils.errors import Mistakes, UserError
+from omagd.utils.errors import Mistakes, UserError, import_extra
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -128,7 +127,7 @@ class Sweep:
 
 def optuna() -> Any:
     """Return Optuna, which writes no messages of its own. Errors: UserError where it is not installed."""
-    module = import_extra("optuna", "sweep: needs Optuna", "studies")
+    module = import_extra("sweep", "studies", "optuna")
     module.logging.set_verbosity(module.logging.ERROR)
     warnings.filterwarnings("ignore", category=module.exceptions.ExperimentalWarning)
     return module

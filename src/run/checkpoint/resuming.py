@@ -163,8 +163,8 @@ ELSEWHERE = frozenset(
     {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
     | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "wandb_naming"}
     | {"use_tensorboard", "log_interval", "runner_log_interval", "learner_log_interval", "profile", "log_memory_usage"}
-    | {"log_video", "distributed_debug", "enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep"}
-    | {"keep_checkpoints", "max_restarts"}
+    | {"log_video", "log_detail", "distributed_debug", "enable_checkpointing", "checkpoint_interval"}
+    | {"max_checkpoints_to_keep", "keep_checkpoints", "max_restarts"}
     | {"auto_resume", "auto_resume_wait", "resume", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
     | {"graph_updates"}
 )

@@ -22,7 +22,7 @@ from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
 from omagd.run.cli import Found, tried
 from omagd.run.launchers import Plan, make_plan
-from omagd.utils.errors import Mistakes, Unreadable, UserError, foreign
+from omagd.utils.errors import Mistakes, Unreadable, UserError, foreign, require_extra
 from omagd.utils.registry import Registry
 
 
@@ -62,6 +62,9 @@ def preflight(
     from omagd.run.training.checks import check_stages, with_maps
 
     tried(found, check_stages, config)
+    for package in ("wandb", "tensorboard"):
+        if getattr(config, f"use_{package}"):
+            tried(found, require_extra, f"use_{package}=True", "full", package)
     config = with_args(config, found)
     config, info = _described(config, found)  # before the file of a set is replaced, so that errors name the file
     config = tried(found, with_maps, config) or config

@@ -43,7 +43,7 @@ NO_EFFECT = frozenset(
     {"run", "use_ddp", "world_size", "ddp_port", "dist_timeout_minutes", "max_memory_per_gpu_gb"}
     | {"local_results_path", "unique_token", "seeds", "save_replay", "save_model", "save_model_interval"}
     | {"use_wandb", "wandb_project", "wandb_entity", "wandb_naming", "use_tensorboard", "profile", "log_memory_usage"}
-    | {"log_video"}
+    | {"log_video", "log_detail"}
     | {"log_interval", "runner_log_interval", "learner_log_interval", "distributed_debug", "save_pretrain_buffer"}
     | {"enable_checkpointing", "checkpoint_interval", "max_checkpoints_to_keep", "keep_checkpoints", "max_restarts"}
     | {"auto_resume", "auto_resume_wait", "resume"}
@@ -157,11 +157,12 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
         sizes: text on the sizes of the environment. batch: text on ranks, environments and updates.
     """
     compared, recorded = card["compared"], card["recorded"]
-    facts = {**compared, "seed": recorded["seed"], **recorded["versions"]}
+    given = {name: value for name, value in compared.items() if name.startswith("env_args.")}
+    facts = {**given, "seed": recorded["seed"], "omagd": recorded["versions"]["omagd"]}
     return [
         f"{compared['env']} {compared['map']}: {sizes}".replace(" :", ":"),
         batch,
-        f"card {card['id']}: {', '.join(f'{name} {value}' for name, value in facts.items())}",
+        f"card {card['id']} (card.json): {', '.join(f'{name} {value}' for name, value in facts.items())}",
     ]
 
 

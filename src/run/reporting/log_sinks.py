@@ -21,7 +21,7 @@ from typing import Any
 
 from omagd.run.reporting.report import number_text
 from omagd.run.run_folder import RunFolder, plain, unlinked
-from omagd.utils.logging import Logger, Record, RunFacts, Sink, warn_off
+from omagd.utils.logging import Logger, Record, RunFacts, Sink, duration, warn_off
 from omagd.utils.registry import Registry
 from omagd.utils.storage import STORAGE, AppendFile, open_records
 
@@ -224,16 +224,67 @@ OF_MAP = re.compile(r"^(test|train)/(.+)/(\w+?)(?:_mean)?$")
 LEAST_SHARE = 0.001
 
 
+COLUMNS = {
+    "t_env": {
+        "win rate": ("test_battle_won_mean",),
+        "return": ("test_return_mean", "return_mean"),
+        "length": ("test_ep_length_mean", "ep_length_mean"),
+        "epsilon": ("epsilon",),
+        "loss": ("loss_td", "loss_ppo"),
+        "steps/s": ("steps_per_second",),
+    },
+    "epoch": {
+        "loss": ("train/graph_loss", "test/graph_loss"),
+        "held-out loss": ("eval/graph_loss",),
+        "top-1": ("eval/top1", "test/top1"),
+        "error": ("eval/error", "test/error"),
+    },
+}
+"""Columns of the console's table for each clock, and the values that they show: the first that a record has."""
+
+WIDTH = 13  # of a column
+
+
 class ConsoleSink(Sink):
-    """Prints one block of values per record through Python's `logger`."""
+    """Prints one line per record through Python's `logger`, below the names of its columns; all with `log_detail=full`.
+
+    Win rate, return and length are those of the last greedy test, or of training where nothing is tested.
+    """
 
     name = "console"
 
     def __init__(self, logger: logging.Logger) -> None:
         self.logger = logger
+        self._columns: dict[str, tuple[str, ...]] = {}
 
     def _log(self, record: Record) -> None:
-        self.logger.info("%s", render_block(record, self.facts))
+        if self.facts.config.get("log_detail") == "full":
+            self.logger.info("%s", render_block(record, self.facts))
+            return
+        shown = {name: next((record.values[key] for key in keys if key in record.values), None)
+                 for name, keys in COLUMNS[record.clock].items()}  # fmt: skip
+        names = self._columns.get(record.stage, ())
+        if missing := [name for name, value in shown.items() if value is not None and name not in names]:
+            names = tuple(name for name in shown if name in {*names, *missing})
+            self._columns[record.stage] = names
+            end = ("left",) * (record.clock == "t_env")
+            self._print(("steps" if record.clock == "t_env" else record.stage, *names, *end))
+        texts = ["-" if (value := shown[name]) is None else _short(value) for name in names]
+        self._print((f"{record.t:,}", *texts, *self._left(record)))
+
+    def _print(self, cells: Iterable[str]) -> None:
+        self.logger.info("%s", "".join(f"{cell:>{WIDTH}}" for cell in cells))
+
+    def _left(self, record: Record) -> list[str]:
+        """Return the time to the end of the steps at the speed since the last record; nothing for epochs."""
+        speed = record.values.get("steps_per_second", 0.0)
+        total = self.facts.totals.get("t_env", 0)
+        return [duration(max(0, total - record.t) / speed)] if speed > 0 and total else []
+
+
+def _short(value: float) -> str:
+    """Return a number with three digits, and those before the decimal point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 def render_block(record: Record, facts: RunFacts) -> str:
@@ -245,7 +296,7 @@ def render_block(record: Record, facts: RunFacts) -> str:
     head = ["Recent Stats", f"{record.clock}: {_progress(record.t, facts.totals.get(record.clock))}"]
     if "episode" in record.values:
         head.append(f"Episode: {_progress(int(record.values['episode']), facts.totals.get('episode'))}")
-    single = facts.config and not facts.config["use_graph_reconstruction"]
+    single = facts.config and not facts.config.get("use_graph_reconstruction")
     head.append(" · ".join(part for part in ("" if single else record.stage, facts.label) if part))
     apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name) or OF_MAP.match(name)}
     shown = [name for name in record.values if name not in {*HEADLINE, *apart} and not DETAIL.search(name)]

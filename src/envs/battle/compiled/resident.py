@@ -7,7 +7,6 @@ those of `cuda`. Nothing is copied between host and device, and the host never w
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from omagd.envs.battle.compiled.tables import (
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import Outcome, Seen
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, require_extra
 
 if TYPE_CHECKING:
     from omagd.envs.battle.compiled.cuda import CUDAKernels
@@ -93,10 +92,7 @@ def kernels_for(device: torch.device) -> CPUKernels | CUDAKernels:
         return CPUKernels()
     if device.type != "cuda":
         raise UserError(f"runner=resident: plays on cpu and cuda, not on {device.type}. Use runner=parallel")
-    if find_spec("numba_cuda") is None:
-        raise UserError(
-            "runner=resident: battles on a GPU need numba-cuda. Use runner=parallel, or pip install 'omagd[gpu]'"
-        )
+    require_extra("runner=resident on a GPU", "gpu", "numba_cuda")
     from omagd.envs.battle.compiled.cuda import CUDAKernels
 
     return CUDAKernels(device)

@@ -25,7 +25,7 @@ from omagd.run.training.judges import Verdict, judges
 from omagd.run.training.stages.base import PretrainedModules, Session, Shaper, Stage, Task, require_same_weights
 from omagd.runners.rollout import Rollout
 from omagd.utils.dist_utils import Pending
-from omagd.utils.logging import Progress, duration
+from omagd.utils.logging import Progress
 
 
 class RLStage(Stage):
@@ -297,12 +297,6 @@ class RLStage(Stage):
             values.update(self.tests.last[1])
         self.log(values)
         self.tests.show(self.clock.t_env)
-        speed = values["steps_per_second"]
-        if self.clock.updates and speed > 0 and not self.done():  # before the first update the speed is not typical
-            left = (self._end() - self.clock.t_env) / speed
-            self.session.logger.info(
-                f"{self.title}: {duration(self._stopwatch.seconds())} passed, about {duration(left)} left"
-            )
         self.health.require_finite(values, self.when)
         self.health.require_progress(self.when)
 
