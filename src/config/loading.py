@@ -6,7 +6,7 @@ import ast
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from importlib.metadata import EntryPoint
@@ -269,7 +269,7 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
     for key in ACTED_WITH:
         if (value := values.get(key, REMOVED[key][0])) != REMOVED[key][0]:
             raise UserError(f"{source}: trained with {key}={value}, which was removed. Play it with omagd 0.1")
-    values = {key: value for key, value in values.items() if key not in REMOVED}
+    values = _without(REMOVED, values)
     if values.get("task_dealing") == "queue":  # how training dealt its maps, which left; a trained team plays the same
         del values["task_dealing"]
     with collected(None) as found:
@@ -436,11 +436,11 @@ def _merge(
     found: collects unknown keys. The value of one that has another name here goes to that name.
     """
     result = dict(values)
+    if source != "with":  # the `config.json` of an earlier version holds removed keys
+        over = _without({key for key, (default, _) in REMOVED.items() if _value_at(over, key) == default}, over)
     for key, value in over.items():
         given = value if shown is None else shown
         if key not in Config.model_fields:
-            if key in REMOVED and source != "with" and value == REMOVED[key][0]:
-                continue  # in the `config.json` of an earlier version
             found.add(unknown_key(key, source, given))
             if (row := foreign("key", key)) and row.here and row.here not in over:
                 result = _merge(result, _nested(row.here, value), found, source=source, shown=shown)
@@ -463,6 +463,15 @@ def _merge(
         else:
             result[key] = value
     return result
+
+
+def _without(keys: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` without some keys, given by dotted names."""
+    kept = {key: value for key, value in values.items() if key not in keys}
+    for section in SECTIONS.keys() & kept.keys():
+        if isinstance(kept[section], Mapping):
+            kept[section] = {key: value for key, value in kept[section].items() if f"{section}.{key}" not in keys}
+    return kept
 
 
 def _unquoted(text: str) -> str:

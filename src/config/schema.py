@@ -6,7 +6,7 @@ Steps are environment steps over all ranks; sizes are per rank unless the commen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
@@ -62,7 +62,6 @@ class TokenizerConfig(Frozen):
     hidden_dim: Width  # width of encoder and decoder
     n_layers: Layers  # layers of the encoder, and of the decoder
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)]  # dropout rate in encoder and decoder
-    distance: Literal["l2", "cosine"]  # nearest code by Euclidean distance or by angle
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)]  # decay per update of the codebook's running counts and sums
     commitment: Annotated[float, Field(ge=0.0)]  # weight of the commitment loss, the distance between encoding and code
     dead_code_threshold: Annotated[float, Field(ge=0.0)]  # share of the mean EMA count below which a code is dead
@@ -78,10 +77,7 @@ class MaskPredictorConfig(Frozen):
     n_heads: Width  # attention heads; divides d_model
     feedforward_dim: Width  # hidden width of the feed-forward layers
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)]  # dropout rate in the transformer
-    mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0)]  # share of seen nodes that are also masked in training
     matching: Literal["none", "type"]  # loss: position by position, or optimal matching of nodes of one type
-    early_steps: Whole  # number of first steps of an episode with weight early_step_weight
-    early_step_weight: Annotated[float, Field(ge=0.0)]  # their weight in the loss; other steps weigh 1
     stacked_steps: Size  # frames in the predictor's input (k)
     stacked_strip: Count  # environment steps between two frames (s)
     use_gru: bool  # a GRU over each node's k frames before the transformer
@@ -114,11 +110,26 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "mark_guesses": (False, "agents read reconstructed features as they read seen ones; leave it out"),
     "gnn_readout": ("pool", "hpn_rnn and attention_rnn value each attack by its enemy; leave it out"),
     "graph_pretrain_patience": (0, "stages 1 and 2 keep their best model; leave it out"),
+    "tokenizer_config.distance": ("l2", "the nearest code has the smallest Euclidean distance; leave it out"),
+    "mask_predictor_config.mask_ratio": (0.0, "only what agents do not see is masked; leave it out"),
+    "mask_predictor_config.early_steps": (2, "all steps weigh the same; leave it out"),
+    "mask_predictor_config.early_step_weight": (1.0, "all steps weigh the same; leave it out"),
 }
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
 may hold them; unfinished runs continue where the key had its default."""
 ACTED_WITH = ("fill_unseen", "reconstructor_refresh", "gnn_readout", "mark_guesses")
 """Removed keys without which a team that was trained with them would act on other inputs."""
+
+
+def with_removed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration as an earlier version had them: with the removed keys at their defaults."""
+    found = dict(values)
+    for key, (default, _) in REMOVED.items():
+        section, dot, inner = key.partition(".")
+        found |= {section: {inner: default, **found[section]}} if dot else {key: found.get(key, default)}
+    return found
+
+
 COMPONENT_ARGS = ("learner_args", "agent_args", "mixer_args")
 """Sections whose keys the component defines, by a pydantic model in its class (`args_model`)."""
 SECTIONS: dict[str, type[BaseModel]] = {

@@ -202,9 +202,9 @@ def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
     return mixed.transpose(1, 2).flatten(2)
 
 
-def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """Return the sum over tokens of weight [M] × -log p[target], differentiable in logits [M, K + 1].
+def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor) -> Tensor:
+    """Return the sum over M tokens of -log p[target], differentiable in logits [M, K + 1].
 
     log_p: log_softmax of the logits, without a gradient. target: [M] int64.
     """
-    return transformer.CrossEntropy.apply(logits, log_p, target, weight.to(log_p.dtype))  # type: ignore[no-untyped-call]
+    return transformer.CrossEntropy.apply(logits, log_p, target)  # type: ignore[no-untyped-call]
