@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from omagd.config import loading
+from omagd.config.env_info import EnvInfo
 from omagd.config.loading import (
     REMOVED,
     known_keys,
@@ -140,6 +141,7 @@ def test_a_saved_run_may_hold_removed_keys_and_keeps_its_identity(tmp_path, monk
     path.write_text(json.dumps(with_removed(to_plain(config))))
     assert '"gone": 7' in path.read_text() and '"compile": false' in path.read_text()
     assert validate(read_saved(path, "run")) == config == resolve(str(path))
+    assert "tokenizer_config" not in loading.given_keys(str(path), None, {})
     assert identity_of(config) != today
     monkeypatch.undo()
     assert identity_of(config) == today
@@ -149,6 +151,13 @@ def test_a_saved_run_may_hold_removed_keys_and_keeps_its_identity(tmp_path, monk
         path.write_text(json.dumps({**to_plain(config), key: value}))
         with pytest.raises(UserError, match=f"^run: trained with {key}={value}, which was removed"):
             read_saved(path, "run")
+
+
+def test_a_key_is_the_map_of_adapters_alone_and_a_run_without_wins_says_its_score():
+    config = resolve("qmix", "gymma", {"env_args.key": "foraging"})
+    assert (config.map_name, config.model_copy(update={"env": "mine"}).map_name) == ("foraging", "")
+    sizes = [EnvInfo("mine", "", 2, 3, 4, 5, 6, has_win=won).sizes for won in (True, False)]
+    assert sizes[1] == f"{sizes[0]}; no battle_won, so the score is the return"
 
 
 def test_both_spellings_of_the_stage_work():

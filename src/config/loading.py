@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from omagd.config.checks import check, shorten, unknown_key, unusable, validation_messages
 from omagd.config.schema import ACTED_WITH, EXTENDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
-from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, foreign, unknown_name
+from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, unknown_name
 from omagd.utils.registry import installed
 from omagd.utils.storage import read_json
 
@@ -138,7 +138,8 @@ def resolve(
     Errors: UserError for all wrong names, keys and values, and contradictions.
     """
     with collected(None) as found:
-        return validate(apply_updates(base_values(config, env_config, found), updates or {}, found), found)
+        values = base_values(config, env_config, found)
+        return validate(apply_texts(values, updates or {}, found, parse=False), found)
 
 
 def base_values(
@@ -185,7 +186,7 @@ def given_keys(config: str | None, env_config: str | None, texts: Mapping[str, A
         preset = over.get("name")
         known = preset in config_names("algs")
         defaults = base_values(preset) if known else read_yaml(HERE / "default.yaml")
-        found |= {key for key, value in over.items() if defaults.get(key) != value}
+        found |= {key for key, value in _current(over).items() if defaults.get(key) != value}
     return found
 
 
@@ -276,20 +277,6 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
         return _merge(read_yaml(HERE / "default.yaml"), values, found, source=str(path))
 
 
-def apply_updates(
-    values: Mapping[str, Any], updates: Mapping[str, Any], mistakes: Mistakes | None = None
-) -> dict[str, Any]:
-    """Return `values` with `updates` (by dotted key).
-
-    mistakes: collects unknown keys. Without it, errors: UserError.
-    """
-    result = deepcopy(dict(values))
-    with collected(mistakes) as found:
-        for key, value in updates.items():
-            result = _merge(result, _nested(key, value), found, source="with", shown=value)
-    return _counted_in_episodes(result, updates)
-
-
 def _nested(key: str, value: Any) -> dict[str, Any]:
     """Return the mapping that a dotted key stands for."""
     for part in reversed(key.split(".")):
@@ -366,21 +353,21 @@ def _value_at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def apply_texts(
-    values: Mapping[str, Any], texts: Mapping[str, Any], mistakes: Mistakes | None = None
+    values: Mapping[str, Any], texts: Mapping[str, Any], mistakes: Mistakes | None = None, *, parse: bool = True
 ) -> dict[str, Any]:
     """Return `values` with the texts of `key=text`, and with the values of files by their paths.
 
     mistakes: collects unknown keys. Without it, errors: UserError.
+    parse: False for values in place of texts, where a mapping is a section.
     """
     result, given = deepcopy(dict(values)), dict[str, Any]()
     with collected(mistakes) as found:
         for key, text in texts.items():
-            if isinstance(text, Mapping):
+            if parse and isinstance(text, Mapping):
                 result = _laid(result, text, key, found)
                 given |= text
                 continue
-            row = None if key.partition(".")[0] in WHOLE else foreign("key", key)
-            value = parse_value(text, _value_at(result, row.here if row and row.here else key), key)
+            value = parse_value(text, _value_at(result, key), key) if parse else text
             result = _merge(result, _nested(key, value), found, source="with", shown=value)
             given[key] = value
     return _counted_in_episodes(result, given)
@@ -433,17 +420,13 @@ def _merge(
 ) -> dict[str, Any]:
     """Return `values` overridden by `over`, section by section.
 
-    found: collects unknown keys. The value of one that has another name here goes to that name.
+    found: collects unknown keys.
     """
     result = dict(values)
-    if source != "with":  # the `config.json` of an earlier version holds removed keys
-        over = _without({key for key, (default, _) in REMOVED.items() if _value_at(over, key) == default}, over)
-    for key, value in over.items():
+    for key, value in (over if source == "with" else _current(over)).items():
         given = value if shown is None else shown
         if key not in Config.model_fields:
             found.add(unknown_key(key, source, given))
-            if (row := foreign("key", key)) and row.here and row.here not in over:
-                result = _merge(result, _nested(row.here, value), found, source=source, shown=shown)
         elif key in OPEN_SECTIONS and value is None and source != "with":  # drops the keys of the files below
             result[key] = {}
         elif key in {*OPEN_SECTIONS, *SECTIONS} and not isinstance(value, Mapping):
@@ -463,6 +446,11 @@ def _merge(
         else:
             result[key] = value
     return result
+
+
+def _current(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` without removed keys at their defaults, which the `config.json` of an earlier version holds."""
+    return _without({key for key, (default, _) in REMOVED.items() if _value_at(values, key) == default}, values)
 
 
 def _without(keys: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
