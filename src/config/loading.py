@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from omagd.config.checks import check, shorten, unknown_key, unusable, validation_messages
-from omagd.config.schema import ACTED_WITH, EXTENDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
+from omagd.config.schema import ACTED_WITH, EXTENDS, FIELDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
 from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, unknown_name
 from omagd.utils.registry import installed
 from omagd.utils.storage import read_json
@@ -119,8 +119,6 @@ HERE = Path(__file__).resolve().parent
 OPTIONS = {"algs": "--config", "envs": "--env-config"}
 SUFFIXES = (".yaml", ".yml", ".json")
 WORDS = {"true": True, "false": False, "null": None, "none": None}
-WHOLE = Config.model_fields.keys()
-"""Keys of a file that is a whole configuration."""
 NO_END_IN_STEPS = 10**12
 """`t_max` of a run that only `max_episodes` ends: the largest value of the key."""
 
@@ -195,7 +193,7 @@ def _laid(values: dict[str, Any], over: Mapping[str, Any], source: str, found: M
 
     Arguments of another environment are dropped.
     """
-    dropped = OPEN_SECTIONS if over.keys() >= WHOLE else {"env_args"} if over.get("env", ...) != values["env"] else ()
+    dropped = OPEN_SECTIONS if over.keys() >= FIELDS else {"env_args"} if over.get("env", ...) != values["env"] else ()
     if "env" in over:
         values = {**values, **{section: {} for section in dropped}}
     return _merge(values, over, found, source=source)
