@@ -198,7 +198,7 @@ def test_keys_that_nothing_reads_are_named(typed, unread, capsys, empty_folder):
 def test_list_names_everything(capsys):
     assert main(["--list"]) == 0
     names = {"omagd_small", "smax", "nq_graph_learner_ddp", "gnn_graph_mac", "vdn", "27m_vs_30m", "parallel"}
-    names |= {"3m_mixed_sight6", "3m_hidden", "smacv2_5_units"}
+    names |= {"3m_mixed_sight6", "3m_hidden", "smacv2_5_units", "masked", "observation"}
     assert names <= set(capsys.readouterr().out.split())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from omagd.config import loading
+from omagd.config.env_info import EnvInfo
 from omagd.config.loading import (
     REMOVED,
     known_keys,
@@ -17,7 +18,7 @@ from omagd.config.loading import (
     to_plain,
     validate,
 )
-from omagd.config.schema import Config
+from omagd.config.schema import Config, with_removed
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import preflight
@@ -135,22 +136,28 @@ def test_a_saved_run_may_hold_removed_keys_and_keeps_its_identity(tmp_path, monk
     config = resolve("qmix", "skirmish", {"env_args.map_name": "3m"})
     today = identity_of(config)
     assert today.startswith("c691d9752f2761bb"), "unfinished runs would start again: see ADDED and ELSEWHERE"
-    monkeypatch.setitem(REMOVED, "gone", (7, "use another one"))
+    monkeypatch.setitem(REMOVED, "tokenizer_config.gone", (7, "use another one"))
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**to_plain(config), "gone": 7}))
-    assert validate(read_saved(path, "run")) == config
+    path.write_text(json.dumps(with_removed(to_plain(config))))
+    assert '"gone": 7' in path.read_text() and '"compile": false' in path.read_text()
+    assert validate(read_saved(path, "run")) == config == resolve(str(path))
+    assert "tokenizer_config" not in loading.given_keys(str(path), None, {})
     assert identity_of(config) != today
     monkeypatch.undo()
     assert identity_of(config) == today
-    for key, (default, _) in REMOVED.items():
-        path.write_text(json.dumps({**to_plain(config), key: default}))
-        assert validate(read_saved(path, "run")) == config
     path.write_text(json.dumps({**to_plain(config), "truth_until": 0.9, "truth_all_until": 0.5}))
     assert validate(read_saved(path, "run")) == config, "it shaped training alone"
     for key, value in {"fill_unseen": "last_seen", "reconstructor_refresh": 0.1}.items():
         path.write_text(json.dumps({**to_plain(config), key: value}))
         with pytest.raises(UserError, match=f"^run: trained with {key}={value}, which was removed"):
             read_saved(path, "run")
+
+
+def test_a_key_is_the_map_of_adapters_alone_and_a_run_without_wins_says_its_score():
+    config = resolve("qmix", "gymma", {"env_args.key": "foraging"})
+    assert (config.map_name, config.model_copy(update={"env": "mine"}).map_name) == ("foraging", "")
+    sizes = [EnvInfo("mine", "", 2, 3, 4, 5, 6, has_win=won).sizes for won in (True, False)]
+    assert sizes[1] == f"{sizes[0]}; no battle_won, so the score is the return"
 
 
 def test_both_spellings_of_the_stage_work():

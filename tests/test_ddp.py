@@ -59,7 +59,7 @@ Q |= {
         "learner_args": {"epochs": 2, "critic": "observation"},
     },
 }
-SINGLE = {"alone", "graph", "flat_graph", "team", "qplex", "PPO apart", "stage1 cosine", "stage2 matched", "stage2 GRU"}
+SINGLE = {"alone", "graph", "flat_graph", "team", "qplex", "PPO apart", "stage2 matched", "stage2 GRU"}
 """Kinds of which gradients are compared, and nothing that several updates would show."""
 for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything registered that is not among these
     compared = {toy_config(**updates).model_dump()[part] for updates in Q.values()}
@@ -68,10 +68,9 @@ for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything regi
 DDPG = {"DDPG": {}, "DDPG bicnet": {"agent": "bicnet"}, "DDPG parts": {"gumbel_softmax": True, "accumulate": 3}}
 STAGES = {
     "stage1": {"tokenizer_config__dead_code_threshold": 0.6},
-    "stage1 cosine": {"tokenizer_config__distance": "cosine"},
-    "stage2": {"mask_ratio": 0.3},
+    "stage2": {},
     "stage2 matched": {"matching": "type"},
-    "stage2 GRU": {"use_gru": True, "early_step_weight": 0.3},
+    "stage2 GRU": {"use_gru": True},
 }
 compared = {updates.get("kind", "masked") for name, updates in STAGES.items() if name.startswith("stage2")}
 others = {f"stage2 {kind}": {"kind": kind} for kind in sorted({*PREDICTORS.names()} - compared)}

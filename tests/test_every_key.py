@@ -27,13 +27,13 @@ STAGES: dict[str, Any] = {
     **TINY, **NETWORKS, "run": "default", "deterministic": True, "learner": "nq_graph_learner", "mac": "gnn_graph_mac",
     "agent": "gnn_rnn", "gnn_hidden_dim": 8, "gnn_layer_num": 1,
     "tokenizer_config": {
-        "n_codes": 8, "code_dim": 4, "hidden_dim": 8, "n_layers": 1, "dropout": 0.2, "distance": "cosine",
-        "ema_decay": 0.5, "commitment": 0.25, "dead_code_threshold": 0.2, "revive_interval": 1,
+        "n_codes": 8, "code_dim": 4, "hidden_dim": 8, "n_layers": 1, "dropout": 0.2, "ema_decay": 0.5,
+        "commitment": 0.25, "dead_code_threshold": 0.2, "revive_interval": 1,
     },
     "mask_predictor_config": {
-        "d_model": 8, "n_layers": 1, "n_heads": 2, "feedforward_dim": 8, "dropout": 0.2, "mask_ratio": 0.3,
-        "matching": "type", "early_steps": 1, "early_step_weight": 2.0, "stacked_steps": 2, "stacked_strip": 2,
-        "use_gru": True, "last_seen": True, "code_features": True, "decode": "argmax",
+        "d_model": 8, "n_layers": 1, "n_heads": 2, "feedforward_dim": 8, "dropout": 0.2, "matching": "type",
+        "stacked_steps": 2, "stacked_strip": 2, "use_gru": True, "last_seen": True, "code_features": True,
+        "decode": "argmax",
     },
     "graph_pretrain_epochs": 2, "graph_pretrain_episodes": 4, "graph_pretrain_batch_size": 2,
     "graph_pretrain_eval_interval": 1, "graph_pretrain_eval_episodes": 2, "graph_pretrain_test_episodes": 2,

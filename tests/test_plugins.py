@@ -220,6 +220,7 @@ def test_a_class_that_does_not_fit_is_told_all_it_lacks_in_one_line(key, plug, t
     [
         (ScalarLoss, r"error_loss returned \[\], not a loss of each error"),
         (BareLoss, r"BareLoss .*: forward must return"),
+        (None, r"error: learner=my_learner cannot be built: TypeError: 'NoneType' .* \(Own \("),
     ],
 )
 def test_a_loss_of_a_wrong_shape_is_told_before_training(loss, message, plug, tmp_path, capsys):

@@ -284,6 +284,7 @@ def test_agents_that_share_nothing_have_critics_of_their_own(name):
         ({"learner_args": {"chunk_length": 10}}, ["learner_args.chunk_length=10"]),
         ({"td_lambda": 0.5}, ["td_lambda=0.5: has no meaning for learner=ppo_learner", "Leave it out"]),
         ({"learner": "nq_learner", "learner_args": {}}, ["action_selector=softmax", "epsilon_greedy"]),
+        ({"learner_args": {"critic": "staet"}}, ["learner_args.critic=staet is not known. Did you mean 'state'?"]),
     ],
 )
 def test_what_does_not_fit_is_rejected_at_the_start(updates, words):
@@ -291,3 +292,10 @@ def test_what_does_not_fit_is_rejected_at_the_start(updates, words):
     with pytest.raises(UserError) as caught:
         preflight(config.model_copy(update=updates))
     assert [word for word in words if word not in caught.value.render()] == []
+
+
+def test_more_minibatches_than_episodes_are_a_warning():
+    given = {"run": "default", "batch_size": 4, "batch_size_run": 2}
+    for parts, warned in ((4, ()), (5, ("learner_args.minibatches=5: a batch has about 4 episodes",))):
+        checked = preflight(resolve("mappo", "skirmish", {**given, "learner_args.minibatches": parts}))
+        assert tuple(line.partition(",")[0] for line in checked.warnings) == warned

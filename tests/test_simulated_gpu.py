@@ -70,7 +70,7 @@ def test_pre_training_learns_measures_and_continues_on_a_gpu(use_gru: bool) -> N
 
     def trained(device: torch.device) -> tuple[list[Any], list[dict[str, float]]]:
         """Return the learners of both stages after some updates, and their metrics."""
-        config = graph_toys.toy_config(mask_predictor_config__use_gru=use_gru, mask_predictor_config__mask_ratio=0.2)
+        config = graph_toys.toy_config(mask_predictor_config__use_gru=use_gru)
         info, dist = graph_toys.INFO, Dist(device=device)
         tokenizer = new_tokenizer(config, info, device)
         stages: list[Any] = [TokenizerLearner(tokenizer, config, info, dist)]

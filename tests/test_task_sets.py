@@ -190,7 +190,7 @@ def test_sets_are_lists_or_files(tmp_path):
         ("marine-eazy", ["marine-eazy", "Did you mean 'marine-easy'", "4m, 9m_vs_10m"]),
         ("3m,5m,3m", ["map 3m is named twice"]),
         ([3, "5m"], ["must hold their names"]),
-        ("3m,5n", ["env_args.map_name=3m,5n: map_name=5n is not known"]),
+        ("3m,3n", ["env_args.map_name=3m,3n: map_name=3n is not known. Did you mean '3m'?"]),
         ("marine-easy,3m", ["map_name=marine-easy,3m: marine-easy is a set of maps. Give its maps, or the set alone"]),
         ("[,]", ["map_name=[,]: is no list of maps", "[3m,5m]"]),
         ("3m,2s3z", ["2s3z and 3m cannot be in one set", "enemy_dim is 8 and 5"]),

@@ -237,24 +237,16 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
 
 EXPECTED = {
     "int_type": "a whole number",
-    "int_parsing": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
-    "float_parsing": "a number",
     "string_type": "text",
     "string_too_short": "text, not empty",
     "bool_type": "True or False",
-    "bool_parsing": "True or False",
     "tuple_type": "a list of whole numbers, such as 1,2,3",
     "dict_type": "a mapping of keys to values",
     "model_type": "a mapping of keys to values",
 }
-BOUNDS = {
-    "greater_than_equal": ("at least", "ge"),
-    "greater_than": ("more than", "gt"),
-    "less_than_equal": ("at most", "le"),
-    "less_than": ("less than", "lt"),
-}
+BOUNDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "more than"}
 NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
 
@@ -347,17 +339,12 @@ def _message(details: list[ErrorDetails], prefix: str) -> str:
 
 def _expected(details: list[ErrorDetails], first: ErrorDetails) -> str:
     """Return in words what the key takes; an optional key's types together."""
-    if first["type"] in BOUNDS:
-        words, name = BOUNDS[first["type"]]
-        return f"{words} {first['ctx'][name]}"
     if first["type"] == "literal_error":
         return f"one of {', '.join(_options(first))}"
-    if first["type"] == "string_pattern_mismatch":
-        return f"text that matches {first['ctx']['pattern']}"
-    same_key = [item["type"] for item in details]
     if first["type"] in EXPECTED:
-        return EXPECTED[first["type"]] + (" or null" if "none_required" in same_key else "")
-    return re.sub("^(Input|String) should (be |have )?", "", first["msg"])
+        return EXPECTED[first["type"]] + " or null" * any(item["type"] == "none_required" for item in details)
+    expected = re.sub("^(Input|String) should (be |have )?", "", first["msg"])
+    return re.sub("|".join(BOUNDS), lambda words: BOUNDS[words[0]], expected)
 
 
 def _fix(first: ErrorDetails, key: str) -> str:

@@ -26,9 +26,13 @@ Size = Annotated[int, Field(ge=1, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
-def given_map(env_args: Mapping[str, Any]) -> Any:
-    """Return what `env_args` give as the map: `map_name`, else `key` as in EPyMARL; empty without either."""
-    return env_args.get("map_name") or env_args.get("key") or ""
+ADAPTERS = ("gymma", "pettingzoo", "pymarl")
+"""Environments whose map is `env_args.key`, as in EPyMARL; `key` of another one means something else."""
+
+
+def given_map(env: object, env_args: Mapping[str, Any]) -> Any:
+    """Return what `env_args` of an environment give as the map; empty if they give none."""
+    return env_args.get("map_name") or (env_args.get("key") if env in ADAPTERS else None) or ""
 
 
 def map_label(given: object) -> str:
@@ -174,6 +178,13 @@ class EnvInfo:
     tasks: tuple[str, ...] = ()
     n_training: Count = 0
     padded: bool = False
+
+    @property
+    def sizes(self) -> str:
+        """The sizes in words; also what the score of a run is, where it is not the win rate."""
+        units = f"{self.n_agents} agents, {self.n_actions} actions, observation {self.obs_dim}, state {self.state_dim}"
+        score = "" if self.has_win else "; no battle_won, so the score is the return"
+        return f"{units}, at most {self.episode_limit} steps{score}"
 
     def layout_for(self, given: str, env: str) -> EntityLayout:
         """Return the layout. Errors: UserError without one, by what was `given`, as key=value, with `env`."""

@@ -6,7 +6,7 @@ import ast
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from importlib.metadata import EntryPoint
@@ -17,8 +17,8 @@ import yaml
 from pydantic import ValidationError
 
 from omagd.config.checks import check, shorten, unknown_key, unusable, validation_messages
-from omagd.config.schema import ACTED_WITH, EXTENDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
-from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, foreign, unknown_name
+from omagd.config.schema import ACTED_WITH, EXTENDS, FIELDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
+from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, unknown_name
 from omagd.utils.registry import installed
 from omagd.utils.storage import read_json
 
@@ -119,8 +119,6 @@ HERE = Path(__file__).resolve().parent
 OPTIONS = {"algs": "--config", "envs": "--env-config"}
 SUFFIXES = (".yaml", ".yml", ".json")
 WORDS = {"true": True, "false": False, "null": None, "none": None}
-WHOLE = Config.model_fields.keys()
-"""Keys of a file that is a whole configuration."""
 NO_END_IN_STEPS = 10**12
 """`t_max` of a run that only `max_episodes` ends: the largest value of the key."""
 
@@ -138,7 +136,8 @@ def resolve(
     Errors: UserError for all wrong names, keys and values, and contradictions.
     """
     with collected(None) as found:
-        return validate(apply_updates(base_values(config, env_config, found), updates or {}, found), found)
+        values = base_values(config, env_config, found)
+        return validate(apply_texts(values, updates or {}, found, parse=False), found)
 
 
 def base_values(
@@ -185,7 +184,7 @@ def given_keys(config: str | None, env_config: str | None, texts: Mapping[str, A
         preset = over.get("name")
         known = preset in config_names("algs")
         defaults = base_values(preset) if known else read_yaml(HERE / "default.yaml")
-        found |= {key for key, value in over.items() if defaults.get(key) != value}
+        found |= {key for key, value in _current(over).items() if defaults.get(key) != value}
     return found
 
 
@@ -194,7 +193,7 @@ def _laid(values: dict[str, Any], over: Mapping[str, Any], source: str, found: M
 
     Arguments of another environment are dropped.
     """
-    dropped = OPEN_SECTIONS if over.keys() >= WHOLE else {"env_args"} if over.get("env", ...) != values["env"] else ()
+    dropped = OPEN_SECTIONS if over.keys() >= FIELDS else {"env_args"} if over.get("env", ...) != values["env"] else ()
     if "env" in over:
         values = {**values, **{section: {} for section in dropped}}
     return _merge(values, over, found, source=source)
@@ -269,25 +268,11 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
     for key in ACTED_WITH:
         if (value := values.get(key, REMOVED[key][0])) != REMOVED[key][0]:
             raise UserError(f"{source}: trained with {key}={value}, which was removed. Play it with omagd 0.1")
-    values = {key: value for key, value in values.items() if key not in REMOVED}
+    values = _without(REMOVED, values)
     if values.get("task_dealing") == "queue":  # how training dealt its maps, which left; a trained team plays the same
         del values["task_dealing"]
     with collected(None) as found:
         return _merge(read_yaml(HERE / "default.yaml"), values, found, source=str(path))
-
-
-def apply_updates(
-    values: Mapping[str, Any], updates: Mapping[str, Any], mistakes: Mistakes | None = None
-) -> dict[str, Any]:
-    """Return `values` with `updates` (by dotted key).
-
-    mistakes: collects unknown keys. Without it, errors: UserError.
-    """
-    result = deepcopy(dict(values))
-    with collected(mistakes) as found:
-        for key, value in updates.items():
-            result = _merge(result, _nested(key, value), found, source="with", shown=value)
-    return _counted_in_episodes(result, updates)
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
@@ -366,21 +351,21 @@ def _value_at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def apply_texts(
-    values: Mapping[str, Any], texts: Mapping[str, Any], mistakes: Mistakes | None = None
+    values: Mapping[str, Any], texts: Mapping[str, Any], mistakes: Mistakes | None = None, *, parse: bool = True
 ) -> dict[str, Any]:
     """Return `values` with the texts of `key=text`, and with the values of files by their paths.
 
     mistakes: collects unknown keys. Without it, errors: UserError.
+    parse: False for values in place of texts, where a mapping is a section.
     """
     result, given = deepcopy(dict(values)), dict[str, Any]()
     with collected(mistakes) as found:
         for key, text in texts.items():
-            if isinstance(text, Mapping):
+            if parse and isinstance(text, Mapping):
                 result = _laid(result, text, key, found)
                 given |= text
                 continue
-            row = None if key.partition(".")[0] in WHOLE else foreign("key", key)
-            value = parse_value(text, _value_at(result, row.here if row and row.here else key), key)
+            value = parse_value(text, _value_at(result, key), key) if parse else text
             result = _merge(result, _nested(key, value), found, source="with", shown=value)
             given[key] = value
     return _counted_in_episodes(result, given)
@@ -433,17 +418,13 @@ def _merge(
 ) -> dict[str, Any]:
     """Return `values` overridden by `over`, section by section.
 
-    found: collects unknown keys. The value of one that has another name here goes to that name.
+    found: collects unknown keys.
     """
     result = dict(values)
-    for key, value in over.items():
+    for key, value in (over if source == "with" else _current(over)).items():
         given = value if shown is None else shown
         if key not in Config.model_fields:
-            if key in REMOVED and source != "with" and value == REMOVED[key][0]:
-                continue  # in the `config.json` of an earlier version
             found.add(unknown_key(key, source, given))
-            if (row := foreign("key", key)) and row.here and row.here not in over:
-                result = _merge(result, _nested(row.here, value), found, source=source, shown=shown)
         elif key in OPEN_SECTIONS and value is None and source != "with":  # drops the keys of the files below
             result[key] = {}
         elif key in {*OPEN_SECTIONS, *SECTIONS} and not isinstance(value, Mapping):
@@ -463,6 +444,20 @@ def _merge(
         else:
             result[key] = value
     return result
+
+
+def _current(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` without removed keys at their defaults, which the `config.json` of an earlier version holds."""
+    return _without({key for key, (default, _) in REMOVED.items() if _value_at(values, key) == default}, values)
+
+
+def _without(keys: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` without some keys, given by dotted names."""
+    kept = {key: value for key, value in values.items() if key not in keys}
+    for section in SECTIONS.keys() & kept.keys():
+        if isinstance(kept[section], Mapping):
+            kept[section] = {key: value for key, value in kept[section].items() if f"{section}.{key}" not in keys}
+    return kept
 
 
 def _unquoted(text: str) -> str:

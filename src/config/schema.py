@@ -6,7 +6,7 @@ Steps are environment steps over all ranks; sizes are per rank unless the commen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
@@ -58,15 +58,14 @@ class TokenizerConfig(Frozen):
     """Stage 1, the VQ-VAE over nodes."""
 
     n_codes: Annotated[Int, Field(ge=2, le=32000)]  # codes in the codebook (K)
-    code_dim: Width  # dimension of a code
-    hidden_dim: Width  # width of encoder and decoder
+    code_dim: Width  # dimension of a code; with n_codes, for maps whose nodes have many more or fewer features
+    hidden_dim: Width  # width of encoder and decoder; larger where stage 1 leaves a large mse
     n_layers: Layers  # layers of the encoder, and of the decoder
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)]  # dropout rate in encoder and decoder
-    distance: Literal["l2", "cosine"]  # nearest code by Euclidean distance or by angle
-    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)]  # decay per update of the codebook's running counts and sums
-    commitment: Annotated[float, Field(ge=0.0)]  # weight of the commitment loss, the distance between encoding and code
-    dead_code_threshold: Annotated[float, Field(ge=0.0)]  # share of the mean EMA count below which a code is dead
-    revive_interval: Whole  # updates between revivals; 0: never
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)]  # decay per update of the codebook; higher for small batches
+    commitment: Annotated[float, Field(ge=0.0)]  # weight of the commitment loss; higher if encodings leave their codes
+    dead_code_threshold: Annotated[float, Field(ge=0.0)]  # share of the mean count of a dead code; if few are used
+    revive_interval: Whole  # updates between revivals of dead codes; 0: never, as in the plain VQ-VAE
 
 
 class MaskPredictorConfig(Frozen):
@@ -78,13 +77,10 @@ class MaskPredictorConfig(Frozen):
     n_heads: Width  # attention heads; divides d_model
     feedforward_dim: Width  # hidden width of the feed-forward layers
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)]  # dropout rate in the transformer
-    mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0)]  # share of seen nodes that are also masked in training
     matching: Literal["none", "type"]  # loss: position by position, or optimal matching of nodes of one type
-    early_steps: Whole  # number of first steps of an episode with weight early_step_weight
-    early_step_weight: Annotated[float, Field(ge=0.0)]  # their weight in the loss; other steps weigh 1
     stacked_steps: Size  # frames in the predictor's input (k)
-    stacked_strip: Count  # environment steps between two frames (s)
-    use_gru: bool  # a GRU over each node's k frames before the transformer
+    stacked_strip: Count  # environment steps between two frames (s); more for units out of sight for long
+    use_gru: bool  # with stacked_steps: a GRU over a node's k frames, so that the transformer reads N tokens, not k·N
     last_seen: bool  # an unseen node keeps the token of its last sighting, and its age
     code_features: bool  # token embeddings and head also know the features that codes decode to
     decode: Literal["argmax", "mean"]  # likeliest code | mean over all codes
@@ -114,11 +110,26 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "mark_guesses": (False, "agents read reconstructed features as they read seen ones; leave it out"),
     "gnn_readout": ("pool", "hpn_rnn and attention_rnn value each attack by its enemy; leave it out"),
     "graph_pretrain_patience": (0, "stages 1 and 2 keep their best model; leave it out"),
+    "tokenizer_config.distance": ("l2", "the nearest code has the smallest Euclidean distance; leave it out"),
+    "mask_predictor_config.mask_ratio": (0.0, "only what agents do not see is masked; leave it out"),
+    "mask_predictor_config.early_steps": (2, "all steps weigh the same; leave it out"),
+    "mask_predictor_config.early_step_weight": (1.0, "all steps weigh the same; leave it out"),
 }
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
 may hold them; unfinished runs continue where the key had its default."""
 ACTED_WITH = ("fill_unseen", "reconstructor_refresh", "gnn_readout", "mark_guesses")
 """Removed keys without which a team that was trained with them would act on other inputs."""
+
+
+def with_removed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration as an earlier version had them: with the removed keys at their defaults."""
+    found = dict(values)
+    for key, (default, _) in REMOVED.items():
+        section, dot, inner = key.partition(".")
+        found |= {section: {inner: default, **found[section]}} if dot else {key: found.get(key, default)}
+    return found
+
+
 COMPONENT_ARGS = ("learner_args", "agent_args", "mixer_args")
 """Sections whose keys the component defines, by a pydantic model in its class (`args_model`)."""
 SECTIONS: dict[str, type[BaseModel]] = {
@@ -180,20 +191,20 @@ class Config(Frozen):
     accumulate: Size  # parts of a batch in stage 3 whose gradients are accumulated for one step: saves memory
     enable_gradient_checkpointing: bool  # recompute activations in the backward pass: saves memory, costs time
     bucket_cap_mb: Amount  # megabytes of gradients that ranks exchange at once
-    max_memory_per_gpu_gb: Amount | None  # gigabytes of a GPU that a rank may use; None: all
+    max_memory_per_gpu_gb: Amount | None  # gigabytes of a GPU that a rank may use, on a GPU with other jobs; None: all
 
     batch_size_run: Size  # battles per rank
     group_size: Size  # episodes in a row of slots that share their start and are compared (rloo); on-policy training
     enable_dynamic_sampling: bool  # drop groups that have all won or all lost, and play others
     max_sampling_attempts: Size  # enable_dynamic_sampling: most rounds more than batch_size needs, for one update
     env_processes: bool  # each battle in its own process; False: batched environments run in the rank's process
-    ticks_per_iteration: Size  # runner=ticks: steps of every battle between updates
+    ticks_per_iteration: Size  # runner=ticks: steps of every battle between updates; more where updates take too long
     buffer_size: Many  # episodes in the replay buffer (runner=ticks: steps); the newest ones
     t_max: Count  # environment steps over all ranks after which stage 3 ends
     max_episodes: Many | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
     task_weights: dict[str, Weight]  # map: its weight among the episodes; others weigh 1
     task_dealing: Literal["round_robin", "sharded"] | None  # each rank plays all maps | its own
-    enable_task_sharding: bool  # another way to say task_dealing=sharded
+    enable_task_sharding: bool  # task_dealing=sharded by its published name, for configurations that have it
     balance_tasks_across_gpus: bool  # sharded: maps by measured seconds, so that no rank waits; False: in their order
     min_tasks_per_gpu: Size  # sharded: maps that each rank plays at least; with few maps several ranks play the same
     sync_every_n_steps: Count  # iterations between exchanges of the ranks' statistics of maps; sharded: and rebalancing
@@ -230,8 +241,8 @@ class Config(Frozen):
     obs_last_action: bool  # add the agent's last action (one-hot) to its input
     mixing_embed_dim: Width  # qmix: width of the mixing layer
     hypernet_embed: Width  # qmix: hidden width of the hypernetworks
-    gnn_hidden_dim: Width  # gnn_rnn: features of an embedded node
-    gnn_layer_num: Layers  # gnn_rnn: graph convolutions
+    gnn_hidden_dim: Width  # gnn_rnn: features of an embedded node; larger for many kinds of units
+    gnn_layer_num: Layers  # gnn_rnn: graph convolutions; fewer make acting and updates faster
 
     use_graph_reconstruction: bool  # run stages 1 and 2; agents of stage 3 act on reconstructions
     use_full_obs: bool  # agents see everything: an upper bound, not a method
@@ -246,13 +257,13 @@ class Config(Frozen):
     pretrained_tokenizer_path: str  # a tokenizer.th or its folder: skips stage 1
     pretrained_mask_predictor_path: str  # a stage2_model.th or its folder: skips stage 2
     pretrain_buffer_path: str  # folder with rank_<r>.episodes for each rank, read instead of playing
-    save_pretrain_buffer: bool  # write the episodes of stages 1 and 2 to <run folder>/pretrain_buffer/
+    save_pretrain_buffer: bool  # write the episodes of stages 1 and 2, for pretrain_buffer_path of other runs
     graph_pretrain_epochs: Many  # updates of stage 1, and of stage 2
     graph_pretrain_episodes: Many  # episodes of stages 1 and 2 over all ranks; rounded up to whole rounds of all slots
     graph_pretrain_batch_size: Size  # episodes of one update
     graph_frames_at_once: Count  # agents' frames of an update that stages 1 and 2 process together: limits memory
-    graph_pretrain_eval_interval: Count  # epochs between evaluations on the validation episodes
-    graph_pretrain_eval_episodes: Size  # validation episodes over all ranks, also rounded up to whole rounds
+    graph_pretrain_eval_interval: Count  # epochs between evaluations that select the model; fewer if they take too long
+    graph_pretrain_eval_episodes: Size  # their episodes over all ranks, rounded up; more if the best model is noise
     graph_pretrain_test_episodes: Size  # test episodes of stage 2, played once it has ended; rounded up likewise
     graph_pretrain_policy: Text  # policy that plays them: random | mixed (scripts, 0.3 random) | path of a checkpoint
     graph_lr: Rate  # learning rate of Adam in stages 1 and 2
@@ -288,7 +299,7 @@ class Config(Frozen):
     distributed_debug: bool  # compare checksums of all parameters over the ranks after every iteration
 
     evaluate: bool  # play checkpoint_path greedily instead of training; `evaluate RUN` sets it and reads config.json
-    evaluation_only: bool  # evaluate given modules of stages 1 and 2 on held-out episodes instead of training
+    evaluation_only: bool  # to compare given modules of stages 1 and 2: evaluate them on held-out episodes, no training
     eval_report_episodes: Tests  # episodes over all ranks of evaluate and evaluation_only; 0: as in training
     checkpoint_path: str  # to continue or to evaluate: a run's folder (whole state), its models/ or one step (weights)
     load_step: Whole  # of several saved steps the nearest to this one; 0: the last
@@ -314,44 +325,26 @@ class Config(Frozen):
     @property
     def map_name(self) -> str:
         """The map, the task or the set of maps, by its name in results; empty if the environment has none."""
-        return map_label(given_map(self.env_args))
+        return map_label(given_map(self.env, self.env_args))
 
 
 class Watched(Config):
-    """A configuration that knows which keys are read.
+    """A configuration with keys whose values are wrong: reading one raises `Unreadable`."""
 
-    Reading a key whose value is wrong raises `Unreadable`.
-    """
-
-    _read: set[str] = PrivateAttr(default_factory=set)
     _wrong: frozenset[str] = PrivateAttr(frozenset())
 
     def __getattribute__(self, name: str) -> Any:
-        if name in FIELDS:
-            if name in self._wrong:
-                raise Unreadable(name)
-            self._read.add(name)
+        if name in FIELDS and name in self._wrong:
+            raise Unreadable(name)
         return super().__getattribute__(name)
-
-    @property
-    def keys_read(self) -> set[str]:
-        """The keys that were read."""
-        return self._read
 
 
 Watched.__name__ = Config.__name__  # in errors about keys that do not exist
 FIELDS = frozenset(Config.model_fields)
 
 
-def recording(config: Config) -> Watched:
-    """Return a configuration that notes which keys are read, as do its copies."""
-    watched = Watched.model_construct(**config.__dict__)
-    watched._wrong = config._wrong if isinstance(config, Watched) else frozenset()
-    return watched
-
-
 def without(config: Config, keys: Iterable[str]) -> Config:
     """Return a configuration in which these keys cannot be read: their values are wrong."""
-    watched = recording(config)
-    watched._wrong |= frozenset(keys)
+    watched = Watched.model_construct(**config.__dict__)
+    watched._wrong = frozenset(keys) | (config._wrong if isinstance(config, Watched) else frozenset())
     return watched

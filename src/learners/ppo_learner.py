@@ -20,6 +20,7 @@ from omagd.modules import critics
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
+from omagd.utils.errors import unknown_name
 from omagd.utils.packing import PackedBatch, batch_targets
 
 NORM_DECAY = 0.99  # of the value normaliser, per batch; MAPPO's code has 0.99999 per minibatch
@@ -40,7 +41,7 @@ class PPOArgs(PolicyArgs):
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in critics.REGISTRY:
-            raise ValueError(f"learner_args.critic={name} is not known; known: {', '.join(critics.REGISTRY.names())}")
+            raise ValueError(unknown_name("learner_args.critic", name, critics.REGISTRY.names()).message)
         return name
 
 

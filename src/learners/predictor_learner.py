@@ -2,9 +2,9 @@
 
 A frame is what one living agent sees at one step. Its unseen nodes are MASK in the input and are the targets: the code
 of the node in `full_obs`, which only training reads, or ABSENT if the unit is dead. The loss is that of BERT's masked
-language model (Devlin et al. 2019, arXiv:1810.04805), a cross-entropy over the M masked tokens of all ranks,
+language model (Devlin et al. 2019, arXiv:1810.04805), the mean cross-entropy of the M masked tokens of all ranks,
 
-    sum of w_m × -log p_m[target_m]  /  sum of w_m,        w_m = `early_step_weight` before `early_steps`, else 1
+    sum of -log p_m[target_m]  /  M
 
 Under `matching: type` a prediction is not compared with the target of its own position: in a frame and node type the
 assignment of predictions to targets with the smallest sum of -log p is chosen first (as in DETR, Carion et al. 2020,
@@ -35,8 +35,7 @@ from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
-from omagd.utils.packing import PackedBatch, row_draws
-from omagd.utils.seeding import stream_seed
+from omagd.utils.packing import PackedBatch
 
 ENUMERATED = 4  # up to so many tokens, all assignments are tried
 
@@ -47,13 +46,12 @@ class Sample:
 
     Attributes:
         frames: inputs of F frames. masked: [F, N] bool. target: [M] int64, code or ABSENT, frame by frame.
-        weight: [M], of each token in the loss. rows, agents: [F], packed row and agent of each frame.
+        rows, agents: [F], packed row and agent of each frame.
     """
 
     frames: Frames
     masked: Tensor
     target: Tensor
-    weight: Tensor
     rows: Tensor
     agents: Tensor
 
@@ -66,8 +64,7 @@ class Sample:
         """Return the frames `rows`."""
         first = int(self.masked[: rows.start].sum())
         tokens = slice(first, first + int(self.masked[rows].sum()))
-        of_frames = self.frames[rows], self.masked[rows]
-        return Sample(*of_frames, self.target[tokens], self.weight[tokens], self.rows[rows], self.agents[rows])
+        return Sample(self.frames[rows], self.masked[rows], self.target[tokens], self.rows[rows], self.agents[rows])
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Graphs:
 
 
 class PredictorLoss(LossModule):
-    """The loss at the top of this file, not yet divided by the sum of weights.
+    """The loss at the top of this file, not yet divided by the number of tokens.
 
     Args:
         predictor: trained. info: of the environment. bf16: whether training multiplies in bf16.
@@ -99,7 +96,7 @@ class PredictorLoss(LossModule):
         self.predictor, self.layout = predictor, info.layout
 
     def forward(self, sample: Sample) -> tuple[Tensor, Stats]:
-        """Return the sum of weight × cross-entropy, and stats.
+        """Return the sum of the cross-entropy, and stats.
 
         DDP needs a gradient of every parameter, so a sample without frames returns 0 × the logits of a blank frame.
         """
@@ -115,13 +112,13 @@ class PredictorLoss(LossModule):
         if self.predictor.config.matching == "type":
             target = target[match_types(log_p, target, sample.masked, self.layout)]
         # BERT's masked language model (section 3.1): -log p of the true token, at masked places alone.
-        loss = cross_entropy(logits, log_p, target, sample.weight)
+        loss = cross_entropy(logits, log_p, target)
         with torch.no_grad():
             dead = sample.target == self.predictor.specials.absent
             predicted_dead = (log_p[:, -1].exp() > 0.5).to(log_p.dtype)
             likeliest = log_p.gather(1, sample.target[:, None])[:, 0] >= log_p.amax(1)
             stats = {
-                "graph_loss": (loss.detach(), sample.weight.sum()),
+                "graph_loss": (loss.detach(), torch.tensor(float(len(dead)), device=dead.device)),
                 "top1": mean_of(likeliest.to(log_p.dtype)),
                 "recall_absent": mean_of(predicted_dead, dead),
                 "recall_alive": mean_of(1 - predicted_dead, ~dead),
@@ -148,10 +145,10 @@ class PredictorLearner(GraphLearner):
     def update(self, batch: PackedBatch) -> Stats:
         """Take an optimizer step on this rank's batch."""
         graphs = self.graphs(batch)
-        sample = self.sample(batch, graphs, hide=True)
+        sample = self.sample(batch, graphs)
         self._loss.train()
         parts = sample.parts(self.config.graph_frames_at_once)
-        result = self._step(sample.weight.double().sum(), *((part,) for part in parts))
+        result = self._step(torch.tensor(float(len(sample.target)), dtype=torch.float64), *((part,) for part in parts))
         self.updates += 1
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
@@ -201,40 +198,18 @@ class PredictorLearner(GraphLearner):
         ids[present] = self.tokenizer.ids(full[present])
         return Graphs(full, ids, ~hidden & counts, hidden & counts)
 
-    def sample(self, batch: PackedBatch, graphs: Graphs | None = None, hide: bool = False) -> Sample:
-        """Return the frames with a masked node. hide: also mask seen nodes at random (`mask_ratio`), as HIDDEN."""
+    def sample(self, batch: PackedBatch, graphs: Graphs | None = None) -> Sample:
+        """Return the frames with a missing node."""
         graphs = graphs or self.graphs(batch)
-        hidden = self._draw_hidden(batch, graphs.seen) if hide else torch.zeros_like(graphs.seen)
-        masked = graphs.missing | hidden
-        rows, agents = torch.nonzero(masked.any(-1), as_tuple=True)
+        rows, agents = torch.nonzero(graphs.missing.any(-1), as_tuple=True)
         frames = self._history(batch, graphs).frames(rows, agents)
-        frames.ids[:, -1] = torch.where(hidden[rows, agents], self.predictor.specials.hidden, frames.ids[:, -1])
-        masked = masked[rows, agents]
-        # At the first steps nothing has been seen yet, and guesses are means of the map.
-        early = (frames.step < self.config.mask_predictor_config.early_steps)[:, None].expand_as(masked)[masked]
-        weight = torch.where(early, self.config.mask_predictor_config.early_step_weight, 1.0)
-        return Sample(frames, masked, graphs.ids[rows, agents][masked], weight, rows, agents)
+        masked = graphs.missing[rows, agents]
+        return Sample(frames, masked, graphs.ids[rows, agents][masked], rows, agents)
 
     def _history(self, batch: PackedBatch, graphs: Graphs) -> PackedHistory:
         specials = self.predictor.specials
         ids = torch.where(graphs.seen, graphs.ids, specials.mask)
         return PackedHistory(ids, batch.packing, self.predictor.config, specials)
-
-    def _draw_hidden(self, batch: PackedBatch, seen: Tensor) -> Tensor:
-        """Return which seen nodes [S, n, N] are masked at random, never the agent itself.
-
-        Drawn by (seed, update, place of the episode among those of all ranks): the same for any number of ranks.
-        """
-        ratio = self.predictor.config.mask_ratio
-        if not ratio:
-            return torch.zeros_like(seen)
-        before = sum(self.dist.counts(batch.packing.n_episodes)[: self.dist.rank])  # episodes of lower ranks
-        key, longest = stream_seed(self.config.seed, "hidden", self.updates), self.info.episode_limit + 1
-        drawn = row_draws(batch, seen[0].numel(), key, longest=longest, before=before, device=seen.device)
-        # An agent always knows itself, when it acts too.
-        hidden = (drawn.view(seen.shape) < ratio) & seen
-        hidden[..., 0] = False
-        return hidden
 
     def _evaluate(self, sample: Sample, graphs: Graphs) -> Stats:
         """Return the metrics of the masked tokens, with those of the true codes (`code`)."""
@@ -248,8 +223,8 @@ class PredictorLearner(GraphLearner):
         tokens = Tokens(sample.target, truth, real, self.predictor.types[position], code)
         matched = match_types(log_p, sample.target, sample.masked, self.layout)
         compared = sample.target[matched] if self.predictor.config.matching == "type" else sample.target
-        loss = cross_entropy(logits, log_p, compared, sample.weight)
-        return {**token_stats(log_p, guess, tokens, matched), "graph_loss": (loss, sample.weight.sum())}
+        loss = -log_p.gather(1, compared[:, None])
+        return {**token_stats(log_p, guess, tokens, matched), "graph_loss": mean_of(loss[:, 0])}
 
 
 @cache

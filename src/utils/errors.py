@@ -203,8 +203,12 @@ def exit_line(error: SystemExit) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ' Did you mean X?' for the known name that is spelled almost alike, or an empty string."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=NEAR)
-    return f" Did you mean '{found[0]}'?" if found else ""
+    known = list(known)
+    found = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
+    if not found and 1 < len(name) < 4:  # too short for a share of letters: one name that differs in one, not the first
+        alike = (other for other in known if len(other) == len(name) and other[0] == name[0])
+        found = [other for other in alike if sum(a != b for a, b in zip(name, other, strict=True)) == 1]
+    return f" Did you mean '{found[0]}'?" if len(found) == 1 else ""
 
 
 def foreign(kind: str, word: object) -> Row | None:

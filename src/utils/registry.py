@@ -274,10 +274,10 @@ def explained(error: BaseException) -> RunFailed | None:
 
 
 @contextmanager
-def in_one_line(what: str = "", *packages: str) -> Iterator[None]:
+def in_one_line(what: str = "", *packages: str, of: Any = None) -> Iterator[None]:
     """Turn an error of a plug-in's code in the block into a UserError. what: "env=shop cannot be built".
 
-    packages: as in `crash_of`.
+    packages: as in `crash_of`. of: the class that is built; an error in this package's part of a plug-in's counts, too.
     """
     try:
         yield
@@ -285,6 +285,8 @@ def in_one_line(what: str = "", *packages: str) -> Iterator[None]:
         raise
     except Exception as error:
         crash = crash_of(error, *packages)
+        if crash is None and of is not None and is_plugin(of):
+            crash = Crash("", described(of), readable(traceback.format_exception_only(error)[-1].strip()), "", "")
         if crash is None or re.search("out of memory|allocate memory", str(error)):  # memory is the caller's matter
             raise
         said = what or ", ".join(part for part in (crash.owner, crash.place) if part) or "a plug-in"
@@ -297,7 +299,7 @@ def built(owner: str, kind: Any, *args: Any, protocol: type | None = None) -> An
     Errors: UserError for an error in a plug-in's constructor, and for an instance without attributes of `protocol`.
     """
     NAMES[kind] = owner
-    with in_one_line(f"{owner} cannot be built"):
+    with in_one_line(f"{owner} cannot be built", of=kind):
         made = kind(*args)
         missing = missing_parts(made, protocol) if protocol is not None else []
     if missing:

@@ -64,10 +64,9 @@ def settings(run: Run) -> dict[str, Any]:
     if values["lr_scaling"] != "none":
         values["world_size"] = ranks
     unused = (NO_EFFECT | ROUNDING | LABELLED) - ({"world_size"} if values["lr_scaling"] != "none" else set())
-    unused |= {key for key, (default, _) in REMOVED.items() if values.get(key) == default}
     flat = flattened({key: value for key, value in values.items() if key not in unused})
-    flat.pop("env_args.map_name", None)
-    return flat
+    gone = {key for key, (default, _) in REMOVED.items() if flat.get(key) == default}
+    return {key: value for key, value in flat.items() if key not in {"env_args.map_name", *gone}}
 
 
 @cache

@@ -74,7 +74,7 @@ class Run:
         """The map, or the name of the set of maps."""
         args = self.config.get("env_args")
         args = args if isinstance(args, dict) else {}
-        return readable(map_label(self.summary.get("map_name") or given_map(args)))
+        return readable(map_label(self.summary.get("map_name") or given_map(self.env, args)))
 
     @property
     def place(self) -> str:
@@ -197,7 +197,7 @@ def _foreign_arms(runs: list[Run]) -> list[Run]:
             given = run.config.get("env_args")
             args = given if isinstance(given, dict) else {}
             about = {key: run.config.get(key) for key in ("name", "env", "seed")}
-            about["env_args"] = {"map_name": given_map(args) or None}
+            about["env_args"] = {"map_name": given_map(about["env"], args) or None}
             arm = readable(f"{about['name'] or run.folder.name} (Sacred) {next(labels)}".strip())
             run = replace(run, config=about, arm=arm)
         found.append(run)

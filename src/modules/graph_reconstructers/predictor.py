@@ -9,7 +9,7 @@ learning, `SlotHistory` step by step in acting; both give the same `Frames`. Ids
 
 - input MASK = K: unseen now, alive or dead;
 - input PAD = K + 1: before the episode's start, or never seen;
-- input HIDDEN = K + 2: a seen node that is masked for training;
+- input K + 2: unused; files of earlier versions have a row for it;
 - output ABSENT = K: dead. The predictor never reads ABSENT: it must infer death from what it sees and remembers.
 
 Shapes: F frames, k stacked frames s steps apart, S packed rows, B slots, n agents, N nodes, D features, K codes,
@@ -42,7 +42,7 @@ class Specials:
 
     def __init__(self, n_codes: int) -> None:
         self.n_codes = self.mask = self.absent = n_codes
-        self.pad, self.hidden = n_codes + 1, n_codes + 2
+        self.pad = n_codes + 1
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class PackedHistory:
         self._last_step = last_seen_step(self._ids < self._specials.n_codes, packing)
 
     def frames(self, rows: Tensor, agents: Tensor) -> Frames:
-        """Return the inputs of the frames (row [F], agent [F]), nothing of them HIDDEN."""
+        """Return the inputs of the frames (row [F], agent [F])."""
         step, episode = self._step[rows], self._episode[rows]
         back = torch.arange(self._config.stacked_steps - 1, -1, -1, device=self._device) * self._config.stacked_strip
         at = step[:, None] - back

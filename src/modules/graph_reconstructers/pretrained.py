@@ -23,8 +23,8 @@ KINDS = "tokenizer", "mask_predictor"
 ENTRIES = {"kind", "env", "map_name", "shape_key", "tokenizer_config", "mask_predictor_config"}
 """Those of a `meta` entry."""
 
-EARLIER = {"mask_predictor_config.kind": "masked"}
-"""Values of keys that files of earlier versions do not have."""
+EARLIER = {"mask_predictor_config.kind": "masked", "tokenizer_config.distance": "l2"}
+"""Values of keys that files of earlier versions do not have, or that this version does not have any more."""
 
 
 def describe(config: Config, info: EnvInfo, *, predictor: bool) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omagd.config.env_info import EntityLayout
@@ -85,17 +84,17 @@ class Tokenizer(nn.Module):
         self.register_buffer("real", feature_mask(layout), persistent=False)
 
     def encode(self, nodes: Tensor) -> Tensor:
-        """Return encodings [..., E] of nodes [..., D]; of length one under `distance: cosine`."""
-        encoded = self.encoder(nodes.to(self.codebook.dtype)).to(self.codebook.dtype)
-        return self._unit(encoded)
+        """Return encodings [..., E] of nodes [..., D]."""
+        encoded: Tensor = self.encoder(nodes.to(self.codebook.dtype))
+        return encoded.to(self.codebook.dtype)
 
     @torch.no_grad()
     def quantize(self, encoded: Tensor) -> Tensor:
         """Return the id [...] int64 of the code nearest to each encoding [..., E]."""
         flat = encoded.detach().reshape(-1, encoded.shape[-1])
-        # VQ-VAE, eq. 1 and 2: the nearest code.
         # argmin |z - e|^2 = argmax z.e - |e|^2 / 2, since |z|^2 is the same for all codes. That is one product with
-        # the codebook. For cosine all codes have length one and the bias does not matter.
+        # the codebook.
+        # VQ-VAE, eq. 1 and 2: the nearest code.
         bias = -0.5 * self.codebook.square().sum(-1)
         with torch.autocast(flat.device.type, enabled=False):
             # As many nodes at once as fit the cache of a CPU core with their distances to all codes.
@@ -150,7 +149,6 @@ class Tokenizer(nn.Module):
             n_c <- gamma n_c + (1 - gamma) (number of its encodings)        `cluster_size`
             m_c <- gamma m_c + (1 - gamma) (sum of its encodings)           `embed_avg`
             e_c  = m_c / n'_c,  n'_c = (n_c + eps) / (sum of n + K eps) * (sum of n)
-        Under `distance: cosine` e_c is normalised.
         """
         decay = self.config.ema_decay
         # VQ-VAE, appendix A.1, eq. 6 to 8: codes are running means of the encodings that chose them.
@@ -159,7 +157,7 @@ class Tokenizer(nn.Module):
         total = sizes.sum()
         # Laplace smoothing: an unused code does not divide by 0, and the total stays.
         size = (sizes + SMOOTHING) / (total + self.n_codes * SMOOTHING) * total
-        moved = (sizes, means, self._unit(means / size[:, None]))
+        moved = (sizes, means, means / size[:, None])
         for old, new in zip((self.cluster_size, self.embed_avg, self.codebook), moved, strict=True):
             old.copy_(new if finite is None else torch.where(finite, new, old))
 
@@ -180,16 +178,11 @@ class Tokenizer(nn.Module):
         """
         # The device decides, so that the host need not wait for it.
         good = encoded.isfinite().all(-1) if finite is None else encoded.isfinite().all(-1) & finite
-        placed = torch.where(good[:, None], self._unit(encoded), self.codebook[codes])
+        placed = torch.where(good[:, None], encoded, self.codebook[codes])
         sizes = torch.as_tensor(size, dtype=self.cluster_size.dtype, device=codes.device)
         self.codebook[codes] = placed
         self.embed_avg[codes] = torch.where(good[:, None], placed * size, self.embed_avg[codes])
         self.cluster_size[codes] = torch.where(good, sizes, self.cluster_size[codes])
-
-    def _unit(self, vectors: Tensor) -> Tensor:
-        """Return `vectors` [..., E], normalised under `distance: cosine`."""
-        # On the unit sphere |z - e|² = 2 - 2 z.e: the nearest code is that of the largest cosine.
-        return F.normalize(vectors, dim=-1) if self.config.distance == "cosine" else vectors
 
 
 def first_largest(values: Tensor) -> Tensor:

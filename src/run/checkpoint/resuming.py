@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.config.loading import read_saved, validate
-from omagd.config.schema import REMOVED, Config
+from omagd.config.schema import Config, with_removed
 from omagd.run.checkpoint.store import digest, free_finished
 from omagd.run.checkpoint.weights import ADDED, CONTINUED, continue_whole
 from omagd.run.run_folder import (
@@ -303,8 +303,7 @@ ADDED_INSIDE: dict[str, dict[str, Any]] = {"mask_predictor_config": {"kind": "ma
 
 def identity_of(config: Config) -> str:
     """Return the identity of a run: a hash of its configuration without the keys that may change when resuming."""
-    removed = {key: default for key, (default, _) in REMOVED.items()}  # earlier versions hashed them
-    values: dict[str, Any] = {**removed, **config.model_dump(mode="json")}
+    values = with_removed(config.model_dump(mode="json"))  # earlier versions hashed them
     if config.belief_loss == "none":  # nothing reads it, and its default has changed
         values["belief_weight"] = ADDED["belief_weight"]
     for section, added in ADDED_INSIDE.items():

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from omagd.config.schema import COMPONENT_ARGS, REMOVED, Config
+from omagd.config.schema import COMPONENT_ARGS, Config, with_removed
 from omagd.learners.belief_loss import HEAD
 from omagd.learners.protocol import Trainable
 from omagd.modules.graph_reconstructers import pretraining
@@ -338,8 +338,7 @@ def _unlike(config: Config, found: Checkpoint) -> str:
     saved = read_entry(RunFolder(found.path.parents[1]).config_json)
     if found.manifest["stage"] != "stage3" or "learner" not in saved:
         return ""
-    removed = {key: default for key, (default, _) in REMOVED.items()}
-    theirs, ours = {**ADDED, **saved}, {**removed, **config.model_dump()}
+    theirs, ours = {**ADDED, **saved}, with_removed(config.model_dump())
     return next(
         (
             f"{key}={theirs[key]}, not {ours[key]}"

@@ -10,10 +10,7 @@ from omagd.utils.errors import UserError
 from omagd.utils.registry import Registry, in_one_line
 
 if TYPE_CHECKING:
-    import argparse
-
     from omagd.utils.errors import Mistakes
-
 
 P = ParamSpec("P")
 Found = TypeVar("Found")
@@ -27,14 +24,11 @@ class Command:
         usage: name and arguments. about: for `--help`.
         module: has `arguments(parser)`, which adds its arguments to an `argparse.ArgumentParser`, and `main(options)`,
             which returns the exit code. It is imported when the command is used.
-        run: instead of `module`, for a command that takes the options of a training: called with the options, the
-            words after the command's name, and what is wrong so far.
     """
 
     usage: str
     about: str
-    module: str = ""
-    run: Callable[[argparse.Namespace, list[str], Mistakes], int] | None = None
+    module: str
 
 
 REGISTRY: Registry[Command] = Registry(
@@ -55,7 +49,7 @@ def command_of(words: list[str]) -> Command | None:
     if not words or words[0] not in REGISTRY:
         return None
     found = REGISTRY.get(words[0])
-    if not isinstance(found, Command) or not (found.module or found.run):
+    if not isinstance(found, Command) or not found.module:
         raise UserError(f"command={words[0]}: {found!r} is no Command with a module. See docs/extending.md")
     return found
 

@@ -158,7 +158,7 @@ def _options(argv: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
 
 def _main(argv: list[str]) -> int:
     command = command_of(argv)
-    if command is not None and command.module:
+    if command is not None and command != EVALUATE:
         require_one_task(argv[0])
         return _own(command, argv)
     mistakes = Mistakes()
@@ -167,8 +167,9 @@ def _main(argv: list[str]) -> int:
         mistakes.raise_any()
         print_out(HELP.format(commands="\n".join(map(_line, COMMANDS.names()))))
         return 0
-    if (command := command_of(options.words)) is not None and command.run is not None:
-        return command.run(options, options.words[1:], mistakes)
+    if (command := command_of(options.words)) == EVALUATE:
+        _run(options, _evaluation(options, options.words[1:], mistakes), {}, mistakes)
+        return 0
     if command is not None:
         raise UserError(f"{options.words[0]}: give the command first: omagd {options.words[0]} …")
     texts = updates(options.words, mistakes)
@@ -208,11 +209,6 @@ def _own(command: Command, argv: list[str]) -> int:
         return 0
     with libraries_of(argv[0]):
         return int(module.main(options))
-
-
-def _evaluate(options: argparse.Namespace, rest: list[str], mistakes: Mistakes) -> int:
-    _run(options, _evaluation(options, rest, mistakes), {}, mistakes)
-    return 0
 
 
 def _run(
@@ -336,5 +332,6 @@ class _Parser(argparse.ArgumentParser):
 EVALUATE = Command(
     "evaluate RUN [key=value ...]",
     "evaluate a trained run; RUN: its folder, its models/ or one step's folder there",
-    run=_evaluate,
+    __name__,
 )
+"""Takes the options of a training, unlike other commands."""

@@ -34,7 +34,7 @@ class PreflightResult:
         stages: names of the stages in order; ("evaluate",) for an evaluation.
         plan: number of ranks and their devices. info: facts of the environment.
         config: the configuration to run; its `t_max` is at most the longest duration of `max_episodes`.
-        warnings: about keys that nothing reads.
+        warnings: about keys that nothing reads, or that ask for more than a batch has.
     """
 
     stages: tuple[str, ...]
@@ -80,7 +80,7 @@ def preflight(
     found.raise_any()
     assert plan is not None and info is not None and checked is not None
     stages, read = checked
-    return PreflightResult(stages, plan, info, config, tuple(unread(config, given, read)))
+    return PreflightResult(stages, plan, info, config, (*unread(config, given, read), *too_many_parts(config, plan)))
 
 
 def _with_longest_end(config: Config, info: EnvInfo) -> Config:
@@ -155,7 +155,8 @@ def _without_wrong(
 def _described(config: Config, found: Mistakes) -> tuple[Config, EnvInfo | None]:
     """Return `config` without wrong `env_args`, and the facts of the environment; None if it cannot be built."""
     left, info = tried(found, _without_wrong, config, "env_args", describe_env, found) or (config, None)
-    return left, info if left.map_name == config.map_name else None  # another map's sizes say nothing about this one
+    fits = info is not None and left.map_name == config.map_name
+    return left, info if fits else None  # another map's sizes say nothing about this one
 
 
 def describe_env(config: Config) -> EnvInfo:
@@ -222,6 +223,11 @@ NAMED = {
     "agent": "omagd.modules.agents",
     "mixer": "omagd.modules.mixers",
 }
+# The same for keys of sections.
+OF_SECTIONS = {
+    "learner_args.critic": "omagd.modules.critics",
+    "mask_predictor_config.kind": "omagd.modules.graph_reconstructers",
+}
 
 
 def with_fitting(config: Config, found: Mistakes) -> Config:
@@ -239,7 +245,7 @@ def with_fitting(config: Config, found: Mistakes) -> Config:
             config = config.model_copy(update={key: other}) if other in registry else without(config, (key,))
     with found.caught():
         kind = config.mask_predictor_config.kind
-        if kind not in (registry := registry_of("omagd.modules.graph_reconstructers")):
+        if kind not in (registry := registry_of(OF_SECTIONS["mask_predictor_config.kind"])):
             config = without(config, ("mask_predictor_config",))
             registry.require(kind)
     return config
@@ -270,25 +276,29 @@ def stand_in(config: Config) -> EnvInfo | None:
 
 def unread(config: Config, given: Collection[str], read: set[str] | None) -> Iterator[str]:
     """Yield a warning about the given keys that no part of this run reads. read: by its parts; None: not known."""
-    of_parts = sorted(key for key in given if key in OF_PARTS and read is not None and key not in read)
-    if of_parts:
-        parts = " ".join(f"{key}={getattr(config, key)}" for key in ("learner", "mac", "agent", "mixer"))
-        yield f"{', '.join(of_parts)}: nothing in this run reads {'it' if len(of_parts) == 1 else 'them'} ({parts})"
-    of_graphs = [key for key in given if key.startswith(OF_GRAPHS) and not key.startswith(_of_head(config))]
-    of_graphs = [] if config.use_graph_reconstruction else of_graphs
-    of_head = [key for key in given if key in OF_HEAD] if config.belief_loss == "none" else []
-    for keys, why in ((sorted(of_graphs), "use_graph_reconstruction=False"), (sorted(of_head), "belief_loss=none")):
+    parts = " ".join(f"{key}={getattr(config, key)}" for key in ("learner", "mac", "agent", "mixer"))
+    of_graphs = {key for key in given if key.startswith(OF_GRAPHS)}
+    unused: dict[str, Collection[str]] = {
+        parts: (OF_PARTS & set(given)) - read if read is not None else (),
+        "use_graph_reconstruction=False": of_graphs if not _needs_units(config) else (),
+        "belief_loss=none": OF_HEAD & set(given) if config.belief_loss == "none" else (),
+    }
+    for why, keys in unused.items():
         if keys:
-            yield f"{', '.join(keys)}: nothing in this run reads {'it' if len(keys) == 1 else 'them'} ({why})"
+            yield f"{', '.join(sorted(keys))}: nothing in this run reads {'it' if len(keys) == 1 else 'them'} ({why})"
 
 
-def _of_head(config: Config) -> tuple[str, ...]:
-    """Return the keys of `OF_GRAPHS` that a run with a belief head reads, or how they begin."""
-    return {
-        "none": (),
-        "features": ("graph_pretrain_eval_episodes",),
-        "tokens": ("graph_pretrain_eval_episodes", "pretrained_tokenizer_path", "tokenizer_config"),
-    }[config.belief_loss]
+def too_many_parts(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a warning if on-policy batches may have fewer episodes than `learner_args.minibatches`."""
+    from omagd.run.training.build import n_slots
+
+    parts = config.learner_args.get("minibatches", 1)
+    episodes = plan.world_size * max(config.batch_size, n_slots(config))
+    if parts > episodes and not config.evaluate:
+        yield (
+            f"learner_args.minibatches={parts}: a batch has about {episodes} episodes, so an epoch takes as many steps."
+            f" Raise batch_size, or give at most {episodes}"
+        )
 
 
 def registry_of(package: str) -> Registry[Any]:
@@ -304,7 +314,7 @@ def listing() -> str:
     from omagd.envs.task_sets import NAMED as SETS
 
     lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
-    lines += [_paragraph(key, registry_of(package).names()) for key, package in NAMED.items()]
+    lines += [_paragraph(key, registry_of(package).names()) for key, package in (NAMED | OF_SECTIONS).items()]
     shown = "3m_mixed_sight6", "3m_hidden"  # of the starts and sights that the name of any map can have
     lines.append(_paragraph("env_args.map_name (skirmish)", [*SETS, *MAPS, *shown]))
     lines.append(_paragraph("env_args.map_name (smax)", list(get_args(SMAX_MAPS))))
@@ -333,7 +343,6 @@ def facts(config: Config, checked: PreflightResult) -> dict[str, object]:
     card = make_card(config, plan.world_size, plan.device(0), trained_card(config))
     slots, unit = n_slots(config), runners.REGISTRY.get(config.runner).unit
     stored = "replay" if data_key(config) == "buffer_size" else "on-policy batch"
-    sizes = f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}"
     more = beside_one_rank(config, plan.world_size, slots, learner_class(config.learner).data)
     return {
         "stages": ", ".join(checked.stages),
@@ -341,7 +350,7 @@ def facts(config: Config, checked: PreflightResult) -> dict[str, object]:
         "world size": f"{plan.world_size} ({start}, {device})",
         "effective batch": f"{config.batch_size * plan.world_size} {unit} per update",
         "environments": f"{slots * plan.world_size} ({info.name} {info.map_name})".replace(" )", ")"),
-        "environment": f"{sizes}, episodes of at most {info.episode_limit} steps",
+        "environment": info.sizes,
         "card": f"{card['id']} (docs/card.md)",
         stored: f"at most {replay_bytes(config, info) / GIGABYTE:.2f} GB on each rank, all episodes at their longest",
     }

@@ -216,7 +216,7 @@ def _environment(config: Config) -> dict[str, Any]:
     module = REGISTRY.get(config.env).__module__
     facts = {
         "env": config.env,
-        "map": str(given_map(values)),
+        "map": str(given_map(config.env, values)),
         "game": _game(args, module),
     }
     if (tasks := task_set(config.env_args.get("map_name"))) is not None:

@@ -240,10 +240,6 @@ def log_start(session: Session, card: Card) -> None:
     environments = session.env.n_slots * dist.world_size
     learner = learner_class(config.learner)
     targets = f", {learner.how_targets_move(config, environments)}" if hasattr(learner, "how_targets_move") else ""
-    sizes = (
-        f"{info.n_agents} agents, {info.n_actions} actions, observation {info.obs_dim}, state {info.state_dim}, at most"
-        f" {info.episode_limit} steps"
-    )
     runner = session.runners["train"]
     batch = f"{dist.world_size} rank(s) on {dist.device.type}, {environments} environments"
     if not config.evaluate:
@@ -253,7 +249,7 @@ def log_start(session: Session, card: Card) -> None:
             f" update(s) per {played}{targets}"
         )
     more = beside_one_rank(config, dist.world_size, session.env.n_slots, learner.data)
-    for line in (*([more] if more else []), *start_lines(card, sizes, batch)):
+    for line in (*([more] if more else []), *start_lines(card, info.sizes, batch)):
         session.logger.info(line)
     on_gpus = dist.device.type == "cuda" and ranks_here(dist.world_size) > 1
     for line in limit_warnings(config, info, session.folder.path, on_gpus, ranks_here(dist.world_size)):
