@@ -65,7 +65,7 @@ RUNS: dict[str, Run] = {
         run="ddp", deterministic=True, torch_threads=2, t_max=24, updates_per_iteration=2, gamma=0.9, td_lambda=0.0,
         double_q=False, lr=1e-4, grad_norm_clip=1.0, target_update_interval=3, mixer="vdn", agent="rnn",
         obs_agent_id=False, obs_last_action=False, accumulate=2, use_tensorboard=True, profile=True,
-        log_video=True, log_memory_usage=True, distributed_debug=True, epsilon_start=0.9, epsilon_finish=0.1,
+        log_video=True, log_memory_usage=True, log_detail="full", distributed_debug=True, epsilon_start=0.9, epsilon_finish=0.1,
         epsilon_anneal_time=50,
         save_model_interval=10, max_checkpoints_to_keep=3, keep_checkpoints=True,
         auto_resume=True, auto_resume_wait=0.1, resume="lossy",

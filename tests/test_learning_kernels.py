@@ -168,7 +168,7 @@ def test_gates_saturate_and_what_is_not_finite_stays_in_its_row():
 def test_a_second_start_compiles_nothing():
     """Each kernel of learning, battles and snakes has one form at most, which is kept for the next start."""
     SkirmishEnv.engine(), Snakes3v3(SnakesArgs(), 1)
-    learning, graphs = compiled_kernels(), graph_encoder._kernels()
+    learning, graphs = compiled_kernels("compiled"), compiled_kernels("compiled_graphs")
     for compiler in (learning._compiler, graphs._compiler, battles, snakes):
         kept = [
             [k._cache._cache_file.load(k._cache._index_key(form, k.targetctx.codegen())) for form in k.signatures]

@@ -78,7 +78,7 @@ def test_simulators_import_what_their_readmes_say():
         text, inside = (ROOT / "src" / "envs" / name / "README.md").read_text(encoding="utf-8"), f"omagd.envs.{name}"
         imports = set().union(*(found for module, found in import_graph().items() if module.startswith(inside)))
         outside = {module.removeprefix("omagd.") for module in imports if not module.startswith(inside)}
-        assert re.findall(r"`(\w+\.\w+)`", text.split("Imports:")[1].split("|")[0]) == sorted(outside)
+        assert re.findall(r"`(\w+\.\w+)`", text.split("Imports:")[1].split("\n\n")[0]) == sorted(outside)
 
 
 def test_the_training_loop_fits_on_a_page_and_knows_no_rank():

@@ -35,8 +35,9 @@ def is_under_way(run):
     return len(lines) >= 3 and offline_files(run) and (run / "saved.json").exists()
 
 
-def test_the_same_command_goes_on_in_the_same_folder_and_wandb_run(tmp_path):
-    """A list of seeds is killed in its second one."""
+def test_the_same_command_goes_on_in_the_same_folder_and_wandb_run(tmp_path, monkeypatch):
+    """A list of seeds is killed in its second one. A service of W&B that the environment names may be gone."""
+    monkeypatch.setenv("WANDB_SERVICE", "3-1-tcp-localhost-1")
     first = Started(COMMAND, tmp_path)
     assert wait_until(lambda: len(runs_in(tmp_path)) == 2 and is_under_way(max(runs_in(tmp_path)))), first.kill()
     os.kill(first.group, signal.SIGKILL)

@@ -11,7 +11,8 @@ DOCS = RESEARCH.parents[1] / "docs"
 
 
 def test_what_the_package_imports_of_omagd_is_named_on_the_pages_for_plug_ins():
-    pages = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("extending.md", "python_api.md", "plots.md"))
+    names = [*DOCS.glob("extending*.md"), DOCS / "python_api.md", DOCS / "plots.md"]
+    pages = "".join(path.read_text(encoding="utf-8") for path in names)
     named = set(re.findall(r"\w+", "".join(re.findall(r"```.*?```|`[^`\n]+`", pages, re.DOTALL))))
     files = [RESEARCH / "make_page.py", *RESEARCH.glob("omagd_reconstruction/*.py")]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]

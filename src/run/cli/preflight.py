@@ -63,8 +63,7 @@ def preflight(
 
     tried(found, check_stages, config)
     for package in ("wandb", "tensorboard"):
-        if getattr(config, f"use_{package}"):
-            tried(found, require_extra, f"use_{package}=True", "full", package)
+        tried(found, _require_log, config, package)
     config = with_args(config, found)
     config, info = _described(config, found)  # before the file of a set is replaced, so that errors name the file
     config = tried(found, with_maps, config) or config
@@ -107,6 +106,12 @@ def _check_training(config: Config, plan: Plan | None, info: EnvInfo, found: Mis
     checks = _require_units, _require_common_reward, check_groups, check_tasks, check_dealing, check_opponents
     for check in checks:
         tried(found, check, config, info)
+
+
+def _require_log(config: Config, package: str) -> None:
+    """Reject a log whose package is missing."""
+    if getattr(config, f"use_{package}"):
+        require_extra(f"use_{package}=True", "full", package)
 
 
 def _needs_units(config: Config) -> str:

@@ -258,7 +258,8 @@ class ConsoleSink(Sink):
         self._columns: dict[str, tuple[str, ...]] = {}
 
     def _log(self, record: Record) -> None:
-        if self.facts.config.get("log_detail") == "full":
+        config = self.facts.config
+        if config.get("log_detail") == "full" or config.get("evaluate"):
             self.logger.info("%s", render_block(record, self.facts))
             return
         shown = {name: next((record.values[key] for key in keys if key in record.values), None)
@@ -268,7 +269,7 @@ class ConsoleSink(Sink):
             names = tuple(name for name in shown if name in {*names, *missing})
             self._columns[record.stage] = names
             end = ("left",) * (record.clock == "t_env")
-            self._print(("steps" if record.clock == "t_env" else record.stage, *names, *end))
+            self._print((record.stage if config.get("use_graph_reconstruction") else "steps", *names, *end))
         texts = ["-" if (value := shown[name]) is None else _short(value) for name in names]
         self._print((f"{record.t:,}", *texts, *self._left(record)))
 

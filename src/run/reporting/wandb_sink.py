@@ -52,6 +52,8 @@ class WandbSink(Sink):
         self._stage = ""
 
     def _open(self, facts: RunFacts) -> None:
+        if "wandb" not in sys.modules:  # the service of a parent process may be gone, or hold the id of a killed run
+            os.environ.pop("WANDB_SERVICE", None)
         import wandb  # noqa: F401  (fail at the start, not at the first log)
 
         unlinked(facts.folder, "wandb")
