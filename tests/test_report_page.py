@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,6 +121,17 @@ def test_a_run_has_results_reconstruction_times_card_and_differences(tmp_path, c
     assert len(pictures) == 2 and base64.b64decode(pictures[0].partition(",")[2])[:8] == PIXEL, "curves and a battle"
 
 
+def test_without_a_name_the_newest_run_that_trained_is_meant(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("evaluation", "new", "old")):
+        folder = make_run(Path("results") / name)
+        os.utime(folder / "run.json", (1e9 - age, 1e9 - age))
+    for name in ("new", "old"):
+        (Path("results") / name / "models").mkdir()
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out == "results/new/report.html\n"
+
+
 def test_warnings_of_a_run(tmp_path):
     folder = make_run(tmp_path / "run")
     entry = {"kind": "lossy", "from": "checkpoints/3", "t_env": 40, "lost_episodes": 2, "set_aside": "set_aside/x"}
@@ -186,7 +199,11 @@ def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [([], "name a run"), (["nowhere"], "nowhere: holds no run"), (["run", "--out", "run/config.json/x"], "--out")],
+    [
+        ([], "no run in results/"),
+        (["nowhere"], "nowhere: holds no run"),
+        (["run", "--out", "run/config.json/x"], "--out"),
+    ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, words, says):
     monkeypatch.chdir(tmp_path)

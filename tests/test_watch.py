@@ -167,7 +167,7 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
             assert png.width == drawing.SHEET // 2 and abs(png.height - rows * 400) < 60 * rows
     capsys.readouterr()
     for words, part in (
-        (["watch"], "watch: name the run or a recording"),
+        (["watch"], "watch: no run in results/. Name one, as in: omagd watch results/<run>"),
         (["watch", str(tmp_path / "gone")], "no such folder"),
         (["watch", str(tmp_path)], "holds no agent.th"),
         (["watch", str(path), "seed=3"], "seed=3: a recording is shown as it is"),

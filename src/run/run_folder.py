@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from omagd.utils.errors import readable
+from omagd.utils.errors import UserError, readable
 from omagd.utils.storage import FOLDER, STORAGE, opened, read_json, release, replace_file
 
 STUDY_FILE, STUDY_RUNS = "study.json", "runs"
@@ -48,6 +48,14 @@ def make_token(
     stamp = time.strftime("%Y%m%d_%H%M%S", time.localtime(now))
     parts = [for_files(part) for part in (name, env, map_name) if part]
     return "_".join([*parts, f"seed{seed}", *(["evaluation"] * evaluation), stamp])
+
+
+def newest_run(command: str) -> str:
+    """Return the folder of the run in `results/` that began to train last. Errors: UserError where there is none."""
+    begun = [path for path in Path("results").glob(f"*/{RUN_FILE}") if (path.parent / "models").is_dir()]
+    if not begun:
+        raise UserError(f"{command}: no run in results/. Name one, as in: omagd {command} results/<run>")
+    return str(max(begun, key=lambda path: path.stat().st_mtime).parent)
 
 
 def for_files(name: str) -> str:

@@ -19,7 +19,7 @@ from omagd.lab.analysis.run_report import STAGES, values_of, warnings_of
 from omagd.lab.analysis.runs import LONGEST_STUDY, Run, read_runs, studies_at
 from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, interval, mean
 from omagd.run.reporting.report import number_text
-from omagd.run.run_folder import STUDY_FILE
+from omagd.run.run_folder import STUDY_FILE, newest_run
 from omagd.utils.errors import UserError, print_out, readable
 from omagd.utils.logging import duration
 from omagd.utils.storage import read_json, replace_file
@@ -31,7 +31,12 @@ RESULTS = {"test_battle_won_mean": "Win rate", "test_return_mean": "Return"}
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `report`."""
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="a run, a folder of runs, a study, or its results file")
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="a run, a folder of runs, a study, or its results file; default: the newest run in results/",
+    )
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -41,9 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Write the page and print its path."""
-    if not options.runs:
-        raise UserError("report: name a run or a study, as in: omagd report results/<run>")
-    folders = [Path(each).expanduser() for each in options.runs]
+    folders = [Path(each).expanduser() for each in options.runs or [newest_run("report")]]
     runs, problems = read_runs(folders, "report")
     content = page(runs, problems, folders)
     out = Path(options.out).expanduser() if options.out else _default(folders)

@@ -17,7 +17,7 @@ COMPARE = Command(
     "print the results of several runs or a study in a table; marks runs that cannot be compared",
     "omagd.lab.analysis.comparison",
 )
-REPORT = Command("report RUN ...", "one HTML page about a run, several runs or a study", "omagd.lab.analysis.report")
+REPORT = Command("report [RUN ...]", "one HTML page about a run, several runs or a study", "omagd.lab.analysis.report")
 BELIEFS = Command(
     "beliefs ...",
     "how far off a run's reconstruction of unseen units is (--reconstruction RUN)",
@@ -31,7 +31,7 @@ CLEAN = Command(
     "clean FOLDER ...", "free what finished runs no longer need (--dry-run shows it)", "omagd.lab.commands.clean"
 )
 WATCH = Command(
-    "watch RUN [key=value ...]",
+    "watch [RUN] [key=value ...]",
     "play a trained run, or a recording, as an HTML page or a GIF (--format=...)",
     "omagd.lab.commands.watch",
 )

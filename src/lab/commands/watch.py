@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omagd.run.recording import WRITERS
+from omagd.run.run_folder import newest_run
 from omagd.utils.errors import UserError, print_out
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `watch`."""
     add = parser.add_argument
-    run = "a run's folder, its models/, a step's folder, or a recording (*.json.gz)"
+    run = "a run's folder, its models/, a step's folder, or a recording (*.json.gz); default: the newest in results/"
     add("source", nargs="?", metavar="RUN", help=run)
     keys = "keys to change, such as env_args.map_name=3m load_step=400000 seed=2"
     add("words", nargs="*", metavar="key=value", help=keys)
@@ -34,7 +35,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Play or read the episodes, write the file and print its path. Errors: UserError."""
     if not options.source or "=" in options.source:
-        raise UserError("watch: name the run or a recording, as in: python -m omagd watch results/<run>")
+        options.words = [*filter(None, [options.source]), *options.words]
+        options.source = newest_run("watch")
     kind = _format(options)
     agent = None if options.agent is None else _number("--agent", options.agent, 0)
     episodes, steps = _number("--episodes", options.episodes, 1), _steps(options.steps, kind)

@@ -17,6 +17,7 @@ from omagd.run import REGISTRY
 from omagd.run.cli import REGISTRY as COMMANDS
 from omagd.run.cli import Command, command_of
 from omagd.run.launchers import is_main, join_tasks, require_one_task
+from omagd.run.run_folder import newest_run
 from omagd.run.signals import Stopped
 from omagd.utils.errors import (
     USER_ERROR_EXIT_CODE,
@@ -259,7 +260,7 @@ def _resolve(options: argparse.Namespace, texts: Mapping[str, Any], mistakes: Mi
 def _evaluation(options: argparse.Namespace, words: Sequence[str], mistakes: Mistakes) -> Config:
     """Return the configuration of `evaluate RUN [key=value …]`. Errors: UserError."""
     if not words or "=" in words[0] or words[0] == "with":
-        raise UserError("evaluate: name the run, as in: python -m omagd evaluate results/<run> test_nepisode=256")
+        words = [newest_run("evaluate"), *words]
     for flag, given in (("--config", options.config), ("--env-config", options.env_config)):
         if given is not None:
             raise UserError(f"{flag}={given}: evaluate takes the run's own config.json. Leave it out")
@@ -330,8 +331,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 EVALUATE = Command(
-    "evaluate RUN [key=value ...]",
-    "evaluate a trained run; RUN: its folder, its models/ or one step's folder there",
+    "evaluate [RUN] [key=value ...]",
+    "evaluate a trained run (default: the newest in results/); RUN: its folder, its models/ or a step's folder",
     __name__,
 )
 """Takes the options of a training, unlike other commands."""
