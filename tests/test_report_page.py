@@ -163,6 +163,14 @@ def test_a_study_has_arms_by_maps_with_intervals_and_all_runs(tmp_path):
     assert [row[0] for row in page.rows if row[0] == "lr=0.005"], "arms are rows"
 
 
+def test_an_arm_that_cannot_be_compared_has_an_asterisk_and_a_line(tmp_path):
+    for name, steps in (("a", 1000), ("b", 2000)):
+        make_run(tmp_path / name, t_max=steps)
+    page = report(tmp_path)
+    assert [row[0] for row in page.rows if row and row[0].endswith("*")] == ["t_max=2000 *"] * 2, "win rate and return"
+    assert any("t_max 2000, not 1000" in line for line in page.lines)
+
+
 def test_a_damaged_run_is_a_warning_and_jobs_that_failed_are_named(tmp_path, capsys):
     make_study(tmp_path / "runs", rates=(0.001, 0.005))
     for name in ("config.json", "summary.json"):

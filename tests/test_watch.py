@@ -189,6 +189,30 @@ def strict(constant):
     raise AssertionError(f"{constant} is no JSON")
 
 
+def test_a_picture_draws_a_guess_hollow_where_it_is_and_a_cross_where_the_unit_is():
+    """Agent 0, at the lower left, takes the enemy at the upper right (16, 16) to be at (4, 16)."""
+    values = small_recording()
+    (first,) = values["episodes"]
+    first["scene"].update(bounds=[0, 0, 20, 20], walls=[])
+    for moment in first["moments"]:
+        moment.update(x=[4.0, 4.0, 16.0, 10.0], y=[4.0, 16.0, 16.0, 10.0], seen=["1", "2"], marked=[],
+                      bodies=[], targets=[], beliefs=[[[2, 4.0, 16.0, None]], []])  # fmt: skip
+    image = np.asarray(next(drawing.pictures(Recording.model_validate(values).episodes[0], 0))).astype(int)
+    top, side = drawing.HEADER // drawing.TWICE, drawing.GAP // drawing.TWICE
+    wide, high = (image.shape[1] - 3 * side) // 2, image.shape[0] - top - side
+    truth, belief = (image[top : top + high, left : left + wide] for left in (side, 2 * side + wide))
+
+    def where(view, colour):
+        near = np.abs(view - [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).max(-1) < 40
+        return (np.argwhere(near).mean(0), near.sum())
+
+    (enemy, filled), (guess, hollow) = (where(view, drawing.TEAMS[1]) for view in (truth, belief))
+    assert enemy[0] < 0.25 * high and enemy[1] > 0.75 * wide, "up and right"
+    assert guess == pytest.approx((enemy[0], wide - enemy[1]), abs=4) and 0 < hollow < 0.75 * filled
+    row, column = map(int, enemy)
+    assert where(belief[row - 6 : row + 7, column - 6 : column + 7], drawing.TEXT)[1] > 5, "a cross"
+
+
 def test_a_diverged_model_is_recorded_as_valid_json_read_again_and_drawn(tmp_path):
     diverged = play(map_name="5m_vs_6m", policy=Diverged)[0]
     path = diverged.write(tmp_path / "a.json.gz")
