@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import shutil
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -244,6 +245,13 @@ def test_lost_episodes_are_played_again_until_ten_in_a_row_are_lost():
     with pytest.raises(UserError, match="env=fake: 10 episodes in a row were lost; correct the environment"):
         omagd.play(Highest(), ParallelBattle(hopeless), episodes=2)
     assert len(hopeless.begun) == 11
+
+
+def test_spaces_without_gymnasium_name_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "gymnasium.spaces", raising=False)
+    with pytest.raises(UserError, match=r'needs gymnasium: pip install "omagd\[pettingzoo\]"'):
+        ParallelBattle(FakeEnv(1)).action_space("agent_0")
 
 
 class Controller:

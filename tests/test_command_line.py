@@ -167,6 +167,12 @@ def test_one_start_names_every_mistake_and_its_remedy(capsys, empty_folder):
     assert len(lines) == len(remedies) and all(line.startswith("error: ") for line in lines), lines
 
 
+def test_the_value_of_another_librarys_key_is_checked_too(capsys):
+    assert main(["with", "map_name=77m"]) == 2
+    keys = [line.split("=")[0] for line in capsys.readouterr().err.splitlines()]
+    assert keys == ["error: with map_name", "error: env_args.map_name"]
+
+
 def test_a_wrong_path_or_value_hides_no_other_mistake(capsys, empty_folder):
     """Neither files behind another path, nor contradictions of keys that one check reads together."""
     typed = "checkpoint_path=gone pretrained_tokenizer_path=gone2 pretrain_buffer_path=gone3 learner=nq_learner"
@@ -184,8 +190,11 @@ def test_a_wrong_path_or_value_hides_no_other_mistake(capsys, empty_folder):
         ("--config=qmix with tokenizer_config.hidden_dim=128 graph_lr=0.1", "graph_lr, tokenizer_config.hidden_dim"),
         ("--config=mine.yaml", "critic_lr"),
         ("--config=omagd_small with graph_lr=0.1", ""),
+        ("--config=qmix with share_parameters=False use_layer_norm=True", ""),
+        ("--config=gnn_qmix with share_parameters=False gnn_hidden_dim=8", ""),
         ("--config=qmix with belief_weight=2 belief_every=1", "belief_every, belief_weight"),
         ("--config=qmix with belief_loss=features belief_weight=2 graph_pretrain_eval_episodes=4", ""),
+        ("--config=qmix with belief_loss=features graph_lr=0.1 graph_updates=False", "graph_lr"),
     ],
 )
 def test_keys_that_nothing_reads_are_named(typed, unread, capsys, empty_folder):

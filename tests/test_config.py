@@ -147,9 +147,13 @@ def test_a_saved_run_may_hold_removed_keys_and_keeps_its_identity(tmp_path, monk
     assert identity_of(config) == today
     path.write_text(json.dumps({**to_plain(config), "truth_until": 0.9, "truth_all_until": 0.5}))
     assert validate(read_saved(path, "run")) == config, "it shaped training alone"
-    for key, value in {"fill_unseen": "last_seen", "reconstructor_refresh": 0.1}.items():
-        path.write_text(json.dumps({**to_plain(config), key: value}))
-        with pytest.raises(UserError, match=f"^run: trained with {key}={value}, which was removed"):
+    gone = {"fill_unseen": "last_seen", "reconstructor_refresh": 0.1, "tokenizer_config.distance": "cosine"}
+    for key, value in gone.items():
+        section, _, inner = key.rpartition(".")
+        whole = to_plain(config)
+        (whole[section] if section else whole)[inner] = value
+        path.write_text(json.dumps(whole))
+        with pytest.raises(UserError, match=f"^run: trained with {key}={value}, which was removed. Play it with omagd"):
             read_saved(path, "run")
 
 

@@ -325,16 +325,23 @@ def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link
 def test_the_console_shows_a_line_per_log_or_all_values(tmp_path, caplog):
     logger = logging.getLogger("console of a test")
     values = {"test_battle_won_mean": 0.5, "q_taken_mean": 2.0, "steps_per_second": 100.0}
-    said = {}
-    for detail in ("line", "full"):
+    learned = {"loss_pg": 0.25, "epsilon": 1.0}  # of a plug-in; not before the first update
+    said, selector = {}, {"action_selector": "epsilon_greedy"}
+    for detail, totals in (("line", {"t_env": 3000}), ("line", {"episode": 30}), ("full", {"t_env": 3000})):
         caplog.clear()
         sink = ConsoleSink(logger)
-        sink.open(RunFacts(folder=tmp_path, config={"log_detail": detail}, totals={"t_env": 3000}))
+        sink.open(RunFacts(folder=tmp_path, config={"log_detail": detail, **selector}, totals=totals))
         with caplog.at_level(logging.INFO, logger.name):
             for t in (1000, 2000):
-                sink.log(Record(values, "stage3", "t_env", t))
-        said[detail] = caplog.messages
-    names, *lines = (line.split() for line in said["line"])  # names once; 1,000 steps are left at 100 a second
-    assert names == ["steps", "win", "rate", "steps/s", "left"]
-    assert lines == [["1,000", "0.500", "100", "20", "s"], ["2,000", "0.500", "100", "10", "s"]]
-    assert [("Recent Stats" in block, "q_taken_mean" in block) for block in said["full"]] == [(True, True)] * 2
+                counts = {"updates": t - 1000.0, "episode": t / 100}
+                sink.log(
+                    Record({**values, **counts, **learned} if t > 1000 else {**values, **counts}, "stage3", "t_env", t)
+                )
+        said[detail, *totals] = caplog.messages
+    for end in ("t_env", "episode"):  # names once; 1,000 steps or 10 episodes are left, at 100 steps a second
+        names, *lines = (line.split() for line in said["line", end])
+        assert names == ["steps", "win", "rate", "epsilon", "loss", "steps/s", "left"]
+        assert lines[0] == ["1,000", "0.500", "-", "-", "100", "-"]
+        assert lines[1:] == [["2,000", "0.500", "1.00", "0.250", "100", "10", "s"]]
+    blocks = [("q_taken_mean" in block, "left: 10 s" in block) for block in said["full", "t_env"]]
+    assert blocks == [(True, False), (True, True)]

@@ -17,10 +17,10 @@ from omagd.envs.protocol import Observation
 from omagd.modules import ops
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.agent import AgentInputs, InputLinear
-from omagd.modules.graph_ops import FullGraphConv, attend, cross_entropy
+from omagd.modules.graph_ops import FullGraphConv
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
 from omagd.modules.mixers import REGISTRY as MIXERS
-from omagd.modules.ops import fast_linear
+from omagd.modules.ops import attend, cross_entropy, fast_linear
 from omagd.utils.packing import last_actions, pack_episodes
 
 torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from omagd.config.loading import resolve
 from omagd.learners.policy_learner import Minibatches
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.critics import REGISTRY as CRITICS
-from omagd.run.cli.preflight import preflight
+from omagd.run.cli.preflight import preflight, too_many_parts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
@@ -299,3 +299,6 @@ def test_more_minibatches_than_episodes_are_a_warning():
     for parts, warned in ((4, ()), (5, ("learner_args.minibatches=5: a batch has about 4 episodes",))):
         checked = preflight(resolve("mappo", "skirmish", {**given, "learner_args.minibatches": parts}))
         assert tuple(line.partition(",")[0] for line in checked.warnings) == warned
+    for learner, value in (("ppo_learner", None), ("ppo_learner", "all"), ("nq_learner", 10**6)):  # as plug-ins may
+        of_others = checked.config.model_copy(update={"learner": learner, "learner_args": {"minibatches": value}})
+        assert [*too_many_parts(of_others, checked.plan)] == []

@@ -169,7 +169,9 @@ def test_modules_of_another_tokenizer_environment_or_size_are_rejected() -> None
     check(of_predictor, config, INFO, predictor=True, source="a")
     elsewhere = EnvInfo(**{**INFO.__dict__, "map_name": "huge"})
     resized = EnvInfo(**{**INFO.__dict__, "layout": EntityLayout(2, 3, 5, 2, 4, 2)})
+    cosine = {**meta, "tokenizer_config": {**meta["tokenizer_config"], "distance": "cosine"}}
     cases = [
+        (cosine, config, INFO, tokenizer, r"distance=cosine, which was removed. Play it with omagd 0\.2\.0: .* L2"),
         (meta, config, elsewhere, tokenizer, "trained on toy tiny"),
         (meta, config, resized, tokenizer, "other sizes"),
         (meta, toy_config(tokenizer_config__n_codes=13), INFO, tokenizer, "tokenizer_config.n_codes=12"),

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from omagd.config.checks import check, shorten, unknown_key, unusable, validation_messages
 from omagd.config.schema import ACTED_WITH, EXTENDS, FIELDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
-from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, unknown_name
+from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, foreign, unknown_name
 from omagd.utils.registry import installed
 from omagd.utils.storage import read_json
 
@@ -265,9 +265,9 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
         raise UserError(f"{source}: {path} cannot be read ({reason}): give the folder of a run") from None
     if not isinstance(values, dict):
         raise UserError(f"{source}: {path} must hold a mapping of keys to values: give the folder of a run")
-    for key in ACTED_WITH:
-        if (value := values.get(key, REMOVED[key][0])) != REMOVED[key][0]:
-            raise UserError(f"{source}: trained with {key}={value}, which was removed. Play it with omagd 0.1")
+    for key, player in ACTED_WITH.items():
+        if (value := _value_at(values, key)) not in (None, REMOVED[key][0]):
+            raise UserError(f"{source}: trained with {key}={value}, which was removed. Play it with {player}")
     values = _without(REMOVED, values)
     if values.get("task_dealing") == "queue":  # how training dealt its maps, which left; a trained team plays the same
         del values["task_dealing"]
@@ -365,7 +365,9 @@ def apply_texts(
                 result = _laid(result, text, key, found)
                 given |= text
                 continue
-            value = parse_value(text, _value_at(result, key), key) if parse else text
+            row = None if key.partition(".")[0] in FIELDS else foreign("key", key)
+            current = _value_at(result, row.here if row and row.here else key)
+            value = parse_value(text, current, key) if parse else text
             result = _merge(result, _nested(key, value), found, source="with", shown=value)
             given[key] = value
     return _counted_in_episodes(result, given)
@@ -418,13 +420,15 @@ def _merge(
 ) -> dict[str, Any]:
     """Return `values` overridden by `over`, section by section.
 
-    found: collects unknown keys.
+    found: collects unknown keys. The value of one that has another name here goes to that name.
     """
     result = dict(values)
     for key, value in (over if source == "with" else _current(over)).items():
         given = value if shown is None else shown
         if key not in Config.model_fields:
             found.add(unknown_key(key, source, given))
+            if (row := foreign("key", key)) and row.here and row.here not in over:
+                result = _merge(result, _nested(row.here, value), found, source=source, shown=shown)
         elif key in OPEN_SECTIONS and value is None and source != "with":  # drops the keys of the files below
             result[key] = {}
         elif key in {*OPEN_SECTIONS, *SECTIONS} and not isinstance(value, Mapping):

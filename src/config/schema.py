@@ -117,8 +117,11 @@ REMOVED: dict[str, tuple[Any, str]] = {
 }
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
 may hold them; unfinished runs continue where the key had its default."""
-ACTED_WITH = ("fill_unseen", "reconstructor_refresh", "gnn_readout", "mark_guesses")
-"""Removed keys without which a team that was trained with them would act on other inputs."""
+ACTED_WITH = {
+    **dict.fromkeys(("fill_unseen", "reconstructor_refresh", "gnn_readout", "mark_guesses"), "omagd 0.1"),
+    "tokenizer_config.distance": "omagd 0.2.0: this version plays L2 tokenizers only",
+}
+"""Removed keys without which a team that was trained with them would act on other inputs; what still plays it."""
 
 
 def with_removed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,12 +146,8 @@ OF_PARTS = frozenset(
 """Keys that only learners, agents and mixers read, each its own ones."""
 OF_HEAD = frozenset({"belief_weight", "belief_units", "belief_every"})
 """Keys that only the belief head reads."""
-OF_GRAPHS = (
-    "graph_",
-    "pretrain",
-    "save_pretrain",
-    "tokenizer_config",
-    "mask_predictor_config",
+OF_GRAPHS = tuple(
+    "graph_pretrain graph_frames graph_lr pretrain save_pretrain tokenizer_config mask_predictor_config".split()
 )
 """Beginnings of the keys that only stages 1 and 2, and what they train, read."""
 OPEN_SECTIONS = frozenset({"env_args", "task_weights", *COMPONENT_ARGS})
@@ -329,21 +328,29 @@ class Config(Frozen):
 
 
 class Watched(Config):
-    """A configuration with keys whose values are wrong: reading one raises `Unreadable`."""
+    """A configuration that notes which keys are read, as do its copies. One with a wrong value raises `Unreadable`."""
 
     _wrong: frozenset[str] = PrivateAttr(frozenset())
+    _read: set[str] = PrivateAttr(default_factory=set)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in FIELDS and name in self._wrong:
-            raise Unreadable(name)
+        if name in FIELDS:
+            if name in self._wrong:
+                raise Unreadable(name)
+            self._read.add(name)
         return super().__getattribute__(name)
+
+    @property
+    def keys_read(self) -> set[str]:
+        """The keys that were read."""
+        return self._read
 
 
 Watched.__name__ = Config.__name__  # in errors about keys that do not exist
 FIELDS = frozenset(Config.model_fields)
 
 
-def without(config: Config, keys: Iterable[str]) -> Config:
+def without(config: Config, keys: Iterable[str] = ()) -> Watched:
     """Return a configuration in which these keys cannot be read: their values are wrong."""
     watched = Watched.model_construct(**config.__dict__)
     watched._wrong = frozenset(keys) | (config._wrong if isinstance(config, Watched) else frozenset())

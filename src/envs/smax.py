@@ -305,10 +305,10 @@ class SmaxEnv(BatchedEnv):
 
     def resident(self, device: torch.device) -> ResidentGame:
         """Return battles of the same map on a device."""
-        kind = import_module("omagd.resident.smax").ResidentSmax  # by name: that package is above this one
+        from omagd.envs.smax_resident import ResidentSmax
+
         given = self.args.reward_scale, self.args.continuing_episode
-        game: ResidentGame = kind(self._program, self.info, self.n_slots, device, *given)
-        return game
+        return ResidentSmax(self._program, self.info, self.n_slots, device, *given)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the keys and all parts of the state by path."""

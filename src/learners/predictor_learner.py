@@ -28,12 +28,11 @@ from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.pretraining import GraphLearner, even_parts
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
-from omagd.modules.graph_ops import cross_entropy
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor, PackedHistory
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.ops import autocast_bf16
+from omagd.modules.ops import autocast_bf16, cross_entropy
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 

@@ -1,7 +1,6 @@
-"""The operators of models of graphs: convolutions over units, attention, and cross-entropy over tokens.
+"""Convolutions over an agent's graph of units: a plain expression, and a fast form where one fits, as in `ops.py`.
 
-Each is a plain expression and takes a fast form of `modules/kernels/` where one fits, as the operators of `ops.py` do.
-Letters: S rows, n agents, N nodes of an agent's graph, F frames, L tokens of a sequence, M masked tokens, K codes.
+Letters: S rows, n agents, N nodes of an agent's graph.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 from omagd.config.env_info import EntityLayout
 from omagd.modules.agents.agent import AgentInputs, InputLinear
 from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
-from omagd.modules.kernels import kernels_for, transformer
+from omagd.modules.kernels import kernels_for
 from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs
 from omagd.modules.ops import fast_linear, is_only
 
@@ -95,32 +94,3 @@ def _encode_by_kernels(inputs: AgentInputs, layout: EntityLayout, kinds: Kinds, 
     convolutions = (p for layer in layers for p in cast(FullGraphConv, layer).shared(layout.n_nodes))
     pooled = EncodeGraphs.apply(graphs, table, of_features, *embeddings, *convolutions)  # type: ignore[no-untyped-call]
     return cast(Tensor, pooled).unflatten(0, shape)
-
-
-def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
-    """Return softmax(q k^T / sqrt(d / h)) v for each head, [F, n, d] (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
-
-    query: [F, n, d]. key_value: [F, L, 2 d]. p: dropout of the attention weights.
-    """
-    n_frames, _, d = query.shape
-    kv = key_value.view(n_frames, key_value.shape[1], 2, n_heads, d // n_heads).permute(2, 0, 3, 1, 4)
-    q = query.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-    if query.device.type == "cpu" and n_frames and not p and not torch.is_autocast_enabled("cpu"):
-        k, v = kv.contiguous().flatten(1, 2)
-        mixed = transformer.Attention.apply(q.contiguous().flatten(0, 1), k, v)  # type: ignore[no-untyped-call]
-        mixed = mixed.unflatten(0, (n_frames, n_heads))
-    else:
-        # Divided by sqrt(d / h), or softmax would saturate and pass no gradient (section 3.2.1).
-        mixed = F.scaled_dot_product_attention(q, kv[0], kv[1], dropout_p=p)
-    return mixed.transpose(1, 2).flatten(2)
-
-
-def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor) -> Tensor:
-    """Return the sum over M tokens of -log p[target], differentiable in logits [M, K + 1].
-
-    log_p: log_softmax of the logits, without a gradient. target: [M] int64.
-    """
-    if logits.requires_grad:
-        # Backward from `log_p`, which is there already, in place of through a second log_softmax.
-        return transformer.CrossEntropy.apply(logits, log_p, target)  # type: ignore[no-untyped-call]
-    return -log_p.gather(1, target[:, None])[:, 0].sum()

@@ -1,4 +1,4 @@
-"""The operators of agents and mixers: each is a plain expression, and takes a fast form where one fits.
+"""The operators of agents, mixers and predictors: each is a plain expression, and takes a fast form where one fits.
 
 Fast forms are in `modules/kernels/`, with their own backward pass; tests compare both. They read weights and call no
 `forward`, so they are for exactly the classes that they were written for (`is_only`): a subclass may compute something
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from omagd.modules.kernels import kernels_for
+from omagd.modules.kernels import kernels_for, transformer
 from omagd.modules.kernels.gru import Unroll
 from omagd.modules.kernels.linear import LookupReLU, Mix, OneDNNLinear, prefers_onednn
 from omagd.utils.packing import Packing
@@ -198,3 +198,32 @@ def qmix_mix(
     hidden = F.elu((w1 * q.unsqueeze(-1)).sum(dim=1) + b1)
     joint: Tensor = (hidden * w2).sum(dim=-1) + b2
     return joint
+
+
+def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
+    """Return softmax(q k^T / sqrt(d / h)) v for each head, [F, n, d] (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
+
+    query: [F, n, d], of F frames. key_value: [F, L, 2 d]. p: dropout of the attention weights.
+    """
+    n_frames, _, d = query.shape
+    kv = key_value.view(n_frames, key_value.shape[1], 2, n_heads, d // n_heads).permute(2, 0, 3, 1, 4)
+    q = query.unflatten(-1, (n_heads, -1)).transpose(1, 2)
+    if query.device.type == "cpu" and n_frames and not p and not torch.is_autocast_enabled("cpu"):
+        k, v = kv.contiguous().flatten(1, 2)
+        mixed = transformer.Attention.apply(q.contiguous().flatten(0, 1), k, v)  # type: ignore[no-untyped-call]
+        mixed = mixed.unflatten(0, (n_frames, n_heads))
+    else:
+        # Divided by sqrt(d / h), or softmax would saturate and pass no gradient (section 3.2.1).
+        mixed = F.scaled_dot_product_attention(q, kv[0], kv[1], dropout_p=p)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor) -> Tensor:
+    """Return the sum over M tokens of -log p[target], differentiable in logits [M, K + 1] for K codes.
+
+    log_p: log_softmax of the logits, without a gradient. target: [M] int64.
+    """
+    if logits.requires_grad:
+        # Backward from `log_p`, which is there already, in place of through a second log_softmax.
+        return transformer.CrossEntropy.apply(logits, log_p, target)  # type: ignore[no-untyped-call]
+    return -log_p.gather(1, target[:, None])[:, 0].sum()

@@ -2,5 +2,5 @@
 
 An environment offers its game by `CanBeResident` of `omagd.envs.protocol`. `runner.py` plays a round of it with the
 agents, `reconstruction.py` guesses what they do not see, `replay.py` keeps the episodes, and `updates.py` learns from
-draws of them. `graphs.py` makes CUDA graphs. `smax.py` is SMAX's game; that of `skirmish` is in `envs/battle/`.
+draws of them. `graphs.py` makes CUDA graphs.
 """

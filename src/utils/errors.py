@@ -61,7 +61,8 @@ def install(extra: str) -> str:
 
 def require_extra(needs: str, extra: str, *modules: str) -> None:
     """Require modules of an extra, without importing them. needs: what needs them. Errors: UserError names the fix."""
-    if missing := [module for module in modules if find_spec(module) is None]:
+    packages = [module.partition(".")[0] for module in modules]  # to look for a submodule would import its package
+    if missing := [package for package in packages if find_spec(package) is None]:
         raise UserError(f"{needs} needs {', '.join(missing)}: {install(extra)}")
 
 

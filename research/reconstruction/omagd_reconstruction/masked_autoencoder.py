@@ -22,12 +22,11 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.schema import Config, MaskPredictorConfig
-from omagd.modules.graph_ops import attend
 from omagd.modules.graph_reconstructers import INFERRED
 from omagd.modules.graph_reconstructers.predictor import sinusoidal
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.ops import FastLinear
+from omagd.modules.ops import FastLinear, attend
 
 AT_ONCE = 64  # windows whose attention matrices stay in the cache
 

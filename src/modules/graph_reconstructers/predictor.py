@@ -29,9 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import MaskPredictorConfig
-from omagd.modules.graph_ops import attend
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
-from omagd.modules.ops import FastLinear, autocast_bf16, fast_linear
+from omagd.modules.ops import FastLinear, attend, autocast_bf16, fast_linear
 from omagd.utils.packing import Packing
 
 N_SPECIAL = 3

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from omagd.config.env_info import EnvInfo
-from omagd.config.schema import Config
+from omagd.config.schema import ACTED_WITH, Config
 from omagd.modules.graph_reconstructers import REGISTRY, pretraining
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
@@ -65,6 +65,10 @@ def check(meta: object, config: Config, info: EnvInfo, *, predictor: bool, sourc
         for values in (meta, config.model_dump())
     )
     differing = [name for name in saved if saved[name] != given[name]]
+    for name in ACTED_WITH.keys() & differing:
+        raise UserError(
+            f"{source} was trained with {name}={saved[name]}, which was removed. Play it with {ACTED_WITH[name]}"
+        )
     if differing:
         wanted = " ".join(f"{name}={saved[name]}" for name in differing)
         now = " ".join(str(given[name]) for name in differing)

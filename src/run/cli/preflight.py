@@ -279,13 +279,21 @@ def stand_in(config: Config) -> EnvInfo | None:
     return None
 
 
+# What a run with a belief head reads of `OF_GRAPHS`, by belief_loss: keys, or how they begin.
+OF_LOSS = {
+    "none": (),
+    "features": ("graph_pretrain_eval_episodes",),
+    "tokens": ("graph_pretrain_eval_episodes", "pretrained_tokenizer_path", "tokenizer_config"),
+}
+
+
 def unread(config: Config, given: Collection[str], read: set[str] | None) -> Iterator[str]:
     """Yield a warning about the given keys that no part of this run reads. read: by its parts; None: not known."""
     parts = " ".join(f"{key}={getattr(config, key)}" for key in ("learner", "mac", "agent", "mixer"))
-    of_graphs = {key for key in given if key.startswith(OF_GRAPHS)}
+    of_graphs = {key for key in given if key.startswith(OF_GRAPHS) and not key.startswith(OF_LOSS[config.belief_loss])}
     unused: dict[str, Collection[str]] = {
         parts: (OF_PARTS & set(given)) - read if read is not None else (),
-        "use_graph_reconstruction=False": of_graphs if not _needs_units(config) else (),
+        "use_graph_reconstruction=False": of_graphs if not config.use_graph_reconstruction else (),
         "belief_loss=none": OF_HEAD & set(given) if config.belief_loss == "none" else (),
     }
     for why, keys in unused.items():
@@ -295,11 +303,13 @@ def unread(config: Config, given: Collection[str], read: set[str] | None) -> Ite
 
 def too_many_parts(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a warning if on-policy batches may have fewer episodes than `learner_args.minibatches`."""
+    from omagd.learners.protocol import learner_class
     from omagd.run.training.build import n_slots
 
-    parts = config.learner_args.get("minibatches", 1)
+    parts = config.learner_args.get("minibatches")
     episodes = plan.world_size * max(config.batch_size, n_slots(config))
-    if parts > episodes and not config.evaluate:
+    of_batches = learner_class(config.learner).data == "on_policy" and not config.evaluate
+    if of_batches and isinstance(parts, int) and parts > episodes:  # a plug-in's may be anything
         yield (
             f"learner_args.minibatches={parts}: a batch has about {episodes} episodes, so an epoch takes as many steps."
             f" Raise batch_size, or give at most {episodes}"

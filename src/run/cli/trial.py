@@ -14,7 +14,7 @@ import torch
 
 from omagd import learners, runners
 from omagd.config.env_info import EnvInfo
-from omagd.config.schema import OF_PARTS, Config
+from omagd.config.schema import OF_PARTS, Config, without
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.checkpoint.weights import find_step_folder, load_into, load_learner, whole_state
 from omagd.run.cli import tried
@@ -165,8 +165,9 @@ def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> No
 def build_learner_once(config: Config, info: EnvInfo, device: torch.device) -> tuple[Any, set[str]]:
     """Build the learner of stage 3 once, so that its errors appear before stages 1 and 2 run.
 
-    Returns the learner, and the keys that the files of it and its parts name.
+    Returns the learner, and the keys that it and its parts read: in their constructors, or anywhere in their files.
     """
+    config = without(config)  # notes what is read
     mac = build_plain_mac(config, info, device)
     runner = runners.REGISTRY.get(config.runner)
     runner.check(config)
@@ -177,7 +178,7 @@ def build_learner_once(config: Config, info: EnvInfo, device: torch.device) -> t
     learner = learner_of(mac, config, info, Dist())
     if any(map(is_plugin, NAMES)):
         try_networks(learner, mac.agent, info)
-    return learner, keys_named_by((learner, mac, *learner.modules().values()))
+    return learner, config.keys_read | keys_named_by((learner, mac, *learner.modules().values()))
 
 
 def keys_named_by(parts: Collection[object]) -> set[str]:

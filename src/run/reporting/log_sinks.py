@@ -16,6 +16,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -230,17 +231,17 @@ COLUMNS = {
         "return": ("test_return_mean", "return_mean"),
         "length": ("test_ep_length_mean", "ep_length_mean"),
         "epsilon": ("epsilon",),
-        "loss": ("loss_td", "loss_ppo"),
+        "loss": ("loss_td", "loss_ppo", "loss*"),
         "steps/s": ("steps_per_second",),
     },
     "epoch": {
         "loss": ("train/graph_loss", "test/graph_loss"),
-        "held-out loss": ("eval/graph_loss",),
+        "held-out": ("eval/graph_loss",),
         "top-1": ("eval/top1", "test/top1"),
         "error": ("eval/error", "test/error"),
     },
 }
-"""Columns of the console's table for each clock, and the values that they show: the first that a record has."""
+"""Columns of the console's table for each clock, and patterns of what they show: the first value that a record has."""
 
 WIDTH = 13  # of a column
 
@@ -262,25 +263,34 @@ class ConsoleSink(Sink):
         if config.get("log_detail") == "full" or config.get("evaluate"):
             self.logger.info("%s", render_block(record, self.facts))
             return
-        shown = {name: next((record.values[key] for key in keys if key in record.values), None)
+        values = record.values.items()
+        shown = {name: next((value for key in keys for found, value in values if fnmatchcase(found, key)), None)
                  for name, keys in COLUMNS[record.clock].items()}  # fmt: skip
-        names = self._columns.get(record.stage, ())
-        if missing := [name for name, value in shown.items() if value is not None and name not in names]:
-            names = tuple(name for name in shown if name in {*names, *missing})
+        # These come with the first update.
+        later = {"loss", "epsilon"} if config.get("action_selector") == "epsilon_greedy" else {"loss"}
+        old = self._columns.get(record.stage, ())
+        names = tuple(name for name, value in shown.items() if value is not None or name in {*old, *later})
+        if names != old:
             self._columns[record.stage] = names
             end = ("left",) * (record.clock == "t_env")
             self._print((record.stage if config.get("use_graph_reconstruction") else "steps", *names, *end))
         texts = ["-" if (value := shown[name]) is None else _short(value) for name in names]
-        self._print((f"{record.t:,}", *texts, *self._left(record)))
+        left = [_left(record, self.facts) or "-"] * (record.clock == "t_env")
+        self._print((f"{record.t:,}", *texts, *left))
 
     def _print(self, cells: Iterable[str]) -> None:
         self.logger.info("%s", "".join(f"{cell:>{WIDTH}}" for cell in cells))
 
-    def _left(self, record: Record) -> list[str]:
-        """Return the time to the end of the steps at the speed since the last record; nothing for epochs."""
-        speed = record.values.get("steps_per_second", 0.0)
-        total = self.facts.totals.get("t_env", 0)
-        return [duration(max(0, total - record.t) / speed)] if speed > 0 and total else []
+
+def _left(record: Record, facts: RunFacts) -> str:
+    """Return the time to the end of training at the speed since the last record; empty where nothing says it."""
+    speed, episodes = record.values.get("steps_per_second", 0.0), record.values.get("episode")
+    end = facts.totals.get("t_env", 0.0)
+    if not end and episodes:  # `max_episodes` ends it: at the mean length of the episodes so far
+        end = record.t * facts.totals.get("episode", 0) / episodes
+    # Before the first update a run only plays, faster than later.
+    known = speed > 0 and end > 0 and record.values.get("updates") != 0
+    return duration(max(0.0, end - record.t) / speed) if known else ""
 
 
 def _short(value: float) -> str:
@@ -297,6 +307,8 @@ def render_block(record: Record, facts: RunFacts) -> str:
     head = ["Recent Stats", f"{record.clock}: {_progress(record.t, facts.totals.get(record.clock))}"]
     if "episode" in record.values:
         head.append(f"Episode: {_progress(int(record.values['episode']), facts.totals.get('episode'))}")
+    if record.clock == "t_env" and (left := _left(record, facts)):
+        head.append(f"left: {left}")
     single = facts.config and not facts.config.get("use_graph_reconstruction")
     head.append(" · ".join(part for part in ("" if single else record.stage, facts.label) if part))
     apart = {name for name in record.values if name.startswith(PHASE) or RANK.match(name) or OF_MAP.match(name)}
