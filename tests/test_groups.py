@@ -19,6 +19,7 @@ from run_equality import differences
 from omagd.components.data import GroupData
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
+from omagd.learners.rloo_learner import _groups
 from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
@@ -47,6 +48,12 @@ def groups_of(*outcomes: tuple[float, ...]) -> list[RecordedEpisode]:
             meta = EpisodeMeta(seed=number, group=str(number) if len(group) > 1 else "", outcome=outcome)
             made.append(RecordedEpisode(random_episode(len(made), next(lengths), truncated=len(made) % 2 == 1), meta))
     return made
+
+
+def test_groups_of_one_name_and_different_starts_stay_apart():
+    metas = [EpisodeMeta(seed=seed, group="0", outcome=1.0) for seed in (1, 2)]
+    batch = pack_episodes([RecordedEpisode(random_episode(0, 3), meta) for meta in metas])
+    assert _groups(batch)[1].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("args", [{}, {"score": "return"}, {"normalise_advantages": True}])

@@ -164,8 +164,9 @@ def test_sacred_receives_all_that_a_rank_has_sent_before_its_end(dies, forked):
 
 def test_sacred_gets_at_most_500_values_of_a_name(tmp_path):
     run, facts = FakeRun(), RunFacts(tmp_path, totals={"t_env": 10 * MOST})
-    log_to(["sacred"], [("stage3", t, {"loss": 0.5 * t}) for t in range(10 * MOST)], facts, sacred=run)
-    assert run.scalars == [("loss", 0.5 * t, t) for t in range(0, 10 * MOST, 10)]
+    times = range(3, 10 * MOST + 1)
+    log_to(["sacred"], [("stage3", t, {"loss": 0.5 * t}) for t in times], facts, sacred=run)
+    assert run.scalars == [("loss", 0.5 * t, t) for t in [*range(3, 10 * MOST, 10), 10 * MOST]]  # the last one always
 
 
 def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run_logs_again(tmp_path):

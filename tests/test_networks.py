@@ -20,6 +20,7 @@ from omagd.modules.agents.agent import AgentInputs, InputLinear
 from omagd.modules.graph_ops import FullGraphConv
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
 from omagd.modules.mixers import REGISTRY as MIXERS
+from omagd.modules.mixers.mixer import MixerInputs
 from omagd.modules.ops import attend, cross_entropy, fast_linear
 from omagd.utils.packing import last_actions, pack_episodes
 
@@ -212,6 +213,11 @@ def test_kernel_equals_the_plain_expression(kernel: str) -> None:
     torch.manual_seed(0)
     got, plain, inputs = KERNELS[kernel]()
     torch.testing.assert_close(with_gradients(got, inputs), with_gradients(plain, inputs), rtol=1e-9, atol=1e-11)
+
+
+def test_the_greedy_value_is_of_an_available_action() -> None:
+    q, available = torch.tensor([[[1.0, 5.0]]]), torch.tensor([[[1, 0]]])
+    assert MixerInputs(q, torch.zeros(1, 1).long(), available, torch.zeros(1, 1)).greedy.item() == 1.0
 
 
 def test_first_largest_is_argmax_including_ties() -> None:

@@ -16,6 +16,7 @@ from omagd.config.env_info import ALLY, ENEMY, EntityLayout
 from omagd.learners.graph_metrics import perplexity_stats, summarise
 from omagd.learners.predictor_learner import PredictorLearner, match_types
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
+from omagd.modules.ops import attend
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 
@@ -28,6 +29,14 @@ def test_ids_are_the_nearest_codes() -> None:
     tokenizer.place(torch.arange(K), torch.randn(K, 4, dtype=torch.float64), 1.0)
     encoded = tokenizer.encode(torch.randn(150, LAYOUT.node_dim))
     assert torch.equal(tokenizer.quantize(encoded), torch.cdist(encoded, tokenizer.codebook).argmin(-1))
+
+
+def test_dropout_is_in_every_part() -> None:
+    tokenizer, predictor = toy_modules(toy_config(tokenizer_config__dropout=0.5, dropout=0.5))
+    nodes, x = torch.randn(9, LAYOUT.node_dim), torch.randn(3, 5, predictor.config.d_model)
+    block, query, kv = predictor.blocks[0].train(), torch.randn(2, 3, 4), torch.randn(2, 3, 8)
+    parts = (lambda: tokenizer.encode(nodes), lambda: block(x, None, 5), lambda: attend(query, kv, 1, 0.5))
+    assert [torch.equal(part(), part()) for part in parts] == [False] * 3
 
 
 def test_gradient_goes_straight_through_the_codes() -> None:
