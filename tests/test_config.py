@@ -192,6 +192,7 @@ def test_a_file_begins_with_the_keys_of_those_that_it_extends(tmp_path, monkeypa
     ("text", "words"),
     [
         ("extends: qmx", r"bad\.yaml: extends=qmx is not known\. Did you mean 'qmix'"),
+        ("extends: qmxi", r"bad\.yaml: extends=qmxi is not known\. Did you mean 'qmix'"),
         ("extends: here.yaml", r"bad\.yaml: extends=here\.yaml: here\.yaml is no file\. The path begins at"),
         ("extends: [qmix, vdn]", r"bad\.yaml: extends=\['qmix', 'vdn'\]: must be one name"),
         ("extends: round.yaml", r"round\.yaml: extends=bad\.yaml: goes in a circle, bad\.yaml -> round\.yaml -> bad"),

@@ -102,7 +102,7 @@ def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, mon
     assert summary["updates_per_iteration"] == summary["card"]["compared"]["updates_per_round"] == 4
     lines = records(folder)
     assert any(0.05 < line.get("epsilon", 1) < 1 for line in lines) and any(line.get("loss_td") for line in lines)
-    assert "4 update(s) per on-policy batch" in (folder / "logs" / "rank_0.log").read_text()
+    assert "4 updates per on-policy batch" in (folder / "logs" / "rank_0.log").read_text()
 
 
 def test_it_resumes_bit_for_bit(tmp_path):

@@ -209,6 +209,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if not found and 1 < len(name) < 4:  # too short for a share of letters: one name that differs in one, not the first
         alike = (other for other in known if len(other) == len(name) and other[0] == name[0])
         found = [other for other in alike if sum(a != b for a, b in zip(name, other, strict=True)) == 1]
+    found = found or [other for other in known if sorted(other) == sorted(name)]  # two letters changed places
     return f" Did you mean '{found[0]}'?" if len(found) == 1 else ""
 
 

@@ -241,12 +241,13 @@ def log_start(session: Session, card: Card) -> None:
     learner = learner_class(config.learner)
     targets = f", {learner.how_targets_move(config, environments)}" if hasattr(learner, "how_targets_move") else ""
     runner = session.runners["train"]
-    batch = f"{dist.world_size} rank(s) on {dist.device.type}, {environments} environments"
+    batch = f"{dist.world_size} rank{'s' * (dist.world_size > 1)} on {dist.device.type}, {environments} environments"
     if not config.evaluate:
         played = "on-policy batch" if learner.data == "on_policy" else runner.per_iteration(config, environments)
+        updates = updates_per_iteration(config)
         batch += (
-            f", effective batch {config.batch_size * dist.world_size} {runner.unit}, {updates_per_iteration(config)}"
-            f" update(s) per {played}{targets}"
+            f", effective batch {config.batch_size * dist.world_size} {runner.unit}, {updates}"
+            f" update{'s' * (updates != 1)} per {played}{targets}"
         )
     more = beside_one_rank(config, dist.world_size, session.env.n_slots, learner.data)
     for line in (*([more] if more else []), *start_lines(card, info.sizes, batch)):
