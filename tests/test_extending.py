@@ -12,6 +12,7 @@ from pathlib import Path
 
 import plugin_toys
 import pytest
+from command_budgets import BUDGETS
 from command_harness import records
 
 import omagd
@@ -53,10 +54,10 @@ def test_the_table_of_a_batch_has_all_fields():
 
 
 def test_the_complete_examples_of_the_page_learn_to_remember(tmp_path, monkeypatch):
-    """The agent of the page, trained by its REINFORCE in two parts per batch."""
-    for registry in (AGENTS, CONTROLLERS, LEARNERS):
-        monkeypatch.setattr(registry, "_objects", dict(registry._objects))
-    for name in ("gru_cell", "reinforce"):
+    """The agent, trained by REINFORCE in two parts per batch; and the predictor, whose error falls."""
+    for each in (AGENTS, CONTROLLERS, LEARNERS, omagd.learners.PREDICTORS, omagd.modules.graph_reconstructers.REGISTRY):
+        monkeypatch.setattr(each, "_objects", dict(each._objects))
+    for name in ("gru_cell", "reinforce", "linear"):
         (code,) = [
             block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if f'register("{name}")' in block
         ]
@@ -65,6 +66,8 @@ def test_the_complete_examples_of_the_page_learn_to_remember(tmp_path, monkeypat
     words += " updates_per_iteration=1 epsilon_anneal_time=100000 batch_size=32 batch_size_run=32 accumulate=2 lr=0.02"
     words += f" t_max=2400 test_nepisode=32 checkpoint_interval=0 local_results_path={tmp_path}"
     assert omagd.run(config_from(words.split()))["return"] == 1.0
+    graph = f"--config=omagd_small with mask_predictor_config.kind=linear local_results_path={tmp_path}"
+    assert omagd.run(config_from([*graph.split(), *BUDGETS]))["stages"]["stage2"]["values"]["best_epoch"] == 2.0
 
 
 @pytest.mark.processes
