@@ -237,11 +237,14 @@ RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
 
 EXPECTED = {
     "int_type": "a whole number",
+    "int_parsing": "a whole number",  # texts, which models of `env_args` read as numbers
     "int_from_float": "a whole number",
     "float_type": "a number",
+    "float_parsing": "a number",
     "string_type": "text",
     "string_too_short": "text, not empty",
     "bool_type": "True or False",
+    "bool_parsing": "True or False",
     "tuple_type": "a list of whole numbers, such as 1,2,3",
     "dict_type": "a mapping of keys to values",
     "model_type": "a mapping of keys to values",
