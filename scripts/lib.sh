@@ -81,6 +81,7 @@ base_python() { # print the Python that creates a new virtual environment
 
 setup_venv() { # extras ("full" or "dev,smax"): create the virtual environment and install, once; set venv_python
     local extras=$1 venv base wanted stamp
+    unset PYTHONDONTWRITEBYTECODE # with it every start would compile all files that it imports
     check_python
     venv=$(venv_dir)
     venv_python=$venv/bin/python
@@ -92,7 +93,8 @@ setup_venv() { # extras ("full" or "dev,smax"): create the virtual environment a
     wanted=$(cd "$root" && cksum pyproject.toml setup.py constraints.txt && printf '%s\n' "$root")
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ] || [ ! -d "$root/.package/omagd" ]; then
         printf 'installing into %s (once; some minutes, mostly torch) ...\n' "$venv" >&2
-        "$venv_python" -m pip install --quiet --disable-pip-version-check \
+        # Python compiles a file when it first imports it, and keeps the result; all of them would take a minute.
+        "$venv_python" -m pip install --quiet --no-compile --disable-pip-version-check \
             -e "$root[$extras]" -c "$root/constraints.txt" || fail 'the installation failed, see above'
         printf '%s\n' "$wanted" >"$stamp"
     fi

@@ -7,6 +7,7 @@ BUDGETS = (
     "max_episodes=None",
     "batch_size_run=2",
     "batch_size=4",
+    "updates_per_iteration=1",
     "buffer_size=8",
     "test_nepisode=4",
     "test_interval=100000",
