@@ -12,7 +12,7 @@ from omagd.envs.factory import make_env
 from omagd.envs.smax import OWN_DIM, STOP, UNIT_DIM, SmaxArgs, SmaxEnv
 from omagd.utils.errors import UserError
 
-ALL = np.ones(8, bool)
+ALL = np.ones(4, bool)
 
 
 def test_a_missing_extra_is_reported_in_one_line(monkeypatch):
@@ -26,7 +26,7 @@ def test_a_missing_extra_is_reported_in_one_line(monkeypatch):
 @pytest.fixture(scope="module")
 def env() -> SmaxEnv:
     pytest.importorskip("jaxmarl", reason="the extra [smax] is not installed")
-    return SmaxEnv(SmaxArgs(map_name="3m", max_steps=25), 8)
+    return SmaxEnv(SmaxArgs(map_name="3m", max_steps=30), 4)  # as in test_env_protocol.py: compiled once
 
 
 def test_python_collects_garbage_without_jax(env):
@@ -37,7 +37,7 @@ def test_python_collects_garbage_without_jax(env):
 def play(env, policy, seed):
     """Play one battle per slot; yield (results, observations, living units [B, 6])."""
     rng, active = np.random.default_rng(seed), ALL
-    env.reset(ALL, np.arange(8) + seed)
+    env.reset(ALL, np.arange(4) + seed)
     while active.any():
         result = env.step(env.scripted_actions(policy, rng), active)
         yield result, env.observe(full=True), env._view["alive"]
@@ -47,7 +47,7 @@ def play(env, policy, seed):
 def test_a_battle_is_jaxmarls_own_with_enemies_first(env):
     """Rewards, ends, observations and masks against the package's own step and reset, not batched."""
     jax, game, rng = env._program.jax, env._program.env, np.random.default_rng(1)
-    env.reset(ALL, np.arange(8) + 100)
+    env.reset(ALL, np.arange(4) + 100)
     first_key = jax.numpy.array([0, 100], dtype="uint32")
     _, own = game.reset(first_key)
     enemy_seen, over, t = set(), False, 0
@@ -70,7 +70,7 @@ def test_a_battle_is_jaxmarls_own_with_enemies_first(env):
 def test_full_observations_and_state_show_exactly_the_living_units(env):
     dead_seen = False
     for _, seen, alive in play(env, "attack_nearest", 200):
-        blocks = seen.full_obs[:, :, : 5 * UNIT_DIM].reshape(8, 3, 5, UNIT_DIM)
+        blocks = seen.full_obs[:, :, : 5 * UNIT_DIM].reshape(4, 3, 5, UNIT_DIM)
         for i in range(3):
             others = [3, 4, 5, *[a for a in range(3) if a != i]]
             np.testing.assert_array_equal(blocks[:, i].any(-1), alive[:, [i]] & alive[:, others])
@@ -83,7 +83,7 @@ def test_full_observations_and_state_show_exactly_the_living_units(env):
         dead_seen |= bool(dead.any())
         assert not seen.obs[dead].any() and not seen.full_obs[dead].any()
         assert (seen.avail_actions[dead] == (np.arange(8) == STOP)).all()
-        state = seen.state.reshape(8, 6, OWN_DIM)
+        state = seen.state.reshape(4, 6, OWN_DIM)
         assert (state >= 0).all() and (state <= 1).all()
         np.testing.assert_array_equal(state[:, :3], own)
     assert dead_seen
@@ -94,16 +94,16 @@ def test_wins_limits_and_the_order_of_scripts(env):
     wins = dict.fromkeys(("random", "attack_nearest"), 0.0)
     for policy in wins:
         results = [result for result, _, _ in play(env, policy, 400)]
-        assert len(results) <= env.info.episode_limit == 26
+        assert len(results) <= env.info.episode_limit == 31
         for result in results:
             ended = result.terminated
             np.testing.assert_array_equal(result.info["battle_won"][ended] > 0, result.reward[ended] >= 10.0 - 1e-4)
             assert not result.truncated.any()
             wins[policy] += result.info["battle_won"].sum()
     assert wins["random"] < wins["attack_nearest"]
-    env.reset(ALL, np.arange(8))
-    for t in range(26):
-        result, alive = env.step(np.full((8, 3), STOP), ALL), env._view["alive"]
+    env.reset(ALL, np.arange(4))
+    for t in range(31):
+        result, alive = env.step(np.full((4, 3), STOP), ALL), env._view["alive"]
         fighting = alive[:, :3].any(1) & alive[:, 3:].any(1)
-        np.testing.assert_array_equal(result.terminated[fighting], t == 25)
+        np.testing.assert_array_equal(result.terminated[fighting], t == 30)
         assert not result.truncated.any()

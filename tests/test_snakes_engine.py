@@ -8,7 +8,7 @@ from snakes_parity import GAMES, chained, load, state_values
 from snakes_reference import Dice
 
 from omagd.envs.snakes.board import NEXT_CELL
-from omagd.envs.snakes.engine import Engine
+from omagd.envs.snakes.engine import RING, Engine
 from omagd.envs.snakes.observer import Observer, state_features
 from omagd.envs.snakes.opponents import SCRIPTS
 from omagd.envs.snakes.rewards import Ledger, Prices
@@ -37,10 +37,9 @@ def test_every_step_of_every_stored_game_is_the_same():
         rows = everyone[~over]
         outcome = engine.step(actions[rows, t], rows)
         lengths = board.lengths[rows]
-        bodies = np.full((len(rows), 6, lengths.max()), -1)
-        for k, row in enumerate(rows.tolist()):
-            for snake, cells in enumerate(engine.segments(row)):
-                bodies[k, snake, : len(cells)] = cells
+        back, (ring, top, _) = np.arange(lengths.max()), (part[rows] for part in engine._bodies)
+        cells = np.take_along_axis(ring.astype(np.int64), (top[..., None] - back) % RING, axis=-1)
+        bodies = np.where(back < lengths[..., None], cells, -1)
         facts = (board.directions[rows], board.beans[rows], outcome.raw, outcome.hit, lengths - 3, outcome.over)
         digest[rows] = chained(digest[rows], state_values(bodies, *facts))
         wrong = rows[(digest[rows] & np.uint64(255)) != expected["digests"][rows, t]]
