@@ -12,7 +12,7 @@ from omagd.modules.ops import PackedGRU
 
 
 class GNNRNNAgent(RecurrentAgent):
-    """Values of all actions from the mean over the nodes of a graph of entities, as published.
+    """Values of all actions from the mean over a graph of entities, after `FullGraphConv`s (Morris et al. 2019).
 
     Weights are shared by all agents. A mean cannot tell enemies apart.
     """
