@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from omagd.config.checks import check, shorten, unknown_key, unusable, validation_messages
 from omagd.config.schema import ACTED_WITH, EXTENDS, FIELDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
-from omagd.utils.errors import Mistakes, Unreadable, UserError, collected, foreign, unknown_name
+from omagd.utils.errors import Mistakes, Unchecked, UserError, collected, foreign, unknown_name
 from omagd.utils.registry import installed
 from omagd.utils.storage import read_json
 
@@ -247,7 +247,7 @@ def changed(config: Config, keys: Iterable[str]) -> dict[str, tuple[Any, Any]]:
     """Return the value and the default of each of these keys whose value is not its default; not of wrong ones."""
     default, found = read_yaml(HERE / "default.yaml"), dict[str, tuple[Any, Any]]()
     for key in keys:
-        with suppress(Unreadable):
+        with suppress(Unchecked):
             if (value := getattr(config, key)) != default[key]:
                 found[key] = value, default[key]
     return found

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from omagd.config.env_info import given_map, map_label
-from omagd.utils.errors import Unreadable
+from omagd.utils.errors import Unchecked
 
 
 def as_whole(value: object) -> object:
@@ -328,7 +328,7 @@ class Config(Frozen):
 
 
 class Watched(Config):
-    """A configuration that notes which keys are read, as do its copies. One with a wrong value raises `Unreadable`."""
+    """A configuration that notes which keys are read, as do its copies. One with a wrong value raises `Unchecked`."""
 
     _wrong: frozenset[str] = PrivateAttr(frozenset())
     _read: set[str] = PrivateAttr(default_factory=set)
@@ -336,7 +336,7 @@ class Watched(Config):
     def __getattribute__(self, name: str) -> Any:
         if name in FIELDS:
             if name in self._wrong:
-                raise Unreadable(name)
+                raise Unchecked(name)
             self._read.add(name)
         return super().__getattribute__(name)
 

@@ -93,7 +93,7 @@ class Dist:
         return out
 
     def wrap(self, module: nn.Module, bucket_cap_mb: float = 25.0) -> nn.Module:
-        """Return `module` in DDP, which synchronises gradients; `module` itself with one rank."""
+        """Return `module` in DDP, which gives it rank 0's weights and synchronises gradients; itself with one rank."""
         if self.world_size == 1:
             return module
         for parameter in module.parameters():

@@ -75,7 +75,7 @@ def import_extra(needs: str, extra: str, module: str) -> Any:
         raise UserError(f"{needs} needs {module}, which cannot be imported ({error}): {install(extra)}") from None
 
 
-class Unreadable(Exception):
+class Unchecked(Exception):
     """A check needs a value that is wrong, which another message already says: the check cannot be made."""
 
 
@@ -113,7 +113,7 @@ class Mistakes:
             yield
         except UserError as error:
             self.note(error, place)
-        except Unreadable:
+        except Unchecked:
             pass
 
     def messages(self) -> tuple[str, ...]:

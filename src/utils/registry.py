@@ -24,7 +24,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel
 
-from omagd.utils.errors import RunFailed, Unreadable, UserError, readable, unknown_name
+from omagd.utils.errors import RunFailed, Unchecked, UserError, readable, unknown_name
 
 T = TypeVar("T")
 _ABSENT: Any = object()
@@ -281,7 +281,7 @@ def in_one_line(what: str = "", *packages: str, of: Any = None) -> Iterator[None
     """
     try:
         yield
-    except (UserError, Unreadable, RunFailed, MemoryError):
+    except (UserError, Unchecked, RunFailed, MemoryError):
         raise
     except Exception as error:
         crash = crash_of(error, *packages)

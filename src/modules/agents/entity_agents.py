@@ -62,13 +62,13 @@ class EntityAgent(RecurrentAgent):
         self.normal = FastLinear(hidden, self.n_normal)
 
     @property
-    def widths(self) -> Seen:
+    def widths(self) -> tuple[int, int, int]:
         """Numbers of features of the agent itself, of an ally and of an enemy."""
         layout = self.layout
         last = self.n_normal + 1 if self.last_action else 0
         own = layout.move_dim + layout.own_dim + last + self.n_numbers
         of_target, healed = int(self.last_action), int(self.last_action and self.some_heal)
-        return Seen(own, layout.ally_dim + healed, layout.enemy_dim + of_target)  # type: ignore[arg-type]
+        return own, layout.ally_dim + healed, layout.enemy_dim + of_target
 
     def seen(self, inputs: AgentInputs) -> Seen:
         """Return the units that the agents' inputs describe."""
@@ -202,15 +202,15 @@ class HPNAgent(EntityAgent):
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)
         hyper, hidden = HPNArgs.model_validate(config.agent_args).hyper_dim, config.rnn_hidden_dim
-        widths = self.widths
-        self.own = FastLinear(int(widths.own), hidden)
-        self.of_allies = HyperEmbedding(int(widths.allies), hyper, hidden)
-        self.of_enemies = HyperEmbedding(int(widths.enemies), hyper, hidden)
-        self.target = FastLinear(int(widths.enemies), hyper)
+        own, ally, enemy = self.widths
+        self.own = FastLinear(own, hidden)
+        self.of_allies = HyperEmbedding(ally, hyper, hidden)
+        self.of_enemies = HyperEmbedding(enemy, hyper, hidden)
+        self.target = FastLinear(enemy, hyper)
         self.attack = FastLinear(hidden, hyper + 1)
         self.base = nn.Linear(hyper, 1)
         if self.some_heal:
-            self.patient = FastLinear(int(widths.allies), hyper)
+            self.patient = FastLinear(ally, hyper)
             self.heal = FastLinear(hidden, hyper + 1)
             self.heal_base = nn.Linear(hyper, 1)
 
@@ -255,10 +255,10 @@ class AttentionAgent(EntityAgent):
         self.n_heads, hidden = AttentionArgs.model_validate(config.agent_args).n_heads, config.rnn_hidden_dim
         if hidden % self.n_heads:
             raise UserError(f"agent_args.n_heads={self.n_heads}: must divide rnn_hidden_dim={hidden}")
-        widths = self.widths
-        self.embed_self = FastLinear(int(widths.own), hidden)
-        self.embed_ally = FastLinear(int(widths.allies), hidden)
-        self.embed_enemy = FastLinear(int(widths.enemies), hidden)
+        own, ally, enemy = self.widths
+        self.embed_self = FastLinear(own, hidden)
+        self.embed_ally = FastLinear(ally, hidden)
+        self.embed_enemy = FastLinear(enemy, hidden)
         self.query = FastLinear(hidden, hidden, bias=False)
         self.key_value = FastLinear(hidden, 2 * hidden, bias=False)
         self.out = FastLinear(hidden, hidden)

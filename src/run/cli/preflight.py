@@ -22,7 +22,7 @@ from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
 from omagd.run.cli import Found, tried
 from omagd.run.launchers import Plan, make_plan
-from omagd.utils.errors import Mistakes, Unreadable, UserError, foreign, require_extra
+from omagd.utils.errors import Mistakes, Unchecked, UserError, foreign, require_extra
 from omagd.utils.registry import Registry
 
 
@@ -241,7 +241,7 @@ def with_fitting(config: Config, found: Mistakes) -> Config:
         registry = registry_of(package)
         try:
             registry.get(name := getattr(config, key))
-        except Unreadable:
+        except Unchecked:
             continue
         except UserError as error:
             found.note(error)
@@ -274,7 +274,7 @@ def stand_in(config: Config) -> EnvInfo | None:
     with suppress(UserError):
         try:
             return described_env(config.env, {})
-        except Unreadable:
+        except Unchecked:
             return described_env("skirmish", {})
     return None
 
