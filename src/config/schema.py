@@ -181,9 +181,9 @@ class Config(Frozen):
     dist_timeout_minutes: Amount  # minutes that a rank waits for the others in one exchange, or may make no progress
     lr_scaling: Literal["none", "sqrt", "linear"]  # factor of lr and graph_lr: 1, the root of the ranks, or the ranks
     torch_threads: Size  # torch's CPU threads in each process
-    cpu_inference: bool  # agents act with a copy on the CPU, updated before each round of episodes
+    cpu_inference: bool  # agents act with a copy on the CPU: for small agents, where a GPU waits for each step
     buffer_cpu_only: bool  # keep the replay buffer in main memory even if the ranks use GPUs
-    graph_updates: bool | None  # with runner=resident: updates of fixed shapes, CUDA graphs on a GPU; None: on a GPU
+    graph_updates: bool | None  # runner=resident: updates as CUDA graphs; None: on a GPU; False if its memory is short
     deterministic: bool  # on GPUs: use only algorithms that give the same bits each time; slower
     precision: Literal["float32", "bf16"]  # precision of matrix products in updates; weights stay float32
     acting_precision: Literal["float32", "bf16"]  # precision of the frozen predictor while acting
@@ -256,7 +256,7 @@ class Config(Frozen):
     pretrained_tokenizer_path: str  # a tokenizer.th or its folder: skips stage 1
     pretrained_mask_predictor_path: str  # a stage2_model.th or its folder: skips stage 2
     pretrain_buffer_path: str  # folder with rank_<r>.episodes for each rank, read instead of playing
-    save_pretrain_buffer: bool  # write the episodes of stages 1 and 2, for pretrain_buffer_path of other runs
+    save_pretrain_buffer: bool  # keep the episodes of stages 1 and 2: other runs with pretrain_buffer_path play none
     graph_pretrain_epochs: Many  # updates of stage 1, and of stage 2
     graph_pretrain_episodes: Many  # episodes of stages 1 and 2 over all ranks; rounded up to whole rounds of all slots
     graph_pretrain_batch_size: Size  # episodes of one update
