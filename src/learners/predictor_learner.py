@@ -220,6 +220,7 @@ class PredictorLearner(GraphLearner):
         real = self.tokenizer.real[position].to(log_p.dtype)
         code = self.predictor.table_with_absent()[sample.target]
         tokens = Tokens(sample.target, truth, real, self.predictor.types[position], code)
+        # Units of one type are interchangeable: the loss may compare a guess with another unit of its type.
         matched = match_types(log_p, sample.target, sample.masked, self.layout)
         compared = sample.target[matched] if self.predictor.config.matching == "type" else sample.target
         loss = -log_p.gather(1, compared[:, None])

@@ -335,6 +335,7 @@ def embed_rows_backward(
     """Add the gradients of `embed_rows`'s weight and bias to these; those of the result x are in `grad`."""
     width, size = weight.shape
     whole = last - (last - first) % 4
+    # dL/dW = node ⊗ grad where x > 0: the ReLU's mask. Four rows add to a column while it is in a register.
     for i in range(first, whole, 4):
         for j in range(0, size, LANES):
             t = masked_gradient(grad, x, i, j, bias, own * size * reads[own * i])
