@@ -154,9 +154,9 @@ def rounds(env: BatchedEnv, episodes_per_slot: int = 1, **options: bool) -> Roll
 def collected(env: BatchedEnv, name: str, calls: int) -> tuple[Runner, list[Rollout]]:
     """Return a new runner with the rollouts of `calls` iterations and of the drain after them."""
     runner, probe = runner_of(env, name=name), Probe()
-    rollouts = [runner.collect(probe, explore=None) for _ in range(calls)]
-    assert probe.refreshed == (0 if runner.rounds else calls - 1), "those in flight act with the newest weights"
-    return runner, [*rollouts, runner.drain(probe, explore=None)]
+    rollouts = [*(runner.collect(probe, explore=None) for _ in range(calls)), runner.drain(probe, explore=None)]
+    assert probe.refreshed == (0 if runner.rounds else calls), "those in flight act with the newest weights"
+    return runner, rollouts
 
 
 def same(one: Episode, other: Episode) -> bool:

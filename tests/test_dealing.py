@@ -86,7 +86,7 @@ def test_no_rank_is_idle_or_busier_than_the_tolerance_and_few_maps_are_divided()
 
 
 @pytest.mark.parametrize(("n_ranks", "balance", "least", "slots", "batch"), [
-    (2, False, 1, 4, 42), (3, True, 1, 4, 4), (5, True, 1, 1, 1), (2, True, 2, 4, 4),
+    (2, False, 1, 4, 42), (3, True, 1, 4, 4), (5, True, 1, 1, 1), (2, True, 2, 4, 4), (5, False, 2, 1, 1),
 ])  # fmt: skip
 def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks, balance, least, slots, batch):
     ranks = ranks_of(

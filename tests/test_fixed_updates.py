@@ -132,11 +132,11 @@ def test_a_graph_learns_what_its_update_learns(graphs):
 
 
 def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
-    """The optimizer's state of a checkpoint, the memory of a cleared replay, longer episodes."""
+    """The optimizer's state of a checkpoint, the memory of a cleared replay, longer episodes, another learning rate."""
     (graph, plain), buffer = both_kinds(), replay()
     by_length = np.argsort([len(episode["reward"]) for episode in buffer.episodes]).tolist()
     drawn = by_length[:2]
-    for made in range(1, 5):
+    for made in range(1, 6):
         for _ in range(WARM_UP + 2):
             for each in (graph, plain):
                 each.update(buffer.fixed(drawn), episodes=0)
@@ -146,8 +146,11 @@ def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
                 learner.load_state_dict(copy.deepcopy(learner.state_dict()))
         elif made == 2:
             buffer.restore([buffer.since(0)], buffer.added)
-        else:
+        elif made == 3:
             drawn = by_length[-2:]
+        else:
+            for each in (graph, plain):
+                each._step.optimizer.param_groups[0]["lr"] /= 2
 
 
 @pytest.mark.parametrize(("problem", "reason"), [("fails", "when stream is capturing)"), ("differs", "differs")])

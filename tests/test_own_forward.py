@@ -71,16 +71,14 @@ def acts_as_it_believes(stage: Any, reconstructor: Reconstructor, episodes: list
 
 def change(part: str, tokenizer: Any, predictor: Any) -> None:
     """Let a module, or a part of it, compute something else than the class in this package."""
-    if part == "hook":
-        predictor.blocks[0].norm_out.register_forward_hook(lambda module, given, out: out * -2)
-    elif part == "tokenizer":
+    if part == "tokenizer":
         tokenizer.__class__ = LastCode
     elif part:
         module = predictor if part == "predictor" else predictor.blocks[1].merge
         module.__class__ = scaled(type(module))
 
 
-@pytest.mark.parametrize("part", ["", "predictor", "linear", "hook", "tokenizer"])
+@pytest.mark.parametrize("part", ["", "predictor", "linear", "tokenizer"])
 def test_a_predictor_acts_with_the_network_that_was_trained(part: str) -> None:
     stage = graph_learner("stage2", torch.float32)
     tokenizer, predictor = stage.tokenizer, stage.predictor.eval()
@@ -124,11 +122,14 @@ def test_a_policy_with_a_forward_of_its_own_is_not_frozen_to_layers() -> None:
         agent.layers()
 
 
-def own_layers(module: nn.Module) -> int:
-    """Give every linear layer a forward of its own; return their number."""
+def own_layers(module: nn.Module, hook: str = "") -> int:
+    """Let every linear layer compute something of its own, by its class or by a hook; return their number."""
     layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
     for layer in layers:
-        layer.__class__ = scaled(type(layer))
+        if hook:
+            getattr(layer, hook)(lambda module, given, *out: (out or given)[0] * -2)
+        else:
+            layer.__class__ = scaled(type(layer))
     return len(layers)
 
 
@@ -149,10 +150,11 @@ def test_kernels_learn_what_an_agent_acts_with(monkeypatch: pytest.MonkeyPatch, 
     assert not torch.allclose(learned, before, atol=1e-3)
 
 
+@pytest.mark.parametrize("hook", ["", "register_forward_hook", "register_forward_pre_hook"])
 @pytest.mark.parametrize("name", MIXERS.names())
-def test_mixers_call_layers_of_other_classes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_mixers_call_layers_that_compute_something_else(monkeypatch: pytest.MonkeyPatch, name: str, hook: str) -> None:
     mixer = MIXERS.get(name)(q_config(mixer=name), Q_INFO)
-    own_layers(mixer)
+    own_layers(mixer, hook)
     q = torch.randn(9, Q_INFO.n_agents, Q_INFO.n_actions)
     inputs = MixerInputs(
         q, torch.zeros(q.shape[:2], dtype=torch.int64), torch.ones_like(q), torch.randn(9, Q_INFO.state_dim)

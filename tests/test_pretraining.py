@@ -34,9 +34,11 @@ def test_ids_are_the_nearest_codes() -> None:
 def test_dropout_is_in_every_part() -> None:
     tokenizer, predictor = toy_modules(toy_config(tokenizer_config__dropout=0.5, dropout=0.5))
     nodes, x = torch.randn(9, LAYOUT.node_dim), torch.randn(3, 5, predictor.config.d_model)
-    block, query, kv = predictor.blocks[0].train(), torch.randn(2, 3, 4), torch.randn(2, 3, 8)
+    block, query, kv = predictor.blocks.pop(0), torch.randn(2, 3, 4), torch.randn(2, 3, 8)
+    frame, everything = predictor.blank_frame(), torch.ones(1, predictor.n_nodes, dtype=torch.bool)
+    predictor.blocks.eval()  # what is left is the dropout of its input
     parts = (lambda: tokenizer.encode(nodes), lambda: block(x, None, 5), lambda: attend(query, kv, 1, 0.5))
-    assert [torch.equal(part(), part()) for part in parts] == [False] * 3
+    assert [torch.equal(part(), part()) for part in (*parts, lambda: predictor(frame, everything))] == [False] * 4
 
 
 def test_gradient_goes_straight_through_the_codes() -> None:
@@ -88,6 +90,8 @@ def test_all_zero_nodes_and_closing_rows_never_reach_the_codebook() -> None:
     living = batch["full_obs"].any(-1) & ~batch.packing.closing[:, None]
     present = obs_to_nodes(batch["full_obs"], LAYOUT).any(-1) & living[..., None]
     assert features.any(-1).all() and len(features) == int(present.sum())
+    drawn = stage._draw(stage.sample(batch), len(features), "codebook")
+    assert torch.allclose(drawn.sort(0)[0], stage.tokenizer.encode(features).sort(0)[0]), "each node once"
     stage.update(batch)
     before = float(stage.tokenizer.cluster_size.sum())
     stage.update(batch)

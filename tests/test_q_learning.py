@@ -191,7 +191,7 @@ def test_update_equals_a_reference(updates, own_rewards):
 
 @pytest.mark.parametrize("weighting", ["optimistic", "central"])
 def test_a_weighted_update_equals_a_loop_over_steps(weighting):
-    episodes = [random_episode(i, length, truncated=i % 2 == 1) for i, length in enumerate([3, 6, 1, 6, 4])]
+    episodes = [random_episode(i, length, truncated=i % 2 == 1) for i, length in enumerate([3, 6, 1, 6, 4] * 4)]
     given = {"learner": "wqmix_learner", "learner_args": {"weighting": weighting, "alpha": 0.3}, "grad_norm_clip": 1e9}
     learner, other = (make_learner(toy_config(**given), dtype=torch.float64, seed=seed) for seed in (0, 5))
     learner.target_agent.load_state_dict(other.central.state_dict())

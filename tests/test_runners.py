@@ -31,7 +31,7 @@ from omagd.runners.rollout import Recorder
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode
-from omagd.utils.seeding import EpisodeSeeds, stream_seed, stream_seeds
+from omagd.utils.seeding import EpisodeSeeds, Generators, stream_seed, stream_seeds
 
 torch.set_num_threads(1)
 
@@ -149,6 +149,9 @@ def test_every_purpose_rank_slot_number_and_generation_has_its_own_seed():
                     assert again.draw(everyone).tolist() == drawn[-4:]
     assert len(set(drawn)) == len(drawn) == 3 * 2 * 3 * 5 * 4
     assert min(drawn) >= 0
+    made, renewed = Generators(3, 0), Generators(3, 0)
+    renewed.renew(1)
+    assert made.rng("replay").random() != renewed.rng("replay").random(), "also of generators that are made later"
 
 
 def test_the_ranks_and_purposes_of_a_run_have_different_seeds(tmp_path):
