@@ -140,7 +140,8 @@ class Tests:
         values = greedy_episodes(session, self.mac, session.config.test_nepisode, recorder=recorder)
         before = next((self.best.get(f"best_{name}", -math.inf) for name in BEST_OF if name in values), math.inf)
         self.last, self.played = (t_env, values), True
-        self.improved = (self.score() or -math.inf) > before
+        score = self.score()
+        self.improved = score is not None and score > before
         for name in BEST_OF:
             if name in values:
                 self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
