@@ -49,7 +49,7 @@ def test_a_battle_is_jaxmarls_own_with_enemies_first(env):
     jax, game, rng = env._program.jax, env._program.env, np.random.default_rng(1)
     env.reset(ALL, np.arange(4) + 100)
     first_key = jax.numpy.array([0, 100], dtype="uint32")
-    _, own = game.reset(first_key)
+    own = jax.tree.map(lambda value: value.astype(value.dtype), game.reset(first_key)[1])  # types as after a step
     enemy_seen, over, t = set(), False, 0
     while not over:
         actions = env.scripted_actions("random" if t % 4 == 3 else "attack_nearest", rng)
