@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import graphlib
 import importlib.util
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterator
-from functools import cache
 from operator import gt
 from pathlib import Path
 
@@ -19,41 +15,6 @@ FOLDERS = "src", "tests", "benchmarks", "research", "docs", "examples", "scripts
 spec = importlib.util.spec_from_file_location("house", ROOT / "benchmarks" / "house.py")
 house = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(house)
-
-
-@cache
-def parsed() -> dict[Path, ast.Module]:
-    """Return the syntax trees of all files."""
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-
-
-def imported(tree: ast.AST) -> Iterator[tuple[str, ...]]:
-    """Yield what each import statement names, as `(module,)` or `(module, attribute)`, wherever it is in the file."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((name.name,) for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in line {node.lineno}"
-            yield from ((node.module, name.name) for name in node.names)
-
-
-def module_of(path: Path) -> str:
-    parts = ["omagd", *path.relative_to(ROOT / "src").with_suffix("").parts]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@cache
-def import_graph() -> dict[str, set[str]]:
-    """Return module -> modules of this package that it imports, in functions and for type checking as well.
-
-    `omagd/__init__.py` is left out: it loads the Python interface when a name of it is first used.
-    """
-    trees = {module_of(path): tree for path, tree in parsed().items() if module_of(path) != "omagd"}
-    graph: dict[str, set[str]] = {}
-    for name, tree in trees.items():
-        found = (next((m for m in (".".join(words), words[0]) if m in trees), name) for words in imported(tree))
-        graph[name] = {*found} - {name}
-    return graph
 
 
 def test_files_and_functions_have_a_readable_size():
@@ -69,14 +30,10 @@ def test_no_file_name_occurs_three_times():
     assert [name for name, count in names.items() if count > 2 and name != "__init__.py"] == []
 
 
-def test_no_module_imports_itself_through_others():
-    graphlib.TopologicalSorter(import_graph()).prepare()  # CycleError names the modules of a cycle
-
-
 def test_simulators_import_what_their_readmes_say():
     for name in ("battle", "snakes"):
         text, inside = (ROOT / "src" / "envs" / name / "README.md").read_text(encoding="utf-8"), f"omagd.envs.{name}"
-        imports = set().union(*(found for module, found in import_graph().items() if module.startswith(inside)))
+        imports = set().union(*(found for module, found in house.import_graph().items() if module.startswith(inside)))
         outside = {module.removeprefix("omagd.") for module in imports if not module.startswith(inside)}
         assert re.findall(r"`(\w+\.\w+)`", text.split("Imports:")[1].split("\n\n")[0]) == sorted(outside)
 
