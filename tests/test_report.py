@@ -19,7 +19,7 @@ from omagd.lab.analysis.groups import differences
 from omagd.run.api import run
 from omagd.run.cli.main import main
 from omagd.run.reporting.card import NO_EFFECT, ROUNDING, final_card, make_card, read_card, start_lines
-from omagd.run.reporting.report import next_step, render_summary, write_summary
+from omagd.run.reporting.report import next_step, write_summary
 from omagd.run.run_folder import RunFolder, make_token, write_json
 from omagd.run.training.experiment import complete_card
 from omagd.utils.errors import UserError
@@ -291,12 +291,6 @@ def test_summary_and_closing_text(tmp_path):
     expected = {"win_rate": None, "best_win_rate": 0.95, "return": 19.25, "updates": 1950, "world_size": 2}
     assert read.items() >= expected.items()
     assert read["artifacts"]["plots/beliefs"] == str(folder.plots / "beliefs.png")
-    values = summary_of(folder)
-    write_summary(folder, values)
-    text = render_summary(values)
-    for part in ("skirmish 3m", "2 ranks, 16 environments", "9 min 32 s", "completed", "win rate 0.900 (best 0.950)",
-                 "205,000 steps", "200 epochs", str(folder.path), "python -m omagd evaluate "):  # fmt: skip
-        assert part in text, part
     for changes in ({"exit_state": "failed"}, {"kind": "evaluation"}, {"stages": {}}):
-        assert next_step({**values, **changes}) == ""
+        assert next_step({**summary_of(folder), **changes}) == ""
     assert [duration(s) for s in (3.4, 59.6, 545, 11220)] == ["3 s", "1 min 00 s", "9 min 05 s", "3 h 07 min"]

@@ -122,18 +122,3 @@ def test_invalid_maps_of_a_package_are_reported_in_one_line(add_maps, registry, 
     add_maps(registry)
     with pytest.raises(UserError, match=f"mine=my_maps:MAPS of omagd.smac_maps.*{words}"):
         make_smac("sc2", map_name="my_map")
-
-
-def test_names_that_cannot_be_played(add_maps):
-    add_maps(mine())
-    for name, keys, words in (
-        ("smax", {}, "sc2, sc2_v2, skirmish"),
-        ("skirmish", {"map_nam": "3m"}, "env_args.map_nam .*map_name"),
-        ("skirmish", {"map_name": "my_map"}, "map_name=my_map needs the game: use --env-config=sc2"),
-        ("sc2", {"map_name": "my_mapp"}, "Did you mean 'my_map'"),
-    ):
-        with pytest.raises(UserError, match=words):
-            make_smac(name, **keys)
-    add_maps(mine(), "other_maps")
-    with pytest.raises(UserError, match="my_maps:MAPS and .*other_maps:MAPS|other_maps:MAPS and .*my_maps:MAPS"):
-        make_smac("sc2", map_name="my_map")
