@@ -109,4 +109,4 @@ def test_every_policy_of_the_repository_is_whole_and_small(tmp_path, monkeypatch
     for name, policy in policies.items():
         assert policy.files.keys() == set(weights.FILES)
         assert omagd.load_policy(name).config.name == name.rpartition("/")[2]
-    assert policies and sum(file.bytes for policy in policies.values() for file in policy.files.values()) < 20e6
+    assert policies and sum(file.size for policy in policies.values() for file in policy.files.values()) < 20e6

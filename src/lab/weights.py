@@ -49,12 +49,12 @@ class Stored(BaseModel):
     """One file of a policy."""
 
     sha256: str
-    bytes: int = Field(ge=0, le=LARGEST)
+    size: int = Field(ge=0, le=LARGEST)
 
     @classmethod
     def of(cls, content: bytes) -> Stored:
         """Return what an index says of a file."""
-        return cls(sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+        return cls(sha256=hashlib.sha256(content).hexdigest(), size=len(content))
 
 
 class Policy(BaseModel):
@@ -140,7 +140,7 @@ def fetch(name: str, source: str = SHIPPED) -> tuple[Path, Policy]:
     facts = {"source": source, **policy.model_dump(mode="json")}
     if read_entry(copy / GOT) == facts:
         return copy, policy
-    parts = {file: _read(source, f"{name}/{file}", stored.bytes) for file, stored in policy.files.items()}
+    parts = {file: _read(source, f"{name}/{file}", stored.size) for file, stored in policy.files.items()}
     for file, content in parts.items():
         if Stored.of(content) != policy.files[file]:
             raise UserError(
