@@ -30,12 +30,9 @@ from omagd.utils.errors import UserError, unknown_name
 from omagd.utils.storage import replace_file
 
 INDEX, AGENT, GOT = "index.json", "agent.safetensors", "published.json"
-SHIPPED = str(Path(omagd.__path__[0]).parent / "weights")
-"""The set of the repository that omagd runs from."""
-
+SHIPPED = str(Path(omagd.__path__[0]).parent / "weights")  # of the repository that omagd runs from
 LONGEST_INDEX, LARGEST = 16 << 20, 1 << 30
-SECONDS = 20.0
-"""Longest wait for a server to go on."""
+SECONDS = 20.0  # longest wait for a server to go on
 
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
 NAME = f"^{PART}/{PART}/{PART}$"
