@@ -16,7 +16,7 @@ import torch
 import omagd
 from omagd.controllers.types import Tick
 from omagd.envs.protocol import Observation
-from omagd.lab import weights
+from omagd.lab import published
 from omagd.lab.commands.weights import MEASURE, export
 from omagd.run.cli.main import main
 
@@ -36,7 +36,7 @@ def server(packed, tmp_path, monkeypatch):
     """Return folder and address of a copy of the set; the cache is empty."""
     folder = tmp_path / "set"
     shutil.copytree(packed, folder)
-    monkeypatch.setattr(weights, "user_cache", lambda *names: tmp_path.joinpath("cache", *names))
+    monkeypatch.setattr(published, "user_cache", lambda *names: tmp_path.joinpath("cache", *names))
     monkeypatch.chdir(tmp_path)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
@@ -60,7 +60,7 @@ def test_a_policy_is_listed_got_and_used_by_its_name(qmix_run, packed, server, c
     changed = {**entry, "files": {file: entry["files"][file] for file in entry["files"] if file != "battle.png"}}
     (server[0] / "index.json").write_text(json.dumps({"policies": {NAME: changed}}))
     assert main(["weights", "get", NAME, "--from", server[1]]) == 0, "it replaces the copy as a whole"
-    assert not (weights.folder_of(NAME) / "battle.png").exists() and omagd.load_policy(NAME)
+    assert not (published.folder_of(NAME) / "battle.png").exists() and omagd.load_policy(NAME)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_not_as_it_should_be_is_one_line_and_changes_nothing(server, cap
     (folder, address), nobody = server, ("http://127.0.0.1:9", "refused). Check address and network")
     index = folder / "index.json"
     index.write_text(index.read_text().replace(old, new, 1))
-    (folder / NAME / weights.AGENT).write_bytes(b"damaged")
+    (folder / NAME / published.AGENT).write_bytes(b"damaged")
     for source, part in ((address, says), (str(folder), says), nobody):
         assert main(["weights", "get", NAME, "--from", source]) == 2
         (line,) = (line for line in capsys.readouterr().err.splitlines() if " HTTP/1" not in line)  # the server's
@@ -104,9 +104,9 @@ def test_a_graph_for_onnxruntime_gives_the_values_of_act_over_an_episode(qmix_ru
 
 
 def test_every_policy_of_the_repository_is_whole_and_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "user_cache", lambda *names: tmp_path.joinpath(*names))
-    policies = weights.read_index(weights.SHIPPED).policies
+    monkeypatch.setattr(published, "user_cache", lambda *names: tmp_path.joinpath(*names))
+    policies = published.read_index(published.SHIPPED).policies
     for name, policy in policies.items():
-        assert policy.files.keys() == set(weights.FILES)
+        assert policy.files.keys() == set(published.FILES)
         assert omagd.load_policy(name).config.name == name.rpartition("/")[2]
     assert policies and sum(file.size for policy in policies.values() for file in policy.files.values()) < 20e6

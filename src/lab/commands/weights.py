@@ -17,7 +17,7 @@ from safetensors.torch import save
 from scipy.stats import binomtest
 
 from omagd.config.loading import to_plain
-from omagd.lab import weights
+from omagd.lab import published
 from omagd.lab.commands.watch import record_battles
 from omagd.lab.watch.formats import write_png
 from omagd.modules.agents.agent import AgentInputs
@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     names = "RUN: a run's folder, its models/, a step's folder, or a NAME, such as skirmish/3m/qmix_fast"
     parser.add_argument("words", nargs="*", metavar="WORD", help=names)
     where = "list, get: folder or http(s) address of a set; default: weights/ of the repository"
-    parser.add_argument("--from", dest="source", default=weights.SHIPPED, metavar="SET", help=where)
+    parser.add_argument("--from", dest="source", default=published.SHIPPED, metavar="SET", help=where)
     parser.add_argument("--to", default="", metavar="FOLDER", help="pack: the set that takes the policy")
 
 
@@ -55,10 +55,10 @@ def main(options: argparse.Namespace) -> int:
         usage = " ".join(["omagd weights", what, *expected, *["--to FOLDER"] * (what == "pack")])
         raise UserError(f"weights {' '.join([what, *words])}: not understood. Give `{usage}`")
     if what == "list":
-        policies = weights.read_index(options.source).policies
+        policies = published.read_index(options.source).policies
         print_out("".join(f"{name}: {policy.line()}\n" for name, policy in sorted(policies.items())))
     elif what == "get":
-        print_out(_got(words[0], *weights.fetch(words[0], options.source)))
+        print_out(_got(words[0], *published.fetch(words[0], options.source)))
     elif what == "pack":
         run, name = words
         print_out(f"{name}: {pack(run, name, Path(options.to).expanduser()).line()}\n")
@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _got(name: str, copy: Path, policy: weights.Policy) -> str:
+def _got(name: str, copy: Path, policy: published.Policy) -> str:
     """Return what to do with a policy."""
     uses = f"  omagd watch {name}\n  omagd evaluate {name} {MEASURE}\n  omagd.load_policy({name!r})\n"
     return f"{name}: {policy.line()}\n{copy}\n{uses}It is for acting: training cannot continue from it.\n"
@@ -81,7 +81,7 @@ def _agent_alone(run: str, source: str) -> api.LoadedPolicy:
     return policy
 
 
-def pack(run: str, name: str, to: Path) -> weights.Policy:
+def pack(run: str, name: str, to: Path) -> published.Policy:
     """Put the last policy of a run into the set in the folder `to`, and return what its index says of it.
 
     Args:
@@ -89,9 +89,9 @@ def pack(run: str, name: str, to: Path) -> weights.Policy:
     """
     policy = _agent_alone(run, f"weights pack {run}")
     config, info, place = policy.config, policy.info, to / name
-    if not re.match(weights.NAME, name) or name.partition("/")[0] != config.env:
+    if not re.match(published.NAME, name) or name.partition("/")[0] != config.env:
         raise UserError(f"weights pack {run} {name}: give a name such as {config.env}/{info.map_name}/{config.name}")
-    index = weights.read_index(str(to)) if (to / weights.INDEX).exists() else weights.Index()
+    index = published.read_index(str(to)) if (to / published.INDEX).exists() else published.Index()
     trained = RunFolder(run_folder_of(step := find_step_folder(policy_path(run))))
     with tempfile.TemporaryDirectory() as folder:
         texts = {**dict(word.split("=") for word in MEASURE.split()), "local_results_path": folder}
@@ -100,13 +100,13 @@ def pack(run: str, name: str, to: Path) -> weights.Policy:
     write_json(place / "config.json", {k: v for k, v in to_plain(config).items() if k not in NO_EFFECT | LOCAL})
     write_json(place / "card.json", card)
     replace_file(place / "env_info.json", trained.env_info_json.read_bytes())
-    replace_file(place / weights.AGENT, save({k: v.contiguous() for k, v in policy.agent.state_dict().items()}))
+    replace_file(place / published.AGENT, save({k: v.contiguous() for k, v in policy.agent.state_dict().items()}))
     with contextlib.suppress(UserError):  # an environment that has no units to show
         write_png(record_battles(evaluation_config(run, {})), place / "battle.png")
     share = None if won is None else binomtest(round(won * EPISODES), EPISODES).proportion_ci(method="wilson")
-    contents = {file: (place / file).read_bytes() for file in weights.FILES if (place / file).exists()}
-    index.policies[name] = weights.Policy(
-        files={file: weights.Stored.of(content) for file, content in contents.items()},
+    contents = {file: (place / file).read_bytes() for file in published.FILES if (place / file).exists()}
+    index.policies[name] = published.Policy(
+        files={file: published.Stored.of(content) for file, content in contents.items()},
         win_rate=won,
         interval=share and (float(share.low), float(share.high)),
         return_mean=summary["return"],
@@ -115,7 +115,7 @@ def pack(run: str, name: str, to: Path) -> weights.Policy:
         steps=int(step.name) if step.name.isdecimal() else 0,
         version=str(recorded_of(card).get("versions", {}).get("omagd", "unknown")),
     )
-    write_json(to / weights.INDEX, index.model_dump())
+    write_json(to / published.INDEX, index.model_dump())
     return index.policies[name]
 
 

@@ -185,7 +185,7 @@ def policy_path(path: str) -> str:
     """Return a path as it is, or that of a published policy `<env>/<map>/<name>`. Errors: UserError."""
     if path.count("/") != 2 or path.partition("/")[0] not in ENVS or os.path.exists(path):
         return path
-    return str(import_module("omagd.lab.weights").folder_of(path))
+    return str(import_module("omagd.lab.published").folder_of(path))
 
 
 def evaluation_config(
