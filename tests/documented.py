@@ -19,7 +19,7 @@ STARTS = re.compile(
     r"^(?:\w+=\S* +)*(?:python3? +(?:\S*src/main\.py|-m omagd)|omagd |torchrun "
     r"|\S*/(?:run_pretrain_ddp|run_gnn_stage3_ddp|quickstart)\.sh)"
 )
-QUESTIONS = {"doctor", "beliefs", "compare", "evaluate", "study", "sweep", "plot", "report", "watch"}
+QUESTIONS = {"doctor", "beliefs", "compare", "evaluate", "study", "sweep", "plot", "report", "watch", "weights"}
 PATH_KEYS = {
     "checkpoint_path", "pretrained_tokenizer_path", "pretrained_mask_predictor_path", "pretrain_buffer_path",
     "graph_pretrain_policy", "TOKENIZER_PATH", "MASK_PREDICTOR_PATH",

@@ -147,16 +147,3 @@ def test_too_many_threads_are_a_warning_and_a_key_is_not_shown(capsys, monkeypat
     code, found, _ = ask(capsys, "with", f"torch_threads={doctor._cores() + 1}")
     assert code == 0 and found["torch"][0] == "warning" and "lower torch_threads" in found["torch"][1]
     assert "online" in found["W&B"][1] and "secret" not in str(found)
-
-
-def test_the_doctor_names_a_missing_package_that_reads_configurations(capsys, monkeypatch):
-    def broken(*_):
-        raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
-
-    monkeypatch.setattr(sys.modules["omagd.run.cli.main"], "config_from", broken)
-    with_version("pyyaml")(monkeypatch, None)
-    assert main(["doctor", "--env-config=sc2"]) == 2
-    line, broken_line, last = capsys.readouterr().out.splitlines()[1:]
-    assert line.startswith("missing  packages") and "pyyaml → pip install" in line
-    assert broken_line.startswith("missing  configuration") and "No module named 'yaml'" in broken_line
-    assert last.startswith("sc2 cannot be played (packages, configuration)")

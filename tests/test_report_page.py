@@ -205,22 +205,6 @@ def test_a_page_says_what_it_cannot_show(tmp_path, monkeypatch):
     assert "config.json cannot be read" in report(folder).lines
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "no run in results/"),
-        (["nowhere"], "nowhere: holds no run"),
-        (["run", "--out", "run/config.json/x"], "--out"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, words, says):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "run")
-    assert main(["report", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and says in error
-
-
 def test_everything_is_escaped(tmp_path):
     folder = three_stages(tmp_path / EVIL.replace("/", "∕"), name=EVIL, pretrained_tokenizer_path=EVIL)
     record_battle(folder)

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,16 +155,12 @@ def test_the_real_game_is_used_where_it_can_be_played(run, tmp_path, playable, e
 
 # Script, arguments and variables, and words of the line that rejects them.
 MISTAKES: tuple[tuple[str, str, dict[str, str], str], ...] = (
-    ("launch.sh", "--node 2", {}, "--node: not understood"),
     ("launch.sh", "--nodes 2 --node-rank 0 --master-addr -x", {}, "--master-addr -x"),
     ("run_pretrain_ddp.sh", "", {"STAGE": "stage2"}, "TOKENIZER_PATH"),
-    ("run_pretrain_ddp.sh", "--epochs=3", {}, "--epochs=3: not understood"),
     ("train_ddp.sh", "--gpus 0,7", {"FAKE_GPUS": "1"}, "--gpus 0,7: only 1 of these 2 GPUs"),
-    ("train_ddp.sh", "--max_episodes many", {}, "--max_episodes many: must be a whole number"),
     ("train_ddp.sh", "--load_model --load_model_run nobody", {}, "--load_model_run nobody: no such run in results"),
     ("quickstart.sh", "\x1b[31mred", {}, "?[31mred: not understood"),
     ("scripts/quick_distributed_test.sh", "--nodes 2 --master-addr a;b", {}, "--master-addr a;b"),
-    ("install_sc2.sh", "--verison 4.10", {}, "--verison"),
     ("slurm/many_nodes.sbatch", "", {"SLURM_JOB_ID": ""}, "SLURM_JOB_ID="),
     *(
         (script, "", {"PYTHON": python, **GIVEN}, f"PYTHON={python}: does not start")
@@ -209,16 +204,3 @@ def test_neither_variables_nor_what_programs_print_are_executed(run, tmp_path):
     for script in LAUNCHERS:
         run(script, "--gpus", "0", at=f"gpus {script}", FAKE_GPUS=INJECTED)
     assert [str(path) for path in tmp_path.rglob("HIT")] == []
-
-
-def test_help_is_printed_and_nothing_else_is_done(run, tmp_path):
-    for number, script in enumerate(WITH_HELP):
-        done = run(script, ("-h", "--help")[number % 2], PYTHON="/nowhere/python")
-        assert (done.code, done.err) == (0, ""), script
-        assert done.out.splitlines()[0] == (ROOT / script).read_text().splitlines()[1].lstrip("# ")
-        assert "set -" not in done.out and "#!" not in done.out
-    log = [sys.executable, str(ROOT / "scripts" / "with_log.py")]  # it takes a name for its log, but no option
-    for words, code in ((["--help"], 0), (["--helpp", "true"], 2), ([], 2)):
-        shown = subprocess.run([*log, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert shown.returncode == code and "with_log.py LOG COMMAND" in (shown.stderr if code else shown.stdout)
-    assert {path for path in tmp_path.rglob("*") if path.is_file() and "bin" not in path.parts} == set()

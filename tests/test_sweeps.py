@@ -196,16 +196,13 @@ def test_folders_of_others_are_rejected(tmp_path):
     [
         ({"space": {}}, "space: is empty"),
         ({"space": {"lr": {"low": 0, "high": 0.1, "log": True}}}, "space.lr: low=0, high=0.1: "),
-        ({"space": {"lr": {"low": 0.1}}}, "space.lr: give low: and high:, or choices:"),
         ({"trials": 5001}, "trials: 5001 x seeds: 2 = 10002 runs, more than 10000. Lower one"),
-        ({"space": {"lr": {"lo": 0.1}}}, "space.lr: unknown key 'lo'. Did you mean 'low'?"),
         ({"space": {"batch_size": {"low": 0.5, "high": 8}}}, "space.batch_size: takes whole numbers"),
         ({"space": {"seed": {"low": 1, "high": 9}}}, "space.seed: give seeds: at the top"),
         ({"space": {"test_interval": {"low": 1, "high": 9}}}, "space.test_interval: has a value in with:"),
         ({"space": {"t_max": {"low": 1000, "high": 9000}}}, "space.t_max: trials have different tests then"),
         ({"pruning": {"percentile": 50}}, "pruning={'percentile': 50}: "),
         ({"space": {"mixer": {"choices": ["qmix", "vdn"], "low": 1}}}, "give values that differ, without low:"),
-        ({"space": {"lr": {"low": 0.1, "high": 0.2, "log": True, "step": 0.1}}}, "space.lr: low=0.1, high=0.2: "),
     ],
 )  # fmt: skip
 def test_what_a_sweep_file_gets_wrong_is_one_line(given, said, tmp_path):

@@ -75,7 +75,7 @@ def lookup_relu(x: Tensor, weight: Tensor, table: Tensor, index: Tensor) -> Tens
         return F.relu(fast_linear(x, weight) + F.embedding(index, table))
     flat, places = x.reshape(-1, x.shape[-1]), index.reshape(-1)
     acts = torch.is_inference_mode_enabled()  # batches are small, and their sizes differ from tick to tick
-    kernels = None if acts else kernels_for(x, len(flat) * len(weight))
+    kernels = None if acts else kernels_for(x, flat.shape[0] * len(weight))
     if kernels is not None:
         out = LookupReLU.apply(kernels, flat, weight, table, places)  # type: ignore[no-untyped-call]
     else:

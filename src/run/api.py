@@ -26,7 +26,7 @@ from omagd.run.run import run as run_seeds
 from omagd.run.run_folder import RunFolder
 from omagd.run.training import build
 from omagd.run.training.checks import require_same_map
-from omagd.run.training.evaluate import load_mac
+from omagd.run.training.evaluate import load_mac, policy_path
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.errors import UserError, unknown_name
 from omagd.utils.seeding import EpisodeSeeds
@@ -151,12 +151,14 @@ class LoadedPolicy:
 
     Attributes:
         config: of the run that trained it; acting uses its `torch_threads`. info: facts of its environment.
+        agent: the network.
     """
 
     def __init__(self, config: Config, info: EnvInfo, mac: Any) -> None:
         self.config = config
         self.info = info
         self._mac = mac
+        self.agent = mac.agent
         self.reset()
 
     @property
@@ -216,10 +218,11 @@ def load_policy(path: str | Path, load_step: int = 0) -> LoadedPolicy:
     """Return the trained team of a run.
 
     Args:
-        path: a run's folder, its `models/`, or one step's folder. load_step: the step to load, the last one for 0.
+        path: a run's folder, its `models/`, one step's folder, or a published policy ("skirmish/3m/qmix_fast").
+        load_step: the step to load, the last one for 0.
     Errors: UserError for a missing or damaged file.
     """
-    folder = find_step_folder(str(path), load_step, key="path")
+    folder = find_step_folder(policy_path(str(path)), load_step, key="path")
     run_folder = RunFolder(run_folder_of(folder))
     config = validate(read_saved(run_folder.config_json, f"path={path}"))
     info = build.read_env_info(run_folder.env_info_json, f"path={path}")

@@ -35,3 +35,8 @@ WATCH = Command(
     "play a trained run, or a recording, as an HTML page or a GIF (--format=...)",
     "omagd.lab.commands.watch",
 )
+WEIGHTS = Command(
+    "weights list|get|pack|onnx",
+    "published policies: list, get, make them; export to ONNX",
+    "omagd.lab.commands.weights",
+)

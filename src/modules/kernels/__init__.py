@@ -19,12 +19,12 @@ SMALL = 1 << 16  # numbers below which torch's operations are used: loading Numb
 def kernels_for(x: Tensor, n_numbers: int, module: str = "compiled") -> ModuleType | None:
     """Return a module of Numba kernels for work on `n_numbers` numbers like x, or None: use torch.
 
-    They are for float32 on CPUs, and not what `torch.compile` compiles. Which of both computes depends on the size
+    They are for float32 on CPUs, and not what `torch` compiles or exports. Which of both computes depends on the size
     alone, so that the same batch always gives the same bits on a machine.
     """
     # Gradients of gradients, other types and devices are torch's.
-    fits = x.device.type == "cpu" and x.dtype == torch.float32 and n_numbers >= SMALL
-    return compiled_kernels(module) if fits and not torch.compiler.is_compiling() else None
+    fits = not torch.compiler.is_compiling() and x.device.type == "cpu" and x.dtype == torch.float32
+    return compiled_kernels(module) if fits and n_numbers >= SMALL else None
 
 
 @cache

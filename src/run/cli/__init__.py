@@ -38,7 +38,7 @@ REGISTRY: Registry[Command] = Registry(
         "evaluate": "omagd.run.cli.main:EVALUATE",
         **{
             name: f"omagd.lab.commands:{name.upper()}"
-            for name in ("clean", "doctor", "plot", "compare", "report", "beliefs", "study", "sweep", "watch")
+            for name in "clean doctor plot compare report beliefs study sweep watch weights".split()
         },
     },
 )

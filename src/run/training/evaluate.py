@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.loading import apply_texts, read_saved, validate
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
+from omagd.envs import REGISTRY as ENVS
 from omagd.run.checkpoint.store import StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.recording.recorder import Recorder
@@ -179,23 +182,31 @@ HERE = {
 """Values for one process on any machine, instead of those of the training run."""
 
 
+def policy_path(path: str) -> str:
+    """Return a path as it is, or that of a published policy `<env>/<map>/<name>`. Errors: UserError."""
+    if path.count("/") != 2 or path.partition("/")[0] not in ENVS or os.path.exists(path):
+        return path
+    return str(import_module("omagd.lab.published").folder_of(path))
+
+
 def evaluation_config(
     run: str, texts: Mapping[str, Any], command: str = "evaluate", mistakes: Mistakes | None = None
 ) -> Config:
     """Return the configuration that evaluates a run: the run's own with the keys in `texts` changed.
 
     Args:
-        run: the run's folder, its `models/` or one step's folder. texts: the text of each `key=value`. command: what
-            the user called, for errors. mistakes: collects wrong keys and values.
+        run: the run's folder, its `models/`, one step's folder, or a published policy. texts: the text of each
+            `key=value`. command: what the user called, for errors. mistakes: collects wrong keys and values.
     Errors: UserError for a folder that holds no run, a `config.json` that cannot be read, wrong keys and values.
     """
     source = f"{command} {run}"
     for key in ("evaluate", "checkpoint_path"):
         if key in texts:
             raise UserError(f"{key}={texts[key]}: already set by `{source}`. Leave it out")
-    step = find_step_folder(run, source=source)
-    folder = RunFolder(run_folder_of(step))
-    paths = {"checkpoint_path": str(Path(run).expanduser().absolute()), "local_results_path": str(folder.evaluations)}
+    path = policy_path(run)
+    folder = RunFolder(run_folder_of(find_step_folder(path, source=source)))
+    beside = folder.evaluations if path == run else "results"
+    paths = {"checkpoint_path": str(Path(path).expanduser().absolute()), "local_results_path": str(beside)}
     values: dict[str, Any] = {**read_saved(folder.config_json, source), **FIXED, **HERE, **paths}
     if "test_nepisode" in texts:  # else the run's `eval_report_episodes` would override it
         values["eval_report_episodes"] = 0
