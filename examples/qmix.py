@@ -1,6 +1,6 @@
 """QMIX (Rashid et al. 2018, arXiv:1803.11485) on the battle 3m: `python examples/qmix.py --steps=80`.
 
-One core, 26 s. Win rate of 128 greedy battles after steps 5, 20, 35, 50, 65 and 80: .31, .27, .57, .52, .81, .84.
+One core, 27 s. Win rate of 128 greedy battles after steps 5, 20, 35, 50, 65 and 80: .41, .51, .59, .54, .70, .79.
 """
 
 import copy
