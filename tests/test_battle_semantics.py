@@ -1,7 +1,5 @@
 """Cases of SMAC's rules that the recorded battles of `test_smac_parity` do not reach, on units placed by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """`omagd compare`: repetitions in one row, differing keys, seeds, what cannot be compared."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

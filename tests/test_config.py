@@ -1,7 +1,5 @@
 """Configuration files, keys and values: accepted values and error messages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several ranks compute the same update as one process with the union of their episodes, for every learner."""
 
-from __future__ import annotations
-
 import math
 from itertools import zip_longest
 

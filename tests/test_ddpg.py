@@ -1,7 +1,5 @@
 """DDPG: its update against the published formulas, and its exploration."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The pages agree with the code (keys, links, defaults, first commands), and are short and plain."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

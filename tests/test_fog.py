@@ -1,7 +1,5 @@
 """`skirmish` with other sights and starts: what agents see, where battles begin, and what is rejected."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Environments of Gymnasium, PettingZoo and PyMARL play here what they play on their own."""
 
-from __future__ import annotations
-
 import sys
 
 import gymnasium

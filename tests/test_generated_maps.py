@@ -1,7 +1,5 @@
 """Maps from their names: SMAC's own come out as SMAC has them, and all can be played."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

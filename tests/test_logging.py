@@ -1,7 +1,5 @@
 """Metrics, counters, phases, memory and traces of a run, text logs and progress bars."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """Reading many runs: folders, groups of repetitions, the table of `load_runs`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Opponents that change: functions of the global clock, part of every checkpoint, rejected where they cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Pictures: the curves of one run, and the figures of many, as they are drawn."""
 
-from __future__ import annotations
-
 import io
 import json
 
@@ -68,6 +66,3 @@ def test_pictures_of_one_run_can_be_decoded(tmp_path):
     lines = [{"return": 3.5, "length": 18 + i % 4, "battle_won": i % 3 == 0} for i in range(40)]
     write_lines(folder / "episodes" / "rank_0.jsonl", lines)
     assert pixels(run_curves.evaluation(run_of(folder))).std() > 0.03
-
-
-WON = "test_battle_won_mean"

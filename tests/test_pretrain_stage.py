@@ -1,7 +1,5 @@
 """What stages 1 and 2 have in common, without their networks."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from unittest.mock import MagicMock
