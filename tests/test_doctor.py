@@ -112,7 +112,6 @@ def little_shared_memory(patch, _):
 # What is broken: how, the line that reports it, its status and text, and the environments that it makes unplayable.
 BROKEN = {
     "no torch": (without_module("torch"), "torch", "missing", "pip install -e .", "all"),
-    "no pydantic": (with_version("pydantic"), "packages", "missing", "pydantic", "all"),
     "old NumPy": (with_version("numpy", "1.26.4"), "packages", "missing", "numpy 1.26.4 (needs >=2.0)", "all"),
     "old Python": (patched(doctor.sys, "version_info", (3, 10, 4, "final", 0)), "python", "missing", "3.10.4", "all"),
     "results": (lambda _, folder: (folder / "results").touch(), "disk", "missing", "local_results_path=", "all"),
@@ -125,7 +124,6 @@ BROKEN = {
         lambda _, folder: next((folder / "SC2").glob("Versions/*/SC2_x64")).chmod(0o644), "game", "missing",
         "chmod +x", "sc2",
     ),
-    "no jaxmarl": (with_version("jaxmarl"), "smax", "missing", "omagd[smax]", "smax"),
 }  # fmt: skip
 
 

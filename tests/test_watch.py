@@ -169,10 +169,8 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
     for words, part in (
         (["watch"], "watch: no run in results/. Name one, as in: omagd watch results/<run>"),
         (["watch", str(tmp_path / "gone")], "no such folder"),
-        (["watch", str(tmp_path)], "holds no agent.th"),
         (["watch", str(path), "seed=3"], "seed=3: a recording is shown as it is"),
         (["watch", str(path), "--agent=5"], "--agent=5: the agents are 0 to 4"),
-        (["watch", str(path), "--format=png", "--steps=3,999"], "--steps=999: the battle has steps 0 to"),
         (["watch", str(path), "--output", "/proc/a/b.html"], "cannot be written"),
     ):
         assert main(words) == 2
