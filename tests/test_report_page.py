@@ -126,8 +126,7 @@ def test_without_a_name_the_newest_run_that_trained_is_meant(tmp_path, monkeypat
     for age, name in enumerate(("evaluation", "new", "old")):
         folder = make_run(Path("results") / name)
         os.utime(folder / "run.json", (1e9 - age, 1e9 - age))
-    for name in ("new", "old"):
-        (Path("results") / name / "models").mkdir()
+    add(Path("results/evaluation"), "config.json", {"evaluate": True})
     assert main(["report"]) == 0
     assert capsys.readouterr().out == "results/new/report.html\n"
 

@@ -52,7 +52,8 @@ def make_token(
 
 def newest_run(command: str) -> str:
     """Return the folder of the run in `results/` that began to train last. Errors: UserError where there is none."""
-    begun = [path for path in Path("results").glob(f"*/{RUN_FILE}") if (path.parent / "models").is_dir()]
+    found = Path("results").glob(f"*/{RUN_FILE}")
+    begun = [path for path in found if not read_entry(RunFolder(path.parent).config_json).get("evaluate")]
     if not begun:
         raise UserError(f"{command}: no run in results/. Name one, as in: omagd {command} results/<run>")
     return str(max(begun, key=lambda path: path.stat().st_mtime).parent)
