@@ -8,7 +8,7 @@ release = installed_version("omagd")
 
 extensions = ["myst_parser"]
 # The repository is the source, so that the links between pages work here as they do on a code host.
-include_patterns = ["docs/**", "*.md", "benchmarks/README.md", "research/reconstruction/README.md"]
+include_patterns = ["docs/**", "*.md", "*/README.md", "research/reconstruction/README.md"]
 root_doc = "docs/index"
 myst_heading_anchors = 4
 highlight_language = "text"  # of blocks that name none: commands and output
