@@ -31,7 +31,6 @@ def test_a_batch_of_fixed_shape_repeats_closing_rows():
     for indices in draws(6):
         packed, drawn = buffer.batch(indices), buffer.fixed(indices)
         assert drawn.rows == min(-(-packed.packing.n_steps // ROUNDING) * ROUNDING, ROWS)
-        assert buffer.fixed([*indices, indices[0]]).shape() != drawn.shape(), "one more"
         (fixed,) = drawn.batches(drawn.drawn, 1)
         assert isinstance(fixed.packing, FixedPacking)
         for name in packed.data:
@@ -84,7 +83,7 @@ def graphs(monkeypatch):
     """
     seen = SimpleNamespace(made=0, replays=0, problem="")
 
-    def made(fixed, shape, draw, drawn):
+    def made(fixed, shape, draw, inputs):
         seen.made += 1
         if seen.problem == "fails":
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
@@ -92,14 +91,14 @@ def graphs(monkeypatch):
         def again():
             seen.replays += 1
             if seen.problem != "differs":
-                stats = fixed._learn(draw, drawn)
+                stats = fixed._learner.learn_fixed(draw, inputs)
                 values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
                 shape.names, shape.values = tuple(stats), torch.stack(values)
 
         return SimpleNamespace(replay=again)
 
     monkeypatch.setattr(FixedUpdates, "_made", made)
-    monkeypatch.setattr(FixedUpdates, "_aside", lambda fixed, draw, drawn: fixed._learn(draw, drawn))
+    monkeypatch.setattr(FixedUpdates, "_aside", lambda fixed, *given: fixed._learner.learn_fixed(*given))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
@@ -128,7 +127,7 @@ def test_a_graph_learns_what_its_update_learns(graphs):
         }
     assert (graphs.made, graphs.replays) == (1, 3)
     assert equal_weights(graph, plain)
-    assert graph._step.dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
+    assert graph._steps[0].dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
 
 
 def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
@@ -150,7 +149,7 @@ def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
             drawn = by_length[-2:]
         else:
             for each in (graph, plain):
-                each._step.optimizer.param_groups[0]["lr"] /= 2
+                each._steps[0].optimizer.param_groups[0]["lr"] /= 2
 
 
 @pytest.mark.parametrize(("problem", "reason"), [("fails", "when stream is capturing)"), ("differs", "differs")])

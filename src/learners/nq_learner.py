@@ -16,7 +16,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts
-from omagd.learners.protocol import Data, SavesParts
+from omagd.learners.protocol import Data, Draw, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, copy_if_finite, lr_scale
 from omagd.modules import mixers
 from omagd.modules.agents.agent import AgentInputs
@@ -219,6 +219,19 @@ class NQLearner(QLearner):
         stats = self.learn(count, [part.to(self.device) for part in batch.split(self.config.accumulate)])
         self.finish(episodes)
         return stats
+
+    def steps(self) -> tuple[SyncedOptimizer, ...]:
+        """Return what takes optimisation steps."""
+        return (self.step,)
+
+    def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
+        """Return the numbers of the drawn episodes."""
+        return (draw.drawn,)
+
+    def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
+        """Take the step of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
+        (drawn,) = inputs
+        return self.learn((drawn[1] - 1).sum(), draw.batches(drawn, self.config.accumulate))
 
     @torch.no_grad()
     def targets(self, q: Tensor, inputs: AgentInputs, batch: PackedBatch, state: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners import REGISTRY
-from omagd.learners.synced_optimizer import Stats
+from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
@@ -69,6 +70,50 @@ class Learner(Trainable, Protocol):
         On-policy learners take all their steps on the batch, the same number on all ranks, and return merged stats.
         episodes: number of episodes collected so far by all ranks.
         """
+
+
+class Draw(Protocol):
+    """Episodes drawn for an update of fixed shapes.
+
+    Attributes:
+        drawn: [2, B] int64 on the CPU, their places in the replay and their lengths in rows. rows: T of the batch.
+    """
+
+    drawn: Tensor
+    rows: int
+
+    def batches(self, drawn: Tensor, parts: int) -> list[PackedBatch]:
+        """Return the batch in at most `parts` parts; only launches work. drawn: on the device."""
+
+
+class FixedLearner(Protocol):
+    """A learner whose updates can have fixed shapes, so that a GPU repeats them as one CUDA graph.
+
+    A subclass that replaces `update` replaces `learn_fixed` as well, or learns from packed batches.
+    """
+
+    device: torch.device
+
+    def steps(self) -> tuple[SyncedOptimizer, ...]:
+        """Return what takes optimisation steps."""
+
+    def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
+        """Return on the CPU what the host decides about an update: tensors, of few shapes."""
+
+    def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
+        """Take the steps of `update` on drawn episodes. It only launches work, which depends on shapes alone.
+
+        inputs: those of `fixed_inputs`, on the device.
+        """
+
+    def finish(self, episodes: int) -> None:
+        """Do what follows the steps on the host. episodes: collected so far by all ranks."""
+
+
+def has_fixed_shapes(kind: type) -> bool:
+    """Return whether a class of learners is a `FixedLearner` whose `update` is the one that `learn_fixed` repeats."""
+    owners = [next((base for base in kind.__mro__ if name in vars(base)), object) for name in ("learn_fixed", "update")]
+    return owners[0] is not object and issubclass(*owners)
 
 
 class SavesParts(ABC):

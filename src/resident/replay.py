@@ -203,10 +203,6 @@ class FixedDraw:
     drawn: Tensor
     rows: int
 
-    def shape(self) -> Hashable:
-        """Return what the shapes of work on the batch depend on: B and T."""
-        return self.drawn.shape[1], self.rows
-
     def batches(self, drawn: Tensor, parts: int) -> list[PackedBatch]:
         """Return the batch in at most `parts` parts; only launches work. drawn: `self.drawn` on the device."""
         parts = min(parts, drawn.shape[1])

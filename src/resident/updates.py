@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from omagd.config.schema import Config
-from omagd.learners.nq_learner import NQLearner
-from omagd.learners.protocol import learner_class
+from omagd.learners.protocol import FixedLearner, has_fixed_shapes, learner_class
 from omagd.learners.synced_optimizer import Stats
 from omagd.resident.graphs import captured
 from omagd.resident.replay import FixedDraw
@@ -26,12 +26,13 @@ from omagd.utils.logging import PACKAGE
 LOG = logging.getLogger(PACKAGE)
 
 WARM_UP = 2  # updates of a shape before it is captured: kernels are loaded, and the optimizer has its state by then
+Inputs = tuple[Tensor, ...]
 TOLERANCE = 0.01  # of a graph's first update to the same update without it, in what the optimizer's averages moved by
 
 
 def _problems(config: Config, world_size: int) -> list[str]:
     """Return what keeps a run's updates from fixed shapes and CUDA graphs, empty for nothing."""
-    other = learner_class(config.learner).update is not NQLearner.update  # which `FixedUpdates` stands for
+    other = not has_fixed_shapes(learner_class(config.learner))
     problems = {
         f"learns from the replay of runner=resident, not of runner={config.runner}": config.runner != "resident",
         "needs the replay on the device: buffer_cpu_only=False": config.buffer_cpu_only,
@@ -39,7 +40,7 @@ def _problems(config: Config, world_size: int) -> list[str]:
         # NCCL), and DDP would wait for its hooks.
         f"works on one rank, not {world_size}": world_size > 1,
         "cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
-        f"is for learners of DQN's family (learner=nq_learner), not learner={config.learner}": other,
+        f"is not for learner={config.learner}, which has no update of fixed shapes": other,
     }
     return [problem for problem, found in problems.items() if found]
 
@@ -71,23 +72,23 @@ class Shape:
 
 
 class FixedUpdates:
-    """`NQLearner.update` for drawn episodes: on a GPU by CUDA graphs after a few updates, on a CPU as it is.
+    """A learner's `update` for drawn episodes: on a GPU by CUDA graphs after a few updates, on a CPU as it is.
 
     All graphs share one pool of memory, about as much as one update of the longest episodes takes. They hold the
     addresses of the replay and of the optimizer's state, and are made again when these have moved.
     """
 
-    def __init__(self, learner: NQLearner) -> None:
-        self._learner, self._step, self._device = learner, learner.step, learner.device
+    def __init__(self, learner: FixedLearner) -> None:
+        self._learner, self._steps, self._device = learner, learner.steps(), learner.device
         self._captures = self._device.type == "cuda" and torch.cuda.is_available()
-        self._inputs: dict[int, Tensor] = {}
+        self._inputs: dict[Hashable, Inputs] = {}
         self._forget()
 
     def _forget(self) -> None:
         """Drop all graphs."""
         self._shapes: dict[Hashable, Shape] = {}
         self._layout: Hashable = None
-        self._state: object = None
+        self._states: list[object] = []
         self._side = torch.cuda.Stream(self._device) if self._captures else None
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
 
@@ -97,43 +98,40 @@ class FixedUpdates:
         self._learner.finish(episodes)
         return stats
 
-    def _learn(self, draw: FixedDraw, drawn: Tensor) -> Stats:
-        """Take one step; only launches work. drawn: the numbers of the episodes, on the device."""
-        return self._learner.learn((drawn[1] - 1).sum(), draw.batches(drawn, self._learner.config.accumulate))
-
     def _stats(self, draw: FixedDraw) -> Stats:
-        drawn = self._load(draw)
+        inputs = self._load(self._learner.fixed_inputs(draw))
         if not self._captures:
-            return self._learn(draw, drawn)
-        state = self._step.optimizer.state  # which a resumed run replaces
-        if self._layout != draw.buffer.layout() or self._state is not state:
+            return self._learner.learn_fixed(draw, inputs)
+        states = [step.optimizer.state for step in self._steps]  # which a resumed run replaces
+        if self._layout != draw.buffer.layout() or any(a is not b for a, b in zip_longest(self._states, states)):
             self._forget()
-            self._layout, self._state = draw.buffer.layout(), state
+            self._layout, self._states = draw.buffer.layout(), states
         # A schedule of the learning rate makes a graph for each value.
-        rates = tuple(group["lr"] for group in self._step.optimizer.param_groups)  # which a graph holds as numbers
-        shape = self._shapes.setdefault((draw.shape(), rates), Shape())
+        rates = tuple(group["lr"] for step in self._steps for group in step.optimizer.param_groups)
+        shape = self._shapes.setdefault((draw.rows, _shapes(inputs), rates), Shape())
         if shape.graph is not None:
             return self._replay(shape)
         if shape.done >= WARM_UP:
-            return self._capture(shape, draw, drawn)
+            return self._capture(shape, draw, inputs)
         shape.done += 1
-        return self._aside(draw, drawn)
+        return self._aside(draw, inputs)
 
-    def _load(self, draw: FixedDraw) -> Tensor:
-        """Return the numbers of the drawn episodes on the device, always at the same address."""
-        size = draw.drawn.shape[1]
-        if size not in self._inputs:
-            self._inputs[size] = torch.empty_like(draw.drawn, device=self._device)
-        given = draw.drawn.pin_memory() if self._captures else draw.drawn
-        return self._inputs[size].copy_(given, non_blocking=True)
+    def _load(self, given: Inputs) -> Inputs:
+        """Return the inputs of an update on the device; inputs of equal shapes are always at the same addresses."""
+        key = _shapes(given)
+        if key not in self._inputs:
+            self._inputs[key] = tuple(torch.empty_like(value, device=self._device) for value in given)
+        for there, value in zip(self._inputs[key], given, strict=True):
+            there.copy_(value.pin_memory() if self._captures else value, non_blocking=True)
+        return self._inputs[key]
 
-    def _aside(self, draw: FixedDraw, drawn: Tensor) -> Stats:
+    def _aside(self, draw: FixedDraw, inputs: Inputs) -> Stats:
         """Learn without a graph on the stream of the captures, so that backward's nodes belong to it."""
         assert self._side is not None
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            stats = self._learn(draw, drawn)
+            stats = self._learner.learn_fixed(draw, inputs)
         main.wait_stream(self._side)
         return stats
 
@@ -141,18 +139,20 @@ class FixedUpdates:
         assert shape.graph is not None
         assert shape.values is not None
         shape.graph.replay()
-        self._step.replayed()
+        for step in self._steps:
+            step.replayed()
         values = iter(shape.values.clone())  # the next replay overwrites them
         return {name: (next(values), next(values)) for name in shape.names}
 
-    def _capture(self, shape: Shape, draw: FixedDraw, drawn: Tensor) -> Stats:
+    def _capture(self, shape: Shape, draw: FixedDraw, inputs: Inputs) -> Stats:
         """Make the graph of a shape, compare its first update with the same one without it, and return that one's."""
         try:
-            graph = self._made(shape, draw, drawn)
+            graph = self._made(shape, draw, inputs)
         except RuntimeError as problem:
-            return self._give_up(str(problem).strip().partition("\n")[0], draw, drawn)
-        weights = [*self._step.parameters, *self._step.loss_module.buffers()]
-        averages = [v for held in self._step.optimizer.state.values() for v in held.values() if isinstance(v, Tensor)]
+            return self._give_up(str(problem).strip().partition("\n")[0], draw, inputs)
+        weights = [v for step in self._steps for v in (*step.parameters, *step.loss_module.buffers())]
+        moments = (held.values() for step in self._steps for held in step.optimizer.state.values())
+        averages = [value for held in moments for value in held if isinstance(value, Tensor)]
         # A graph repeats what the host decided while it was captured, which may be wrong for other episodes. So its
         # first update is undone and taken again without it, and both must agree.
         before = [value.detach().clone() for value in (*averages, *weights)]
@@ -161,35 +161,42 @@ class FixedUpdates:
         with torch.no_grad():
             for value, old in zip((*averages, *weights), before, strict=True):
                 value.copy_(old)
-        stats = self._aside(draw, drawn)
+        stats = self._aside(draw, inputs)
         apart, moved = _distance(replayed, averages), _distance(before[: len(averages)], averages)
         if not bool(apart <= TOLERANCE * moved):  # once for each shape
-            return self._give_up("its first update differs from the same one without it", draw, drawn, stats)
+            return self._give_up("its first update differs from the same one without it", draw, inputs, stats)
         shape.graph = graph
         return stats
 
-    def _made(self, shape: Shape, draw: FixedDraw, drawn: Tensor) -> torch.cuda.CUDAGraph:
+    def _made(self, shape: Shape, draw: FixedDraw, inputs: Inputs) -> torch.cuda.CUDAGraph:
         """Return the graph of a shape, whose outputs `shape` notes. Errors: RuntimeError for work that has none."""
         graph = torch.cuda.CUDAGraph()
         # A failed capture leaves its stream current; the outer block restores this one.
-        with torch.cuda.stream(torch.cuda.current_stream(self._device)), _capturable(self._step.optimizer):
+        with torch.cuda.stream(torch.cuda.current_stream(self._device)), ExitStack() as stack:
+            for step in self._steps:
+                stack.enter_context(_capturable(step.optimizer))
             with captured(graph, pool=self._pool, stream=self._side):
-                stats = self._learn(draw, drawn)
+                stats = self._learner.learn_fixed(draw, inputs)
                 values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
                 shape.names, shape.values = tuple(stats), torch.stack(values)
         return graph
 
-    def _give_up(self, reason: str, draw: FixedDraw, drawn: Tensor, stats: Stats | None = None) -> Stats:
+    def _give_up(self, reason: str, draw: FixedDraw, inputs: Inputs, stats: Stats | None = None) -> Stats:
         """Say that no graphs are used from here on; return `stats`, or those of an update without a graph."""
         LOG.warning(
             "updates are launched one operation at a time, which is slower: a CUDA graph of them failed (%s)."
             " graph_updates=False packs batches instead",
             reason,
         )
-        self._step.optimizer.zero_grad(set_to_none=True)
+        for step in self._steps:
+            step.optimizer.zero_grad(set_to_none=True)
         self._captures = False
         self._shapes.clear()
-        return self._learn(draw, drawn) if stats is None else stats
+        return self._learner.learn_fixed(draw, inputs) if stats is None else stats
+
+
+def _shapes(inputs: Inputs) -> Hashable:
+    return tuple(value.shape for value in inputs)
 
 
 def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
