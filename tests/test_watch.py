@@ -165,6 +165,8 @@ def test_watch_shows_a_recording_in_every_format_and_names_mistakes(battles, tmp
         assert main(["watch", str(path), "--format=png", *words]) == 0
         with Image.open(tmp_path / "a.png") as png:
             assert png.width == drawing.SHEET // 2 and abs(png.height - rows * 400) < 60 * rows
+    blind = play(map_name="5m_vs_6m", policy=lambda info: Oracle(info, guesses=False))[0].episodes[0]
+    assert drawing.sheet(blind, 0, [0]).width < 0.7 * png.width, "without beliefs there is no panel of them"
     capsys.readouterr()
     for words, part in (
         (["watch"], "watch: no run in results/. Name one, as in: omagd watch results/<run>"),

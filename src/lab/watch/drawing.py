@@ -81,27 +81,31 @@ def pictures(episode: Episode, agent: int) -> Iterator[Any]:
 
 
 def sheet(episode: Episode, agent: int, steps: Sequence[int]) -> Any:
-    """Return a Pillow image of moments below each other: as an agent sees them, as it reconstructs them, as they were.
+    """Return a Pillow image of moments below each other: as an agent sees them, as it believes them, as they were.
 
-    steps: at which the agent lives.
+    steps: at which the agent lives. Teams without beliefs have no panel of them.
     """
     from PIL import Image, ImageDraw
 
     box = extent(episode.model_copy(update={"moments": [episode.moments[step] for step in steps]}))
+    name, believes = episode.scene.ids[agent], any(moment.beliefs for moment in episode.moments)
+    views = [(f"As {name} sees it", _seen), (f"As {name} believes it is", _belief), ("As it was", _truth)]
+    views = views if believes else [views[0], views[2]]
     wide = (SHEET - 4 * GAP) // 3
+    width = GAP + len(views) * (wide + GAP)
     high = int(wide * min(1.0, (box[3] - box[1]) / (box[2] - box[0])))
-    image = Image.new("RGB", (SHEET, len(steps) * (HEADINGS + high) + LEGEND), PAGE)
-    draw, name = ImageDraw.Draw(image), episode.scene.ids[agent]
+    image = Image.new("RGB", (width, len(steps) * (HEADINGS + high) + LEGEND), PAGE)
+    draw = ImageDraw.Draw(image)
     for top, step in zip(range(0, image.height, HEADINGS + high), steps, strict=False):
         about = " · ".join(part for part in (episode.label, episode.policy, f"step {step}") if part)
-        draw.text((GAP, top + 8 * TWICE), fitted(draw, about, 15, SHEET - 2 * GAP), fill=TEXT, font=font_of(15 * TWICE))
-        heads = (f"As {name} sees it", f"As {name} reconstructs it", "As it was")
-        for place, (head, paint) in enumerate(zip(heads, (_seen, _belief, _truth), strict=True)):
+        draw.text((GAP, top + 8 * TWICE), fitted(draw, about, 15, width - 2 * GAP), fill=TEXT, font=font_of(15 * TWICE))
+        for place, (head, paint) in enumerate(views):
             panel, left = Panel(episode, box, (wide, high)), GAP + place * (GAP + wide)
             paint(panel, step, agent)
             image.paste(panel.image, (left, top + HEADINGS))
             draw.text((left, top + 36 * TWICE), fitted(draw, head, 13, wide), fill=TEXT, font=font_of(13 * TWICE))
-    legend = f"white ring: {name} · hollow: guess, with a line to where the unit really was · ring: health"
+    guess = " · hollow: guess, with a line to where the unit really was" * believes
+    legend = f"white ring: {name}{guess} · ring: health"
     draw.text((GAP, image.height - 22 * TWICE), legend, fill=MUTED, font=font_of(13 * TWICE))
     return image.reduce(TWICE)
 
