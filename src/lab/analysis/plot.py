@@ -5,22 +5,19 @@ from __future__ import annotations
 import argparse
 import io
 import logging
-import os
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from omagd.lab.analysis import curves
 from omagd.lab.analysis.curves import LABELS, STATISTIC, Panel
 from omagd.lab.analysis.groups import Group, groups
-from omagd.lab.analysis.runs import load
+from omagd.lab.analysis.runs import load, output_option, output_path, write_output
 from omagd.lab.analysis.statistics import FEW, FEW_SEEDS
-from omagd.utils.errors import UserError, print_out
-from omagd.utils.storage import replace_file
+from omagd.utils.errors import UserError
 
 LOG = logging.getLogger("omagd")
 AXES = {"steps": "environment steps", "wall": "wall-clock hours", "cpu": "CPU hours"}
@@ -54,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--x", choices=tuple(AXES), default="steps", help="environment steps (default) or time")
     add("--stat", choices=tuple(STATISTIC), help="mean or interquartile mean; default: mean on a map, iqm over maps")
     add("--maps-only", action="store_true", help="no panel over all maps")
-    add("--out", metavar="PATH", help="path of the pictures without ending (default: curves_<metric>)")
+    output_option(parser, "both pictures, without ending", "curves_<metric>")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -68,24 +65,18 @@ def main(options: argparse.Namespace) -> int:
     marked, incomparable = curves.incomparable(found)
     panels = curves.curve_panels(found, metric, options.x, options.stat, not options.maps_only)
     notes += [*more, *incomparable, *_short(panels), *_few(panels)]
-    name = f"curves_{re.sub(r'[^A-Za-z0-9.-]+', '_', metric)}"
-    base = Path(os.path.expanduser(options.out or name))
+    base = output_path(options.output, options.runs, f"curves_{re.sub(r'[^A-Za-z0-9.-]+', '_', _label(metric))}")
     base = base.with_suffix("") if base.suffix in (".png", ".svg") else base
     for form, content in drawing(panels, found, metric, marked, options.x).items():
-        path = base.with_name(f"{base.name}.{form}")
-        _write(path, content)
-        print_out(f"{path}\n")
+        write_output(base.with_name(f"{base.name}.{form}"), content, "plot")
     for note in notes:
         LOG.warning("%s", note)
     return 0
 
 
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content)
-    except OSError as problem:
-        raise UserError(f"plot: {path} cannot be written ({problem.strerror}). Give another --out") from problem
+def _label(metric: str) -> str:
+    """Return a metric in words."""
+    return LABELS.get(metric, metric.removeprefix("test_").removesuffix("_mean").replace("_", " "))
 
 
 def _few(panels: Sequence[Panel]) -> list[str]:
@@ -106,9 +97,10 @@ def drawing(
     panels: Sequence[Panel], found: Sequence[Group], metric: str, marked: set[str], clock: str = "steps"
 ) -> dict[str, bytes]:
     """Return the figure of panels as PNG and SVG. clock: of the x axis, as for `--x`."""
-    label = LABELS.get(metric, metric.removeprefix("test_").removesuffix("_mean").replace("_", " "))
     unit, labels = curves.ranges(found, metric) is None, tuple(group.label for group in found)
-    return render(panels, Axes(AXES[clock], label, labels, clock != "steps", unit), caption(panels, found), marked)
+    return render(
+        panels, Axes(AXES[clock], _label(metric), labels, clock != "steps", unit), caption(panels, found), marked
+    )
 
 
 def caption(panels: Sequence[Panel], found: Sequence[Group]) -> str:

@@ -16,13 +16,21 @@ from omagd import __version__
 from omagd.lab.analysis import curves, run_report
 from omagd.lab.analysis.groups import Group, groups, shown, telling
 from omagd.lab.analysis.run_report import STAGES, values_of, warnings_of
-from omagd.lab.analysis.runs import LONGEST_STUDY, Run, read_runs, studies_at
+from omagd.lab.analysis.runs import (
+    LONGEST_STUDY,
+    Run,
+    output_option,
+    output_path,
+    read_runs,
+    studies_at,
+    write_output,
+)
 from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, interval, mean
 from omagd.run.reporting.report import number_text
 from omagd.run.run_folder import STUDY_FILE, newest_run
-from omagd.utils.errors import UserError, print_out, readable
+from omagd.utils.errors import readable
 from omagd.utils.logging import duration
-from omagd.utils.storage import read_json, replace_file
+from omagd.utils.storage import read_json
 
 LOG = logging.getLogger("omagd")
 NAME = "report.html"
@@ -37,36 +45,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run, a folder of runs, a study, or its results file; default: the newest run in results/",
     )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help=f"path of the page (default: {NAME} in the folder, <file>_{NAME} beside a results file)",
-    )
+    output_option(parser, "the page", NAME)
 
 
 def main(options: argparse.Namespace) -> int:
     """Write the page and print its path."""
-    folders = [Path(each).expanduser() for each in options.runs or [newest_run("report")]]
+    sources = options.runs or [newest_run("report")]
+    folders = [Path(each).expanduser() for each in sources]
     runs, problems = read_runs(folders, "report")
     content = page(runs, problems, folders)
-    out = Path(options.out).expanduser() if options.out else _default(folders)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(out, content.encode())
-    except OSError as problem:
-        raise UserError(f"report: {out} cannot be written ({problem.strerror}). Give another --out") from problem
+    write_output(output_path(options.output, sources, NAME), content.encode(), "report")
     for line in problems:
         LOG.warning("left out: %s", readable(line))
-    print_out(f"{out}\n")
     return 0
-
-
-def _default(folders: Sequence[Path]) -> Path:
-    """Return the path of a page: in the folder, beside a results file; of several the current folder."""
-    if len(folders) > 1:
-        return Path(NAME)
-    place = folders[0]
-    return place.with_name(f"{place.stem}_{NAME}") if place.is_file() else place / NAME
 
 
 def page(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[Path]) -> str:

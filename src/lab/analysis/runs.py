@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import math
@@ -20,8 +21,8 @@ from omagd.config.env_info import given_map, map_label
 from omagd.config.schema import COMPONENT_ARGS
 from omagd.run.reporting.card import COVERED, METHOD, Card, flattened, is_card, recorded_of
 from omagd.run.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, json_lines, read_entry, read_records
-from omagd.utils.errors import UserError, readable
-from omagd.utils.storage import read_json
+from omagd.utils.errors import UserError, print_out, readable
+from omagd.utils.storage import read_json, replace_file
 
 LOG = logging.getLogger("omagd")
 LONGEST_STUDY = 1 << 28
@@ -31,6 +32,33 @@ DEEPEST = 5
 """Levels of folders below a path in which such folders are looked for, as in results/sacred/qmix/3m/1."""
 Curve = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Environment steps, seconds since the stage began, values; one entry for each test."""
+
+
+def output_option(parser: argparse.ArgumentParser, file: str, default: str) -> None:
+    """Add the option that names what a command writes. file, default: which file, and where it lies without it."""
+    where = "in the folder of a run or study, beside a file, or beside the first of several"
+    words = f"{file}; default: {default} {where}"
+    parser.add_argument("-o", "--output", "--out", default="", metavar="FILE", help=words)
+
+
+def output_path(given: str, sources: Sequence[str], default: str) -> Path:
+    """Return the file that a command about `sources` writes: as given, else `default` with them."""
+    first = Path(os.path.expanduser(given or sources[0]))
+    if given:
+        return first
+    if len(sources) > 1:
+        return first.parent / default
+    return first.with_name(f"{first.stem}_{default}") if first.is_file() else first / default
+
+
+def write_output(path: Path, content: bytes, command: str) -> None:
+    """Write a file and print its path. Errors: UserError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    except OSError as problem:
+        raise UserError(f"{command}: {path} cannot be written ({problem.strerror}). Give another --output") from problem
+    print_out(f"{path}\n")
 
 
 @dataclass(frozen=True)
