@@ -7,6 +7,7 @@ import http.server
 import json
 import shutil
 import threading
+from contextlib import closing
 
 import numpy as np
 import onnxruntime
@@ -14,11 +15,16 @@ import pytest
 import torch
 
 import omagd
+from omagd.config.loading import resolve
 from omagd.controllers.types import Tick
+from omagd.envs.factory import make_env
 from omagd.envs.protocol import Observation
 from omagd.lab import published
 from omagd.lab.commands.weights import MEASURE, export
+from omagd.modules.agents.agent import NRNNAgent
+from omagd.run.api import LoadedPolicy
 from omagd.run.cli.main import main
+from omagd.run.training.build import PretrainedModules, build_mac
 
 NAME = "skirmish/3m/tiny"
 
@@ -85,22 +91,88 @@ def test_what_is_not_as_it_should_be_is_one_line_and_changes_nothing(server, cap
     assert not (folder.parent / "cache").exists()
 
 
-def test_a_graph_for_onnxruntime_gives_the_values_of_act_over_an_episode(qmix_run, tmp_path, monkeypatch, capsys):
-    policy = omagd.load_policy(qmix_run)
-    session = onnxruntime.InferenceSession(str(export(str(qmix_run), tmp_path / "step.onnx")))
-    info, slots, mac = policy.info, np.ones(3, bool), policy._mac
+@pytest.mark.parametrize(
+    ("name", "map_name", "more"),
+    [
+        ("qmix", "3m", {}),
+        ("qmix", "3m", {"share_parameters": False, "obs_agent_id": False}),
+        ("hpn_qmix", "MMM", {}),
+        ("hpn_qmix", "MMM", {"agent": "attention_rnn"}),
+        ("gnn_qmix", "5m_vs_6m", {}),
+    ],
+)
+def test_a_graph_for_onnxruntime_gives_the_values_of_act_over_an_episode(name, map_name, more, tmp_path):
+    updates = {"env_args.map_name": map_name, "use_cuda": False, "rnn_hidden_dim": 16, **more}
+    config = resolve(config=name, env_config="skirmish", updates=updates)
+    with closing(make_env("skirmish", {"map_name": map_name}, 1, processes=False)) as env:
+        info = env.info
+    mac = build_mac(config, info, torch.device("cpu"), PretrainedModules())
+    policy, slots = LoadedPolicy(config, info, mac), np.ones(3, bool)
+    session = onnxruntime.InferenceSession(str(export(policy, tmp_path / "step.onnx")))
     mac.begin(len(slots))
     hidden, taken = policy.agent.init_hidden(len(slots)).numpy(), np.full((len(slots), info.n_agents), -1)
     for step in range(5):
         obs = torch.randn(len(slots), info.n_agents, info.obs_dim).numpy()
+        obs[0, :, info.obs_dim // 3 : info.obs_dim // 2] = 0  # units that are not seen
         seen = Observation(obs, obs, np.ones((*obs.shape[:2], info.n_actions), bool))  # no agent reads the state
         wanted = mac.act(Tick(seen, slots * step, slots), None)
         values, hidden = session.run(None, {"obs": obs, "last_action": taken, "hidden": hidden})
         np.testing.assert_allclose(values, wanted.values, rtol=1e-4, atol=1e-5)
         taken = wanted.actions
-    monkeypatch.setattr(type(policy.agent), "encode", lambda *_: 1 / 0)
-    assert main(["weights", "onnx", str(qmix_run), str(tmp_path / "other.onnx")]) == 2
-    assert "agent=n_rnn cannot be exported (division by zero)" in capsys.readouterr().err
+
+
+def test_what_cannot_be_exported_is_one_line(qmix_run, small_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(NRNNAgent, "encode", lambda *_: 1 / 0)
+    for run, says in ((qmix_run, "agent=n_rnn cannot be exported (division"), (small_run, "by a tokenizer and a pred")):
+        assert main(["weights", "onnx", str(run), str(tmp_path / "other.onnx")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+
+
+def test_words_that_a_part_does_not_take_are_rejected(tmp_path, capsys):
+    for typed in (["onnx", "a", "b", "--from", "c"], ["pack", "a", NAME, "--to", "b", "--from", "c"], ["list", "x"],
+                  ["get", NAME, "--to", "b"], ["pack", "a", NAME]):  # fmt: skip
+        assert main(["weights", *typed]) == 2
+        assert f"not understood. Give `omagd weights {typed[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_broken_transfer_goes_on_or_is_one_line(server, capsys, monkeypatch, ranges):
+    folder, address = server
+    asked, agent = [], (folder / NAME / published.AGENT).read_bytes()
+
+    def handle(handler):
+        """Send at most a third of the agent, and say that it is whole."""
+        asked.append(handler.headers["Range"])
+        start = int((asked[-1] or "bytes=0-")[6:-1]) if ranges else 0
+        handler.send_response(206 if start else 200)
+        handler.send_header("Content-Length", str(len(agent) - start))
+        handler.end_headers()
+        handler.wfile.write(agent[start : start + len(agent) // 3 + 1])
+
+    whole = http.server.SimpleHTTPRequestHandler.do_GET
+    monkeypatch.setattr(
+        http.server.SimpleHTTPRequestHandler,
+        "do_GET",
+        lambda handler: (handle if handler.path.endswith(published.AGENT) else whole)(handler),
+    )
+    assert main(["weights", "get", NAME, "--from", address]) == (0 if ranges else 2)
+    third = len(agent) // 3 + 1
+    if ranges:
+        assert asked == [None, f"bytes={third}-", f"bytes={2 * third}-"] and omagd.load_policy(NAME)
+    else:
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if " HTTP/1" not in line)
+        assert f"{len(agent) - third} more expected). Check address and network" in line
+        assert not (folder.parent / "cache").exists()
+
+
+def test_without_the_repository_one_line_says_where_policies_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(published, "SHIPPED", str(tmp_path / "weights"))
+    monkeypatch.setattr(published, "user_cache", lambda *names: tmp_path.joinpath(*names))
+    for words in (["weights", "list"], ["weights", "get", NAME], ["watch", NAME]):
+        assert main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "come with a clone of the repository" in line and "--from CLONE/weights" in line
 
 
 def test_every_policy_of_the_repository_is_whole_and_small(tmp_path, monkeypatch):

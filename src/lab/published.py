@@ -10,12 +10,14 @@ import hashlib
 import os
 import shutil
 import tempfile
-from contextlib import suppress
-from http.client import HTTPException
+from collections.abc import Callable
+from contextlib import closing, suppress
+from http import HTTPStatus
+from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import quote
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
@@ -27,11 +29,12 @@ from omagd.run.checkpoint.weights import AGENT_FILE
 from omagd.run.run_folder import RunFolder, read_entry, write_json
 from omagd.utils.compiling import user_cache
 from omagd.utils.errors import UserError, unknown_name
+from omagd.utils.logging import Progress
 from omagd.utils.storage import replace_file
 
 INDEX, AGENT, GOT = "index.json", "agent.safetensors", "published.json"
 SHIPPED = str(Path(omagd.__path__[0]).parent / "weights")  # of the repository that omagd runs from
-LONGEST_INDEX, LARGEST = 16 << 20, 1 << 30
+LONGEST_INDEX, LARGEST, BLOCK = 16 << 20, 1 << 30, 1 << 16
 SECONDS = 20.0  # longest wait for a server to go on
 
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
@@ -86,21 +89,52 @@ class Index(BaseModel):
     policies: dict[Annotated[str, Field(pattern=NAME)], Policy] = {}
 
 
-def _read(source: str, name: str, most: int) -> bytes:
-    """Return the content of a file of a set, cut off behind `most` bytes. Errors: UserError."""
-    web = source.startswith(("http://", "https://"))
+def _read(source: str, name: str, most: int, came: Callable[[int], None] = lambda _: None) -> bytes:
+    """Return the content of a file of a set, cut off behind `most` bytes; `came` hears how many. Errors: UserError."""
+    web = _is_web(source)
     place = f"{source.rstrip('/')}/{quote(name)}" if web else os.path.join(os.path.expanduser(source), name)
     try:
-        with urlopen(place, timeout=SECONDS) if web else open(place, "rb") as file:
-            return bytes(file.read(most + 1))
+        if web:
+            return _download(place, most, came)
+        with open(place, "rb") as file:
+            return file.read(most + 1)
     except (OSError, HTTPException, ValueError) as problem:
         reason = getattr(problem, "reason", None) or getattr(problem, "strerror", None) or problem
         fix = "Check address and network" if web else f"Give a folder with {INDEX}, or its http(s) address, by --from"
         raise UserError(f"weights: {place} cannot be read ({reason}). {fix}") from problem
 
 
+def _is_web(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
+
+
+def _download(address: str, most: int, came: Callable[[int], None]) -> bytes:
+    """Return what `_read` does of a server. A broken transfer goes on where it broke, while each try brings more."""
+    content = bytearray()
+    while True:
+        had = len(content)
+        ask = Request(address, headers={"Range": f"bytes={had}-"} if had else {})
+        try:
+            with urlopen(ask, timeout=SECONDS) as answer:
+                if answer.status != HTTPStatus.PARTIAL_CONTENT:  # the server begins anew
+                    content.clear()
+                while part := answer.read(min(BLOCK, most + 1 - len(content))):
+                    content += part
+                    came(len(part))
+                if not answer.length or len(content) > most:  # as long as the server said
+                    return bytes(content)
+            problem: Exception = IncompleteRead(bytes(content), answer.length)
+        except (OSError, HTTPException) as broken:
+            problem = broken
+        if len(content) <= had:
+            raise problem
+
+
 def read_index(source: str) -> Index:
     """Return the index of a set. Errors: UserError where there is none, or where it is not one."""
+    if source == SHIPPED and not os.path.isdir(SHIPPED):
+        get = "`omagd weights get NAME --from CLONE/weights`"
+        raise UserError(f"weights: policies come with a clone of the repository, not with the package: {get}")
     content = _read(source, INDEX, LONGEST_INDEX)
     try:
         return Index.model_validate_json(content)
@@ -137,7 +171,9 @@ def fetch(name: str, source: str = SHIPPED) -> tuple[Path, Policy]:
     facts = {"source": source, **policy.model_dump(mode="json")}
     if read_entry(copy / GOT) == facts:
         return copy, policy
-    parts = {file: _read(source, f"{name}/{file}", stored.size) for file, stored in policy.files.items()}
+    total = sum(stored.size for stored in policy.files.values())
+    with closing(Progress(total, "byte", name, enabled=_is_web(source))) as bar:
+        parts = {file: _read(source, f"{name}/{file}", each.size, bar.update) for file, each in policy.files.items()}
     for file, content in parts.items():
         if Stored.of(content) != policy.files[file]:
             raise UserError(

@@ -18,8 +18,6 @@ from omagd.modules.kernels import kernels_for
 from omagd.modules.kernels.graph_encoder import EncodeGraphs, Graphs
 from omagd.modules.ops import fast_linear, is_only
 
-GRAPHS_AT_ONCE = 512  # graphs that pass together, so that their nodes stay in the cache
-
 Kinds = tuple[InputLinear, nn.Linear, nn.Linear]
 """Layers for an agent's own node, for its allies and for its enemies."""
 
@@ -63,12 +61,10 @@ def encode_graphs(inputs: AgentInputs, layout: EntityLayout, kinds: Kinds, layer
     if made is not None:
         return made
     (own, ally, enemy), pooled = kinds, []
-    # In pieces that fit the cache: convolutions read and write each node several times.
-    rows = max(1, GRAPHS_AT_ONCE // inputs.last_action.shape[1])
-    for obs, last_action in zip(inputs.features.split(rows), inputs.last_action.split(rows), strict=True):
+    for piece in inputs.pieces():  # convolutions read and write each node several times
         # Kinds of units have other features, so each has an embedding of its own before they mix.
-        nodes = obs_to_nodes(obs, layout).split([1, layout.n_allies, layout.n_enemies], dim=-2)
-        embedded = own(nodes[0].squeeze(-2), last_action).unsqueeze(-2), ally(nodes[1]), enemy(nodes[2])
+        nodes = obs_to_nodes(piece.features, layout).split([1, layout.n_allies, layout.n_enemies], dim=-2)
+        embedded = own(nodes[0].squeeze(-2), piece.last_action).unsqueeze(-2), ally(nodes[1]), enemy(nodes[2])
         pooled.append(layers(torch.cat(embedded, dim=-2).relu_()).mean(dim=-2))
     return torch.cat(pooled)
 

@@ -294,7 +294,7 @@ class Progress:
     """A progress bar with speed and time left on stderr; nothing if that is no terminal.
 
     Args:
-        total: the end, in `unit`. unit: "step", "epoch" or "episode".
+        total: the end, in `unit`. unit: "step", "epoch", "episode" or "byte".
         description: text before the bar. enabled: False on ranks other than 0. initial: the start, after a restart.
     """
 
@@ -306,7 +306,7 @@ class Progress:
             initial=initial,
             desc=description or None,
             unit=f" {unit}s",
-            unit_scale=unit == "step",
+            unit_scale=unit in ("step", "byte"),
             dynamic_ncols=True,
             smoothing=0.1,
             mininterval=0.25,

@@ -29,7 +29,7 @@ from omagd.run.training.evaluate import evaluation_config, policy_path
 from omagd.utils.errors import UserError, print_out, require_extra
 from omagd.utils.storage import replace_file
 
-WORDS = {"list": (), "get": ("NAME",), "pack": ("RUN", "NAME"), "onnx": ("RUN", "FILE")}
+WORDS = {"list": (), "get": ("NAME",), "pack": ("RUN", "NAME", "--to FOLDER"), "onnx": ("RUN", "FILE")}
 BATTLES, EPISODES = 50, 1000
 MEASURE = f"test_nepisode={EPISODES} batch_size_run={BATTLES}"
 """How an index measures: `omagd evaluate NAME` with this plays the same episodes again."""
@@ -44,26 +44,30 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     names = "RUN: a run's folder, its models/, a step's folder, or a NAME, such as skirmish/3m/qmix_fast"
     parser.add_argument("words", nargs="*", metavar="WORD", help=names)
     where = "list, get: folder or http(s) address of a set; default: weights/ of the repository"
-    parser.add_argument("--from", dest="source", default=published.SHIPPED, metavar="SET", help=where)
+    parser.add_argument("--from", dest="source", default="", metavar="SET", help=where)
     parser.add_argument("--to", default="", metavar="FOLDER", help="pack: the set that takes the policy")
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the command. Errors: UserError."""
-    what, words, expected = options.what, options.words, WORDS[options.what]
-    if len(words) != len(expected) or (what == "pack") != bool(options.to):
-        usage = " ".join(["omagd weights", what, *expected, *["--to FOLDER"] * (what == "pack")])
-        raise UserError(f"weights {' '.join([what, *words])}: not understood. Give `{usage}`")
+    what, words, source, to = options.what, options.words, options.source, options.to
+    given = [*words, *[f"--to {to}"] * bool(to)]
+    if len(given) != len(WORDS[what]) or (what == "pack") != bool(to) or (source and what in ("pack", "onnx")):
+        typed = " ".join([what, *given, *[f"--from {source}"] * bool(source)])
+        raise UserError(f"weights {typed}: not understood. Give `omagd weights {' '.join([what, *WORDS[what]])}`")
+    source = source or published.SHIPPED
     if what == "list":
-        policies = published.read_index(options.source).policies
+        policies = published.read_index(source).policies
         print_out("".join(f"{name}: {policy.line()}\n" for name, policy in sorted(policies.items())))
     elif what == "get":
-        print_out(_got(words[0], *published.fetch(words[0], options.source)))
+        print_out(_got(words[0], *published.fetch(words[0], source)))
     elif what == "pack":
         run, name = words
-        print_out(f"{name}: {pack(run, name, Path(options.to).expanduser()).line()}\n")
+        print_out(f"{name}: {pack(run, name, Path(to).expanduser()).line()}\n")
     else:
-        print_out(f"{export(words[0], Path(words[1]).expanduser())}\n")
+        require_extra("weights onnx", "onnx", "onnx", "onnxscript")
+        alone = _agent_alone(words[0], f"weights onnx {words[0]}")
+        print_out(f"{export(alone, Path(words[1]).expanduser())}\n")
     return 0
 
 
@@ -119,19 +123,15 @@ def pack(run: str, name: str, to: Path) -> published.Policy:
     return index.policies[name]
 
 
-def export(run: str, path: Path) -> Path:
+def export(policy: api.LoadedPolicy, path: Path) -> Path:
     """Write the acting step of a team as an ONNX file, and return its path.
 
     Inputs: `obs` [B, n, obs_dim] float32, `last_action` [B, n] int64 (-1 at an episode's start), `hidden` [B, n, H]
     (zeros at the start). Outputs: `values` [B, n, A] of all actions, also of those that are not available, and
     `new_hidden` [B, n, H]. B is free.
 
-    Args:
-        run: see `load_policy`. path: of the file. Errors: UserError.
+    Errors: UserError for an agent that has no such form, and for a file that cannot be written.
     """
-    source = f"weights onnx {run}"
-    require_extra(source, "onnx", "onnx", "onnxscript")
-    policy = _agent_alone(run, source)
 
     class Step(torch.nn.Module):
         """The acting step as a function of tensors."""
@@ -159,5 +159,5 @@ def export(run: str, path: Path) -> Path:
         raise UserError(f"{path}: cannot be written ({problem.strerror}). Give another file") from problem
     except Exception as problem:
         why = str(problem).partition("\n")[0]
-        raise UserError(f"{source}: agent={policy.config.agent} cannot be exported ({why})") from problem
+        raise UserError(f"weights onnx: agent={policy.config.agent} cannot be exported ({why})") from problem
     return path

@@ -23,6 +23,7 @@ from omagd.utils.packing import Packing
 from omagd.utils.registry import require_step
 
 STEPS_AT_ONCE = 10  # time steps whose activations gradient checkpointing recomputes together
+AT_ONCE = 512  # agents' rows whose units or graphs pass together, so that they stay in the cache
 HEAD_GAIN = 0.01  # as in PyMARL2: values start near zero
 
 
@@ -62,6 +63,13 @@ class AgentInputs:
         if isinstance(chosen, Tensor):
             return self._of_parts(lambda part: part.index_select(0, chosen))
         return self._of_parts(lambda part: part[chosen])
+
+    def pieces(self) -> list[AgentInputs]:
+        """Return the inputs in pieces whose units or nodes fit the cache; as a whole in a graph that is exported."""
+        if torch.compiler.is_compiling():
+            return [self]
+        rows = max(1, AT_ONCE // self.last_action.shape[1])
+        return [self.rows(slice(i, i + rows)) for i in range(0, max(len(self.features), 1), rows)]
 
     def agent(self, number: int) -> AgentInputs:
         """Return the inputs of one agent, [S, 1, ...]."""

@@ -25,8 +25,6 @@ from omagd.modules.ops import FastLinear, PackedGRU
 from omagd.modules.units import present
 from omagd.utils.errors import UserError
 
-ROWS_AT_ONCE = 512  # agents' rows that are encoded together, so that their units stay in the cache
-
 
 class Seen(NamedTuple):
     """What agents see. own: [S, n, D_own]. allies: [S, n, k, D_ally]. enemies: [S, n, m, D_enemy]."""
@@ -113,8 +111,7 @@ class EntityAgent(RecurrentAgent):
 
         Where some heal, then also what it reads of each ally [S, n, k, width], and which agents heal [S, n, 1].
         """
-        rows, total = max(1, ROWS_AT_ONCE // self.n_agents), len(inputs.features)
-        parts = [self.encode_units(self.seen(inputs.rows(slice(i, i + rows)))) for i in range(0, max(total, 1), rows)]
+        parts = [self.encode_units(self.seen(piece)) for piece in inputs.pieces()]
         encoded = tuple(torch.cat(part) for part in zip(*parts, strict=True))
         return (*encoded, self.healers(inputs)) if self.some_heal else encoded
 
@@ -284,7 +281,7 @@ class AttentionAgent(EntityAgent):
 
     def _attend(self, own: Tensor, units: Tensor, there: Tensor) -> Tensor:
         """Return [R, H] for agents' own embeddings [R, H], units [R, N, H] and masks [R, N] of units that exist."""
-        rows, heads, width = len(own), self.n_heads, own.shape[-1] // self.n_heads
+        rows, heads, width = own.shape[0], self.n_heads, own.shape[-1] // self.n_heads
         # Attention (Vaswani et al. 2017, eq. 1) in which only the agent itself asks: one query over its units, O(N),
         # where REFIL's full attention is O(N²).
         query = self.query(own).view(rows, 1, heads, width).transpose(1, 2)
