@@ -343,7 +343,7 @@ def _maps(names: list[str], chosen: str) -> str:
     lacking = [name for name in names if not (folder / map_path(name)).is_file()]
     text = f"{len(names) - len(lacking)} of {len(names)} in {(folder / map_path('x')).parent}"
     if lacking:
-        text += f", not there: {', '.join(lacking)}" * (len(lacking) < len(names))
+        text += f", not there: {', '.join(lacking)}" * (len(lacking) < max(2, len(names)))
         raise (Problem if chosen in lacking or len(lacking) == len(names) else Limited)(text, GET_MAPS)
     return text
 

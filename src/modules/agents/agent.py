@@ -66,10 +66,9 @@ class AgentInputs:
 
     def pieces(self) -> list[AgentInputs]:
         """Return the inputs in pieces whose units or nodes fit the cache; as a whole in a graph that is exported."""
-        if torch.compiler.is_compiling():
-            return [self]
         rows = max(1, AT_ONCE // self.last_action.shape[1])
-        return [self.rows(slice(i, i + rows)) for i in range(0, max(len(self.features), 1), rows)]
+        starts = range(0, 0 if torch.compiler.is_compiling() else len(self.features), rows)
+        return [self.rows(slice(i, i + rows)) for i in starts] or [self]
 
     def agent(self, number: int) -> AgentInputs:
         """Return the inputs of one agent, [S, 1, ...]."""
