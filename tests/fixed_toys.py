@@ -8,15 +8,18 @@ import numpy as np
 import torch
 from q_toys import GRAPH, INFO, foggy, random_episode
 
-from omagd.resident.replay import ResidentBuffer
+from omagd.resident.replay import ResidentBuffer, StagedBuffer
 
 CPU = torch.device("cpu")
 ROWS, HELD, BATCH = INFO.episode_limit + 1, 12, 5
 
 
-def replay(device: torch.device | str = CPU, longest: int = INFO.episode_limit) -> ResidentBuffer:
+def replay(
+    device: torch.device | str = CPU, longest: int = INFO.episode_limit,
+    kind: type[ResidentBuffer | StagedBuffer] = ResidentBuffer,
+) -> Any:  # fmt: skip
     """Return a full buffer of episodes of different lengths, of which one was replaced by a shorter one."""
-    buffer = ResidentBuffer(HELD, device, ROWS)
+    buffer = kind(HELD, device, ROWS)
     lengths = [longest, *np.random.default_rng(3).integers(1, longest, HELD)]
     for seed, length in enumerate(lengths):
         buffer.add([foggy(random_episode(seed, int(length), truncated=seed % 3 == 0))])

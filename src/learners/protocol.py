@@ -106,6 +106,9 @@ class FixedLearner(Protocol):
         inputs: those of `fixed_inputs`, on the device.
         """
 
+    def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
+        """Take the same steps on packed episodes, and finish."""
+
     def finish(self, episodes: int) -> None:
         """Do what follows the steps on the host. episodes: collected so far by all ranks."""
 

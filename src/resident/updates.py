@@ -30,31 +30,24 @@ Inputs = tuple[Tensor, ...]
 TOLERANCE = 0.01  # of a graph's first update to the same update without it, in what the optimizer's averages moved by
 
 
-def _problems(config: Config, world_size: int) -> list[str]:
-    """Return what keeps a run's updates from fixed shapes and CUDA graphs, empty for nothing."""
-    other = not has_fixed_shapes(learner_class(config.learner))
+def why_packed(config: Config, world_size: int) -> str:
+    """Return why a run on a GPU learns from packed batches, "" where its updates have fixed shapes."""
+    if config.graph_updates is False:
+        return "graph_updates=False"
     problems = {
-        f"learns from the replay of runner=resident, not of runner={config.runner}": config.runner != "resident",
-        "needs the replay on the device: buffer_cpu_only=False": config.buffer_cpu_only,
         # Gradients of other ranks come through the host (gloo) or from a thread that no capture sees (the watchdog of
         # NCCL), and DDP would wait for its hooks.
-        f"works on one rank, not {world_size}": world_size > 1,
-        "cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
-        f"is not for learner={config.learner}, which has no update of fixed shapes": other,
+        f"they work on one rank, not {world_size}": world_size > 1,
+        "they cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
+        f"learner={config.learner} has no update of fixed shapes": not has_fixed_shapes(learner_class(config.learner)),
     }
-    return [problem for problem, found in problems.items() if found]
-
-
-def uses_graph_updates(config: Config, device: torch.device, world_size: int) -> bool:
-    """Return whether a run learns by updates of fixed shapes: where it says so, or by default on a GPU if it can."""
-    wanted = device.type == "cuda" if config.graph_updates is None else config.graph_updates
-    return wanted and not _problems(config, world_size)
+    return next((problem for problem, found in problems.items() if found), "")
 
 
 def check_graph_updates(config: Config, world_size: int) -> None:
     """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
-    if config.graph_updates and (problems := _problems(config, world_size)):
-        raise UserError(f"graph_updates=True: {problems[0]}. Leave it out")
+    if config.graph_updates and (problem := why_packed(config, world_size)):
+        raise UserError(f"graph_updates=True: {problem}. Leave it out")
 
 
 @dataclass
@@ -81,6 +74,7 @@ class FixedUpdates:
     def __init__(self, learner: FixedLearner) -> None:
         self._learner, self._steps, self._device = learner, learner.steps(), learner.device
         self._captures = self._device.type == "cuda" and torch.cuda.is_available()
+        self._packs = False  # whether packed batches are learned from, since graphs could not be made
         self._inputs: dict[Hashable, Inputs] = {}
         self._forget()
 
@@ -94,11 +88,14 @@ class FixedUpdates:
 
     def update(self, draw: FixedDraw, *, episodes: int) -> Stats:
         """Take one step on the drawn episodes, as the learner's `update` does on a batch of them."""
-        stats = self._stats(draw)
+        stats = None if self._packs else self._stats(draw)
+        if stats is None:
+            return self._learner.update(draw.packed(), episodes=episodes)
         self._learner.finish(episodes)
         return stats
 
-    def _stats(self, draw: FixedDraw) -> Stats:
+    def _stats(self, draw: FixedDraw) -> Stats | None:
+        """Return the stats of an update of fixed shapes, None where it was given up before it changed anything."""
         inputs = self._load(self._learner.fixed_inputs(draw))
         if not self._captures:
             return self._learner.learn_fixed(draw, inputs)
@@ -114,7 +111,10 @@ class FixedUpdates:
         if shape.done >= WARM_UP:
             return self._capture(shape, draw, inputs)
         shape.done += 1
-        return self._aside(draw, inputs)
+        try:
+            return self._aside(draw, inputs)
+        except torch.OutOfMemoryError as problem:  # before the step; packed batches have fewer rows
+            return self._give_up(problem)
 
     def _load(self, given: Inputs) -> Inputs:
         """Return the inputs of an update on the device; inputs of equal shapes are always at the same addresses."""
@@ -144,12 +144,12 @@ class FixedUpdates:
         values = iter(shape.values.clone())  # the next replay overwrites them
         return {name: (next(values), next(values)) for name in shape.names}
 
-    def _capture(self, shape: Shape, draw: FixedDraw, inputs: Inputs) -> Stats:
+    def _capture(self, shape: Shape, draw: FixedDraw, inputs: Inputs) -> Stats | None:
         """Make the graph of a shape, compare its first update with the same one without it, and return that one's."""
         try:
             graph = self._made(shape, draw, inputs)
         except RuntimeError as problem:
-            return self._give_up(str(problem).strip().partition("\n")[0], draw, inputs)
+            return self._give_up(problem)
         weights = [v for step in self._steps for v in (*step.parameters, *step.loss_module.buffers())]
         moments = (held.values() for step in self._steps for held in step.optimizer.state.values())
         averages = [value for held in moments for value in held if isinstance(value, Tensor)]
@@ -164,7 +164,7 @@ class FixedUpdates:
         stats = self._aside(draw, inputs)
         apart, moved = _distance(replayed, averages), _distance(before[: len(averages)], averages)
         if not bool(apart <= TOLERANCE * moved):  # once for each shape
-            return self._give_up("its first update differs from the same one without it", draw, inputs, stats)
+            self._give_up("its first update differs from the same one without it")
         shape.graph = graph
         return stats
 
@@ -181,18 +181,17 @@ class FixedUpdates:
                 shape.names, shape.values = tuple(stats), torch.stack(values)
         return graph
 
-    def _give_up(self, reason: str, draw: FixedDraw, inputs: Inputs, stats: Stats | None = None) -> Stats:
-        """Say that no graphs are used from here on; return `stats`, or those of an update without a graph."""
+    def _give_up(self, reason: object) -> None:
+        """Learn from packed batches from here on, and say so."""
         LOG.warning(
-            "updates are launched one operation at a time, which is slower: a CUDA graph of them failed (%s)."
-            " graph_updates=False packs batches instead",
-            reason,
+            "updates go on from packed batches, which are slower: a CUDA graph of them failed (%s)."
+            " graph_updates=False packs from the start",
+            str(reason).strip().partition("\n")[0],
         )
         for step in self._steps:
             step.optimizer.zero_grad(set_to_none=True)
-        self._captures = False
-        self._shapes.clear()
-        return self._learner.learn_fixed(draw, inputs) if stats is None else stats
+        self._captures, self._packs = False, True
+        self._forget()
 
 
 def _shapes(inputs: Inputs) -> Hashable:

@@ -22,6 +22,8 @@ from omagd.utils.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from omagd.utils.dist_utils import Dist
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
 
@@ -124,14 +126,17 @@ def _check_limits(config: Config, plan: Plan) -> None:
         raise UserError(f"{keys}: {what} need {needed} processes and threads, {left} are left ({why}). {lower}")
 
 
-def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool, ranks: int) -> list[str]:
+def limit_warnings(
+    config: Config, info: EnvInfo, folder: Path, where: torch.device, on_gpus: bool, ranks: int
+) -> list[str]:
     """Return a line for each limit that a run may hit later.
 
-    on_gpus: whether several ranks exchange through NCCL. ranks: on this host.
+    where: the place of the episodes. on_gpus: whether several ranks exchange through NCCL. ranks: on this host.
     """
     found = []
     free = available_bytes()
-    if free is not None and not config.pretrain_only and (need := replay_bytes(config, info) * ranks) > free:
+    in_memory = where.type == "cpu" and not config.pretrain_only
+    if free is not None and in_memory and (need := replay_bytes(config, info) * ranks) > free:
         key = data_key(config)
         what = f"{key}={getattr(config, key)}: the episodes of the ranks here may take {need / GIGABYTE:.1f} GB"
         found.append(f"{what}, and {free / GIGABYTE:.1f} GB of memory are free. Lower {key}")
@@ -147,6 +152,34 @@ def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool, r
     return found
 
 
+REPLAY_SHARE = 0.25
+"""Part of a GPU's free memory that a full replay may take where `buffer_cpu_only` leaves that open."""
+
+
+def ranks_per_gpu(world_size: int) -> int:
+    """Return how many ranks share a GPU of this host."""
+    import torch
+
+    return -(-ranks_here(world_size) // torch.cuda.device_count())
+
+
+def replay_device(config: Config, info: EnvInfo, dist: Dist) -> tuple[torch.device, str]:
+    """Return where a rank keeps its replay; and why, where neither the configuration nor a CPU decides."""
+    import torch
+
+    memory = torch.device("cpu")
+    if dist.device.type == "cpu" or config.buffer_cpu_only or data_key(config) == "batch_size":
+        return memory, ""
+    if config.buffer_cpu_only is False:
+        return dist.device, ""
+    free = torch.cuda.mem_get_info(dist.device)[0] / ranks_per_gpu(dist.world_size) / GIGABYTE
+    room = REPLAY_SHARE * min(free, config.max_memory_per_gpu_gb or free)
+    need = replay_bytes(config, info) / GIGABYTE
+    place, fits = ("on the GPU", "fit") if need <= room else ("in main memory", "do not fit")
+    why = f"replay {place}: {need:.2f} GB when full {fits} into a quarter of its free memory, {room:.2f} GB"
+    return dist.device if need <= room else memory, why
+
+
 def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
     """Reject a memory limit above the GPU's memory, and a replay buffer that does not fit on the GPU."""
     cap = config.max_memory_per_gpu_gb
@@ -157,7 +190,7 @@ def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
     import torch
 
     cards = torch.cuda.device_count()
-    sharing = 1 if plan.backend == "nccl" else -(-ranks_here(plan.world_size) // cards)
+    sharing = ranks_per_gpu(plan.world_size)
     card = min(torch.cuda.get_device_properties(i).total_memory for i in range(cards)) / GIGABYTE / sharing
     if cap is not None and cap > card:
         shared = f", shared by {sharing} ranks" if sharing > 1 else ""
@@ -169,7 +202,7 @@ def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
             f"batch_size={config.batch_size}: an on-policy batch may take {need:.1f} GB of a GPU, a rank can have"
             f" {room:.1f} GB. Lower it"
         )
-    if not config.buffer_cpu_only and need > room:
+    if config.buffer_cpu_only is False and need > room:
         fits = int(config.buffer_size * room / need)
         raise UserError(
             f"buffer_cpu_only=False: replay of buffer_size={config.buffer_size} episodes may take {need:.1f} GB of a"
