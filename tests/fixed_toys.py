@@ -16,12 +16,12 @@ ROWS, HELD, BATCH = INFO.episode_limit + 1, 12, 5
 
 def replay(
     device: torch.device | str = CPU, longest: int = INFO.episode_limit,
-    kind: type[ResidentBuffer | StagedBuffer] = ResidentBuffer,
+    kind: type[ResidentBuffer | StagedBuffer] = ResidentBuffer, rank: int = 0,
 ) -> Any:  # fmt: skip
     """Return a full buffer of episodes of different lengths, of which one was replaced by a shorter one."""
     buffer = kind(HELD, device, ROWS)
-    lengths = [longest, *np.random.default_rng(3).integers(1, longest, HELD)]
-    for seed, length in enumerate(lengths):
+    lengths = [longest, *np.random.default_rng(3 + rank).integers(1, longest, HELD)]
+    for seed, length in enumerate(lengths, start=100 * rank):
         buffer.add([foggy(random_episode(seed, int(length), truncated=seed % 3 == 0))])
     return buffer
 

@@ -140,6 +140,18 @@ def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
             drawn = by_length[-2:]
 
 
+def test_a_graph_follows_the_learning_rate(graphs):
+    """Another one needs no other graph, and saved states hold a number."""
+    (graph, plain), buffer = both_kinds(**CHEAP), replay(DEVICE, longest=6)
+    for number, indices in enumerate(draws(WARM_UP + 4)):
+        for each in (graph, plain):
+            each._learner.optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+            each.update(buffer.fixed(indices), episodes=0)
+    saved = graph._learner.state_dict()["optimizer"]["param_groups"][0]
+    assert graphs.made == 1 and equal_weights(graph, plain)
+    assert (saved["lr"], saved["capturable"]) == (0.1 / (WARM_UP + 4), False)
+
+
 @pytest.mark.parametrize(("problem", "reason"), [("fails", "when stream is capturing)"), ("differs", "differs")])
 def test_what_cannot_be_captured_is_learned_from_packed_batches(graphs, caplog, problem, reason):
     graphs.problem = problem
@@ -194,23 +206,13 @@ def test_where_updates_have_fixed_shapes(monkeypatch):
             return super().update(batch, episodes=episodes)
 
     monkeypatch.setitem(LEARNERS._objects, "own", Own)
-    for updates, ranks, reason in [
-        ({}, 1, ""),
-        ({"learner": "nq_graph_learner"}, 1, ""),
-        ({"learner": "own"}, 1, "learner=own has no update of fixed shapes"),
-        ({"graph_updates": False}, 1, "graph_updates=False"),
-        ({}, 2, "they work on one rank, not 2"),
+    for updates, reason in [
+        ({}, ""),
+        ({"learner": "nq_graph_learner"}, ""),
+        ({"learner": "own"}, "learner=own has no update of fixed shapes"),
+        ({"graph_updates": False}, "graph_updates=False"),
     ]:
-        assert why_packed(toy_config(**updates), ranks) == reason
-
-
-@pytest.mark.parametrize(("updates", "ranks", "error"), [
-    ({}, 2, "one rank, not 2"),
-    ({"enable_gradient_checkpointing": True}, 1, "recompute"),
-])  # fmt: skip
-def test_fixed_shapes_that_cannot_be_are_one_line(updates, ranks, error):
-    config = toy_config(graph_updates=True, **updates)
-    with pytest.raises(UserError, match=error) as raised:
-        check_machine(config, Plan(ranks, "gloo", cuda=False, joins=False), INFO)
-    assert "graph_updates=True: " in raised.value.render()
+        assert why_packed(toy_config(**updates)) == reason
+    with pytest.raises(UserError, match="graph_updates=True: learner=own has no") as raised:
+        check_machine(toy_config(graph_updates=True, learner="own"), Plan(1, "gloo", cuda=False, joins=False), INFO)
     assert "\n" not in raised.value.render()

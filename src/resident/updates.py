@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from omagd.config.schema import Config
 from omagd.learners.protocol import FixedLearner, has_fixed_shapes, learner_class
-from omagd.learners.synced_optimizer import Stats
-from omagd.resident.graphs import captured
+from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
+from omagd.resident.graphs import Segments
 from omagd.resident.replay import FixedDraw
 from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE
@@ -30,23 +31,20 @@ Inputs = tuple[Tensor, ...]
 TOLERANCE = 0.01  # of a graph's first update to the same update without it, in what the optimizer's averages moved by
 
 
-def why_packed(config: Config, world_size: int) -> str:
+def why_packed(config: Config) -> str:
     """Return why a run on a GPU learns from packed batches, "" where its updates have fixed shapes."""
     if config.graph_updates is False:
         return "graph_updates=False"
     problems = {
-        # Gradients of other ranks come through the host (gloo) or from a thread that no capture sees (the watchdog of
-        # NCCL), and DDP would wait for its hooks.
-        f"they work on one rank, not {world_size}": world_size > 1,
         "they cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
         f"learner={config.learner} has no update of fixed shapes": not has_fixed_shapes(learner_class(config.learner)),
     }
     return next((problem for problem, found in problems.items() if found), "")
 
 
-def check_graph_updates(config: Config, world_size: int) -> None:
+def check_graph_updates(config: Config) -> None:
     """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
-    if config.graph_updates and (problem := why_packed(config, world_size)):
+    if config.graph_updates and (problem := why_packed(config)):
         raise UserError(f"graph_updates=True: {problem}. Leave it out")
 
 
@@ -59,7 +57,7 @@ class Shape:
     """
 
     done: int = 0
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Segments | None = None
     names: tuple[str, ...] = ()
     values: Tensor | None = None
 
@@ -75,6 +73,10 @@ class FixedUpdates:
         self._learner, self._steps, self._device = learner, learner.steps(), learner.device
         self._captures = self._device.type == "cuda" and torch.cuda.is_available()
         self._packs = False  # whether packed batches are learned from, since graphs could not be made
+        self._ranks = max(step.dist.world_size for step in self._steps)
+        for step in self._steps:
+            step.sums_once = self._ranks > 1
+        self._rates = Rates(self._steps, self._device) if self._captures else None
         self._inputs: dict[Hashable, Inputs] = {}
         self._forget()
 
@@ -97,15 +99,15 @@ class FixedUpdates:
     def _stats(self, draw: FixedDraw) -> Stats | None:
         """Return the stats of an update of fixed shapes, None where it was given up before it changed anything."""
         inputs = self._load(self._learner.fixed_inputs(draw))
-        if not self._captures:
-            return self._learner.learn_fixed(draw, inputs)
-        states = [step.optimizer.state for step in self._steps]  # which a resumed run replaces
+        with nullcontext() if self._rates is None else self._rates.on_device():
+            return self._launched(draw, inputs) if self._captures else self._learner.learn_fixed(draw, inputs)
+
+    def _launched(self, draw: FixedDraw, inputs: Inputs) -> Stats | None:
+        states: list[object] = [step.optimizer.state for step in self._steps]  # which a resumed run replaces
         if self._layout != draw.buffer.layout() or any(a is not b for a, b in zip_longest(self._states, states)):
             self._forget()
             self._layout, self._states = draw.buffer.layout(), states
-        # A schedule of the learning rate makes a graph for each value.
-        rates = tuple(group["lr"] for step in self._steps for group in step.optimizer.param_groups)
-        shape = self._shapes.setdefault((draw.rows, _shapes(inputs), rates), Shape())
+        shape = self._shapes.setdefault((draw.rows, _shapes(inputs)), Shape())
         if shape.graph is not None:
             return self._replay(shape)
         if shape.done >= WARM_UP:
@@ -114,7 +116,10 @@ class FixedUpdates:
         try:
             return self._aside(draw, inputs)
         except torch.OutOfMemoryError as problem:  # before the step; packed batches have fewer rows
-            return self._give_up(problem)
+            if self._ranks > 1:  # which would wait for sums that this one has had
+                raise
+            self._give_up(problem)
+            return None
 
     def _load(self, given: Inputs) -> Inputs:
         """Return the inputs of an update on the device; inputs of equal shapes are always at the same addresses."""
@@ -149,7 +154,8 @@ class FixedUpdates:
         try:
             graph = self._made(shape, draw, inputs)
         except RuntimeError as problem:
-            return self._give_up(problem)
+            self._give_up(problem)
+            return self._learner.learn_fixed(draw, inputs) if self._ranks > 1 else None
         weights = [v for step in self._steps for v in (*step.parameters, *step.loss_module.buffers())]
         moments = (held.values() for step in self._steps for held in step.optimizer.state.values())
         averages = [value for held in moments for value in held if isinstance(value, Tensor)]
@@ -161,36 +167,34 @@ class FixedUpdates:
         with torch.no_grad():
             for value, old in zip((*averages, *weights), before, strict=True):
                 value.copy_(old)
-        stats = self._aside(draw, inputs)
+        with graph.noted():  # the other ranks do not sum again
+            stats = self._aside(draw, inputs)
         apart, moved = _distance(replayed, averages), _distance(before[: len(averages)], averages)
         if not bool(apart <= TOLERANCE * moved):  # once for each shape
             self._give_up("its first update differs from the same one without it")
         shape.graph = graph
         return stats
 
-    def _made(self, shape: Shape, draw: FixedDraw, inputs: Inputs) -> torch.cuda.CUDAGraph:
+    def _made(self, shape: Shape, draw: FixedDraw, inputs: Inputs) -> Segments:
         """Return the graph of a shape, whose outputs `shape` notes. Errors: RuntimeError for work that has none."""
-        graph = torch.cuda.CUDAGraph()
+        graph = Segments(pool=self._pool, stream=self._side)
         # A failed capture leaves its stream current; the outer block restores this one.
-        with torch.cuda.stream(torch.cuda.current_stream(self._device)), ExitStack() as stack:
-            for step in self._steps:
-                stack.enter_context(_capturable(step.optimizer))
-            with captured(graph, pool=self._pool, stream=self._side):
-                stats = self._learner.learn_fixed(draw, inputs)
-                values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
-                shape.names, shape.values = tuple(stats), torch.stack(values)
+        with torch.cuda.stream(torch.cuda.current_stream(self._device)), graph.captured():
+            stats = self._learner.learn_fixed(draw, inputs)
+            values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
+            shape.names, shape.values = tuple(stats), torch.stack(values)
         return graph
 
     def _give_up(self, reason: object) -> None:
-        """Learn from packed batches from here on, and say so."""
+        """Learn without graphs from here on, and say so: several ranks as before, with equal sums; one from packed."""
         LOG.warning(
-            "updates go on from packed batches, which are slower: a CUDA graph of them failed (%s)."
-            " graph_updates=False packs from the start",
+            "updates go on %s, which is slower: a CUDA graph of them failed (%s). graph_updates=False packs batches",
+            "one operation at a time" if self._ranks > 1 else "from packed batches",
             str(reason).strip().partition("\n")[0],
         )
         for step in self._steps:
             step.optimizer.zero_grad(set_to_none=True)
-        self._captures, self._packs = False, True
+        self._captures, self._packs = False, self._ranks == 1
         self._forget()
 
 
@@ -203,14 +207,32 @@ def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
     return torch.stack([(a - b).norm() for a, b in zip(one, other, strict=True) if a.dim()]).norm()
 
 
-@contextmanager
-def _capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer whose state is on the device step within a capture; its saved state keeps its form."""
-    kept = [group.get("capturable") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["capturable"] = True
-    try:
-        yield
-    finally:
-        for group, value in zip(optimizer.param_groups, kept, strict=True):
-            group["capturable"] = value
+class Rates:
+    """Learning rates of optimizers as numbers on the device, so that a graph follows a schedule.
+
+    Outside of `on_device` they are numbers on the host, as in saved states.
+    """
+
+    def __init__(self, steps: Sequence[SyncedOptimizer], device: torch.device) -> None:
+        self._optimizers = [step.optimizer for step in steps]
+        self._there = [torch.zeros((), device=device) for group in self._groups()]
+        self._written = [0.0] * len(self._there)
+
+    def _groups(self) -> list[dict[str, Any]]:  # loading a state replaces them
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Let the optimizers read the device's numbers, and step within a capture, in the block."""
+        groups = self._groups()
+        kept = [(group["lr"], group.get("capturable")) for group in groups]
+        for place, (group, there) in enumerate(zip(groups, self._there, strict=True)):
+            if self._written[place] != group["lr"]:
+                self._written[place] = group["lr"]
+                there.fill_(group["lr"])
+            group.update(lr=there, capturable=True)
+        try:
+            yield
+        finally:
+            for group, (rate, capturable) in zip(groups, kept, strict=True):
+                group.update(lr=rate, capturable=capturable)

@@ -53,7 +53,7 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
     if config.graph_updates:
         from omagd.resident.updates import check_graph_updates
 
-        check_graph_updates(config, plan.world_size)
+        check_graph_updates(config)
     _check_gpu_memory(config, plan, info)
     _check_limits(config, plan)
 

@@ -100,7 +100,7 @@ class RLStage(Stage):
         where, why = replay_device(config, session.info, session.dist)
         kind = ResidentBuffer if where == device else StagedBuffer
         buffer = kind(config.buffer_size, device, runners.REGISTRY.get(config.runner).rows(session.info))
-        packed = why_packed(config, session.dist.world_size)
+        packed = why_packed(config)
         for line in (why, f"updates are not CUDA graphs, which is slower: {packed}" if packed else ""):
             if line:
                 session.logger.info(line)
