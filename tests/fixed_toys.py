@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ddpg_toys import random_steps
 from q_toys import GRAPH, INFO, foggy, random_episode
 
 from omagd.resident.replay import ResidentBuffer, StagedBuffer
@@ -26,12 +27,23 @@ def replay(
     return buffer
 
 
+def steps_replay(device: torch.device | str = CPU, longest: int = 9) -> ResidentBuffer:
+    """Return a full buffer of what DDPG learns from."""
+    buffer = ResidentBuffer(HELD, device, longest + 1)
+    for seed, length in enumerate([longest, *np.random.default_rng(3).integers(0, longest, HELD - 1)]):
+        buffer.add(random_steps(seed, 1, int(length)))
+    return buffer
+
+
 def draws(count: int, seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.choice(HELD, BATCH, replace=False).tolist() for _ in range(count)]
 
 
 CODES = {f"tokenizer_config.{key}": size for key, size in (("n_codes", 6), ("code_dim", 4), ("hidden_dim", 8))}
+DDPG: dict[str, dict[str, Any]] = {
+    "plain": {}, "gumbel in parts": {"gumbel_softmax": True, "accumulate": 2}, "bicnet": {"agent": "bicnet"},
+}  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "qmix": {},
     "qmix, no lambda, single Q, layer norm": {

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixed_toys import BATCH, CPU, METHODS, ROWS, draws, replay
+from ddpg_toys import make_ddpg
+from fixed_toys import BATCH, CPU, DDPG, METHODS, ROWS, draws, replay, steps_replay
 from q_toys import INFO, equal, make_learner, state_of, toy_config
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu, simulated_graphs
 
@@ -53,8 +54,18 @@ def test_a_batch_of_fixed_shape_repeats_closing_rows(kind):
 )
 def test_six_updates_are_those_of_packed_batches(method, kind):
     """The same episodes, targets copied on the way; statistics, weights, optimizer and targets."""
-    config, buffer = toy_config(**METHODS[method], target_update_updates=4), replay()
-    packed, fixed = (make_learner(config, dtype=kind) for _ in range(2))
+    config = toy_config(**METHODS[method], target_update_updates=4)
+    assert_equal_updates([make_learner(config, dtype=kind) for _ in range(2)], replay(), kind)
+
+
+@pytest.mark.parametrize("method", DDPG)
+def test_six_updates_of_ddpg_are_those_of_packed_batches(method):
+    assert_equal_updates([make_ddpg(**DDPG[method]) for _ in range(2)], steps_replay(), torch.float64)
+
+
+def assert_equal_updates(learners: list[Any], buffer: Any, kind: torch.dtype) -> None:
+    """Compare six updates of packed batches with those of fixed shapes."""
+    packed, fixed = learners
     start, draws_of = state_of(packed), FixedUpdates(fixed)
     tolerance = {"atol": 1e-10, "rtol": 0} if kind is torch.float64 else {"atol": 3e-4, "rtol": 1e-2}
     for indices in draws(6):
@@ -165,6 +176,18 @@ def test_what_cannot_be_captured_is_learned_from_packed_batches(graphs, caplog, 
     assert equal_weights(graph, plain) and graphs.made == 1
     (record,) = caplog.records
     assert "packed batches" in record.message and reason in record.message and "\n" not in record.message
+
+
+def test_a_graph_learns_what_ddpg_learns(graphs):
+    """With noise that is another one in each update, and targets that follow each."""
+    made = [make_ddpg(Dist(device=DEVICE), torch.float32, device=DEVICE, **DDPG["gumbel in parts"]) for _ in range(2)]
+    graph, plain = map(FixedUpdates, made)
+    plain._capture = lambda shape, draw, inputs: plain._aside(draw, inputs)
+    buffer = steps_replay(DEVICE, longest=6)
+    for indices in draws(WARM_UP + 3):
+        for each in (graph, plain):
+            each.update(buffer.fixed(indices), episodes=0)
+    assert graphs.made == 1 and equal_weights(graph, plain)
 
 
 @pytest.mark.parametrize("method", ["qmix", "beliefs", "graphs", "units", "in parts", "central weights", "qplex"])

@@ -60,6 +60,11 @@ class FixedPacking(Packing):
         return (step >= self.rows - 1).flatten()
 
     @cached_property
+    def acting(self) -> Tensor:
+        """All rows but those of the last step, [S - B] int64; some of them are closing ones."""
+        return torch.arange((self.n_steps - 1) * self.n_episodes, device=self.rows.device)
+
+    @cached_property
     def next_row(self) -> Tensor:
         """For each row that of the next step of its episode, for closing ones the row itself, [S] int64."""
         row = torch.arange(self.n_steps * self.n_episodes, device=self.rows.device)

@@ -79,6 +79,11 @@ class Packing:
         return self.step == torch.tensor(self.lengths)[self.episode] - 1
 
     @cached_property
+    def acting(self) -> Tensor:
+        """Rows in which an action was taken, int64 (CPU); of fixed shapes all but the last rows of a batch."""
+        return torch.nonzero(~self.closing).flatten()
+
+    @cached_property
     def next_row(self) -> Tensor:
         """For each row that of the next step of its episode, for an episode's last row itself, [S] int64 (CPU)."""
         return self.row(torch.minimum(self.step + 1, torch.tensor(self.lengths)[self.episode] - 1), self.episode)
