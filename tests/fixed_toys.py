@@ -61,6 +61,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "optimistic weights": {"learner": "wqmix_learner", "td_lambda": 0.8, "share_parameters": False},
     "central weights": {"learner": "wqmix_learner", "learner_args": {"weighting": "central"}, "accumulate": 2},
     "qplex": {"mixer": "qplex", "mixer_args": {"n_heads": 2}},
+    "recomputed": {"enable_gradient_checkpointing": True, "td_lambda": 0.8},
     "qatten": {"mixer": "qatten", "mixer_args": {"n_heads": 2}},
     "attention": {"agent": "attention_rnn", "obs_agent_id": False, "rnn_hidden_dim": 8},
 }  # fmt: skip

@@ -244,6 +244,7 @@ def simulated_gpu() -> Iterator[SimulatedGPU]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)  # of the machine's own card, which is not simulated
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(RECORDING))
         patch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state())
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": None)
         patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)

@@ -117,7 +117,7 @@ def equal_weights(one: FixedUpdates, other: FixedUpdates) -> bool:
 
 
 @pytest.mark.parametrize("kind", [ResidentBuffer, StagedBuffer])
-@pytest.mark.parametrize("method", ["cheap", "beliefs"])
+@pytest.mark.parametrize("method", ["cheap", "beliefs", "recomputed"])
 def test_a_graph_learns_what_its_update_learns(graphs, method, kind):
     """Replayed for other episodes, with targets copied in between; the first update of a graph counts once."""
     graph, plain = both_kinds(**{"cheap": CHEAP, **METHODS}[method], target_update_updates=4)

@@ -35,11 +35,8 @@ def why_packed(config: Config) -> str:
     """Return why a run on a GPU learns from packed batches, "" where its updates have fixed shapes."""
     if config.graph_updates is False:
         return "graph_updates=False"
-    problems = {
-        "they cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
-        f"learner={config.learner} has no update of fixed shapes": not has_fixed_shapes(learner_class(config.learner)),
-    }
-    return next((problem for problem, found in problems.items() if found), "")
+    fixed = has_fixed_shapes(learner_class(config.learner))
+    return "" if fixed else f"learner={config.learner} has no update of fixed shapes"
 
 
 def check_graph_updates(config: Config) -> None:
