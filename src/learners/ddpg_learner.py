@@ -31,7 +31,7 @@ from omagd.modules.agents.ff_agent import DDPGAgent
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, rewards_of_agents
+from omagd.utils.packing import PackedBatch, Packing, rewards_of_agents
 from omagd.utils.seeding import stream_seed, uniform
 
 Critic = Callable[[AgentInputs, Tensor], Tensor]
@@ -184,45 +184,32 @@ class DDPGLearner(SavesParts):
         episodes: not used here. Returns sums and counts of this rank; the gradient norms (`grad_norm` of the critic,
         `grad_norm_actor`) are the global ones.
         """
-        before, noise = self._episodes_before(batch.packing.n_episodes), None
-        longest, count = self.info.episode_limit + 1, torch.tensor(self.info.n_agents * len(batch.packing.acting))
-        parts = []
-        for part in batch.split(self.config.accumulate):
-            if self.config.gumbel_softmax:
-                place = torch.tensor(part.sample_index)[part.packing.episode] + before
-                number = (place * longest + part.packing.step)[part.packing.acting]
-                noise = self._noise(number, self._key()).to(self.device, non_blocking=True)
-            parts.append(self._steps(part.to(self.device), noise))
-        stats = self._learn(count, parts)
+        key, split = self._key(batch.packing.n_episodes), batch.split(self.config.accumulate)
+        parts = [self._steps(part.to(self.device), torch.tensor(part.sample_index), key) for part in split]
+        stats = self._learn(torch.tensor(self.info.n_agents * len(batch.packing.acting)), parts)
         self.finish(episodes)
         return stats
 
-    def _episodes_before(self, here: int) -> int:
-        """Return the episodes of lower ranks in this update, on which noise depends. A collective."""
-        return sum(self.dist.counts(here)[: self.dist.rank]) if self.config.gumbel_softmax else 0
-
-    def _key(self) -> int:
-        return stream_seed(self.config.seed, "gumbel", self.updates)
+    def _key(self, here: int) -> Tensor:
+        """Return the key of an update's noise, and the episodes of lower ranks in it, [2] int64 (CPU). A collective."""
+        if not self.config.gumbel_softmax:
+            return torch.zeros(2, dtype=torch.int64)
+        before = sum(self.dist.counts(here)[: self.dist.rank])
+        return torch.tensor([stream_seed(self.config.seed, "gumbel", self.updates), before])
 
     def steps(self) -> tuple[SyncedOptimizer, ...]:
         """Return what takes optimisation steps."""
         return self._critic_step, self._actor_step
 
     def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
-        """Return the numbers of the drawn episodes, and the key of the noise with the episodes of lower ranks."""
-        before = self._episodes_before(draw.drawn.shape[1])
-        return draw.drawn, torch.tensor([self._key(), before])
+        """Return the numbers of the drawn episodes, and the key of the noise."""
+        return draw.drawn, self._key(draw.drawn.shape[1])
 
     def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
         """Take the steps of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
-        drawn, (key, before) = inputs
-        batches, noise, parts = draw.batches(drawn, self.config.accumulate), None, []
-        for number, batch in enumerate(batches):
-            if self.config.gumbel_softmax:
-                place = torch.arange(number, drawn.shape[1], len(batches), device=self.device) + before
-                step = torch.arange(draw.rows - 1, device=self.device).unsqueeze(1)
-                noise = self._noise((place * (self.info.episode_limit + 1) + step).flatten(), key)
-            parts.append(self._steps(batch, noise))
+        drawn, key = inputs
+        batches, place = draw.batches(drawn, self.config.accumulate), torch.arange(drawn.shape[1], device=self.device)
+        parts = [self._steps(part, place[i :: len(batches)], key) for i, part in enumerate(batches)]
         return self._learn(self.info.n_agents * (drawn[1] - 1).sum(), parts)
 
     def _learn(self, count: Tensor, parts: list[Steps]) -> Stats:
@@ -247,20 +234,20 @@ class DDPGLearner(SavesParts):
         share = self._moves * self.config.tau
         torch._foreach_lerp_(self._followers, self._followed, [share] * len(self._followed))
 
-    def _steps(self, batch: PackedBatch, noise: Tensor | None) -> Steps:
-        """Return the steps of (a part of) a batch."""
-        packing, dtype, n = batch.packing, self.mac.dtype, self.info.n_agents
+    def _steps(self, batch: PackedBatch, place: Tensor, key: Tensor) -> Steps:
+        """Return the steps of (a part of) a batch. place: [B], of the episodes in this rank's sample."""
+        packing, dtype, inputs = batch.packing, self.mac.dtype, self.mac.inputs(batch)
+        # Rows in which an action was taken, and the row after each.
         rows = packing.acting, packing.next_row[packing.acting]
         now, later = (row.to(self.device, non_blocking=True) for row in rows)
-        inputs = self.mac.inputs(batch)
         return Steps(
             valid=batch.valid_mask[now].to(dtype).unsqueeze(-1),
             before=inputs.rows(now),
             after=inputs.rows(later),
             taken=batch[TAKEN][now].to(dtype),
-            reward=rewards_of_agents(batch)[now].to(dtype).expand(-1, n),
+            reward=rewards_of_agents(batch)[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
-            noise=noise,
+            noise=self._noise(packing, place, key) if self.config.gumbel_softmax else None,
         )
 
     @torch.no_grad()
@@ -273,14 +260,16 @@ class DDPGLearner(SavesParts):
         # DDPG, eq. 5. A terminal step has no value after it; one that was only cut off has.
         return steps.reward + self.config.gamma * (1.0 - steps.ended).unsqueeze(-1) * value
 
-    def _noise(self, number: Tensor, key: int | Tensor) -> Tensor:
-        """Return Gumbel noise -log(-log(u)) of steps, [S, n, A], where `number` is, the same for any number of ranks.
+    def _noise(self, packing: Packing, place: Tensor, key: Tensor) -> Tensor:
+        """Return Gumbel noise -log(-log(u)) of the steps, [S, n, A], computed where the packing is.
 
-        number: [S] int64, of each step in the batch of all ranks. u depends on it and on `key`.
+        u depends on seed, update and the step's place in the batch of all ranks.
         """
-        n, actions = self.info.n_agents, self.info.n_actions
-        each = number[:, None] * (n * actions) + torch.arange(n * actions, device=number.device)
-        return -(-uniform(each, key).clamp(1e-12).log()).log().view(-1, n, actions).to(self.mac.dtype)
+        n, actions, longest = self.info.n_agents, self.info.n_actions, self.info.episode_limit + 1
+        row = ((place + key[1])[packing.episode] * longest + packing.step)[packing.acting]
+        number = row[:, None] * (n * actions) + torch.arange(n * actions, device=row.device)
+        noise = -(-uniform(number, key[0]).clamp(1e-12).log()).log()
+        return noise.view(-1, n, actions).to(self.device, self.mac.dtype, non_blocking=True)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""

@@ -35,20 +35,13 @@ def captured(graph: torch.cuda.CUDAGraph, **more: Any) -> Iterator[None]:
 class Segments:
     """Work of fixed shapes as CUDA graphs, with the sums over ranks between them, which only a replay computes.
 
-    So ranks may capture at different times, and the sums may pass through the host. Memory of a pool is shared by
-    graphs that are replayed in the order of their capture.
-
-    Args:
-        more: arguments of `torch.cuda.graph`.
-
-    Attributes:
-        sums: over ranks, of the last replay.
+    So ranks may capture at different times, and sums may pass through the host. more: arguments of `torch.cuda.graph`.
     """
 
     def __init__(self, **more: Any) -> None:
         self._more, self._open = more, ExitStack()
         self._parts: list[Callable[[], None]] = []
-        self.sums: list[Tensor] = []
+        self._sums: list[Tensor] = []  # of the last replay
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -65,7 +58,7 @@ class Segments:
     def _between(self, total: Tensor, reduce: Callable[[], None]) -> None:
         self._open.close()
         self._parts.append(reduce)
-        self.sums.append(total)
+        self._sums.append(total)
         self._begin()
 
     def replay(self) -> None:
@@ -75,7 +68,7 @@ class Segments:
 
     def noted(self) -> AbstractContextManager[None]:
         """Return a context in which the same work, launched without a graph, takes its sums from the last replay."""
-        sums = iter(self.sums)
+        sums = iter(self._sums)
 
         def given(total: Tensor, reduce: Callable[[], None]) -> None:
             total.copy_(next(sums))

@@ -54,6 +54,11 @@ class FixedPacking(Packing):
     rows: Tensor
 
     @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        row = torch.arange(self.n_steps * self.n_episodes, device=self.rows.device)
+        return row % self.n_episodes, row // self.n_episodes
+
+    @cached_property
     def closing(self) -> Tensor:
         """True for closing rows and their repetitions, [S] bool, on the device."""
         step = torch.arange(self.n_steps, device=self.rows.device).unsqueeze(1)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from omagd.learners.protocol import FixedLearner, has_fixed_shapes, learner_clas
 from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
 from omagd.resident.graphs import Segments
 from omagd.resident.replay import FixedDraw
-from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE
 
 LOG = logging.getLogger(PACKAGE)
@@ -37,12 +35,6 @@ def why_packed(config: Config) -> str:
         return "graph_updates=False"
     fixed = has_fixed_shapes(learner_class(config.learner))
     return "" if fixed else f"learner={config.learner} has no update of fixed shapes"
-
-
-def check_graph_updates(config: Config) -> None:
-    """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
-    if config.graph_updates and (problem := why_packed(config)):
-        raise UserError(f"graph_updates=True: {problem}. Leave it out")
 
 
 @dataclass
@@ -73,7 +65,8 @@ class FixedUpdates:
         self._ranks = max(step.dist.world_size for step in self._steps)
         for step in self._steps:
             step.sums_once = self._ranks > 1
-        self._rates = Rates(self._steps, self._device) if self._captures else None
+        groups = [group for step in self._steps for group in step.optimizer.param_groups]
+        self._rates = [torch.zeros((), device=self._device) for _ in groups] if self._captures else []
         self._inputs: dict[Hashable, Inputs] = {}
         self._forget()
 
@@ -96,7 +89,7 @@ class FixedUpdates:
     def _stats(self, draw: FixedDraw) -> Stats | None:
         """Return the stats of an update of fixed shapes, None where it was given up before it changed anything."""
         inputs = self._load(self._learner.fixed_inputs(draw))
-        with nullcontext() if self._rates is None else self._rates.on_device():
+        with _capturable(self._steps, self._rates):
             return self._launched(draw, inputs) if self._captures else self._learner.learn_fixed(draw, inputs)
 
     def _launched(self, draw: FixedDraw, inputs: Inputs) -> Stats | None:
@@ -204,32 +197,18 @@ def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
     return torch.stack([(a - b).norm() for a, b in zip(one, other, strict=True) if a.dim()]).norm()
 
 
-class Rates:
-    """Learning rates of optimizers as numbers on the device, so that a graph follows a schedule.
+@contextmanager
+def _capturable(steps: Sequence[SyncedOptimizer], rates: Sequence[Tensor]) -> Iterator[None]:
+    """Let optimizers step within a capture, by learning rates on the device: a graph follows their schedule.
 
-    Outside of `on_device` they are numbers on the host, as in saved states.
+    Saved states keep their form. Without `rates` nothing changes.
     """
-
-    def __init__(self, steps: Sequence[SyncedOptimizer], device: torch.device) -> None:
-        self._optimizers = [step.optimizer for step in steps]
-        self._there = [torch.zeros((), device=device) for group in self._groups()]
-        self._written = [0.0] * len(self._there)
-
-    def _groups(self) -> list[dict[str, Any]]:  # loading a state replaces them
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Let the optimizers read the device's numbers, and step within a capture, in the block."""
-        groups = self._groups()
-        kept = [(group["lr"], group.get("capturable")) for group in groups]
-        for place, (group, there) in enumerate(zip(groups, self._there, strict=True)):
-            if self._written[place] != group["lr"]:
-                self._written[place] = group["lr"]
-                there.fill_(group["lr"])
-            group.update(lr=there, capturable=True)
-        try:
-            yield
-        finally:
-            for group, (rate, capturable) in zip(groups, kept, strict=True):
-                group.update(lr=rate, capturable=capturable)
+    groups = [group for step in steps for group in step.optimizer.param_groups]
+    kept = [(group["lr"], group.get("capturable")) for group in groups]
+    for group, there in zip(groups, rates, strict=False):
+        group.update(lr=there.fill_(group["lr"]), capturable=True)
+    try:
+        yield
+    finally:
+        for group, (rate, capturable) in zip(groups, kept, strict=True):
+            group.update(lr=rate, capturable=capturable)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -67,13 +66,13 @@ class Dist:
         if self.world_size == 1:
             return value
         total = value.detach().clone()
-        reduce = partial(self._reduce, total)
+
+        def reduce() -> None:
+            with self.waits.counted():
+                dist.all_reduce(total)
+
         reduce() if (given := _sum.get()) is None else given(total, reduce)
         return total
-
-    def _reduce(self, total: Tensor) -> None:
-        with self.waits.counted():
-            dist.all_reduce(total)
 
     def sum_later(self, value: Tensor) -> Pending:
         """Start the sum of `value` over all ranks and return at once."""

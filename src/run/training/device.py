@@ -51,9 +51,10 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
         if getattr(config, key) == "bf16":
             check_bf16(key, cuda)
     if config.graph_updates:
-        from omagd.resident.updates import check_graph_updates
+        from omagd.resident.updates import why_packed
 
-        check_graph_updates(config)
+        if problem := why_packed(config):
+            raise UserError(f"graph_updates=True: {problem}. Leave it out")
     _check_gpu_memory(config, plan, info)
     _check_limits(config, plan)
 
@@ -126,17 +127,14 @@ def _check_limits(config: Config, plan: Plan) -> None:
         raise UserError(f"{keys}: {what} need {needed} processes and threads, {left} are left ({why}). {lower}")
 
 
-def limit_warnings(
-    config: Config, info: EnvInfo, folder: Path, where: torch.device, on_gpus: bool, ranks: int
-) -> list[str]:
+def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool, ranks: int) -> list[str]:
     """Return a line for each limit that a run may hit later.
 
-    where: the place of the episodes. on_gpus: whether several ranks exchange through NCCL. ranks: on this host.
+    on_gpus: whether several ranks exchange through NCCL. ranks: that keep their episodes in this host's memory.
     """
     found = []
     free = available_bytes()
-    in_memory = where.type == "cpu" and not config.pretrain_only
-    if free is not None and in_memory and (need := replay_bytes(config, info) * ranks) > free:
+    if free is not None and not config.pretrain_only and (need := replay_bytes(config, info) * ranks) > free:
         key = data_key(config)
         what = f"{key}={getattr(config, key)}: the episodes of the ranks here may take {need / GIGABYTE:.1f} GB"
         found.append(f"{what}, and {free / GIGABYTE:.1f} GB of memory are free. Lower {key}")
@@ -164,14 +162,15 @@ def ranks_per_gpu(world_size: int) -> int:
 
 
 def replay_device(config: Config, info: EnvInfo, dist: Dist) -> tuple[torch.device, str]:
-    """Return where a rank keeps its replay; and why, where neither the configuration nor a CPU decides."""
+    """Return where a rank keeps its replay; and why, in words, if it has a GPU."""
     import torch
 
     memory = torch.device("cpu")
-    if dist.device.type == "cpu" or config.buffer_cpu_only or data_key(config) == "batch_size":
+    if dist.device.type == "cpu" or data_key(config) == "batch_size":
         return memory, ""
-    if config.buffer_cpu_only is False:
-        return dist.device, ""
+    if (given := config.buffer_cpu_only) is not None:
+        place = "in main memory, from which batches are copied" if given else "on the GPU"
+        return memory if given else dist.device, f"replay {place}: buffer_cpu_only={given}"
     free = torch.cuda.mem_get_info(dist.device)[0] / ranks_per_gpu(dist.world_size) / GIGABYTE
     room = REPLAY_SHARE * min(free, config.max_memory_per_gpu_gb or free)
     need = replay_bytes(config, info) / GIGABYTE

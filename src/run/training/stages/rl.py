@@ -101,14 +101,8 @@ class RLStage(Stage):
         kind = ResidentBuffer if where == device else StagedBuffer
         buffer = kind(config.buffer_size, device, runners.REGISTRY.get(config.runner).rows(session.info))
         packed = why_packed(config)
-        for line in (why, f"updates are not CUDA graphs, which is slower: {packed}" if packed else ""):
-            if line:
-                session.logger.info(line)
-        if config.runner == "resident" and where != device:
-            session.logger.warning(
-                "runner=resident with replay in main memory: episodes are copied there, and batches back."
-                " buffer_cpu_only=False keeps them on the GPU"
-            )
+        for line in filter(None, (why, packed and f"updates are not CUDA graphs, which is slower: {packed}")):
+            session.logger.info(line)
         if not packed:
             self._learns = FixedUpdates(cast(Any, self.learner))
         read = buffer.batch if packed else buffer.fixed
