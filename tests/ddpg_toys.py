@@ -23,9 +23,12 @@ def ddpg_config(**updates: Any) -> Config:
     return resolve("snakes_ddpg", "snakes", {**small, **updates})
 
 
-def make_ddpg(dist: Dist | None = None, dtype: torch.dtype = torch.float64, seed: int = 0, **updates: Any) -> Any:
+def make_ddpg(
+    dist: Dist | None = None, dtype: torch.dtype = torch.float64, seed: int = 0, device: torch.device | str = "cpu",
+    **updates: Any,
+) -> Any:  # fmt: skip
     """Return a warmed-up learner with its own controller; equal seeds give equal weights."""
-    return make_learner(ddpg_config(**updates), dist, dtype, seed, INFO)
+    return make_learner(ddpg_config(**updates), dist, dtype, seed, INFO, device)
 
 
 def random_steps(seed: int, count: int, length: int = 1, team: bool = False) -> list[dict[str, Tensor]]:

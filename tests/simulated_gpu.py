@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,8 +97,9 @@ class SimulatedGPU(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute on the CPU and put results on the device where they would be."""
-        return _run(func, args, kwargs or {}, self.waits)
+        """Compute on the CPU and put results on the device where they would be; no memory is pinned."""
+        given = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        return _run(func, args, given, self.waits)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], waits: Counter[str] | None) -> Any:
@@ -113,16 +115,92 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], waits: Counter[str] | Non
         _count(waits, func, args, kwargs, there)
     if func is aten._fused_sdp_choice.default:
         return 0  # the plain formula, which is made of operations that every device has
+    if RECORDING:
+        _require_capturable(func, args, there)
     inside = {name: _inside(value) for name, value in kwargs.items()}
     if wanted is not None:
         inside["device"] = torch.device("cpu")
-    inside.pop("pin_memory", None)
-    out = func(*_inside(args), **inside)
+    given = _inside(args)
+    for graph in RECORDING:
+        graph.keep(func, given)
+    out = func(*given, **inside)
+    for graph in RECORDING:
+        graph.work.append((func, given, inside, out))
     if there:
         out = tree_map(lambda leaf: OnGPU(leaf) if isinstance(leaf, Tensor) else leaf, out)
     if func is aten._to_copy.default or not ours:
         return out
     return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+class RecordedGraph:
+    """Stands in for a CUDA graph: the operations of a capture, which a replay computes again into the same memory.
+
+    What the host has decided or read meanwhile is not repeated, as with a real one. Memory is not reused, and streams
+    do not exist.
+    """
+
+    def __init__(self) -> None:
+        self.work: list[tuple[Any, Any, dict[str, Any], Any]] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self, func: Any, args: Any) -> None:
+        """Keep what an operation will overwrite: a capture itself computes nothing."""
+        for told, given in zip(func._schema.arguments, args, strict=False):
+            if told.alias_info is not None and told.alias_info.is_write:
+                self._kept += [(value, value.clone()) for value in tree_leaves(given) if isinstance(value, Tensor)]
+
+    def end(self) -> None:
+        """End the capture."""
+        while self._kept:
+            value, before = self._kept.pop()
+            value.copy_(before)
+
+    def replay(self) -> None:
+        """Compute all operations again."""
+        for func, args, kwargs, out in self.work:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+RECORDING: list[RecordedGraph] = []
+
+
+@contextlib.contextmanager
+def _recording(graph: RecordedGraph, **_: Any) -> Iterator[None]:
+    RECORDING.append(graph)
+    try:
+        yield
+    finally:
+        RECORDING.clear()
+        graph.end()
+
+
+def _require_capturable(func: Any, args: Any, there: bool) -> None:
+    """Reject what ends a real capture: a value that the host reads, a copy from or to main memory."""
+    crosses = func in {aten._to_copy.default, aten.copy_.default} and len(
+        {isinstance(args[0], OnGPU), there if func is aten._to_copy.default else isinstance(args[1], OnGPU)}
+    ) == 2  # fmt: skip
+    if func in WAITS or crosses or func.namespace == "c10d":
+        raise RuntimeError(f"operation not permitted when stream is capturing\n{func}")
+
+
+@contextlib.contextmanager
+def simulated_graphs() -> Iterator[SimulatedGPU]:
+    """Enter `simulated_gpu`, with stand-ins for CUDA graphs."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    with simulated_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+        patch.setattr(torch.cuda, "graph", _recording)
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        patch.setattr(torch.cuda, "Stream", lambda device: stream)
+        patch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+        yield gpu
 
 
 def _inside(tree: Any) -> Any:
@@ -166,6 +244,7 @@ def simulated_gpu() -> Iterator[SimulatedGPU]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)  # of the machine's own card, which is not simulated
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(RECORDING))
         patch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state())
         patch.setattr(torch.cuda, "set_rng_state", lambda state, device="cuda": None)
         patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)

@@ -148,12 +148,12 @@ def test_straight_through_is_one_hot_with_the_gradient_of_the_softmax():
 
 def test_gumbel_noise_has_its_distribution_and_changes_with_every_update():
     learner = make_ddpg(gumbel_softmax=True)
-    batch = pack_episodes(random_steps(1, 400))
-    first = learner._steps(batch).noise
+    batch, place = pack_episodes(random_steps(1, 400)), torch.arange(400)
+    first = learner._steps(batch, place, learner._key(400)).noise
     assert float(first.mean()) == pytest.approx(0.5772, abs=0.06)
     assert float(first.std()) == pytest.approx(np.pi / np.sqrt(6), abs=0.06)
     learner.update(batch, episodes=0)
-    assert not torch.equal(first, learner._steps(batch).noise)
+    assert not torch.equal(first, learner._steps(batch, place, learner._key(400)).noise)
 
 
 def test_gpus_that_are_named_and_not_there_are_rejected(monkeypatch, tmp_path):

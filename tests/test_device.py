@@ -15,6 +15,7 @@ from omagd.config.loading import resolve
 from omagd.run.launchers import Plan
 from omagd.run.training import device
 from omagd.run.training.device import check_machine, deterministic_algorithms, keep_freed_memory, processor_features
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 
 INFO = EnvInfo("null", "5m_vs_6m", 5, 12, 55, 98, 70, 6, EntityLayout(4, 6, 5, 4, 5, 1))
@@ -70,6 +71,21 @@ def test_the_replay_of_each_rank_must_fit_on_its_card(card):
     check(GPU, buffer_size=10**6)
     check(GPU, "buffer_size=100000", buffer_cpu_only=False, buffer_size=100_000)
     check(GPU, "buffer_cpu_only=True", buffer_cpu_only=False, buffer_size=100_000)
+
+
+@pytest.mark.parametrize(
+    ("given", "free", "ranks", "where"),
+    [(None, 8, 1, "cuda:0"), (None, 1, 1, "cpu"), (None, 8, 9, "cpu"), (True, 8, 1, "cpu"), (False, 1, 1, "cuda:0")],
+)
+def test_replay_is_on_the_gpu_where_it_fits_into_a_quarter_of_what_is_free(
+    monkeypatch, card, given, free, ranks, where
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * 2**30, 0))
+    config = resolve("qmix", "skirmish", {"buffer_cpu_only": given})
+    place, why = device.replay_device(config, INFO, Dist(0, ranks, torch.device("cuda", 0)))
+    assert str(place) == where
+    assert ("in main memory" in why) == (where == "cpu") and ("buffer_cpu_only=" in why) == (given is not None)
+    assert device.replay_device(config, INFO, Dist()) == (torch.device("cpu"), "")
 
 
 def test_deterministic_algorithms_are_used_within_the_block(monkeypatch):

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixed_toys import BATCH, CPU, METHODS, ROWS, draws, replay
+from ddpg_toys import make_ddpg
+from fixed_toys import BATCH, CPU, DDPG, METHODS, ROWS, draws, replay, steps_replay
 from q_toys import INFO, equal, make_learner, state_of, toy_config
-from simulated_gpu import DEVICE, OnGPU, simulated_gpu
-from torch import Tensor
+from simulated_gpu import DEVICE, OnGPU, simulated_gpu, simulated_graphs
 
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
-from omagd.resident.replay import ROUNDING, FixedPacking
-from omagd.resident.updates import WARM_UP, FixedUpdates, uses_graph_updates
+from omagd.resident.replay import ROUNDING, FixedPacking, ResidentBuffer, StagedBuffer
+from omagd.resident.updates import WARM_UP, FixedUpdates, why_packed
 from omagd.run.launchers import Plan
 from omagd.run.training.device import check_machine
 from omagd.utils.dist_utils import Dist
@@ -26,8 +26,9 @@ from omagd.utils.errors import UserError
 torch.set_num_threads(1)
 
 
-def test_a_batch_of_fixed_shape_repeats_closing_rows():
-    buffer = replay()
+@pytest.mark.parametrize("kind", [ResidentBuffer, StagedBuffer])
+def test_a_batch_of_fixed_shape_repeats_closing_rows(kind):
+    buffer = replay(kind=kind)
     for indices in draws(6):
         packed, drawn = buffer.batch(indices), buffer.fixed(indices)
         assert drawn.rows == min(-(-packed.packing.n_steps // ROUNDING) * ROUNDING, ROWS)
@@ -53,8 +54,18 @@ def test_a_batch_of_fixed_shape_repeats_closing_rows():
 )
 def test_six_updates_are_those_of_packed_batches(method, kind):
     """The same episodes, targets copied on the way; statistics, weights, optimizer and targets."""
-    config, buffer = toy_config(**METHODS[method], target_update_updates=4), replay()
-    packed, fixed = (make_learner(config, dtype=kind) for _ in range(2))
+    config = toy_config(**METHODS[method], target_update_updates=4)
+    assert_equal_updates([make_learner(config, dtype=kind) for _ in range(2)], replay(), kind)
+
+
+@pytest.mark.parametrize("method", DDPG)
+def test_six_updates_of_ddpg_are_those_of_packed_batches(method):
+    assert_equal_updates([make_ddpg(**DDPG[method]) for _ in range(2)], steps_replay(), torch.float64)
+
+
+def assert_equal_updates(learners: list[Any], buffer: Any, kind: torch.dtype) -> None:
+    """Compare six updates of packed batches with those of fixed shapes."""
+    packed, fixed = learners
     start, draws_of = state_of(packed), FixedUpdates(fixed)
     tolerance = {"atol": 1e-10, "rtol": 0} if kind is torch.float64 else {"atol": 3e-4, "rtol": 1e-2}
     for indices in draws(6):
@@ -77,65 +88,56 @@ CHEAP = {"mixer": "vdn", "agent": "ff"}
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Stand-ins for CUDA graphs: a replay does an update again, on the episodes whose numbers lie there then.
+    """Stand-ins for CUDA graphs, which repeat the operations of a capture; tests/gpu has real ones."""
+    seen = SimpleNamespace(made=0, problem="")
+    made = FixedUpdates._made
 
-    tests/gpu/test_gpu_learning.py has real ones.
-    """
-    seen = SimpleNamespace(made=0, replays=0, problem="")
-
-    def made(fixed, shape, draw, inputs):
+    def counted(fixed, *given):
         seen.made += 1
         if seen.problem == "fails":
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        graph = made(fixed, *given)
+        return SimpleNamespace(replay=lambda: None) if seen.problem == "differs" else graph
 
-        def again():
-            seen.replays += 1
-            if seen.problem != "differs":
-                stats = fixed._learner.learn_fixed(draw, inputs)
-                values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
-                shape.names, shape.values = tuple(stats), torch.stack(values)
-
-        return SimpleNamespace(replay=again)
-
-    monkeypatch.setattr(FixedUpdates, "_made", made)
-    monkeypatch.setattr(FixedUpdates, "_aside", lambda fixed, *given: fixed._learner.learn_fixed(*given))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-    return seen
+    monkeypatch.setattr(FixedUpdates, "_made", counted)
+    with simulated_graphs():
+        yield seen
 
 
 def both_kinds(**updates: Any) -> tuple[FixedUpdates, FixedUpdates]:
-    """Return the updates of equal learners: those that make graphs, and those that do not."""
-    graph, plain = (FixedUpdates(make_learner(toy_config(**CHEAP, **updates))) for _ in range(2))
-    graph._captures = True
+    """Return the updates of equal learners on a GPU: those that make graphs, and those that do not."""
+    config = toy_config(**updates)
+    graph, plain = (FixedUpdates(make_learner(config, Dist(device=DEVICE), device=DEVICE)) for _ in range(2))
+    plain._capture = lambda shape, draw, inputs: plain._aside(draw, inputs)  # type: ignore[method-assign]
     return graph, plain
 
 
 def equal_weights(one: FixedUpdates, other: FixedUpdates) -> bool:
-    return equal(state_of(one._learner), state_of(other._learner))
+    return equal(*({name: value.to(CPU) for name, value in state_of(each._learner).items()} for each in (one, other)))
 
 
-def test_a_graph_learns_what_its_update_learns(graphs):
+@pytest.mark.parametrize("kind", [ResidentBuffer, StagedBuffer])
+@pytest.mark.parametrize("method", ["cheap", "beliefs", "recomputed"])
+def test_a_graph_learns_what_its_update_learns(graphs, method, kind):
     """Replayed for other episodes, with targets copied in between; the first update of a graph counts once."""
-    graph, plain = both_kinds(target_update_updates=4)
-    buffer, drawn = replay(longest=6), draws(WARM_UP + 3)
+    graph, plain = both_kinds(**{"cheap": CHEAP, **METHODS}[method], target_update_updates=4)
+    buffer, drawn = replay(DEVICE, longest=6, kind=kind), draws(WARM_UP + 3)
     for indices in drawn:
         found, wanted = (each.update(buffer.fixed(indices), episodes=0) for each in (graph, plain))
         assert {name: (float(a), float(b)) for name, (a, b) in found.items()} == {
             name: (float(a), float(b)) for name, (a, b) in wanted.items()
         }
-    assert (graphs.made, graphs.replays) == (1, 3)
+    assert graphs.made == 1
     assert equal_weights(graph, plain)
     assert graph._steps[0].dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
 
 
 def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
-    """The optimizer's state of a checkpoint, the memory of a cleared replay, longer episodes, another learning rate."""
-    (graph, plain), buffer = both_kinds(), replay()
+    """The optimizer's state of a checkpoint, the memory of a cleared replay, longer episodes."""
+    (graph, plain), buffer = both_kinds(**CHEAP), replay(DEVICE)
     by_length = np.argsort([len(episode["reward"]) for episode in buffer.episodes]).tolist()
     drawn = by_length[:2]
-    for made in range(1, 6):
+    for made in range(1, 5):
         for _ in range(WARM_UP + 2):
             for each in (graph, plain):
                 each.update(buffer.fixed(drawn), episodes=0)
@@ -145,23 +147,47 @@ def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
                 learner.load_state_dict(copy.deepcopy(learner.state_dict()))
         elif made == 2:
             buffer.restore([buffer.since(0)], buffer.added)
-        elif made == 3:
-            drawn = by_length[-2:]
         else:
-            for each in (graph, plain):
-                each._steps[0].optimizer.param_groups[0]["lr"] /= 2
+            drawn = by_length[-2:]
+
+
+def test_a_graph_follows_the_learning_rate(graphs):
+    """Another one needs no other graph, and saved states hold a number."""
+    (graph, plain), buffer = both_kinds(**CHEAP), replay(DEVICE, longest=6)
+    for number, indices in enumerate(draws(WARM_UP + 4)):
+        for each in (graph, plain):
+            each._learner.optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+            each.update(buffer.fixed(indices), episodes=0)
+    saved = graph._learner.state_dict()["optimizer"]["param_groups"][0]
+    assert graphs.made == 1 and equal_weights(graph, plain)
+    assert (saved["lr"], saved["capturable"]) == (0.1 / (WARM_UP + 4), False)
 
 
 @pytest.mark.parametrize(("problem", "reason"), [("fails", "when stream is capturing)"), ("differs", "differs")])
-def test_what_cannot_be_captured_is_learned_without_a_graph(graphs, caplog, problem, reason):
+def test_what_cannot_be_captured_is_learned_from_packed_batches(graphs, caplog, problem, reason):
     graphs.problem = problem
-    (graph, plain), buffer = both_kinds(), replay(longest=6)
-    for indices in draws(WARM_UP + 2):
-        for each in (graph, plain):
-            each.update(buffer.fixed(indices), episodes=0)
+    (graph, plain), buffer = both_kinds(**CHEAP), replay(DEVICE, longest=6)
+    for number, indices in enumerate(draws(WARM_UP + 2)):
+        graph.update(buffer.fixed(indices), episodes=0)
+        if number < WARM_UP + (problem == "differs"):
+            plain.update(buffer.fixed(indices), episodes=0)
+        else:
+            plain._learner.update(buffer.batch(indices), episodes=0)
     assert equal_weights(graph, plain) and graphs.made == 1
     (record,) = caplog.records
-    assert "graph_updates=False" in record.message and reason in record.message and "\n" not in record.message
+    assert "packed batches" in record.message and reason in record.message and "\n" not in record.message
+
+
+def test_a_graph_learns_what_ddpg_learns(graphs):
+    """With noise that is another one in each update, and targets that follow each."""
+    made = [make_ddpg(Dist(device=DEVICE), torch.float32, device=DEVICE, **DDPG["gumbel in parts"]) for _ in range(2)]
+    graph, plain = map(FixedUpdates, made)
+    plain._capture = lambda shape, draw, inputs: plain._aside(draw, inputs)
+    buffer = steps_replay(DEVICE, longest=6)
+    for indices in draws(WARM_UP + 3):
+        for each in (graph, plain):
+            each.update(buffer.fixed(indices), episodes=0)
+    assert graphs.made == 1 and equal_weights(graph, plain)
 
 
 @pytest.mark.parametrize("method", ["qmix", "beliefs", "graphs", "units", "in parts", "central weights", "qplex"])
@@ -203,28 +229,13 @@ def test_where_updates_have_fixed_shapes(monkeypatch):
             return super().update(batch, episodes=episodes)
 
     monkeypatch.setitem(LEARNERS._objects, "own", Own)
-    resident = {"runner": "resident", "buffer_cpu_only": False}
-    for updates, device, ranks, expected in [
-        (resident, DEVICE, 1, True),
-        ({**resident, "learner": "nq_graph_learner"}, DEVICE, 1, True),
-        ({**resident, "learner": "own"}, DEVICE, 1, False),
-        (resident, CPU, 1, False),
-        ({**resident, "graph_updates": True}, CPU, 1, True),
-        ({**resident, "graph_updates": False}, DEVICE, 1, False),
-        (resident, DEVICE, 2, False),
+    for updates, reason in [
+        ({}, ""),
+        ({"learner": "nq_graph_learner"}, ""),
+        ({"learner": "own"}, "learner=own has no update of fixed shapes"),
+        ({"graph_updates": False}, "graph_updates=False"),
     ]:
-        assert uses_graph_updates(toy_config(**updates), device, ranks) is expected
-
-
-@pytest.mark.parametrize(("updates", "ranks", "error"), [
-    ({}, 1, "not of runner=parallel"),
-    ({"runner": "resident"}, 1, "buffer_cpu_only=False"),
-    ({"runner": "resident", "buffer_cpu_only": False}, 2, "one rank, not 2"),
-    ({"runner": "resident", "buffer_cpu_only": False, "enable_gradient_checkpointing": True}, 1, "recompute"),
-])  # fmt: skip
-def test_fixed_shapes_that_cannot_be_are_one_line(updates, ranks, error):
-    config = toy_config(graph_updates=True, **updates)
-    with pytest.raises(UserError, match=error) as raised:
-        check_machine(config, Plan(ranks, "gloo", cuda=False, joins=False), INFO)
-    assert "graph_updates=True: " in raised.value.render()
+        assert why_packed(toy_config(**updates)) == reason
+    with pytest.raises(UserError, match="graph_updates=True: learner=own has no") as raised:
+        check_machine(toy_config(graph_updates=True, learner="own"), Plan(1, "gloo", cuda=False, joins=False), INFO)
     assert "\n" not in raised.value.render()

@@ -182,8 +182,8 @@ class Config(Frozen):
     lr_scaling: Literal["none", "sqrt", "linear"]  # factor of lr and graph_lr: 1, the root of the ranks, or the ranks
     torch_threads: Size  # torch's CPU threads in each process
     cpu_inference: bool  # agents act with a copy on the CPU: for small agents, where a GPU waits for each step
-    buffer_cpu_only: bool  # keep the replay buffer in main memory even if the ranks use GPUs
-    graph_updates: bool | None  # runner=resident: updates as CUDA graphs; None: on a GPU; False if its memory is short
+    buffer_cpu_only: bool | None  # keep the replay in main memory; None: unless it fits into the GPU's free memory
+    graph_updates: bool | None  # replay: updates as CUDA graphs; None: on a GPU; False if its memory is short
     deterministic: bool  # on GPUs: use only algorithms that give the same bits each time; slower
     precision: Literal["float32", "bf16"]  # precision of matrix products in updates; weights stay float32
     acting_precision: Literal["float32", "bf16"]  # precision of the frozen predictor while acting

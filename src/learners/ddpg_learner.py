@@ -24,15 +24,15 @@ from torch.nn import functional as F
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
-from omagd.learners.protocol import Data, SavesParts
+from omagd.learners.protocol import Data, Draw, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.agents.ff_agent import DDPGAgent
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, rewards_of_agents, row_draws
-from omagd.utils.seeding import stream_seed
+from omagd.utils.packing import PackedBatch, Packing, rewards_of_agents
+from omagd.utils.seeding import stream_seed, uniform
 
 Critic = Callable[[AgentInputs, Tensor], Tensor]
 """Maps the agents' inputs and vectors over their actions [S, n, A] to values [S, n]."""
@@ -49,19 +49,20 @@ class CriticLoss(LossModule):
         super().__init__()
         self.critic, self.bf16 = critic, bf16
 
-    def forward(self, inputs: AgentInputs, actions: Tensor, target: Tensor) -> tuple[Tensor, Stats]:
+    def forward(self, inputs: AgentInputs, actions: Tensor, target: Tensor, valid: Tensor) -> tuple[Tensor, Stats]:
         """Return the sum of squared errors, and stats per step and agent.
 
-        inputs: of S steps. actions: [S, n, A], the stored vectors. target: [S, n], y.
+        inputs: of S steps. actions: [S, n, A], the stored vectors. target: [S, n], y. valid: [S, 1], 0 where a row of
+            a fixed shape is no step, else 1.
         """
         with autocast_bf16(target.device, self.bf16):
             q = self.critic(inputs, actions).to(target.dtype)
         # DDPG, eq. 4, summed over agents, each of which has a value of its own.
-        error = q - target
+        error = (q - target) * valid
         loss = error.square().sum()
         with torch.no_grad():
-            count = torch.full((), float(q.numel()), device=q.device)
-            sums = {"td_error_abs": error.abs().sum(), "q_taken_mean": q.sum(), "target_mean": target.sum()}
+            count, q_sum, target_sum = valid.sum() * q.shape[1], (q * valid).sum(), (target * valid).sum()
+            sums = {"td_error_abs": error.abs().sum(), "q_taken_mean": q_sum, "target_mean": target_sum}
         return loss, {name: (total, count) for name, total in {"loss_td": loss.detach(), **sums}.items()}
 
 
@@ -78,21 +79,21 @@ class ActorLoss(LossModule):
         super().__init__()
         self.actor, self.bf16 = actor, bf16
 
-    def forward(self, inputs: AgentInputs, critic: Critic, noise: Tensor | None) -> tuple[Tensor, Stats]:
+    def forward(self, inputs: AgentInputs, critic: Critic, noise: Tensor | None, valid: Tensor) -> tuple[Tensor, Stats]:
         """Return the negative sum of values, and stats per step and agent.
 
         inputs: of S steps. critic: with frozen weights. noise: [S, n, A], Gumbel noise for straight-through one-hot
-            actions (Jang et al. 2017); None: the softmax itself.
+            actions (Jang et al. 2017); None: the softmax itself. valid: as for the critic.
         """
         with autocast_bf16(inputs.features.device, self.bf16):
             logits = self.actor(inputs).to(inputs.features.dtype)
             policy = logits.softmax(-1)
             # Jang et al. 2017: the value of one action, as the environment takes it, with the softmax's gradient.
             actions = policy if noise is None else straight_through(logits + noise)
-            value = critic(inputs, actions).to(inputs.features.dtype).sum()
+            value = (critic(inputs, actions).to(inputs.features.dtype) * valid).sum()
         with torch.no_grad():
-            count = torch.full((), float(logits[..., 0].numel()), device=value.device)
-            entropy = torch.special.entr(policy).sum()
+            count = valid.sum() * logits.shape[1]
+            entropy = (torch.special.entr(policy) * valid.unsqueeze(-1)).sum()
         # DDPG, eq. 6: the critic's gradient at pi(o) passes through the action into the actor.
         return -value, {"loss_actor": (-value.detach(), count), "entropy": (entropy, count)}
 
@@ -110,13 +111,15 @@ def one_hot(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Steps:
-    """The S valid steps of a batch.
+    """The S steps of a batch.
 
     Attributes:
+        valid: [S, 1], 0 where a row of a fixed shape is no step, else 1.
         before, after: the agents' inputs before and after the action. taken: [S, n, A], vectors over the actions.
         reward: [S, n]. ended: [S], 1 where the episode terminated. noise: [S, n, A] for the actor step, or None.
     """
 
+    valid: Tensor
     before: AgentInputs
     after: AgentInputs
     taken: Tensor
@@ -159,6 +162,7 @@ class DDPGLearner(SavesParts):
         self._frozen_critic = _frozen_twin(self.critic)
         self._followers: list[Tensor] = [*self.target_agent.parameters(), *self.target_critic.parameters()]
         self._followed: list[Tensor] = [*mac.agent.parameters(), *self.critic.parameters()]
+        self._moves = torch.zeros((), dtype=torch.bool, device=self.device)  # whether the last update moves the targets
 
     @staticmethod
     def how_targets_move(config: Config, environments: int) -> str:
@@ -170,8 +174,9 @@ class DDPGLearner(SavesParts):
         inputs = AgentInputs.blank(2, self.info, next(self.mac.agent.parameters()))
         values = inputs.features.new_zeros(2, self.info.n_agents)
         actions = values.unsqueeze(-1).expand(-1, -1, self.info.n_actions)
-        self._critic_step.warm_up(inputs, actions, values)
-        self._actor_step.warm_up(inputs, self._frozen_critic, None)
+        valid = values[:, :1]
+        self._critic_step.warm_up(inputs, actions, values, valid)
+        self._actor_step.warm_up(inputs, self._frozen_critic, None, valid)
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take a critic step and an actor step on this rank's batch, then move the targets.
@@ -179,33 +184,70 @@ class DDPGLearner(SavesParts):
         episodes: not used here. Returns sums and counts of this rank; the gradient norms (`grad_norm` of the critic,
         `grad_norm_actor`) are the global ones.
         """
-        before = 0  # episodes of lower ranks in this update
-        if self.config.gumbel_softmax:
-            before = sum(self.dist.counts(batch.packing.n_episodes)[: self.dist.rank])
-        parts = [self._steps(part.to(self.device), before) for part in batch.split(self.config.accumulate)]
-        count = torch.tensor(self.info.n_agents * (sum(batch.packing.lengths) - batch.packing.n_episodes))
-        critic = self._critic_step(count, *((part.before, part.taken, self._targets(part)) for part in parts))
-        of_actor = ((part.before, self._frozen_critic, part.noise) for part in parts)
+        key, split = self._key(batch.packing.n_episodes), batch.split(self.config.accumulate)
+        parts = [self._steps(part.to(self.device), torch.tensor(part.sample_index), key) for part in split]
+        stats = self._learn(torch.tensor(self.info.n_agents * len(batch.packing.acting)), parts)
+        self.finish(episodes)
+        return stats
+
+    def _key(self, here: int) -> Tensor:
+        """Return the key of an update's noise, and the episodes of lower ranks in it, [2] int64 (CPU). A collective."""
+        if not self.config.gumbel_softmax:
+            return torch.zeros(2, dtype=torch.int64)
+        before = sum(self.dist.counts(here)[: self.dist.rank])
+        return torch.tensor([stream_seed(self.config.seed, "gumbel", self.updates), before])
+
+    def steps(self) -> tuple[SyncedOptimizer, ...]:
+        """Return what takes optimisation steps."""
+        return self._critic_step, self._actor_step
+
+    def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
+        """Return the numbers of the drawn episodes, and the key of the noise."""
+        return draw.drawn, self._key(draw.drawn.shape[1])
+
+    def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
+        """Take the steps of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
+        drawn, key = inputs
+        batches, place = draw.batches(drawn, self.config.accumulate), torch.arange(drawn.shape[1], device=self.device)
+        parts = [self._steps(part, place[i :: len(batches)], key) for i, part in enumerate(batches)]
+        return self._learn(self.info.n_agents * (drawn[1] - 1).sum(), parts)
+
+    def _learn(self, count: Tensor, parts: list[Steps]) -> Stats:
+        """Take both steps. count: steps of all agents."""
+        of_critic = ((part.before, part.taken, self._targets(part), part.valid) for part in parts)
+        critic = self._critic_step(count, *of_critic)
+        of_actor = ((part.before, self._frozen_critic, part.noise, part.valid) for part in parts)
         actor = self._actor_step(count, *of_actor, where=critic.finite)
-        self.updates += 1
-        if critic.stepped:
-            self._follow(actor.finite)
+        self._moves.copy_(actor.finite & (actor.norm[1] > 0))
         norms = {"grad_norm": critic.norm, "grad_norm_actor": actor.norm}
         return {**critic.stats, **actor.stats, **norms, SKIPPED: actor.skipped}
 
-    def _steps(self, batch: PackedBatch, before: int = 0) -> Steps:
-        """Return the valid steps of (a part of) a batch. before: episodes of lower ranks in this update."""
-        # Rows in which an action was taken, and the row after each: closing rows have none.
-        row = torch.nonzero(~batch.packing.closing).flatten()
-        now, later = (rows.to(self.device, non_blocking=True) for rows in (row, batch.packing.next_row[row]))
-        inputs, dtype = self.mac.inputs(batch), self.mac.dtype
+    @torch.no_grad()
+    def finish(self, episodes: int) -> None:
+        """Count an update, and move both targets, theta' <- theta' + tau (theta - theta'), if it took its steps."""
+        self.updates += 1
+        if self._moves.device.type == "cpu":  # one number is faster than one tensor for each parameter
+            if self._moves:
+                torch._foreach_lerp_(self._followers, self._followed, self.config.tau)
+            return
+        # On a GPU the host does not know whether it did: a share of 0 changes nothing.
+        share = self._moves * self.config.tau
+        torch._foreach_lerp_(self._followers, self._followed, [share] * len(self._followed))
+
+    def _steps(self, batch: PackedBatch, place: Tensor, key: Tensor) -> Steps:
+        """Return the steps of (a part of) a batch. place: [B], of the episodes in this rank's sample."""
+        packing, dtype, inputs = batch.packing, self.mac.dtype, self.mac.inputs(batch)
+        # Rows in which an action was taken, and the row after each.
+        rows = packing.acting, packing.next_row[packing.acting]
+        now, later = (row.to(self.device, non_blocking=True) for row in rows)
         return Steps(
+            valid=batch.valid_mask[now].to(dtype).unsqueeze(-1),
             before=inputs.rows(now),
             after=inputs.rows(later),
             taken=batch[TAKEN][now].to(dtype),
             reward=rewards_of_agents(batch)[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
-            noise=self._noise(batch, row, before) if self.config.gumbel_softmax else None,
+            noise=self._noise(packing, place, key) if self.config.gumbel_softmax else None,
         )
 
     @torch.no_grad()
@@ -218,27 +260,16 @@ class DDPGLearner(SavesParts):
         # DDPG, eq. 5. A terminal step has no value after it; one that was only cut off has.
         return steps.reward + self.config.gamma * (1.0 - steps.ended).unsqueeze(-1) * value
 
-    def _noise(self, batch: PackedBatch, row: Tensor, before: int) -> Tensor:
-        """Return Gumbel noise -log(-log(u)) of the steps in the rows `row`, [S, n, A].
+    def _noise(self, packing: Packing, place: Tensor, key: Tensor) -> Tensor:
+        """Return Gumbel noise -log(-log(u)) of the steps, [S, n, A], computed where the packing is.
 
-        u depends on seed, update and the step's place in the batch of all ranks. before: episodes of lower ranks in
-        this update.
+        u depends on seed, update and the step's place in the batch of all ranks.
         """
         n, actions, longest = self.info.n_agents, self.info.n_actions, self.info.episode_limit + 1
-        key, cpu = stream_seed(self.config.seed, "gumbel", self.updates), torch.device("cpu")
-        drawn = row_draws(batch, n * actions, key, longest=longest, before=before, device=cpu)[row].clamp(1e-12)
-        return -(-drawn.log()).log().view(-1, n, actions).to(self.device, self.mac.dtype, non_blocking=True)
-
-    @torch.no_grad()
-    def _follow(self, finite: Tensor) -> None:
-        """Move both targets, theta' <- theta' + tau (theta - theta'), where `finite` (scalar bool) holds."""
-        if finite.device.type == "cpu":  # one number is faster than one tensor for each parameter
-            if finite:
-                torch._foreach_lerp_(self._followers, self._followed, self.config.tau)
-            return
-        # On a GPU the host does not know whether the step was finite: a share of 0 changes nothing.
-        share = finite * self.config.tau
-        torch._foreach_lerp_(self._followers, self._followed, [share] * len(self._followed))
+        row = ((place + key[1])[packing.episode] * longest + packing.step)[packing.acting]
+        number = row[:, None] * (n * actions) + torch.arange(n * actions, device=row.device)
+        noise = -(-uniform(number, key[0]).clamp(1e-12).log()).log()
+        return noise.view(-1, n, actions).to(self.device, self.mac.dtype, non_blocking=True)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""

@@ -73,14 +73,15 @@ class Learner(Trainable, Protocol):
 
 
 class Draw(Protocol):
-    """Episodes drawn for an update of fixed shapes.
+    """Episodes drawn for an update of fixed shapes."""
 
-    Attributes:
-        drawn: [2, B] int64 on the CPU, their places in the replay and their lengths in rows. rows: T of the batch.
-    """
+    @property
+    def drawn(self) -> Tensor:
+        """Their places in the replay and their lengths in rows, [2, B] int64 on the CPU."""
 
-    drawn: Tensor
-    rows: int
+    @property
+    def rows(self) -> int:
+        """T of the batch."""
 
     def batches(self, drawn: Tensor, parts: int) -> list[PackedBatch]:
         """Return the batch in at most `parts` parts; only launches work. drawn: on the device."""
@@ -105,6 +106,9 @@ class FixedLearner(Protocol):
 
         inputs: those of `fixed_inputs`, on the device.
         """
+
+    def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
+        """Take the same steps on packed episodes, and finish."""
 
     def finish(self, episodes: int) -> None:
         """Do what follows the steps on the host. episodes: collected so far by all ranks."""

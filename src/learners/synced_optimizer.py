@@ -148,6 +148,10 @@ class SyncedOptimizer:
     the sum over ranks, so all ranks decide alike. On a GPU the decision stays on the device and a fused optimizer
     reads it there (`found_inf`, as with gradient scalers); any other optimizer makes the host wait.
 
+    Attributes:
+        sums_once: gradients are summed over ranks by one collective after the last backward, in place of DDP, whose
+            hooks no CUDA graph can hold. The same sum, up to rounding.
+
     Args:
         loss_module: its trainable parameters are exactly those of the optimizer. optimizer: over them. dist: the ranks.
         max_norm: norm to which the global gradient is clipped. bucket_cap_mb: megabytes of gradients that are exchanged
@@ -168,6 +172,7 @@ class SyncedOptimizer:
         self.max_norm = max_norm
         self._wrapped = dist.wrap(loss_module, bucket_cap_mb)
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.sums_once = False
         self._checked = False
 
     def warm_up(self, *batch: object) -> None:
@@ -203,18 +208,21 @@ class SyncedOptimizer:
         total = self.dist.sum_later(count)
         scale, some = None, torch.zeros(())
         stats: Stats = {}
+        wrapped, divided_by = (self.loss_module, 1) if self.sums_once else (self._wrapped, self.dist.world_size)
         for number, part in enumerate(parts, start=1):
-            with nullcontext() if number == len(parts) else self.dist.apart(self._wrapped):
-                loss_sum, of_part = self._wrapped(*part)
+            with nullcontext() if number == len(parts) else self.dist.apart(wrapped):
+                loss_sum, of_part = wrapped(*part)
                 if scale is None:
                     some = total.wait()
                     # W / (sum of c_r): DDP divides by W what it adds up. Without samples the gradient is 0, not 0 / 0.
-                    scale = (self.dist.world_size / some.to(loss_sum.dtype)).where(some > 0, 0.0)
+                    scale = (divided_by / some.to(loss_sum.dtype)).where(some > 0, 0.0)
                     scale = scale.to(loss_sum.device, non_blocking=True)
                 scaled = loss_sum * scale
-                self.dist.backward(scaled.sum() if scaled.dim() else scaled, self._wrapped)
+                self.dist.backward(scaled.sum() if scaled.dim() else scaled, wrapped)
             stats = merge(stats, of_part)
         self._require_gradients()
+        if self.sums_once:
+            self._sum_gradients()
         # The norm of the gradient over all ranks, so that all clip by the same factor (Pascanu et al. 2013).
         grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_norm).detach()
         finite = grad_norm < torch.inf if where is None else (grad_norm < torch.inf) & where
@@ -233,6 +241,12 @@ class SyncedOptimizer:
         named = {**stats, _NORM: (grad_norm, one)}
         named = named if plain else _zeros_unless(finite, named)
         return UpdateResult(stepped, finite, named.pop(_NORM), (skipped, one), named)
+
+    def _sum_gradients(self) -> None:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        total = self.dist.sum(torch.cat([grad.flatten() for grad in grads]))
+        parts = total.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
     def _require_gradients(self) -> None:
         """Reject trainable parameters that the first backward pass gave no gradient: DDP would wait for it."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from omagd.utils.dist_utils import sums_by
 
 WARM_UP = 3  # calls before a graph is captured: kernels are compiled and libraries set up by then
 
@@ -27,6 +30,50 @@ def captured(graph: torch.cuda.CUDAGraph, **more: Any) -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+class Segments:
+    """Work of fixed shapes as CUDA graphs, with the sums over ranks between them, which only a replay computes.
+
+    So ranks may capture at different times, and sums may pass through the host. more: arguments of `torch.cuda.graph`.
+    """
+
+    def __init__(self, **more: Any) -> None:
+        self._more, self._open = more, ExitStack()
+        self._parts: list[Callable[[], None]] = []
+        self._sums: list[Tensor] = []  # of the last replay
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Hold what this thread launches in the block."""
+        with self._open, sums_by(self._between):
+            self._begin()
+            yield
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self._open.enter_context(captured(graph, **self._more))
+        self._parts.append(graph.replay)
+
+    def _between(self, total: Tensor, reduce: Callable[[], None]) -> None:
+        self._open.close()
+        self._parts.append(reduce)
+        self._sums.append(total)
+        self._begin()
+
+    def replay(self) -> None:
+        """Launch the work once, and compute the sums."""
+        for part in self._parts:
+            part()
+
+    def noted(self) -> AbstractContextManager[None]:
+        """Return a context in which the same work, launched without a graph, takes its sums from the last replay."""
+        sums = iter(self._sums)
+
+        def given(total: Tensor, reduce: Callable[[], None]) -> None:
+            total.copy_(next(sums))
+
+        return sums_by(given)
 
 
 class Captured:

@@ -5,9 +5,9 @@ Shapes: B episodes of a batch, T rows of each, S = T B.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import cast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from omagd.components.episode_buffer import TOGETHER, EpisodeBuffer
 from omagd.components.episode_codec import Codec, EpisodeRange, Spec
-from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, Packing, time_order
+from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, Packing, meta_of, time_order
 
 ROUNDING = 8  # rows of batches of fixed shapes are a multiple: few shapes, and little more than the longest episode
 
@@ -54,10 +54,20 @@ class FixedPacking(Packing):
     rows: Tensor
 
     @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        row = torch.arange(self.n_steps * self.n_episodes, device=self.rows.device)
+        return row % self.n_episodes, row // self.n_episodes
+
+    @cached_property
     def closing(self) -> Tensor:
         """True for closing rows and their repetitions, [S] bool, on the device."""
         step = torch.arange(self.n_steps, device=self.rows.device).unsqueeze(1)
         return (step >= self.rows - 1).flatten()
+
+    @cached_property
+    def acting(self) -> Tensor:
+        """All rows but those of the last step, [S - B] int64; some of them are closing ones."""
+        return torch.arange((self.n_steps - 1) * self.n_episodes, device=self.rows.device)
 
     @cached_property
     def next_row(self) -> Tensor:
@@ -104,13 +114,23 @@ class ResidentBuffer(EpisodeBuffer):
         if fits and not bool(torch.stack(fits).all()):  # the one value that the host reads
             return False
         self._codec = codec
-        self.added += max(0, len(episodes) - self.capacity)
-        kept = episodes[-self.capacity :]
-        places = [self._next(episode.rows, episode.meta) for episode in kept]
         encoded = torch.cat([records for records, _ in parts]).view(count, rows, codec.width)
-        chosen = encoded.index_select(0, self._index([episode.place for episode in kept]))
-        self._allocated().index_copy_(0, self._index(places), chosen)
+        chosen = encoded.index_select(0, self._index([episode.place for episode in episodes]))
+        self._write(chosen, [(episode.rows, episode.meta) for episode in episodes])
         return True
+
+    def _put_together(self, episodes: list[Episode]) -> None:
+        if episodes:
+            joined = {name: torch.cat([episode[name] for episode in episodes]) for name in episodes[0]}
+            records = self._encode(joined).unflatten(0, (len(episodes), -1))
+            self._write(records, [(records.shape[1], meta_of(episode)) for episode in episodes])
+
+    def _write(self, records: Tensor, origins: Sequence[tuple[int, EpisodeMeta]]) -> None:
+        """Store the newest of some episodes. records: [E, T' or T, R]. origins: number of rows and origin of each."""
+        kept = origins[-self.capacity :]
+        self.added += len(origins) - len(kept)
+        places = self._index([self._next(*origin) for origin in kept])
+        self._allocated()[:, : records.shape[1]].index_copy_(0, places, records[-len(kept) :])
 
     def _put(self, records: Tensor, meta: EpisodeMeta) -> None:
         self._records[self._next(len(records), meta)].copy_(records)
@@ -129,7 +149,7 @@ class ResidentBuffer(EpisodeBuffer):
 
     def _allocated(self) -> Tensor:
         assert self._codec is not None
-        if self._memory is None or self._memory.shape[2] != self._codec.width:
+        if self._memory is None or self._memory.shape[2] != self._codec.width or len(self._memory) < self.capacity:
             shape = self.capacity, self._rows, self._codec.width
             self._memory = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return self._memory
@@ -159,9 +179,22 @@ class ResidentBuffer(EpisodeBuffer):
     def fixed(self, indices: Sequence[int]) -> FixedDraw:
         """Return the episodes at `indices` (0: the oldest) as a batch of fixed shapes, which is not yet read."""
         places = [self._place(i) for i in indices]
-        lengths = [len(self._records[place]) for place in places]
+        return self._drawn(places, [len(self._records[place]) for place in places], partial(self.batch, indices))
+
+    def sent(self, codec: Codec, records: Sequence[Tensor], packed: Callable[[], PackedBatch]) -> FixedDraw:
+        """Hold the records of B episodes in main memory, sent as one block, in place of all others, and return them."""
+        self._codec, self.capacity = codec, max(self.capacity, len(records))
+        lengths = [*map(len, records)]
+        pinned = self.device.type == "cuda"  # so that the host does not wait for the copy
+        block = torch.empty(len(records), max(lengths), codec.width, dtype=torch.uint8, pin_memory=pinned)
+        for rows, episode in zip(block, records, strict=True):
+            rows[: len(episode)] = episode
+        self._allocated()[: len(block), : max(lengths)].copy_(block, non_blocking=True)
+        return self._drawn(range(len(records)), lengths, packed)
+
+    def _drawn(self, places: Sequence[int], lengths: Sequence[int], packed: Callable[[], PackedBatch]) -> FixedDraw:
         rows = min(-(-max(lengths) // ROUNDING) * ROUNDING, self._rows)
-        return FixedDraw(self, torch.tensor([places, lengths]), rows)
+        return FixedDraw(self, torch.tensor([places, lengths]), rows, packed)
 
     def at(self, places: Tensor, lengths: Tensor, rows: int) -> PackedBatch:
         """Return stored episodes in `rows` rows each, in a `FixedPacking`; only launches work on the device.
@@ -190,18 +223,41 @@ class ResidentBuffer(EpisodeBuffer):
         return EpisodeRange(found.first, found.codec, tuple(r.cpu().clone() for r in found.records), found.meta)
 
 
+class StagedBuffer(EpisodeBuffer):
+    """`EpisodeBuffer` in main memory; the episodes of a batch of fixed shapes are sent to a device as one block.
+
+    Args:
+        capacity: episodes. device: of the batches. rows: T, of the longest episode.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | str, rows: int) -> None:
+        super().__init__(capacity)
+        self._stage = ResidentBuffer(0, device, rows)
+
+    def fixed(self, indices: Sequence[int]) -> FixedDraw:
+        """Return the episodes at `indices` (0: the oldest) as a batch of fixed shapes, until the next call."""
+        assert self._codec is not None
+        records = [self._records[self._place(i)] for i in indices]
+        return self._stage.sent(self._codec, records, partial(self.batch, indices))
+
+    def batch(self, indices: Sequence[int]) -> PackedBatch:
+        """Return the episodes at `indices` (0: the oldest), packed, on the device."""
+        return super().batch(indices).to(self._stage.device)
+
+
 @dataclass(frozen=True, eq=False)
 class FixedDraw:
     """Episodes drawn for an update of fixed shapes. The host knows which they are and how long.
 
     Attributes:
         buffer: that holds them. drawn: [2, B] int64 on the CPU, their places in its memory and their lengths in rows.
-        rows: T of the batch, a multiple of `ROUNDING` or the largest possible.
+        rows: T of the batch, a multiple of `ROUNDING` or the largest possible. packed: returns them packed.
     """
 
     buffer: ResidentBuffer
     drawn: Tensor
     rows: int
+    packed: Callable[[], PackedBatch]
 
     def batches(self, drawn: Tensor, parts: int) -> list[PackedBatch]:
         """Return the batch in at most `parts` parts; only launches work. drawn: `self.drawn` on the device."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from omagd.config.schema import Config
 from omagd.learners.protocol import FixedLearner, has_fixed_shapes, learner_class
-from omagd.learners.synced_optimizer import Stats
-from omagd.resident.graphs import captured
+from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
+from omagd.resident.graphs import Segments
 from omagd.resident.replay import FixedDraw
-from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE
 
 LOG = logging.getLogger(PACKAGE)
@@ -30,31 +29,12 @@ Inputs = tuple[Tensor, ...]
 TOLERANCE = 0.01  # of a graph's first update to the same update without it, in what the optimizer's averages moved by
 
 
-def _problems(config: Config, world_size: int) -> list[str]:
-    """Return what keeps a run's updates from fixed shapes and CUDA graphs, empty for nothing."""
-    other = not has_fixed_shapes(learner_class(config.learner))
-    problems = {
-        f"learns from the replay of runner=resident, not of runner={config.runner}": config.runner != "resident",
-        "needs the replay on the device: buffer_cpu_only=False": config.buffer_cpu_only,
-        # Gradients of other ranks come through the host (gloo) or from a thread that no capture sees (the watchdog of
-        # NCCL), and DDP would wait for its hooks.
-        f"works on one rank, not {world_size}": world_size > 1,
-        "cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
-        f"is not for learner={config.learner}, which has no update of fixed shapes": other,
-    }
-    return [problem for problem, found in problems.items() if found]
-
-
-def uses_graph_updates(config: Config, device: torch.device, world_size: int) -> bool:
-    """Return whether a run learns by updates of fixed shapes: where it says so, or by default on a GPU if it can."""
-    wanted = device.type == "cuda" if config.graph_updates is None else config.graph_updates
-    return wanted and not _problems(config, world_size)
-
-
-def check_graph_updates(config: Config, world_size: int) -> None:
-    """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
-    if config.graph_updates and (problems := _problems(config, world_size)):
-        raise UserError(f"graph_updates=True: {problems[0]}. Leave it out")
+def why_packed(config: Config) -> str:
+    """Return why a run on a GPU learns from packed batches, "" where its updates have fixed shapes."""
+    if config.graph_updates is False:
+        return "graph_updates=False"
+    fixed = has_fixed_shapes(learner_class(config.learner))
+    return "" if fixed else f"learner={config.learner} has no update of fixed shapes"
 
 
 @dataclass
@@ -66,7 +46,7 @@ class Shape:
     """
 
     done: int = 0
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Segments | None = None
     names: tuple[str, ...] = ()
     values: Tensor | None = None
 
@@ -81,6 +61,12 @@ class FixedUpdates:
     def __init__(self, learner: FixedLearner) -> None:
         self._learner, self._steps, self._device = learner, learner.steps(), learner.device
         self._captures = self._device.type == "cuda" and torch.cuda.is_available()
+        self._packs = False  # whether packed batches are learned from, since graphs could not be made
+        self._ranks = max(step.dist.world_size for step in self._steps)
+        for step in self._steps:
+            step.sums_once = self._ranks > 1
+        groups = [group for step in self._steps for group in step.optimizer.param_groups]
+        self._rates = [torch.zeros((), device=self._device) for _ in groups] if self._captures else []
         self._inputs: dict[Hashable, Inputs] = {}
         self._forget()
 
@@ -94,27 +80,36 @@ class FixedUpdates:
 
     def update(self, draw: FixedDraw, *, episodes: int) -> Stats:
         """Take one step on the drawn episodes, as the learner's `update` does on a batch of them."""
-        stats = self._stats(draw)
+        stats = None if self._packs else self._stats(draw)
+        if stats is None:
+            return self._learner.update(draw.packed(), episodes=episodes)
         self._learner.finish(episodes)
         return stats
 
-    def _stats(self, draw: FixedDraw) -> Stats:
+    def _stats(self, draw: FixedDraw) -> Stats | None:
+        """Return the stats of an update of fixed shapes, None where it was given up before it changed anything."""
         inputs = self._load(self._learner.fixed_inputs(draw))
-        if not self._captures:
-            return self._learner.learn_fixed(draw, inputs)
-        states = [step.optimizer.state for step in self._steps]  # which a resumed run replaces
+        with _capturable(self._steps, self._rates):
+            return self._launched(draw, inputs) if self._captures else self._learner.learn_fixed(draw, inputs)
+
+    def _launched(self, draw: FixedDraw, inputs: Inputs) -> Stats | None:
+        states: list[object] = [step.optimizer.state for step in self._steps]  # which a resumed run replaces
         if self._layout != draw.buffer.layout() or any(a is not b for a, b in zip_longest(self._states, states)):
             self._forget()
             self._layout, self._states = draw.buffer.layout(), states
-        # A schedule of the learning rate makes a graph for each value.
-        rates = tuple(group["lr"] for step in self._steps for group in step.optimizer.param_groups)
-        shape = self._shapes.setdefault((draw.rows, _shapes(inputs), rates), Shape())
+        shape = self._shapes.setdefault((draw.rows, _shapes(inputs)), Shape())
         if shape.graph is not None:
             return self._replay(shape)
         if shape.done >= WARM_UP:
             return self._capture(shape, draw, inputs)
         shape.done += 1
-        return self._aside(draw, inputs)
+        try:
+            return self._aside(draw, inputs)
+        except torch.OutOfMemoryError as problem:  # before the step; packed batches have fewer rows
+            if self._ranks > 1:  # which would wait for sums that this one has had
+                raise
+            self._give_up(problem)
+            return None
 
     def _load(self, given: Inputs) -> Inputs:
         """Return the inputs of an update on the device; inputs of equal shapes are always at the same addresses."""
@@ -144,12 +139,13 @@ class FixedUpdates:
         values = iter(shape.values.clone())  # the next replay overwrites them
         return {name: (next(values), next(values)) for name in shape.names}
 
-    def _capture(self, shape: Shape, draw: FixedDraw, inputs: Inputs) -> Stats:
+    def _capture(self, shape: Shape, draw: FixedDraw, inputs: Inputs) -> Stats | None:
         """Make the graph of a shape, compare its first update with the same one without it, and return that one's."""
         try:
             graph = self._made(shape, draw, inputs)
         except RuntimeError as problem:
-            return self._give_up(str(problem).strip().partition("\n")[0], draw, inputs)
+            self._give_up(problem)
+            return self._learner.learn_fixed(draw, inputs) if self._ranks > 1 else None
         weights = [v for step in self._steps for v in (*step.parameters, *step.loss_module.buffers())]
         moments = (held.values() for step in self._steps for held in step.optimizer.state.values())
         averages = [value for held in moments for value in held if isinstance(value, Tensor)]
@@ -161,38 +157,35 @@ class FixedUpdates:
         with torch.no_grad():
             for value, old in zip((*averages, *weights), before, strict=True):
                 value.copy_(old)
-        stats = self._aside(draw, inputs)
+        with graph.noted():  # the other ranks do not sum again
+            stats = self._aside(draw, inputs)
         apart, moved = _distance(replayed, averages), _distance(before[: len(averages)], averages)
         if not bool(apart <= TOLERANCE * moved):  # once for each shape
-            return self._give_up("its first update differs from the same one without it", draw, inputs, stats)
+            self._give_up("its first update differs from the same one without it")
         shape.graph = graph
         return stats
 
-    def _made(self, shape: Shape, draw: FixedDraw, inputs: Inputs) -> torch.cuda.CUDAGraph:
+    def _made(self, shape: Shape, draw: FixedDraw, inputs: Inputs) -> Segments:
         """Return the graph of a shape, whose outputs `shape` notes. Errors: RuntimeError for work that has none."""
-        graph = torch.cuda.CUDAGraph()
+        graph = Segments(pool=self._pool, stream=self._side)
         # A failed capture leaves its stream current; the outer block restores this one.
-        with torch.cuda.stream(torch.cuda.current_stream(self._device)), ExitStack() as stack:
-            for step in self._steps:
-                stack.enter_context(_capturable(step.optimizer))
-            with captured(graph, pool=self._pool, stream=self._side):
-                stats = self._learner.learn_fixed(draw, inputs)
-                values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
-                shape.names, shape.values = tuple(stats), torch.stack(values)
+        with torch.cuda.stream(torch.cuda.current_stream(self._device)), graph.captured():
+            stats = self._learner.learn_fixed(draw, inputs)
+            values = [value.detach().reshape(()).double() for pair in stats.values() for value in pair]
+            shape.names, shape.values = tuple(stats), torch.stack(values)
         return graph
 
-    def _give_up(self, reason: str, draw: FixedDraw, inputs: Inputs, stats: Stats | None = None) -> Stats:
-        """Say that no graphs are used from here on; return `stats`, or those of an update without a graph."""
+    def _give_up(self, reason: object) -> None:
+        """Learn without graphs from here on, and say so: several ranks as before, with equal sums; one from packed."""
         LOG.warning(
-            "updates are launched one operation at a time, which is slower: a CUDA graph of them failed (%s)."
-            " graph_updates=False packs batches instead",
-            reason,
+            "updates go on %s, which is slower: a CUDA graph of them failed (%s). graph_updates=False packs batches",
+            "one operation at a time" if self._ranks > 1 else "from packed batches",
+            str(reason).strip().partition("\n")[0],
         )
         for step in self._steps:
             step.optimizer.zero_grad(set_to_none=True)
-        self._captures = False
-        self._shapes.clear()
-        return self._learner.learn_fixed(draw, inputs) if stats is None else stats
+        self._captures, self._packs = False, self._ranks == 1
+        self._forget()
 
 
 def _shapes(inputs: Inputs) -> Hashable:
@@ -205,13 +198,17 @@ def _distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let an optimizer whose state is on the device step within a capture; its saved state keeps its form."""
-    kept = [group.get("capturable") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["capturable"] = True
+def _capturable(steps: Sequence[SyncedOptimizer], rates: Sequence[Tensor]) -> Iterator[None]:
+    """Let optimizers step within a capture, by learning rates on the device: a graph follows their schedule.
+
+    Saved states keep their form. Without `rates` nothing changes.
+    """
+    groups = [group for step in steps for group in step.optimizer.param_groups]
+    kept = [(group["lr"], group.get("capturable")) for group in groups]
+    for group, there in zip(groups, rates, strict=False):
+        group.update(lr=there.fill_(group["lr"]), capturable=True)
     try:
         yield
     finally:
-        for group, value in zip(optimizer.param_groups, kept, strict=True):
-            group["capturable"] = value
+        for group, (rate, capturable) in zip(groups, kept, strict=True):
+            group.update(lr=rate, capturable=capturable)

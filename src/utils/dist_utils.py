@@ -8,7 +8,9 @@ import os
 import socket
 import threading
 import warnings
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +25,22 @@ T = TypeVar("T")
 DEFAULT_PORT = 12355
 Store = dist.Store
 LOOPBACK = "127.0.0.1"
+
+
+Sum = Callable[[Tensor, Callable[[], None]], None]
+"""Is given a tensor and what sums it over ranks, in place."""
+
+_sum: ContextVar[Sum | None] = ContextVar("sum", default=None)
+
+
+@contextmanager
+def sums_by(given: Sum) -> Iterator[None]:
+    """Let `given` do the sums over ranks in the block; it may note them for later."""
+    token = _sum.set(given)
+    try:
+        yield
+    finally:
+        _sum.reset(token)
 
 
 @dataclass(frozen=True)
@@ -48,16 +66,19 @@ class Dist:
         if self.world_size == 1:
             return value
         total = value.detach().clone()
-        with self.waits.counted():
-            dist.all_reduce(total)
+
+        def reduce() -> None:
+            with self.waits.counted():
+                dist.all_reduce(total)
+
+        reduce() if (given := _sum.get()) is None else given(total, reduce)
         return total
 
     def sum_later(self, value: Tensor) -> Pending:
         """Start the sum of `value` over all ranks and return at once."""
-        if self.world_size == 1:
-            return Pending(value, None)
+        if self.world_size == 1 or _sum.get() is not None:
+            return Pending(self.sum(value), None)
         total = value.detach().clone()
-        self.waits.entered += 1
         return Pending(total, dist.all_reduce(total, async_op=True), self.waits)
 
     def sum_int(self, value: int) -> int:

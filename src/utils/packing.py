@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.utils.seeding import uniform
-
 
 @dataclass(frozen=True)
 class Packing:
@@ -77,6 +75,11 @@ class Packing:
     def closing(self) -> Tensor:
         """True for the closing observation of an episode, [S] bool (CPU)."""
         return self.step == torch.tensor(self.lengths)[self.episode] - 1
+
+    @cached_property
+    def acting(self) -> Tensor:
+        """Rows in which an action was taken, int64 (CPU); of fixed shapes all but the last rows of a batch."""
+        return torch.nonzero(~self.closing).flatten()
 
     @cached_property
     def next_row(self) -> Tensor:
@@ -242,17 +245,6 @@ def pack_episodes(episodes: Sequence[Episode]) -> PackedBatch:
     laid = {name: torch.cat([episodes[i][name] for i in order]) for name in episodes[0]}
     data = {name: value.index_select(0, gather.to(value.device, non_blocking=True)) for name, value in laid.items()}
     return PackedBatch(data, packing, order, tuple(meta_of(episodes[i]) for i in order))
-
-
-def row_draws(batch: PackedBatch, count: int, key: int, *, longest: int, before: int, device: torch.device) -> Tensor:
-    """Return `count` draws from [0, 1) for each row of a batch, [S, count] float64, the same for any number of ranks.
-
-    They follow from `key` (of the stream), the row's step, and its episode's place in the sample of all ranks.
-    longest: rows of an episode, at most. before: episodes of lower ranks in the sample. device: where it is computed.
-    """
-    place = torch.tensor(batch.sample_index)[batch.packing.episode] + before
-    row = (place * longest + batch.packing.step).to(device, non_blocking=True)
-    return uniform(row[:, None] * count + torch.arange(count, device=device), key)
 
 
 def rewards_of_agents(batch: PackedBatch) -> Tensor:

@@ -11,12 +11,14 @@ import fixed_toys
 import numpy as np
 import pytest
 import torch
+from ddpg_toys import make_ddpg
 from preset_toys import CPU, Made, cases, config_of
 from q_toys import equal, make_learner, state_of, toy_config
 
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.nq_learner import NQLearner
+from omagd.resident.replay import ResidentBuffer, StagedBuffer
 from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
 from omagd.run.reporting.metrics import Counters, Metrics
@@ -100,7 +102,7 @@ def test_captured_updates_are_plain_ones_bit_for_bit(method, caplog):
     replay = fixed_toys.replay(GPU, longest=6)
     graph, plain, packed = (make_learner(config, Dist(device=GPU), device=GPU) for _ in range(3))
     of_graph, of_plain = FixedUpdates(graph), FixedUpdates(plain)
-    of_plain._captures = False
+    of_plain._capture = lambda shape, draw, inputs: of_plain._aside(draw, inputs)
     for indices in drawn:
         for updates in (of_graph, of_plain):
             updates.update(replay.fixed(indices), episodes=0)
@@ -112,6 +114,30 @@ def test_captured_updates_are_plain_ones_bit_for_bit(method, caplog):
     if config.precision == "float32":
         for name, value in of_packed.items():
             torch.testing.assert_close(found[name], value, atol=3e-4, rtol=1e-2, msg=name)
+
+
+@pytest.mark.parametrize("method", fixed_toys.DDPG)
+def test_captured_updates_of_ddpg_are_plain_ones_bit_for_bit(method, caplog):
+    given = Dist(device=GPU), torch.float32, 0, GPU
+    graph, plain = (FixedUpdates(make_ddpg(*given, **fixed_toys.DDPG[method])) for _ in range(2))
+    plain._capture = lambda shape, draw, inputs: plain._aside(draw, inputs)
+    replay = fixed_toys.steps_replay(GPU, longest=6)
+    for indices in fixed_toys.draws(WARM_UP + 8):
+        for updates in (graph, plain):
+            updates.update(replay.fixed(indices), episodes=0)
+    assert all(shape.graph is not None for shape in graph._shapes.values())
+    assert caplog.records == []
+    assert equal(state_of(graph._learner), state_of(plain._learner))
+
+
+def test_graphs_learn_from_replay_in_main_memory():
+    learners = [make_learner(toy_config(), Dist(device=GPU), device=GPU) for _ in range(2)]
+    there = [fixed_toys.replay(GPU, longest=6, kind=kind) for kind in (ResidentBuffer, StagedBuffer)]
+    made = [*map(FixedUpdates, learners)]
+    for indices in fixed_toys.draws(WARM_UP + 8):
+        for updates, buffer in zip(made, there, strict=True):
+            updates.update(buffer.fixed(indices), episodes=0)
+    assert equal(*map(state_of, learners))
 
 
 def gradients(device, episodes, **updates):

@@ -70,5 +70,5 @@ def test_ranks_train_and_a_warning_free_log_says_on_what(ranks, backend, tmp_pat
     more = ("run=ddp", f"world_size={ranks}", f"dist_backend={backend}", "t_max=6000", f"local_results_path={tmp_path}")
     ended = run_command(words("qmix", *more, "unique_token=run"), tmp_path)
     assert json.loads((tmp_path / "run" / "card.json").read_text())["recorded"]["device"].startswith("cuda")
-    assert "not part of single contiguous chunk" not in ended.text
+    assert "not part of single contiguous chunk" not in ended.text and "CUDA graph of them failed" not in ended.text
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_state"] == "completed"

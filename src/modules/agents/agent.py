@@ -155,13 +155,15 @@ class RecurrentAgent(Agent):
         # Without gradients nothing is kept for backward, and blocks would only cost time.
         if not self.checkpointing or not torch.is_grad_enabled():
             return self._unroll(inputs, packing, None)
+        # A capture cannot read the random state; an agent that needs it is found by the check of its graph.
+        keeps = not (inputs.features.is_cuda and torch.cuda.is_current_stream_capturing())
         values, states, first = [], [], 0
         start: Tensor | None = None
         for begin in range(0, packing.n_steps, STEPS_AT_ONCE):
             part = Packing(tuple(min(k - begin, STEPS_AT_ONCE) for k in packing.lengths if k > begin))
             rows = slice(first, first + sum(part.lengths))
             block = (inputs.rows(rows), part, None if start is None else start[: part.n_episodes])
-            made, hidden = checkpoint(self._unroll, *block, use_reentrant=False)
+            made, hidden = checkpoint(self._unroll, *block, use_reentrant=False, preserve_rng_state=keeps)
             values.append(made)
             states.append(hidden)
             # Episodes that go on are the first rows of each step: they begin the next block where this one ends.

@@ -306,6 +306,8 @@ def identity_of(config: Config) -> str:
     values = with_removed(config.model_dump(mode="json"))  # earlier versions hashed them
     if config.belief_loss == "none":  # nothing reads it, and its default has changed
         values["belief_weight"] = ADDED["belief_weight"]
+    if values["buffer_cpu_only"] is None:  # the default was True, which changes results by rounding at most
+        values["buffer_cpu_only"] = True
     for section, added in ADDED_INSIDE.items():
         values[section] = {key: value for key, value in values[section].items() if value != added.get(key, ...)}
     kept = {key: value for key, value in values.items() if key not in ELSEWHERE and value != ADDED.get(key, ...)}

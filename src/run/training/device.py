@@ -22,6 +22,8 @@ from omagd.utils.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from omagd.utils.dist_utils import Dist
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
 
@@ -49,9 +51,10 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
         if getattr(config, key) == "bf16":
             check_bf16(key, cuda)
     if config.graph_updates:
-        from omagd.resident.updates import check_graph_updates
+        from omagd.resident.updates import why_packed
 
-        check_graph_updates(config, plan.world_size)
+        if problem := why_packed(config):
+            raise UserError(f"graph_updates=True: {problem}. Leave it out")
     _check_gpu_memory(config, plan, info)
     _check_limits(config, plan)
 
@@ -127,7 +130,7 @@ def _check_limits(config: Config, plan: Plan) -> None:
 def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool, ranks: int) -> list[str]:
     """Return a line for each limit that a run may hit later.
 
-    on_gpus: whether several ranks exchange through NCCL. ranks: on this host.
+    on_gpus: whether several ranks exchange through NCCL. ranks: that keep their episodes in this host's memory.
     """
     found = []
     free = available_bytes()
@@ -147,6 +150,35 @@ def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool, r
     return found
 
 
+REPLAY_SHARE = 0.25
+"""Part of a GPU's free memory that a full replay may take where `buffer_cpu_only` leaves that open."""
+
+
+def ranks_per_gpu(world_size: int) -> int:
+    """Return how many ranks share a GPU of this host."""
+    import torch
+
+    return -(-ranks_here(world_size) // torch.cuda.device_count())
+
+
+def replay_device(config: Config, info: EnvInfo, dist: Dist) -> tuple[torch.device, str]:
+    """Return where a rank keeps its replay; and why, in words, if it has a GPU."""
+    import torch
+
+    memory = torch.device("cpu")
+    if dist.device.type == "cpu" or data_key(config) == "batch_size":
+        return memory, ""
+    if (given := config.buffer_cpu_only) is not None:
+        place = "in main memory, from which batches are copied" if given else "on the GPU"
+        return memory if given else dist.device, f"replay {place}: buffer_cpu_only={given}"
+    free = torch.cuda.mem_get_info(dist.device)[0] / ranks_per_gpu(dist.world_size) / GIGABYTE
+    room = REPLAY_SHARE * min(free, config.max_memory_per_gpu_gb or free)
+    need = replay_bytes(config, info) / GIGABYTE
+    place, fits = ("on the GPU", "fit") if need <= room else ("in main memory", "do not fit")
+    why = f"replay {place}: {need:.2f} GB when full {fits} into a quarter of its free memory, {room:.2f} GB"
+    return dist.device if need <= room else memory, why
+
+
 def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
     """Reject a memory limit above the GPU's memory, and a replay buffer that does not fit on the GPU."""
     cap = config.max_memory_per_gpu_gb
@@ -157,7 +189,7 @@ def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
     import torch
 
     cards = torch.cuda.device_count()
-    sharing = 1 if plan.backend == "nccl" else -(-ranks_here(plan.world_size) // cards)
+    sharing = ranks_per_gpu(plan.world_size)
     card = min(torch.cuda.get_device_properties(i).total_memory for i in range(cards)) / GIGABYTE / sharing
     if cap is not None and cap > card:
         shared = f", shared by {sharing} ranks" if sharing > 1 else ""
@@ -169,7 +201,7 @@ def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
             f"batch_size={config.batch_size}: an on-policy batch may take {need:.1f} GB of a GPU, a rank can have"
             f" {room:.1f} GB. Lower it"
         )
-    if not config.buffer_cpu_only and need > room:
+    if config.buffer_cpu_only is False and need > room:
         fits = int(config.buffer_size * room / need)
         raise UserError(
             f"buffer_cpu_only=False: replay of buffer_size={config.buffer_size} episodes may take {need:.1f} GB of a"

@@ -177,7 +177,7 @@ FIXED = {
 
 HERE = {
     "run": "default", "world_size": None, "dist_backend": None, "max_memory_per_gpu_gb": None, "precision": "float32",
-    "buffer_cpu_only": True, "graph_updates": None,
+    "buffer_cpu_only": None, "graph_updates": None,
 }  # fmt: skip
 """Values for one process on any machine, instead of those of the training run."""
 

@@ -44,6 +44,7 @@ from omagd.run.training.device import (
     limit_memory,
     limit_warnings,
     raise_limit,
+    replay_device,
     workers_of,
 )
 from omagd.run.training.evaluate import evaluate, trained_card
@@ -253,7 +254,8 @@ def log_start(session: Session, card: Card) -> None:
     for line in (*([more] if more else []), *start_lines(card, info.sizes, batch)):
         session.logger.info(line)
     on_gpus = dist.device.type == "cuda" and ranks_here(dist.world_size) > 1
-    for line in limit_warnings(config, info, session.folder.path, on_gpus, ranks_here(dist.world_size)):
+    ranks = ranks_here(dist.world_size) if replay_device(config, info, dist)[0].type == "cpu" else 0
+    for line in limit_warnings(config, info, session.folder.path, on_gpus, ranks):
         session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from omagd import runners
 from omagd.components.action_selectors import epsilon_at
 from omagd.components.data import DataSource, GroupData, OnPolicyData, ReplayData
 from omagd.components.episode_buffer import EpisodeBuffer
@@ -20,6 +21,7 @@ from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learne
 from omagd.run.reporting.metrics import Every, Metrics, Stopwatch
 from omagd.run.training.build import build_learner
 from omagd.run.training.collection import shapers
+from omagd.run.training.device import replay_device
 from omagd.run.training.evaluate import Tests, means
 from omagd.run.training.judges import Verdict, judges
 from omagd.run.training.stages.base import PretrainedModules, Session, Shaper, Stage, Task, require_same_weights
@@ -84,22 +86,27 @@ class RLStage(Stage):
             return GroupData(config, self.session.dist)
         if self.learner.data == "on_policy":
             return OnPolicyData(config, device)
-        if config.runner == "resident" and not config.buffer_cpu_only:
-            from omagd.resident.replay import ResidentBuffer  # other runs load none of it
-            from omagd.resident.updates import FixedUpdates, uses_graph_updates
+        if device.type == "cuda" or config.graph_updates:
+            return self._data_on(device)
+        buffer = EpisodeBuffer(config.buffer_size)
+        return ReplayData(config, self.rng("replay"), buffer, buffer.batch)
 
-            on_device = ResidentBuffer(config.buffer_size, device, self.session.info.episode_limit + 1)
-            if not uses_graph_updates(config, device, self.session.dist.world_size):
-                return ReplayData(config, self.rng("replay"), on_device, on_device.batch)
+    def _data_on(self, device: torch.device) -> ReplayData:
+        """Return the source of a replay whose batches are on a device, or have fixed shapes."""
+        from omagd.resident.replay import ResidentBuffer, StagedBuffer  # other runs load none of it
+        from omagd.resident.updates import FixedUpdates, why_packed
+
+        session, config = self.session, self.session.config
+        where, why = replay_device(config, session.info, session.dist)
+        kind = ResidentBuffer if where == device else StagedBuffer
+        buffer = kind(config.buffer_size, device, runners.REGISTRY.get(config.runner).rows(session.info))
+        packed = why_packed(config)
+        for line in filter(None, (why, packed and f"updates are not CUDA graphs, which is slower: {packed}")):
+            session.logger.info(line)
+        if not packed:
             self._learns = FixedUpdates(cast(Any, self.learner))
-            return ReplayData(config, self.rng("replay"), on_device, on_device.fixed)
-        if config.runner == "resident" and device.type == "cuda":
-            self.session.logger.warning(
-                "runner=resident with buffer_cpu_only=True: episodes are copied to main memory, and batches back."
-                " buffer_cpu_only=False keeps them on the GPU"
-            )
-        buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
-        return ReplayData(config, self.rng("replay"), buffer, lambda drawn: buffer.batch(drawn).to(device))
+        read = buffer.batch if packed else buffer.fixed
+        return ReplayData(config, self.rng("replay"), buffer, read)
 
     def prepare(self) -> None:
         """Run the learner's discarded passes, which fix the order of sums."""
