@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import closing, suppress
 from http import HTTPStatus
-from http.client import HTTPException, IncompleteRead
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import quote
@@ -123,7 +123,7 @@ def _download(address: str, most: int, came: Callable[[int], None]) -> bytes:
                     came(len(part))
                 if not answer.length or len(content) > most:  # as long as the server said
                     return bytes(content)
-            problem: Exception = IncompleteRead(bytes(content), answer.length)
+            problem: Exception = OSError(f"broke off after {len(content):,} bytes")
         except (OSError, HTTPException) as broken:
             problem = broken
         if len(content) <= had:
@@ -153,10 +153,10 @@ def folder_of(name: str) -> Path:
     The set beside the sources changes with them, so what was got there is compared with it again.
     """
     copy = user_cache("weights", *name.split("/"))
-    return copy if read_entry(copy / GOT).get("source", SHIPPED) != SHIPPED else fetch(name)[0]
+    return copy if read_entry(copy / GOT).get("source", SHIPPED) != SHIPPED else fetch(name, SHIPPED)[0]
 
 
-def fetch(name: str, source: str = SHIPPED) -> tuple[Path, Policy]:
+def fetch(name: str, source: str) -> tuple[Path, Policy]:
     """Copy a policy of a set into the cache, checked against the index.
 
     Args:

@@ -75,7 +75,7 @@ def _encode_by_kernels(inputs: AgentInputs, layout: EntityLayout, kinds: Kinds, 
     # In bf16 the layers multiply. They act, too: its batches are small, and their sizes differ from tick to tick.
     if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled() or inputs.features.requires_grad:
         return None
-    kernels = kernels_for(inputs.features, shape.numel() * layout.n_nodes * dim, "compiled_graphs")
+    kernels = kernels_for(inputs.features, inputs.last_action.numel() * layout.n_nodes * dim, "compiled_graphs")
     known = InputLinear, nn.Linear, nn.Sequential, FullGraphConv
     if kernels is None or dim % kernels.LANES or not all(is_only(part, *known) for part in (*kinds, layers)):
         return None

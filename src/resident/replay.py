@@ -220,7 +220,10 @@ class ResidentBuffer(EpisodeBuffer):
     def since(self, number: int) -> EpisodeRange:
         """Return the stored episodes from the `number`-th ever added on, as copies in main memory."""
         found = super().since(number)
-        return EpisodeRange(found.first, found.codec, tuple(r.cpu().clone() for r in found.records), found.meta)
+        if not found.records:
+            return found
+        parts = torch.cat(found.records).cpu().split([*map(len, found.records)])  # one copy from the device
+        return EpisodeRange(found.first, found.codec, tuple(part.clone() for part in parts), found.meta)
 
 
 class StagedBuffer(EpisodeBuffer):
