@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixed_toys import BATCH, CPU, METHODS, ROWS, draws, replay
+from fixed_toys import BATCH, METHODS, ON_POLICY, ROWS, data_of, draws, growing, iterations, replay
 from q_toys import INFO, equal, make_learner, state_of, toy_config
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu
 from torch import Tensor
 
+from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
 from omagd.resident.replay import ROUNDING, FixedPacking
-from omagd.resident.updates import WARM_UP, FixedUpdates, uses_graph_updates
+from omagd.resident.updates import WARM_UP, FixedUpdates, why_packed
 from omagd.run.launchers import Plan
 from omagd.run.training.device import check_machine
 from omagd.utils.dist_utils import Dist
@@ -70,6 +71,31 @@ def test_six_updates_are_those_of_packed_batches(method, kind):
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, **tolerance, msg=name)
     assert not equal(start, one)
+
+
+@pytest.mark.parametrize("method", ON_POLICY)
+def test_six_on_policy_updates_are_those_of_packed_batches(method):
+    """Also where nobody has a choice in a minibatch, and without any group; memory is kept from batch to batch."""
+    config, memory = toy_config(**ON_POLICY[method]), set()
+    packed, fixed = (make_learner(config, dtype=torch.float64) for _ in range(2))
+    start, updates = state_of(packed), FixedUpdates(fixed)
+    buffers = EpisodeBuffer(UNLIMITED), growing()
+    sources = [data_of(config, buffer) for buffer in buffers]
+    for episodes in iterations():
+        for source in sources:
+            source.add(episodes)
+        (wanted,), (found,) = ([*source.batches()] for source in sources)
+        memory.add(found.buffer.layout())
+        wanted, found = packed.update(wanted, episodes=0), updates.update(found, episodes=0)
+        assert list(found) == list(wanted) and fixed.updates == packed.updates > 0
+        for name, pairs in wanted.items():
+            for one, other in zip(found[name], pairs, strict=True):
+                torch.testing.assert_close(one.double(), other.double(), atol=1e-10, rtol=0, msg=name)
+    one, other = state_of(packed), state_of(fixed)
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, atol=1e-10, rtol=0, msg=name)
+    assert not equal(start, one) and fixed.state_dict().get("steps") == packed.state_dict().get("steps")
+    assert len(memory) <= 3, "16, 32, 64 episodes"
 
 
 CHEAP = {"mixer": "vdn", "agent": "ff"}
@@ -164,16 +190,18 @@ def test_what_cannot_be_captured_is_learned_without_a_graph(graphs, caplog, prob
     assert "graph_updates=False" in record.message and reason in record.message and "\n" not in record.message
 
 
-@pytest.mark.parametrize("method", ["qmix", "beliefs", "graphs", "units", "in parts", "central weights", "qplex"])
+@pytest.mark.parametrize(
+    "method", ["qmix", "beliefs", "graphs", "units", "in parts", "central weights", "qplex", *ON_POLICY]
+)
 def test_an_update_waits_for_nothing_on_a_gpu(method):
     """So a graph of it can be captured; the simulated GPU counts waits and copies."""
     with simulated_gpu() as gpu:
-        config = toy_config(**METHODS[method], target_update_updates=4)
+        config = toy_config(**{"target_update_updates": 4, **{**METHODS, **ON_POLICY}[method]})
         learner, buffer = make_learner(config, Dist(device=DEVICE), device=DEVICE), replay(DEVICE, longest=6)
-        updates = FixedUpdates(learner)
+        updates, read = FixedUpdates(learner), buffer.whole if method in ON_POLICY else buffer.fixed
         for indices in draws(2):
             gpu.waits.clear()
-            updates.update(buffer.fixed(indices), episodes=0)
+            updates.update(read(indices), episodes=0)
         assert not gpu.waits, gpu.waits
 
 
@@ -204,16 +232,15 @@ def test_where_updates_have_fixed_shapes(monkeypatch):
 
     monkeypatch.setitem(LEARNERS._objects, "own", Own)
     resident = {"runner": "resident", "buffer_cpu_only": False}
-    for updates, device, ranks, expected in [
-        (resident, DEVICE, 1, True),
-        ({**resident, "learner": "nq_graph_learner"}, DEVICE, 1, True),
-        ({**resident, "learner": "own"}, DEVICE, 1, False),
-        (resident, CPU, 1, False),
-        ({**resident, "graph_updates": True}, CPU, 1, True),
-        ({**resident, "graph_updates": False}, DEVICE, 1, False),
-        (resident, DEVICE, 2, False),
+    for updates, ranks, reason in [
+        (resident, 1, ""),
+        ({**resident, "learner": "nq_graph_learner"}, 1, ""),
+        *((made, 1, "") for made in ON_POLICY.values()),
+        ({**resident, "learner": "own"}, 1, "is not for learner=own"),
+        ({**resident, "graph_updates": False}, 1, "graph_updates=False"),
+        (resident, 2, "works on one rank, not 2"),
     ]:
-        assert uses_graph_updates(toy_config(**updates), device, ranks) is expected
+        assert why_packed(toy_config(**updates), ranks).partition(",")[0] == reason.partition(",")[0]
 
 
 @pytest.mark.parametrize(("updates", "ranks", "error"), [

@@ -15,7 +15,7 @@ from omagd.controllers.types import MAC
 from omagd.learners import REGISTRY
 from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
 from omagd.utils.dist_utils import Dist
-from omagd.utils.packing import PackedBatch
+from omagd.utils.packing import EpisodeMeta, PackedBatch
 
 Data = Literal["replay", "on_policy"]
 NO_TARGETS = dict.fromkeys(("double_q", "target_update_interval", "target_update_updates"), "has no target networks")
@@ -73,14 +73,19 @@ class Learner(Trainable, Protocol):
 
 
 class Draw(Protocol):
-    """Episodes drawn for an update of fixed shapes.
+    """Episodes drawn for an update of fixed shapes; the last one of an on-policy batch has no steps."""
 
-    Attributes:
-        drawn: [2, B] int64 on the CPU, their places in the replay and their lengths in rows. rows: T of the batch.
-    """
+    @property
+    def drawn(self) -> Tensor:
+        """Their places in the replay and their lengths in rows, [2, B] int64 on the CPU."""
 
-    drawn: Tensor
-    rows: int
+    @property
+    def rows(self) -> int:
+        """T of the batch."""
+
+    @property
+    def meta(self) -> tuple[EpisodeMeta, ...]:
+        """Their origin, [B], in on-policy batches."""
 
     def batches(self, drawn: Tensor, parts: int) -> list[PackedBatch]:
         """Return the batch in at most `parts` parts; only launches work. drawn: on the device."""

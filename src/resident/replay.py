@@ -6,7 +6,7 @@ Shapes: B episodes of a batch, T rows of each, S = T B.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import cast
@@ -14,11 +14,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from omagd.components.episode_buffer import TOGETHER, EpisodeBuffer
+from omagd.components.episode_buffer import TOGETHER, UNLIMITED, EpisodeBuffer
 from omagd.components.episode_codec import Codec, EpisodeRange, Spec
-from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, Packing, time_order
+from omagd.utils.packing import UNKNOWN, Episode, EpisodeMeta, PackedBatch, Packing, few, time_order
 
 ROUNDING = 8  # rows of batches of fixed shapes are a multiple: few shapes, and little more than the longest episode
+ROOM = 16  # episodes for which a buffer without limit has memory at first
 
 
 class BlockEpisode(Mapping[str, Tensor]):
@@ -54,6 +55,11 @@ class FixedPacking(Packing):
     rows: Tensor
 
     @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        row = torch.arange(self.n_steps * self.n_episodes, device=self.rows.device)
+        return row % self.n_episodes, row // self.n_episodes
+
+    @cached_property
     def closing(self) -> Tensor:
         """True for closing rows and their repetitions, [S] bool, on the device."""
         step = torch.arange(self.n_steps, device=self.rows.device).unsqueeze(1)
@@ -65,17 +71,25 @@ class FixedPacking(Packing):
         row = torch.arange(self.n_steps * self.n_episodes, device=self.rows.device)
         return torch.where(self.closing, row, row + self.n_episodes)
 
+    def steps_of(self, episodes: Sequence[int] | Tensor) -> tuple[Tensor, Packing]:
+        """Return the first T - 1 rows of some episodes, [k] int64 on the device; those after an end stay closing."""
+        step = torch.arange(self.n_steps - 1, device=self.rows.device).unsqueeze(1)
+        rows = step * self.n_episodes + torch.as_tensor(episodes)
+        return rows.flatten(), Packing((len(step),) * len(episodes))
+
 
 class ResidentBuffer(EpisodeBuffer):
     """`EpisodeBuffer` in one tensor [capacity, T, R] on a device; the same draws give the same batches, bit for bit.
 
     Args:
-        capacity: episodes. device: of the tensor, and of batches. rows: T, of the longest episode.
+        capacity: episodes; the memory grows if it is `UNLIMITED`. device: of the tensor, and of batches. rows: T, of
+            the longest episode.
     """
 
     def __init__(self, capacity: int, device: torch.device | str, rows: int) -> None:
         super().__init__(capacity, torch.empty(0, device=device).device)  # with its number, which "cuda" lacks
         self._rows = rows
+        self._room = ROOM if capacity == UNLIMITED else capacity  # episodes for which there is memory
         self._memory: Tensor | None = None  # allocated with the first episode; `_records` are views of it
 
     def add(self, episodes: Iterable[Episode]) -> None:
@@ -120,6 +134,9 @@ class ResidentBuffer(EpisodeBuffer):
         self.added += 1
         if len(self._records) < self.capacity:
             place = len(self._records)
+            if place == self._room:
+                self._room *= 2
+                self._move()
             self._records.append(self._allocated()[place, :rows])
             self._meta.append(meta)
             return place
@@ -129,18 +146,22 @@ class ResidentBuffer(EpisodeBuffer):
 
     def _allocated(self) -> Tensor:
         assert self._codec is not None
-        if self._memory is None or self._memory.shape[2] != self._codec.width:
-            shape = self.capacity, self._rows, self._codec.width
+        shape = self._room, self._rows, self._codec.width
+        if self._memory is None or self._memory.shape != shape:
             self._memory = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return self._memory
+
+    def _move(self) -> None:
+        """Move what is stored to memory of the size that is needed now."""
+        memory = self._allocated()
+        for place, records in enumerate(self._records):
+            self._records[place] = memory[place, : len(records)].copy_(records)
 
     def _encode(self, episode: Episode) -> Tensor:
         """Return an episode's records; where that changes the encoding of all, they move to other memory."""
         encoded = super()._encode(episode)
         if self._memory is not None and self._codec is not None and self._memory.shape[2] != self._codec.width:
-            memory = self._allocated()
-            for place, records in enumerate(self._records):
-                self._records[place] = memory[place, : len(records)].copy_(records)
+            self._move()
         return encoded
 
     def _index(self, places: Sequence[int] | Tensor) -> Tensor:
@@ -162,6 +183,14 @@ class ResidentBuffer(EpisodeBuffer):
         lengths = [len(self._records[place]) for place in places]
         rows = min(-(-max(lengths) // ROUNDING) * ROUNDING, self._rows)
         return FixedDraw(self, torch.tensor([places, lengths]), rows)
+
+    def whole(self, indices: Sequence[int]) -> FixedDraw:
+        """Return the same, followed by episodes without steps: at least one, and few numbers of episodes in all."""
+        draw = self.fixed(indices)
+        more = few(len(indices)) + 1 - len(indices)
+        none = torch.tensor([draw.drawn[0, :1].tolist(), [1]]).expand(2, more)
+        meta = (*(self._meta[place] for place in draw.drawn[0].tolist()), *[UNKNOWN] * more)
+        return replace(draw, drawn=torch.cat([draw.drawn, none], dim=1), meta=meta)
 
     def at(self, places: Tensor, lengths: Tensor, rows: int) -> PackedBatch:
         """Return stored episodes in `rows` rows each, in a `FixedPacking`; only launches work on the device.
@@ -196,12 +225,14 @@ class FixedDraw:
 
     Attributes:
         buffer: that holds them. drawn: [2, B] int64 on the CPU, their places in its memory and their lengths in rows.
-        rows: T of the batch, a multiple of `ROUNDING` or the largest possible.
+        rows: T of the batch, a multiple of `ROUNDING` or the largest possible. meta: [B], origin of each episode, or
+            empty.
     """
 
     buffer: ResidentBuffer
     drawn: Tensor
     rows: int
+    meta: tuple[EpisodeMeta, ...] = ()
 
     def batches(self, drawn: Tensor, parts: int) -> list[PackedBatch]:
         """Return the batch in at most `parts` parts; only launches work. drawn: `self.drawn` on the device."""

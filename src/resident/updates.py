@@ -32,10 +32,12 @@ TOLERANCE = 0.01  # of a graph's first update to the same update without it, in 
 
 def _problems(config: Config, world_size: int) -> list[str]:
     """Return what keeps a run's updates from fixed shapes and CUDA graphs, empty for nothing."""
-    other = not has_fixed_shapes(learner_class(config.learner))
+    learner = learner_class(config.learner)
+    other, replay = not has_fixed_shapes(learner), learner.data == "replay"
+    not_resident = f"learns from the replay of runner=resident, not of runner={config.runner}"
     problems = {
-        f"learns from the replay of runner=resident, not of runner={config.runner}": config.runner != "resident",
-        "needs the replay on the device: buffer_cpu_only=False": config.buffer_cpu_only,
+        not_resident: replay and config.runner != "resident",
+        "needs the replay on the device: buffer_cpu_only=False": replay and config.buffer_cpu_only,
         # Gradients of other ranks come through the host (gloo) or from a thread that no capture sees (the watchdog of
         # NCCL), and DDP would wait for its hooks.
         f"works on one rank, not {world_size}": world_size > 1,
@@ -45,10 +47,9 @@ def _problems(config: Config, world_size: int) -> list[str]:
     return [problem for problem, found in problems.items() if found]
 
 
-def uses_graph_updates(config: Config, device: torch.device, world_size: int) -> bool:
-    """Return whether a run learns by updates of fixed shapes: where it says so, or by default on a GPU if it can."""
-    wanted = device.type == "cuda" if config.graph_updates is None else config.graph_updates
-    return wanted and not _problems(config, world_size)
+def why_packed(config: Config, world_size: int) -> str:
+    """Return why a run on a GPU learns from packed batches, "" where its updates have fixed shapes."""
+    return "graph_updates=False" if config.graph_updates is False else "; ".join(_problems(config, world_size)[:1])
 
 
 def check_graph_updates(config: Config, world_size: int) -> None:
@@ -102,7 +103,7 @@ class FixedUpdates:
         inputs = self._load(self._learner.fixed_inputs(draw))
         if not self._captures:
             return self._learner.learn_fixed(draw, inputs)
-        states = [step.optimizer.state for step in self._steps]  # which a resumed run replaces
+        states: list[object] = [step.optimizer.state for step in self._steps]  # which a resumed run replaces
         if self._layout != draw.buffer.layout() or any(a is not b for a, b in zip_longest(self._states, states)):
             self._forget()
             self._layout, self._states = draw.buffer.layout(), states

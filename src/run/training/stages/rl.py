@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 
 from omagd.components.action_selectors import epsilon_at
-from omagd.components.data import DataSource, GroupData, OnPolicyData, ReplayData
-from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.data import DataSource, GroupData, OnPolicyData, Read, ReplayData
+from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.store import Attribute, StageResult
@@ -80,19 +80,14 @@ class RLStage(Stage):
     def _data_source(self) -> DataSource:
         """Return where batches come from, as the learner's kind of data says."""
         config, device = self.session.config, self.session.dist.device
-        if config.group_size > 1:
-            return GroupData(config, self.session.dist)
         if self.learner.data == "on_policy":
-            return OnPolicyData(config, device)
+            return (GroupData if config.group_size > 1 else OnPolicyData)(config, *self._on_policy())
         if config.runner == "resident" and not config.buffer_cpu_only:
             from omagd.resident.replay import ResidentBuffer  # other runs load none of it
-            from omagd.resident.updates import FixedUpdates, uses_graph_updates
 
             on_device = ResidentBuffer(config.buffer_size, device, self.session.info.episode_limit + 1)
-            if not uses_graph_updates(config, device, self.session.dist.world_size):
-                return ReplayData(config, self.rng("replay"), on_device, on_device.batch)
-            self._learns = FixedUpdates(cast(Any, self.learner))
-            return ReplayData(config, self.rng("replay"), on_device, on_device.fixed)
+            read = on_device.fixed if self._learns_in_fixed_shapes() else on_device.batch
+            return ReplayData(config, self.rng("replay"), on_device, read)
         if config.runner == "resident" and device.type == "cuda":
             self.session.logger.warning(
                 "runner=resident with buffer_cpu_only=True: episodes are copied to main memory, and batches back."
@@ -100,6 +95,30 @@ class RLStage(Stage):
             )
         buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
         return ReplayData(config, self.rng("replay"), buffer, lambda drawn: buffer.batch(drawn).to(device))
+
+    def _on_policy(self) -> tuple[EpisodeBuffer, Read]:
+        """Return what holds the episodes of an iteration, and what reads the learner's batch from it."""
+        device = self.session.dist.device
+        if self._learns_in_fixed_shapes():
+            from omagd.resident.replay import ResidentBuffer
+
+            on_device = ResidentBuffer(UNLIMITED, device, self.session.info.episode_limit + 1)
+            return on_device, on_device.whole
+        buffer = EpisodeBuffer(UNLIMITED)
+        return buffer, lambda drawn: buffer.batch(drawn).to(device)
+
+    def _learns_in_fixed_shapes(self) -> bool:
+        """Return whether updates have fixed shapes, from here on; if not on a GPU, the log says why."""
+        config, dist = self.session.config, self.session.dist
+        if dist.device.type != "cuda" and not config.graph_updates:
+            return False
+        from omagd.resident.updates import FixedUpdates, why_packed
+
+        if why := why_packed(config, dist.world_size):
+            self.session.logger.info(f"updates are not CUDA graphs, which is slower: {why}")
+            return False
+        self._learns = FixedUpdates(cast(Any, self.learner))
+        return True
 
     def prepare(self) -> None:
         """Run the learner's discarded passes, which fix the order of sums."""
