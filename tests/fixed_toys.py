@@ -8,8 +8,13 @@ import numpy as np
 import torch
 from ddpg_toys import random_steps
 from q_toys import GRAPH, INFO, foggy, random_episode
+from torch.nn import functional as F
 
+from omagd.components.data import GroupData, OnPolicyData
+from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
+from omagd.config.schema import Config
 from omagd.resident.replay import ResidentBuffer, StagedBuffer
+from omagd.utils.packing import EpisodeMeta, RecordedEpisode
 
 CPU = torch.device("cpu")
 ROWS, HELD, BATCH = INFO.episode_limit + 1, 12, 5
@@ -65,3 +70,57 @@ METHODS: dict[str, dict[str, Any]] = {
     "qatten": {"mixer": "qatten", "mixer_args": {"n_heads": 2}},
     "attention": {"agent": "attention_rnn", "obs_agent_id": False, "rnn_hidden_dim": 8},
 }  # fmt: skip
+
+PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}
+GROUPS = {**PPO, "learner": "rloo_learner", "group_size": 2}
+PQN = {"learner": "pqn_learner"}
+IN_PARTS = {"epochs": 2, "minibatches": 3}
+ON_POLICY: dict[str, dict[str, Any]] = {
+    "mappo": {**PPO, "agent": "n_rnn", "learner_args": {**IN_PARTS, "anneal_lr": True}, "t_max": 400},
+    "ippo": {**PPO, "share_parameters": False, "learner_args": {"epochs": 2, "critic": "observation"}},
+    "hpn_mappo": {**PPO, "agent": "hpn_rnn", "obs_agent_id": False, "accumulate": 2, "learner_args": {
+        **IN_PARTS, "critic": "set", "death_masking": False, "value_clip": 0.01,
+    }},
+    "mappo, beliefs": {**PPO, "belief_loss": "features", "belief_every": 2, "accumulate": 2, "learner_args": IN_PARTS},
+    "ppo, tokens": {**PPO, **METHODS["tokens"], "learner_args": {"normalise_values": False}},
+    "rloo": {**GROUPS, "enable_dynamic_sampling": True, "learner_args": IN_PARTS},
+    "rloo, returns": {**GROUPS, "learner_args": {**IN_PARTS, "score": "return", "normalise_advantages": True}},
+    "pqn_vdn": {**PQN, "mixer": "vdn", "td_lambda": 0.65, "use_layer_norm": True, "learner_args": IN_PARTS},
+    "pqn": {**PQN, "accumulate": 2, "belief_loss": "features", "learner_args": {"epochs": 2}},
+    "pqn, independent": {**PQN, "mixer": "none", "learner_args": IN_PARTS},
+}  # fmt: skip
+
+
+def data_of(config: Config, buffer: EpisodeBuffer) -> OnPolicyData:
+    """Return the source of on-policy batches, of fixed shapes where the buffer has them."""
+    read = getattr(buffer, "whole", buffer.batch)
+    return (GroupData if config.group_size > 1 else OnPolicyData)(config, buffer, read)
+
+
+def growing(device: torch.device | str = CPU) -> ResidentBuffer:
+    return ResidentBuffer(UNLIMITED, device, ROWS)
+
+
+def iterations() -> list[list[RecordedEpisode]]:
+    """Return the episodes of six iterations, in groups of two: different numbers and lengths.
+
+    In the third nobody has a choice in half of the episodes, and all groups end as one; in the last one most are short.
+    """
+    made, rng = [], np.random.default_rng(1)
+    for number, count in enumerate((4, 18, 4, 12, 40, 6)):
+        episodes = []
+        for place in range(count):
+            length = int(rng.integers(1, 4 if number == 5 else INFO.episode_limit + 1))
+            episode = foggy(random_episode(100 * number + place, length, truncated=place % 3 == 0))
+            if number == 2 and place % 2:
+                episode["avail_actions"] = torch.zeros_like(episode["avail_actions"])
+                episode["avail_actions"][..., 0], episode["actions"] = 1, torch.zeros_like(episode["actions"])
+            else:  # an agent that dies
+                late = slice(1 + place % 3, None)
+                episode["avail_actions"][late, place % 3] = F.one_hot(
+                    episode["actions"][late, place % 3].long(), 9
+                ).byte()
+            won = float(number == 2 or rng.random() < 0.5)
+            episodes.append(RecordedEpisode(episode, EpisodeMeta(seed=place // 2, group=str(place // 2), outcome=won)))
+        made.append(episodes)
+    return made

@@ -9,13 +9,27 @@ from ddp_harness import run_ranks
 from ddpg_toys import ddpg_config, make_ddpg, random_steps
 from graph_toys import graph_learner, toy_episodes
 from plugin_toys import add_example, own_names
-from q_toys import GRAPH, copy_learner, equal, foggy, gradients_of, make_learner, random_episode, state_of, toy_config
+from q_toys import (
+    GRAPH,
+    INFO,
+    copy_learner,
+    equal,
+    foggy,
+    gradients_of,
+    make_learner,
+    random_episode,
+    state_of,
+    toy_config,
+)
 
+from omagd.components.episode_buffer import UNLIMITED
 from omagd.learners import PREDICTORS
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.synced_optimizer import SKIPPED
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.mixers import REGISTRY as MIXERS
+from omagd.resident.replay import ResidentBuffer
+from omagd.resident.updates import FixedUpdates
 from omagd.run.training.stages.base import check_replicas, held_in_common
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
@@ -57,6 +71,8 @@ Q |= {
         "learner_args": {"epochs": 2, "critic": "observation"},
     },
 }
+FIXED = " of fixed shapes"
+Q |= {kind + FIXED: Q[kind] for kind in ("PPO", "PPO in groups", "PPO belief", "PQN")}
 SINGLE = {"alone", "graph", "flat_graph", "team", "qplex", "PPO apart", "stage2 matched", "stage2 GRU"}
 """Kinds of which gradients are compared, and nothing that several updates would show."""
 for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything registered that is not among these
@@ -89,7 +105,8 @@ def make(kind, dist=None, dtype=torch.float64, seed=0, **more):
     if kind in DDPG:
         return make_ddpg(dist, dtype, seed, **{**DDPG[kind], **more})
     if kind in Q:
-        return make_learner(toy_config(**{"grad_norm_clip": 1e9, **Q[kind], **more}), dist, dtype, seed)
+        made = make_learner(toy_config(**{"grad_norm_clip": 1e9, **Q[kind], **more}), dist, dtype, seed)
+        return in_fixed_shapes(made) if kind.endswith(FIXED) else made
     learner = graph_learner(kind.split()[0], dtype, dist, graph_pretrain_epochs=10, **STAGES[kind])
     learner.warm_up()
     update = learner.update
@@ -97,9 +114,26 @@ def make(kind, dist=None, dtype=torch.float64, seed=0, **more):
     return learner
 
 
+def in_fixed_shapes(learner):
+    """Let a learner take the episodes of its batches in fixed shapes."""
+    learn = FixedUpdates(learner).update
+
+    def update(batch, episodes):
+        whole = {name: batch.packing.pad(value) for name, value in batch.data.items()}
+        made, buffer = {}, ResidentBuffer(UNLIMITED, "cpu", INFO.episode_limit + 1)
+        for place, index in enumerate(batch.sample_index):
+            rows = {name: value[place, : batch.packing.lengths[place]] for name, value in whole.items()}
+            made[index] = RecordedEpisode(rows, batch.meta[place])
+        buffer.add(made[index] for index in sorted(made))
+        return learn(buffer.whole(range(len(buffer))), episodes=episodes)
+
+    learner.update = update
+    return learner
+
+
 def alone(kind, dtype=torch.float64):
-    """Return a learner of one process that takes each batch in one piece."""
-    return make(kind, dtype=dtype, accumulate=1)
+    """Return a learner of one process that takes each packed batch in one piece."""
+    return make(kind.removesuffix(FIXED), dtype=dtype, accumulate=1)
 
 
 def blank(episodes):
@@ -118,7 +152,10 @@ def episodes_of(kind, rank, update):
         return random_steps(1000 * update + rank, [6, 2, 1][rank])
     if kind in Q:
         sight = 99 if (rank, update) in {(1, 0), (2, 4)} else 0.8  # then this rank sees all units
-        alone = (rank, update) == (2, 3) and kind in {"PPO in groups", "PQN"}  # without a step on this rank
+        alone = (rank, update) == (2, 3) and kind.removesuffix(FIXED) in {
+            "PPO in groups",
+            "PQN",
+        }  # without a step on this rank
         numbered = enumerate([0] if alone else LENGTHS[rank])
         made = [played(kind, 1000 * update + 100 * rank + i, k, i % 2 == 1, sight=sight) for i, k in numbered]
         # The first rank has a group of three and one of two, the last has an episode without others.

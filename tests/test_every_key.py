@@ -89,7 +89,7 @@ RUNS: dict[str, Run] = {
         makes=("replays/test_*.gif",),
     ),
     "groups": Run(
-        "rloo", "matrix_game", TINY, t_max=18, buffer_size=5000, rnn_hidden_dim=8, group_size=2,
+        "rloo", "matrix_game", TINY, t_max=18, buffer_size=5000, rnn_hidden_dim=8, group_size=2, graph_updates=True,
         enable_dynamic_sampling=True, max_sampling_attempts=1,
     ),
     "snakes by DDPG": Run(

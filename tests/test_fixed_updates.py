@@ -10,10 +10,24 @@ import numpy as np
 import pytest
 import torch
 from ddpg_toys import make_ddpg
-from fixed_toys import BATCH, CPU, DDPG, METHODS, ROWS, draws, replay, steps_replay
+from fixed_toys import (
+    BATCH,
+    CPU,
+    DDPG,
+    METHODS,
+    ON_POLICY,
+    ROWS,
+    data_of,
+    draws,
+    growing,
+    iterations,
+    replay,
+    steps_replay,
+)
 from q_toys import INFO, equal, make_learner, state_of, toy_config
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu, simulated_graphs
 
+from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
 from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
 from omagd.resident.replay import ROUNDING, FixedPacking, ResidentBuffer, StagedBuffer
@@ -81,6 +95,31 @@ def assert_equal_updates(learners: list[Any], buffer: Any, kind: torch.dtype) ->
     for name, value in one.items():
         torch.testing.assert_close(other[name], value, **tolerance, msg=name)
     assert not equal(start, one)
+
+
+@pytest.mark.parametrize("method", ON_POLICY)
+def test_six_on_policy_updates_are_those_of_packed_batches(method):
+    """Also where nobody has a choice in a minibatch, and without any group; memory is kept from batch to batch."""
+    config, memory = toy_config(**ON_POLICY[method]), set()
+    packed, fixed = (make_learner(config, dtype=torch.float64) for _ in range(2))
+    start, updates = state_of(packed), FixedUpdates(fixed)
+    buffers = EpisodeBuffer(UNLIMITED), growing()
+    sources = [data_of(config, buffer) for buffer in buffers]
+    for episodes in iterations():
+        for source in sources:
+            source.add(episodes)
+        (wanted,), (found,) = ([*source.batches()] for source in sources)
+        memory.add(found.buffer.layout())
+        wanted, found = packed.update(wanted, episodes=0), updates.update(found, episodes=0)
+        assert list(found) == list(wanted) and fixed.updates == packed.updates > 0
+        for name, pairs in wanted.items():
+            for one, other in zip(found[name], pairs, strict=True):
+                torch.testing.assert_close(one.double(), other.double(), atol=1e-10, rtol=0, msg=name)
+    one, other = state_of(packed), state_of(fixed)
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, atol=1e-10, rtol=0, msg=name)
+    assert not equal(start, one) and fixed.state_dict().get("steps") == packed.state_dict().get("steps")
+    assert len(memory) <= 3, "16, 32, 64 episodes"
 
 
 CHEAP = {"mixer": "vdn", "agent": "ff"}
@@ -190,16 +229,18 @@ def test_a_graph_learns_what_ddpg_learns(graphs):
     assert graphs.made == 1 and equal_weights(graph, plain)
 
 
-@pytest.mark.parametrize("method", ["qmix", "beliefs", "graphs", "units", "in parts", "central weights", "qplex"])
+@pytest.mark.parametrize(
+    "method", ["qmix", "beliefs", "graphs", "units", "in parts", "central weights", "qplex", *ON_POLICY]
+)
 def test_an_update_waits_for_nothing_on_a_gpu(method):
     """So a graph of it can be captured; the simulated GPU counts waits and copies."""
     with simulated_gpu() as gpu:
-        config = toy_config(**METHODS[method], target_update_updates=4)
+        config = toy_config(**{"target_update_updates": 4, **{**METHODS, **ON_POLICY}[method]})
         learner, buffer = make_learner(config, Dist(device=DEVICE), device=DEVICE), replay(DEVICE, longest=6)
-        updates = FixedUpdates(learner)
+        updates, read = FixedUpdates(learner), buffer.whole if method in ON_POLICY else buffer.fixed
         for indices in draws(2):
             gpu.waits.clear()
-            updates.update(buffer.fixed(indices), episodes=0)
+            updates.update(read(indices), episodes=0)
         assert not gpu.waits, gpu.waits
 
 
@@ -232,6 +273,7 @@ def test_where_updates_have_fixed_shapes(monkeypatch):
     for updates, reason in [
         ({}, ""),
         ({"learner": "nq_graph_learner"}, ""),
+        *((made, "") for made in ON_POLICY.values()),
         ({"learner": "own"}, "learner=own has no update of fixed shapes"),
         ({"graph_updates": False}, "graph_updates=False"),
     ]:

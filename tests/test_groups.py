@@ -17,6 +17,7 @@ from q_toys import make_learner, random_episode, toy_config
 from run_equality import differences
 
 from omagd.components.data import GroupData
+from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.learners.rloo_learner import _groups
@@ -24,7 +25,6 @@ from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.preflight import describe_env, preflight
 from omagd.run.launch.launcher import launch
 from omagd.run.training.checks import check_groups
-from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 
@@ -53,7 +53,7 @@ def groups_of(*outcomes: tuple[float, ...]) -> list[RecordedEpisode]:
 def test_groups_of_one_name_and_different_starts_stay_apart():
     metas = [EpisodeMeta(seed=seed, group="0", outcome=1.0) for seed in (1, 2)]
     batch = pack_episodes([RecordedEpisode(random_episode(0, 3), meta) for meta in metas])
-    assert _groups(batch)[1].tolist() == [0, 0]
+    assert _groups(batch.meta)[1].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("args", [{}, {"score": "return"}, {"normalise_advantages": True}])
@@ -123,8 +123,9 @@ def test_a_group_has_one_start_and_plays_apart(tmp_path):
     assert logged == [e.meta.outcome for rollout in rounds for e in rollout.episodes]
 
 
-def data_of(dist: Dist | None = None, **updates: Any) -> GroupData:
-    data = GroupData(config_of(**{"enable_dynamic_sampling": True, **updates}), dist or Dist())
+def data_of(**updates: Any) -> GroupData:
+    buffer = EpisodeBuffer(UNLIMITED)
+    data = GroupData(config_of(**{"enable_dynamic_sampling": True, **updates}), buffer, buffer.batch)
     data.begin()
     return data
 

@@ -16,10 +16,11 @@ from run_equality import differences
 
 import omagd
 from omagd.components.data import OnPolicyData
+from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.learners import REGISTRY as LEARNERS
-from omagd.learners import pqn_learner
+from omagd.learners import policy_learner
 from omagd.run.cli.preflight import preflight
 from omagd.run.launch.launcher import launch
 from omagd.utils.errors import UserError
@@ -51,7 +52,8 @@ def episodes_of(*lengths: int) -> list[RecordedEpisode]:
 
 
 def test_a_batch_holds_the_quota_and_is_forgotten():
-    data = OnPolicyData(config_of(batch_size=3), torch.device("cpu"))
+    buffer = EpisodeBuffer(UNLIMITED)
+    data = OnPolicyData(config_of(batch_size=3), buffer, buffer.batch)
     episodes = episodes_of(4, 2, 6, 1)
     for added, ready in ((1, False), (1, False), (2, True)):
         assert data.wants_more
@@ -75,8 +77,8 @@ def test_minibatches_keep_rows_and_origin_of_their_episodes():
 
 
 def test_each_epoch_of_each_update_draws_anew(monkeypatch):
-    keys, drawn = [], pqn_learner.generator
-    monkeypatch.setattr(pqn_learner, "generator", lambda *key: keys.append(key) or drawn(*key))
+    keys, drawn = [], policy_learner.generator
+    monkeypatch.setattr(policy_learner, "generator", lambda *key: keys.append(key) or drawn(*key))
     learner = make_learner(toy_config(learner="pqn_learner", learner_args={"epochs": 3, "minibatches": 2}))
     learner.update(pack_episodes([random_episode(i, 3) for i in range(4)]), episodes=0)
     assert [key[2] for key in keys] == [0, 2, 4]
@@ -105,8 +107,9 @@ def test_every_episode_is_learned_from_exactly_once(runner, tests, tmp_path, mon
     assert "4 updates per on-policy batch" in (folder / "logs" / "rank_0.log").read_text()
 
 
-def test_it_resumes_bit_for_bit(tmp_path):
-    sizes = {**SIZES, "runner": "stream", "t_max": 400, "test_interval": 100}
+@pytest.mark.parametrize("fixed", [None, True])
+def test_it_resumes_bit_for_bit(fixed, tmp_path):
+    sizes = {**SIZES, "runner": "stream", "t_max": 400, "test_interval": 100, "graph_updates": fixed}
     whole = launch(config_of(tmp_path / "whole", **sizes), "whole")["folder"]
     given = config_of(tmp_path / "cut", auto_resume=True, **sizes)
     pending = [len(interrupted_run(given, iteration)[1].data.buffer) for iteration in (2, 3, 5)]

@@ -21,7 +21,7 @@ from omagd.modules.critics import REGISTRY as CRITICS
 from omagd.run.cli.preflight import preflight, too_many_parts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import pack_episodes
+from omagd.utils.packing import PackedBatch, pack_episodes
 
 torch.set_num_threads(1)
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "grad_norm_clip": 1e9}
@@ -161,20 +161,24 @@ def test_values_are_clipped_and_normalised():
     assert resumed.value_norm.scale == learner.value_norm.scale and set(learner.modules()) == {"agent", "critic"}
     value, old, target = (torch.tensor([[x]], requires_grad=True) for x in (2.0, 1.0, 5.0))
     for clip, error, slope in ((None, 4.5, -3.0), (0.2, 0.5 * 3.8**2, 0.0), (9.0, 4.5, -3.0)):
-        loss = ppo(value_clip=clip)._step.loss_module
+        loss = ppo(value_clip=clip).step.loss_module
         found = loss._value_error(value, SimpleNamespace(value=old.detach(), target=target.detach()))
         assert found.item() == pytest.approx(error)
         assert torch.autograd.grad(found.sum(), value)[0].item() == pytest.approx(slope)
+
+
+def of_batch(batch: PackedBatch, dist: Dist) -> Minibatches:
+    return Minibatches(batch.packing.lengths, batch.sample_index, dist)
 
 
 def test_minibatches_hold_every_episode_of_all_ranks_once(monkeypatch):
     """Each rank draws its own part of those that one process would draw; steps are those of all ranks."""
     lengths = {index: steps for index, steps in enumerate((5, 2, 1, 7, 3, 0))}
     batches = [pack_episodes([{"t": torch.zeros(lengths[i] + 1)} for i in range(rank, 6, 2)]) for rank in range(2)]
-    whole = Minibatches(pack_episodes([{"t": torch.zeros(steps + 1)} for steps in lengths.values()]), Dist())
+    whole = of_batch(pack_episodes([{"t": torch.zeros(steps + 1)} for steps in lengths.values()]), Dist())
     steps = [{i: k - 1 for i, k in zip(b.sample_index, b.packing.lengths, strict=True)} for b in batches]
     monkeypatch.setattr(Dist, "gather", lambda self, value: steps)
-    ranks = [Minibatches(batch, Dist(rank, 2)) for rank, batch in enumerate(batches)]
+    ranks = [of_batch(batch, Dist(rank, 2)) for rank, batch in enumerate(batches)]
     assert [each.steps for each in (whole, *ranks)] == [18] * 3
     for count, wanted in ((1, 1), (3, 3), (64, 5)):
         alone, *parts = [list(each.draw(count, np.random.default_rng(0))) for each in (whole, *ranks)]
@@ -206,9 +210,9 @@ def test_the_learning_rate_falls_to_0_at_t_max_also_after_a_restore():
 
 def test_every_epoch_draws_other_minibatches(monkeypatch):
     learner, seen = ppo(epochs=3, minibatches=2), []
-    step = type(learner._step).__call__
+    step = type(learner.step).__call__
     noting = lambda *given: seen.append(given[2][0].advantage.tolist()) or step(*given)  # noqa: E731
-    monkeypatch.setattr(type(learner._step), "__call__", noting)
+    monkeypatch.setattr(type(learner.step), "__call__", noting)
     batch = pack_episodes(episodes_of(5, 2, 4, 1, 3, 6))
     stats = learner.update(batch, episodes=0)
     assert len(seen) == 6 and len({str(part) for part in seen}) > 2
@@ -221,7 +225,7 @@ def test_minibatches_without_an_episode_take_no_step():
     many, few = (ppo(epochs=2, minibatches=count) for count in (64, 3))
     (total, steps), *_ = (learner.update(batch, episodes=0)["grad_norm"] for learner in (many, few))
     assert steps == many.updates == few.updates == 6 and total > 0
-    assert all(map(torch.equal, many._step.parameters, few._step.parameters))
+    assert all(map(torch.equal, many.step.parameters, few.step.parameters))
 
 
 def test_a_step_without_a_sample_is_no_update():
@@ -231,10 +235,10 @@ def test_a_step_without_a_sample_is_no_update():
     episodes[0]["avail_actions"][..., 0] = 1
     episodes[0]["actions"] = torch.zeros_like(episodes[0]["actions"])
     learner = ppo(epochs=2)
-    before = [weight.clone() for weight in learner._step.parameters]
+    before = [weight.clone() for weight in learner.step.parameters]
     stats = learner.update(pack_episodes(episodes), episodes=0)
     assert learner.updates == 0 and stats["grad_norm"] == (0, 0)
-    assert all(map(torch.equal, before, learner._step.parameters))
+    assert all(map(torch.equal, before, learner.step.parameters))
 
 
 def test_the_stored_log_probabilities_are_those_of_the_policy_that_played(tmp_path):

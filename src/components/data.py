@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.schema import Config
-from omagd.utils.dist_utils import Dist
-from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, RecordedEpisode, meta_of, pack_episodes
+from omagd.utils.packing import UNKNOWN, Episode, RecordedEpisode, meta_of
 
-UNLIMITED = 2**62
+Read = Callable[[Sequence[int]], Any]
+"""Returns what a learner takes, from the places of episodes in a buffer."""
 
 
 class ReplayData:
@@ -32,9 +31,7 @@ class ReplayData:
     sampled: ClassVar[bool] = True
     wants_more = False
 
-    def __init__(
-        self, config: Config, rng: np.random.Generator, buffer: EpisodeBuffer, read: Callable[[Sequence[int]], Any]
-    ) -> None:
+    def __init__(self, config: Config, rng: np.random.Generator, buffer: EpisodeBuffer, read: Read) -> None:
         self.batches_per_iteration = config.updates_per_iteration
         self.buffer, self._read = buffer, read
         self._batch_size, self._rng = config.batch_size, rng
@@ -65,17 +62,16 @@ class OnPolicyData:
     are part of the next batch, and of checkpoints.
 
     Args:
-        config: the run. device: of the learner.
+        config: the run. buffer: without limit. read: returns what the learner takes, from the places of all episodes.
     """
 
     log_name: ClassVar[str] = "on_policy"
     sampled: ClassVar[bool] = False
     batches_per_iteration = 1
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, buffer: EpisodeBuffer, read: Read) -> None:
         self.quota = config.batch_size
-        self.buffer = EpisodeBuffer(UNLIMITED)
-        self._device = device
+        self.buffer, self._read = buffer, read
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Add episodes to the batch of this iteration."""
@@ -95,9 +91,11 @@ class OnPolicyData:
         """Whether the `quota` has been collected."""
         return not self.wants_more
 
-    def batches(self) -> Iterator[PackedBatch]:
+    def batches(self) -> Iterator[Any]:
         """Yield all episodes as one batch and forget them."""
-        yield self.buffer.take_all().to(self._device)
+        batch = self._read(range(len(self.buffer)))
+        self.buffer.forget()
+        yield batch
 
 
 class GroupData(OnPolicyData):
@@ -112,14 +110,14 @@ class GroupData(OnPolicyData):
     between rounds only: ending one would prefer short episodes.
 
     Args:
-        config: the run. dist: the ranks, and the device of the learner.
+        config, buffer, read: as there.
 
     Attributes:
         again: the tasks of the groups that the last round has lost.
     """
 
-    def __init__(self, config: Config, dist: Dist) -> None:
-        super().__init__(config, dist.device)
+    def __init__(self, config: Config, buffer: EpisodeBuffer, read: Read) -> None:
+        super().__init__(config, buffer, read)
         self._drops = config.enable_dynamic_sampling
         self._wanted = math.ceil(config.batch_size / config.group_size)
         self._least_rounds = math.ceil(self._wanted * config.group_size / config.batch_size_run)
@@ -169,12 +167,11 @@ class GroupData(OnPolicyData):
         """Whether there is a group."""
         return len(self.buffer) > 0
 
-    def batches(self) -> Iterator[PackedBatch]:
+    def batches(self) -> Iterator[Any]:
         """Yield all groups as one batch and forget them; without any, an episode of no steps."""
-        if self.ready:
-            yield from super().batches()
-        else:  # its only row is a closing row, which has no action and so no sample
-            yield pack_episodes([RecordedEpisode(self._blank, EpisodeMeta())]).to(self._device)
+        if not self.ready:  # its only row is a closing row, which has no action and so no sample
+            super().add([RecordedEpisode(self._blank, UNKNOWN)])
+        yield from super().batches()
 
     def stats(self) -> dict[str, tuple[float, float]]:
         """Return the share of this iteration's groups that were dropped, as (sum, count)."""

@@ -25,6 +25,9 @@ from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, meta_of, time
 SHORT, TOGETHER = 8, 256
 """Rows up to which episodes are encoded together, and how many of them."""
 
+UNLIMITED = 2**62
+"""Capacity of a buffer that never replaces an episode."""
+
 
 class EpisodeBuffer:
     """At most `capacity` episodes; a new one replaces the oldest. Decoded episodes equal the added ones bit for bit.
@@ -126,15 +129,13 @@ class EpisodeBuffer:
         fields = self._codec.decode(records, rows.to(self.device))
         return PackedBatch(fields, packing, order, tuple(self._meta[place] for place in places))
 
-    def take_all(self) -> PackedBatch:
-        """Return all episodes, packed, and remove them; `added` stays."""
-        batch = self.batch(range(len(self)))
+    def forget(self) -> None:
+        """Remove all episodes; `added` stays."""
         self._records, self._meta, self._oldest = [], [], 0
-        return batch
 
     def clear(self) -> None:
         """Remove all episodes and start counting from 0."""
-        self._records, self._meta, self._oldest = [], [], 0
+        self.forget()
         self._codec, self.added = None, 0
 
     def since(self, number: int) -> EpisodeRange:

@@ -53,18 +53,10 @@ class BeliefCases:
     living: Tensor
     truth: Tensor
 
-    def among(self, which: Tensor, step: Tensor, every: int) -> BeliefCases:
-        """Return those of the rows `which` [S'], which become rows of another packing. step: [S'] (CPU), of each."""
-        places = every_step(step, every, which.device)
+    def among(self, which: Tensor, places: Tensor | None) -> BeliefCases:
+        """Return those of the rows `which` [S'], which become rows of another packing. places: `rows_read` of that."""
         which = which if places is None else which[places]
         return BeliefCases(places, self.counted[which], self.living[which], self.truth[which])
-
-
-def every_step(step: Tensor, every: int, device: torch.device) -> Tensor | None:
-    """Return the places on `device` of every `every`-th step, of steps [S] (CPU); None for all of them."""
-    if every == 1:
-        return None
-    return torch.nonzero(step % every == 0).flatten().to(device, non_blocking=True)
 
 
 def counts(count: Tensor, found: Sequence[BeliefCases]) -> Tensor:
@@ -78,9 +70,11 @@ def rows_read(packing: Packing, every: int, device: torch.device) -> Tensor | No
 
     It follows from the step alone, so ranks read what one process with all episodes reads, and shapes are fixed.
     """
-    if every > 1 and packing.lengths[-1] == packing.n_steps:  # equal lengths: nothing is copied into a CUDA graph
+    if every == 1:
+        return None
+    if packing.lengths[-1] == packing.n_steps:  # equal lengths: nothing is copied into a CUDA graph
         return torch.arange(sum(packing.lengths), device=device).view(packing.n_steps, -1)[::every].flatten()
-    return every_step(packing.step, every, device)
+    return torch.nonzero(packing.step % every == 0).flatten().to(device, non_blocking=True)
 
 
 class BeliefLoss(nn.Module):

@@ -133,6 +133,10 @@ class QLearner(SavesParts):
         """Return the loss; a subclass may build one that reads its own keys."""
         return self.loss_class(self.mac.agent, self.mixer, self.config.precision == "bf16")
 
+    def steps(self) -> tuple[SyncedOptimizer, ...]:
+        """Return what takes optimisation steps."""
+        return (self.step,)
+
     def warm_up(self) -> None:
         """Run a discarded forward and backward on a made-up batch; call it once, before anything is loaded."""
         packing = Packing((3, 2))
@@ -219,10 +223,6 @@ class NQLearner(QLearner):
         stats = self.learn(count, [part.to(self.device) for part in batch.split(self.config.accumulate)])
         self.finish(episodes)
         return stats
-
-    def steps(self) -> tuple[SyncedOptimizer, ...]:
-        """Return what takes optimisation steps."""
-        return (self.step,)
 
     def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
         """Return the numbers of the drawn episodes."""

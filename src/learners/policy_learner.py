@@ -24,14 +24,14 @@ from omagd.components.action_selectors import LOG_PROB
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts
-from omagd.learners.protocol import NO_TARGETS, Data, SavesParts
+from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts, rows_read
+from omagd.learners.protocol import NO_TARGETS, Data, Draw, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, lr_scale, merge
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing
+from omagd.utils.packing import EpisodeMeta, PackedBatch, Packing, few
 from omagd.utils.seeding import generator
 
 ADAM_EPSILON = 1e-5  # as in MAPPO's published code
@@ -67,15 +67,16 @@ class Minibatches:
     the second of each rank, and so on. Episodes are in the order of place in the rank's sample, and rank.
 
     Args:
-        batch: of this rank. dist: the ranks. A collective: every rank builds it.
+        lengths: rows of each episode of this rank's batch. sample: its place in the rank's sample. dist: the ranks.
+            A collective: every rank builds it.
 
     Attributes:
         steps: in the batches of all ranks.
     """
 
-    def __init__(self, batch: PackedBatch, dist: Dist) -> None:
-        self._lengths = batch.packing.lengths
-        self._place = {index: place for place, index in enumerate(batch.sample_index)}
+    def __init__(self, lengths: Sequence[int], sample: Sequence[int], dist: Dist) -> None:
+        self._lengths = lengths
+        self._place = {index: place for place, index in enumerate(sample)}
         steps = {index: self._lengths[place] - 1 for index, place in self._place.items()}
         of_ranks = [(i, rank, n) for rank, found in enumerate(dist.gather(steps)) for i, n in found.items() if n]
         self._episodes = [(i, rank) for i, rank, _ in sorted(of_ranks)]
@@ -85,15 +86,29 @@ class Minibatches:
     def draw(self, count: int, rng: np.random.Generator) -> Iterator[list[int]]:
         """Yield this rank's episodes of each minibatch by their places in its batch, the longest first.
 
-        There are `count` minibatches of about as many episodes, and no empty ones: fewer where there are fewer
-        episodes. Lists are empty where only other ranks have episodes of a minibatch.
+        There are `count` minibatches of about as many episodes, and no empty ones: fewer, but one, where there are
+        fewer episodes. Lists are empty where only other ranks have episodes of a minibatch.
         """
         # All ranks permute the episodes of all ranks with equal generators, and take what is theirs.
         order = rng.permutation(len(self._episodes))
-        for chosen in np.array_split(order, count)[: len(order)]:  # the first ones are the larger ones
+        for chosen in np.array_split(order, count)[: max(1, len(order))]:  # the first ones are the larger ones
             drawn = (self._episodes[i] for i in chosen)
             own = [self._place[index] for index, rank in drawn if rank == self._rank]
             yield sorted(own, key=lambda place: -self._lengths[place])
+
+    def of_epochs(self, epochs: int, count: int, seed: int, updates: int) -> list[list[int]]:
+        """Return the minibatches of all epochs of an update. updates: taken before it."""
+        drawn: list[list[int]] = []
+        for _ in range(epochs):
+            # Keyed by the number of updates, so that a resumed run draws the same minibatches.
+            drawn += self.draw(count, generator(seed, "minibatches", updates + len(drawn)))
+        return drawn
+
+
+def of_fixed_size(minibatches: Sequence[Sequence[int]], fill: int) -> Tensor:
+    """Return minibatches [M, k] int64, filled up with an episode without steps; k takes few values."""
+    size = few(max(map(len, minibatches)))
+    return torch.tensor([[*own, *[fill] * (size - len(own))] for own in minibatches])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,17 +138,11 @@ class PolicyRows:
 
     def rows(self, which: Tensor, packing: Packing, every: int) -> PolicyRows:
         """Return the rows at the places `which` [R'] as rows of another packing. every: `belief_every`."""
-        step = self.packing.step[which]
         which = which.to(self.state.device, non_blocking=True)
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         values |= {name: value[which] for name, value in values.items() if isinstance(value, Tensor)}
-        cases = None if self.cases is None else self.cases.among(which, step, every)
+        cases = None if self.cases is None else self.cases.among(which, rows_read(packing, every, which.device))
         return PolicyRows(**{**values, "inputs": self.inputs.rows(which), "packing": packing, "cases": cases})
-
-    def steps_of(self, episodes: Sequence[int], every: int) -> PolicyRows:
-        """Return the rows of some episodes, the longest first, without their closing rows."""
-        packing = Packing(tuple(self.packing.lengths[place] - 1 for place in episodes))
-        return self.rows(self.packing.row(packing.step, torch.tensor(episodes)[packing.episode]), packing, every)
 
 
 @dataclass(frozen=True)
@@ -211,6 +220,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
         **NO_TARGETS,
     }
     args_model: ClassVar[type[Any]]  # of `learner_args`; a subclass of PolicyArgs
+    _last: tuple[int, int] = (0, 0)  # environment steps of the last batch, and updates as far as the host knows
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         if not action_selectors.draws(config.action_selector):
@@ -224,16 +234,26 @@ class PolicyLearner(SavesParts, Generic[Args]):
         loss = self.make_loss(config.precision == "bf16")
         loss.belief = self.belief = belief_loss(config, mac)
         self.optimizer = Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON)
-        self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
-        self.steps = 0  # environment steps learned from, over all ranks
+        self.step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        self.device = dist.device
+        self._learned_from = 0  # environment steps, over all ranks
 
     def make_loss(self, bf16: bool) -> PolicyLoss[Args]:
         """Return the loss, which holds all that is trained."""
         return PolicyLoss(self.mac.agent, self.args, bf16)
 
     @abstractmethod
-    def advantages(self, batch: PackedBatch, inputs: AgentInputs, state: Tensor, weight: Tensor) -> Advantages:
-        """Return the advantages of a batch of S rows. state: [S, state_dim]. weight: [S, n], 1 for samples."""
+    def advantages(
+        self, batch: PackedBatch, inputs: AgentInputs, state: Tensor, weight: Tensor, *origin: Tensor
+    ) -> Advantages:
+        """Return the advantages of a batch of S rows.
+
+        state: [S, state_dim]. weight: [S, n], 1 for samples. origin: what `origin` returned, on the device.
+        """
+
+    def origin(self, meta: Sequence[EpisodeMeta]) -> tuple[Tensor, ...]:
+        """Return, on the CPU, what `advantages` needs of the origin of B episodes: nothing, or tensors [B]."""
+        return ()
 
     @classmethod
     def steps_per_batch(cls, config: Config) -> int:
@@ -259,48 +279,77 @@ class PolicyLearner(SavesParts, Generic[Args]):
             target=each,
             cases=None if self.belief is None else self.belief.blank(2, n, like),
         )
-        self._step.warm_up(rows)
+        self.step.warm_up(rows)
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take a step on each minibatch of each epoch; return their merged stats. `episodes` is not used."""
-        rows = self.all_rows(batch)
-        minibatches = Minibatches(batch, self.dist)
-        self._anneal(minibatches.steps)
-        merged: Stats = {}
-        same: list[list[PolicyRows]] = []  # of a single minibatch, which has the same rows in every epoch
-        for _ in range(self.args.epochs):
-            # Keyed by the number of updates, so that a resumed run draws the same minibatches.
-            draws = generator(self.config.seed, "minibatches", self.updates)
-            drawn = () if same else minibatches.draw(self.args.minibatches, draws)
-            for parts in same or (self._parts(rows, own) for own in drawn):
-                same = [parts] if self.args.minibatches == 1 else []
-                count = torch.stack([part.weight.sum() for part in parts]).sum()
-                if self.belief is not None:
-                    count = counts(count, [part.cases for part in parts if part.cases is not None])
-                result = self._step(count, *((part,) for part in parts))
-                self.updates += result.stepped
-                merged = merge(merged, {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped})
-        return merged
+        drawn = self._minibatches(batch.packing.lengths, batch.sample_index)
+        stats = self._learn(self.all_rows(batch), drawn)
+        self.finish(episodes)
+        return stats
 
-    def _anneal(self, steps: int) -> None:
-        """Set the learning rate of a batch of so many environment steps over all ranks (`anneal_lr`)."""
+    def steps(self) -> tuple[SyncedOptimizer, ...]:
+        """Return what takes optimisation steps."""
+        return (self.step,)
+
+    def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
+        """Return the numbers of the drawn episodes, the minibatches of all epochs, and what `origin` says."""
+        lengths = draw.drawn[1].tolist()
+        drawn = of_fixed_size(self._minibatches(lengths, range(len(lengths))), fill=len(lengths) - 1)
+        return draw.drawn, drawn, *self.origin(draw.meta)
+
+    def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
+        """Take the steps of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
+        drawn, minibatches, *origin = inputs
+        (batch,) = draw.batches(drawn, 1)
+        return self._learn(self.all_rows(batch, origin), minibatches)
+
+    def finish(self, episodes: int) -> None:
+        """Count what was learned from; updates without a sample count where only the device knows of them."""
+        self._learned_from += self._last[0]
+        self.updates += self._last[1]
+
+    def _minibatches(self, lengths: Sequence[int], sample: Sequence[int]) -> list[list[int]]:
+        """Return this rank's episodes of each step of an update, and set its learning rate."""
+        minibatches = Minibatches(lengths, sample, self.dist)
         if self.args.anneal_lr:
             # By steps learned from, not by updates: these depend on the number of minibatches.
-            left = max(0.0, 1.0 - self.steps / self.config.t_max)
+            left = max(0.0, 1.0 - self._learned_from / self.config.t_max)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * left
-        self.steps += steps
+        found = minibatches.of_epochs(self.args.epochs, self.args.minibatches, self.config.seed, self.updates)
+        self._last = minibatches.steps, len(found)
+        return found
+
+    def _learn(self, rows: PolicyRows, minibatches: Sequence[Sequence[int]] | Tensor) -> Stats:
+        """Take a step on each minibatch; return their merged stats."""
+        merged: Stats = {}
+        parts: list[PolicyRows] = []
+        taken = 0
+        for own in minibatches:
+            if not parts or self.args.minibatches > 1:  # a single one has the same rows in every epoch
+                parts = self._parts(rows, own)
+            count = torch.stack([part.weight.sum() for part in parts]).sum()
+            if self.belief is not None:
+                count = counts(count, [part.cases for part in parts if part.cases is not None])
+            result = self.step(count, *((part,) for part in parts))
+            taken += result.stepped
+            merged = merge(merged, {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped})
+        self._last = self._last[0], taken
+        return merged
 
     @torch.no_grad()
-    def all_rows(self, batch: PackedBatch) -> PolicyRows:
-        """Return all rows of a batch with their advantages."""
+    def all_rows(self, batch: PackedBatch, origin: Sequence[Tensor] | None = None) -> PolicyRows:
+        """Return all rows of a batch with their advantages. origin: on the device; None: that of the batch."""
+        if origin is None:
+            origin = [value.to(self.device, non_blocking=True) for value in self.origin(batch.meta)]
         inputs, available = self.mac.inputs(batch), batch["avail_actions"].bool()
         state, kind = batch["state"].to(self.mac.dtype), self.mac.dtype
         # Closing rows have no action. An agent with one action, such as a dead one, has no choice to learn from.
         # MAPPO's death masking: the only action of a dead agent says nothing of the policy.
         choices = available.sum(dim=-1) > 1 if self.args.death_masking else torch.ones_like(available[..., 0])
         weight = (choices & batch.valid_mask.unsqueeze(-1)).to(kind)
-        found = self.advantages(batch, inputs, state, weight)
+        found = self.advantages(batch, inputs, state, weight, *origin)
         cases = None
         if self.belief is not None:
             cases = self.belief.cases(batch, every=1)
@@ -344,19 +393,19 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: the optimizer and the numbers of steps."""
-        return {**super().state_dict(), "steps": self.steps}
+        return {**super().state_dict(), "steps": self._learned_from}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; the caller loads the weights of `modules()`."""
         super().load_state_dict(state)
-        self.steps = state.get("steps", 0)  # checkpoints before `anneal_lr` have none
+        self._learned_from = state.get("steps", 0)  # checkpoints before `anneal_lr` have none
 
-    def _parts(self, rows: PolicyRows, episodes: Sequence[int]) -> list[PolicyRows]:
+    def _parts(self, rows: PolicyRows, episodes: Sequence[int] | Tensor) -> list[PolicyRows]:
         """Return this rank's rows of a minibatch, in `accumulate` parts at most; rows of weight 0 where it has none."""
         every = self.config.belief_every
-        if not episodes:  # every rank must take part in every step
+        if not len(episodes):  # every rank must take part in every step
             first = rows.rows(torch.zeros(1, dtype=torch.int64), Packing((1,)), every)
             none = first.cases and replace(first.cases, counted=torch.zeros_like(first.cases.counted))
             return [replace(first, weight=torch.zeros_like(first.weight), cases=none)]
         parts = min(self.config.accumulate, len(episodes))
-        return [rows.steps_of(episodes[i::parts], every) for i in range(parts)]
+        return [rows.rows(*rows.packing.steps_of(episodes[i::parts]), every) for i in range(parts)]

@@ -12,14 +12,10 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from omagd.config.env_info import EnvInfo
-from omagd.config.schema import Config
-from omagd.controllers.types import MAC
 from omagd.learners.policy_learner import Advantages, PolicyArgs, PolicyLearner, PolicyLoss, PolicyRows
 from omagd.modules import critics
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.ops import autocast_bf16
-from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import unknown_name
 from omagd.utils.packing import PackedBatch, batch_targets
 
@@ -82,7 +78,7 @@ class PPOLoss(PolicyLoss[PPOArgs]):
         return 0.5 * error
 
 
-class ValueNorm:
+class ValueNorm(nn.Module):
     """Running mean and deviation of the critic's targets, the same on all ranks.
 
     Exponential averages over batches, corrected for their start at 0 as in Adam: MAPPO's value normalisation with other
@@ -90,16 +86,19 @@ class ValueNorm:
     2016), the critic's last layer is not rescaled when they change.
     """
 
+    moments: Tensor
+
     def __init__(self, enabled: bool, device: torch.device) -> None:
+        super().__init__()
         self.enabled = enabled
-        self.moments = torch.zeros(3, dtype=torch.float64, device=device)  # averages of 1, x and x^2
+        self.register_buffer("moments", torch.zeros(3, dtype=torch.float64, device=device))  # averages of 1, x and x^2
 
     def add(self, sums: Tensor) -> None:
         """Count a batch by its sums over all ranks, (count, sum of x, sum of x^2) in float64."""
         if self.enabled:
             # Exponential averages of 1, x and x²; the first one corrects the start at 0, as in Adam (Kingma & Ba 2015).
             averages = sums / sums[0].clamp(min=1)
-            self.moments = NORM_DECAY * self.moments + (1 - NORM_DECAY) * averages
+            self.moments.copy_(NORM_DECAY * self.moments + (1 - NORM_DECAY) * averages)
 
     @property
     def scale(self) -> tuple[Tensor, Tensor]:
@@ -116,17 +115,18 @@ class PPOLearner(PolicyLearner[PPOArgs]):
 
     args_model: ClassVar[type[Any]] = PPOArgs
 
-    def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
-        super().__init__(mac, config, info, dist)
-        self.value_norm = ValueNorm(self.args.normalise_values, dist.device)
-
     def make_loss(self, bf16: bool) -> PPOLoss:
         """Return the loss, which holds agent and critic."""
         made = critics.REGISTRY.build(self.args.critic, self.config, self.info, self.args.critic_hidden)
         self.critic: nn.Module = made.to(self.dist.device, self.mac.dtype)
-        return PPOLoss(self.mac.agent, self.critic, self.args, bf16)
+        loss = PPOLoss(self.mac.agent, self.critic, self.args, bf16)
+        # A part of the loss, because it is of what an update changes, as weights are.
+        loss.value_norm = self.value_norm = ValueNorm(self.args.normalise_values, self.dist.device)
+        return loss
 
-    def advantages(self, batch: PackedBatch, inputs: AgentInputs, state: Tensor, weight: Tensor) -> Advantages:
+    def advantages(
+        self, batch: PackedBatch, inputs: AgentInputs, state: Tensor, weight: Tensor, *origin: Tensor
+    ) -> Advantages:
         """Return advantages, the critic's values and its targets, [S, n] each.
 
         GAE(lambda) is the lambda-return minus the value. An episode that was truncated bootstraps from the value of its

@@ -6,6 +6,7 @@ Source: Gallici et al. 2024, "Simplifying deep temporal difference learning", ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,14 +16,13 @@ from torch import Tensor
 
 from omagd.config.schema import Config
 from omagd.learners.nq_learner import QLearner
-from omagd.learners.policy_learner import Minibatches
-from omagd.learners.protocol import NO_TARGETS, Data
+from omagd.learners.policy_learner import Minibatches, of_fixed_size
+from omagd.learners.protocol import NO_TARGETS, Data, Draw
 from omagd.learners.synced_optimizer import Stats, merge
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.packing import PackedBatch, Packing
-from omagd.utils.seeding import generator
 
 TARGET = "target"
 
@@ -43,6 +43,7 @@ class PQNLearner(QLearner):
     counts_updates: ClassVar[bool] = True
     unread: ClassVar[dict[str, str]] = NO_TARGETS
     args_model: ClassVar[type[Any]] = PQNArgs
+    _taken: int = 0  # steps of the last update
 
     @classmethod
     def steps_per_batch(cls, config: Config) -> int:
@@ -52,20 +53,46 @@ class PQNLearner(QLearner):
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take a step on each minibatch of each epoch; return their merged stats. `episodes` is not used."""
-        args = PQNArgs.model_validate(self.config.learner_args)
         # Once, before any step: with weights that move, each minibatch would follow targets of its own.
         batch = replace(batch, data={**batch.data, TARGET: self._lambda_returns(batch)})
-        minibatches = Minibatches(batch, self.step.dist)
         merged: Stats = {}
-        for _ in range(args.epochs):
-            # Keyed by the number of updates, so that a resumed run draws the same minibatches.
-            draws = generator(self.config.seed, "minibatches", self.updates)
-            for own in minibatches.draw(args.minibatches, draws):
-                part = batch.select(own) if own else _closing_row(batch)
-                count = torch.tensor(len(part.packing.step) - part.packing.n_episodes)
-                merged = merge(merged, self.learn(count, part.split(self.config.accumulate)))
-                self.updates += 1
+        for own in self._minibatches(batch.packing.lengths, batch.sample_index):
+            part = batch.select(own) if own else _closing_row(batch)
+            count = torch.tensor(len(part.packing.step) - part.packing.n_episodes)
+            merged = merge(merged, self.learn(count, part.split(self.config.accumulate)))
+        self.finish(episodes)
         return merged
+
+    def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
+        """Return the numbers of the drawn episodes, and the minibatches of all epochs."""
+        lengths = draw.drawn[1].tolist()
+        return draw.drawn, of_fixed_size(self._minibatches(lengths, range(len(lengths))), fill=len(lengths) - 1)
+
+    def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
+        """Take the steps of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
+        drawn, minibatches = inputs
+        (batch,) = draw.batches(drawn, 1)
+        targets = self._lambda_returns(batch).unflatten(0, (draw.rows, -1))
+        merged: Stats = {}
+        for own in minibatches:
+            parts = draw.batches(drawn[:, own], self.config.accumulate)
+            of_parts = (targets[:, own[i :: len(parts)]].flatten(0, 1) for i in range(len(parts)))
+            both = zip(parts, of_parts, strict=True)
+            parts = [replace(part, data={**part.data, TARGET: target}) for part, target in both]
+            merged = merge(merged, self.learn((drawn[1, own] - 1).sum(), parts))
+        return merged
+
+    def finish(self, episodes: int) -> None:
+        """Count the steps that were taken."""
+        self.updates += self._taken
+
+    def _minibatches(self, lengths: Sequence[int], sample: Sequence[int]) -> list[list[int]]:
+        """Return this rank's episodes of each step of an update."""
+        args = PQNArgs.model_validate(self.config.learner_args)
+        drawn = Minibatches(lengths, sample, self.step.dist)
+        found = drawn.of_epochs(args.epochs, args.minibatches, self.config.seed, self.updates)
+        self._taken = len(found)
+        return found
 
     @torch.no_grad()
     def _lambda_returns(self, batch: PackedBatch) -> Tensor:

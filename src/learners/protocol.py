@@ -15,7 +15,7 @@ from omagd.controllers.types import MAC
 from omagd.learners import REGISTRY
 from omagd.learners.synced_optimizer import Stats, SyncedOptimizer
 from omagd.utils.dist_utils import Dist
-from omagd.utils.packing import PackedBatch
+from omagd.utils.packing import EpisodeMeta, PackedBatch
 
 Data = Literal["replay", "on_policy"]
 NO_TARGETS = dict.fromkeys(("double_q", "target_update_interval", "target_update_updates"), "has no target networks")
@@ -73,7 +73,7 @@ class Learner(Trainable, Protocol):
 
 
 class Draw(Protocol):
-    """Episodes drawn for an update of fixed shapes."""
+    """Episodes drawn for an update of fixed shapes; the last one of an on-policy batch has no steps."""
 
     @property
     def drawn(self) -> Tensor:
@@ -82,6 +82,10 @@ class Draw(Protocol):
     @property
     def rows(self) -> int:
         """T of the batch."""
+
+    @property
+    def meta(self) -> tuple[EpisodeMeta, ...]:
+        """Their origin, [B], in on-policy batches."""
 
     def batches(self, drawn: Tensor, parts: int) -> list[PackedBatch]:
         """Return the batch in at most `parts` parts; only launches work. drawn: on the device."""

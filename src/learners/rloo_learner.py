@@ -8,6 +8,7 @@ actions.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from omagd.learners.policy_learner import Advantages, PolicyArgs, PolicyLearner
 from omagd.modules.agents.agent import AgentInputs
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, td_lambda_targets
+from omagd.utils.packing import EpisodeMeta, PackedBatch, td_lambda_targets
 
 
 class RLOOArgs(PolicyArgs):
@@ -37,7 +38,9 @@ class RLOOLearner(PolicyLearner[RLOOArgs]):
     args_model: ClassVar[type[Any]] = RLOOArgs
     needs_groups: ClassVar[bool] = True
 
-    def advantages(self, batch: PackedBatch, inputs: AgentInputs, state: Tensor, weight: Tensor) -> Advantages:
+    def advantages(
+        self, batch: PackedBatch, inputs: AgentInputs, state: Tensor, weight: Tensor, *origin: Tensor
+    ) -> Advantages:
         """Return advantages [S, n].
 
         With the score r of an episode in a group of K, its advantage at each step is, for all agents,
@@ -48,11 +51,11 @@ class RLOOLearner(PolicyLearner[RLOOArgs]):
         normalisation the gradient has no bias. An episode without others in its group has nothing to be compared with:
         its advantage is 0.
         """
-        group, others = _groups(batch)
-        episode = batch.packing.episode
+        group, others, *outcome = origin
         # One score for the whole episode: every action of a battle that was won is as good as that.
-        score = self._returns(batch, weight) if self.args.score == "return" else self._outcomes(batch, weight)
-        advantage = minus_others(score, group, others)[episode.to(score.device, non_blocking=True)]
+        score = outcome[0].to(weight.dtype) if outcome else self._returns(batch, weight)
+        episode = batch.packing.episode.to(score.device, non_blocking=True)
+        advantage = minus_others(score, group, others)[episode]
         return Advantages(self.normalised(advantage.unsqueeze(-1).expand_as(weight), weight))
 
     def _returns(self, batch: PackedBatch, like: Tensor) -> Tensor:
@@ -62,24 +65,28 @@ class RLOOLearner(PolicyLearner[RLOOArgs]):
         to_go = td_lambda_targets(reward, ended, torch.zeros_like(reward), batch.packing, self.config.gamma, 1.0)
         return to_go[: batch.packing.n_episodes]  # the first rows of a packing are the first steps of all episodes
 
-    def _outcomes(self, batch: PackedBatch, like: Tensor) -> Tensor:
-        """Return the outcome of each episode, [B]. Errors: UserError where the environment has reported none."""
-        outcomes = [meta.outcome for meta in batch.meta]
-        if any(meta.group and math.isnan(meta.outcome) for meta in batch.meta):
+    def origin(self, meta: Sequence[EpisodeMeta]) -> tuple[Tensor, ...]:
+        """Return what `_groups` does, and for `score=outcome` the outcome of each episode, [B] float64.
+
+        Errors: UserError where the environment has reported none.
+        """
+        if self.args.score == "return":
+            return _groups(meta)
+        if any(each.group and math.isnan(each.outcome) for each in meta):
             raise UserError(
                 f"learner_args.score=outcome: env={self.config.env} has reported no battle_won. Use"
                 " learner_args.score=return"
             )
-        return torch.tensor(outcomes, dtype=like.dtype).to(like.device, non_blocking=True)
+        return *_groups(meta), torch.tensor([each.outcome for each in meta], dtype=torch.float64)
 
 
-def _groups(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+def _groups(meta: Sequence[EpisodeMeta]) -> tuple[Tensor, Tensor]:
     """Return the number of each episode's group, and how many others it has: [B] int64 each, on the CPU.
 
     Names of groups belong to a rank. With task and seed they stay apart after episodes have changed ranks.
     """
     numbers: dict[object, int] = {}
-    names = [(meta.group, meta.seed, meta.task) if meta.group else place for place, meta in enumerate(batch.meta)]
+    names = [(each.group, each.seed, each.task) if each.group else place for place, each in enumerate(meta)]
     group = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
     return group, torch.bincount(group)[group] - 1
 
@@ -89,8 +96,7 @@ def minus_others(score: Tensor, group: Tensor, others: Tensor) -> Tensor:
 
     score: [B]. group: [B] int64, equal for scores that are compared. others: [B] int64, number of the others.
     """
-    here = group.to(score.device, non_blocking=True)
     # RLOO (Kool et al. 2019): the mean of the others, as (sum of the group - own) / (K - 1).
-    total = score.new_zeros(int(group.max()) + 1).index_add(0, here, score)[here]
-    count = others.to(score, non_blocking=True)
+    total = score.new_zeros(len(group)).index_add(0, group, score)[group]
+    count = others.to(score.dtype)
     return torch.where(count > 0, score - (total - score) / count.clamp(min=1), 0.0)

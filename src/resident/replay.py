@@ -6,7 +6,7 @@ Shapes: B episodes of a batch, T rows of each, S = T B.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import cast
@@ -14,11 +14,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from omagd.components.episode_buffer import TOGETHER, EpisodeBuffer
+from omagd.components.episode_buffer import TOGETHER, UNLIMITED, EpisodeBuffer
 from omagd.components.episode_codec import Codec, EpisodeRange, Spec
-from omagd.utils.packing import Episode, EpisodeMeta, PackedBatch, Packing, meta_of, time_order
+from omagd.utils.packing import UNKNOWN, Episode, EpisodeMeta, PackedBatch, Packing, few, meta_of, time_order
 
 ROUNDING = 8  # rows of batches of fixed shapes are a multiple: few shapes, and little more than the longest episode
+ROOM = 16  # episodes for which a buffer without limit has memory at first
 
 
 class BlockEpisode(Mapping[str, Tensor]):
@@ -75,17 +76,25 @@ class FixedPacking(Packing):
         row = torch.arange(self.n_steps * self.n_episodes, device=self.rows.device)
         return torch.where(self.closing, row, row + self.n_episodes)
 
+    def steps_of(self, episodes: Sequence[int] | Tensor) -> tuple[Tensor, Packing]:
+        """Return the first T - 1 rows of some episodes, [k] int64 on the device; those after an end stay closing."""
+        step = torch.arange(self.n_steps - 1, device=self.rows.device).unsqueeze(1)
+        rows = step * self.n_episodes + torch.as_tensor(episodes)
+        return rows.flatten(), Packing((len(step),) * len(episodes))
+
 
 class ResidentBuffer(EpisodeBuffer):
     """`EpisodeBuffer` in one tensor [capacity, T, R] on a device; the same draws give the same batches, bit for bit.
 
     Args:
-        capacity: episodes. device: of the tensor, and of batches. rows: T, of the longest episode.
+        capacity: episodes; the memory grows if it is `UNLIMITED`. device: of the tensor, and of batches. rows: T, of
+            the longest episode.
     """
 
     def __init__(self, capacity: int, device: torch.device | str, rows: int) -> None:
         super().__init__(capacity, torch.empty(0, device=device).device)  # with its number, which "cuda" lacks
         self._rows = rows
+        self._room = ROOM if capacity == UNLIMITED else capacity  # episodes for which there is memory
         self._memory: Tensor | None = None  # allocated with the first episode; `_records` are views of it
 
     def add(self, episodes: Iterable[Episode]) -> None:
@@ -140,6 +149,9 @@ class ResidentBuffer(EpisodeBuffer):
         self.added += 1
         if len(self._records) < self.capacity:
             place = len(self._records)
+            if place == self._room:
+                self._room *= 2
+                self._move()
             self._records.append(self._allocated()[place, :rows])
             self._meta.append(meta)
             return place
@@ -149,18 +161,22 @@ class ResidentBuffer(EpisodeBuffer):
 
     def _allocated(self) -> Tensor:
         assert self._codec is not None
-        if self._memory is None or self._memory.shape[2] != self._codec.width or len(self._memory) < self.capacity:
-            shape = self.capacity, self._rows, self._codec.width
+        shape = self._room, self._rows, self._codec.width
+        if self._memory is None or self._memory.shape != shape:
             self._memory = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return self._memory
+
+    def _move(self) -> None:
+        """Move what is stored to memory of the size that is needed now."""
+        memory = self._allocated()
+        for place, records in enumerate(self._records):
+            self._records[place] = memory[place, : len(records)].copy_(records)
 
     def _encode(self, episode: Episode) -> Tensor:
         """Return an episode's records; where that changes the encoding of all, they move to other memory."""
         encoded = super()._encode(episode)
         if self._memory is not None and self._codec is not None and self._memory.shape[2] != self._codec.width:
-            memory = self._allocated()
-            for place, records in enumerate(self._records):
-                self._records[place] = memory[place, : len(records)].copy_(records)
+            self._move()
         return encoded
 
     def _index(self, places: Sequence[int] | Tensor) -> Tensor:
@@ -168,22 +184,28 @@ class ResidentBuffer(EpisodeBuffer):
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Return the episodes at `indices` (0: the oldest), packed; the host knows their lengths and does not wait."""
+        return self._packed(*self._found(indices))
+
+    def _found(self, indices: Sequence[int]) -> tuple[list[int], list[int], list[EpisodeMeta]]:
+        """Return places, numbers of rows and origins of episodes."""
+        places = [self._place(i) for i in indices]
+        return places, [len(self._records[place]) for place in places], [self._meta[place] for place in places]
+
+    def _packed(self, places: Sequence[int], lengths: Sequence[int], meta: Sequence[EpisodeMeta]) -> PackedBatch:
         assert self._codec is not None
-        drawn = [self._place(i) for i in indices]
-        packing, order, _ = time_order([len(self._records[place]) for place in drawn])
-        places = [drawn[i] for i in order]
-        rows = torch.tensor(places)[packing.episode] * self._rows + packing.step
+        packing, order, _ = time_order(lengths)
+        rows = torch.tensor([places[i] for i in order])[packing.episode] * self._rows + packing.step
         fields = self._codec.decode(self._allocated().flatten(0, 1), self._index(rows))
-        return PackedBatch(fields, packing, order, tuple(self._meta[place] for place in places))
+        return PackedBatch(fields, packing, order, tuple(meta[i] for i in order))
 
     def fixed(self, indices: Sequence[int]) -> FixedDraw:
         """Return the episodes at `indices` (0: the oldest) as a batch of fixed shapes, which is not yet read."""
-        places = [self._place(i) for i in indices]
-        return self._drawn(places, [len(self._records[place]) for place in places], partial(self.batch, indices))
+        places, lengths, meta = self._found(indices)
+        return self._drawn(places, lengths, partial(self._packed, places, lengths, meta))
 
     def sent(self, codec: Codec, records: Sequence[Tensor], packed: Callable[[], PackedBatch]) -> FixedDraw:
         """Hold the records of B episodes in main memory, sent as one block, in place of all others, and return them."""
-        self._codec, self.capacity = codec, max(self.capacity, len(records))
+        self._codec, self._room = codec, max(self._room, len(records))
         lengths = [*map(len, records)]
         pinned = self.device.type == "cuda"  # so that the host does not wait for the copy
         block = torch.empty(len(records), max(lengths), codec.width, dtype=torch.uint8, pin_memory=pinned)
@@ -195,6 +217,14 @@ class ResidentBuffer(EpisodeBuffer):
     def _drawn(self, places: Sequence[int], lengths: Sequence[int], packed: Callable[[], PackedBatch]) -> FixedDraw:
         rows = min(-(-max(lengths) // ROUNDING) * ROUNDING, self._rows)
         return FixedDraw(self, torch.tensor([places, lengths]), rows, packed)
+
+    def whole(self, indices: Sequence[int]) -> FixedDraw:
+        """Return the same, followed by episodes without steps: at least one, and few numbers of episodes in all."""
+        draw = self.fixed(indices)
+        more = few(len(indices)) + 1 - len(indices)
+        none = torch.tensor([draw.drawn[0, :1].tolist(), [1]]).expand(2, more)
+        meta = (*(self._meta[place] for place in draw.drawn[0].tolist()), *[UNKNOWN] * more)
+        return replace(draw, drawn=torch.cat([draw.drawn, none], dim=1), meta=meta)
 
     def at(self, places: Tensor, lengths: Tensor, rows: int) -> PackedBatch:
         """Return stored episodes in `rows` rows each, in a `FixedPacking`; only launches work on the device.
@@ -254,13 +284,15 @@ class FixedDraw:
 
     Attributes:
         buffer: that holds them. drawn: [2, B] int64 on the CPU, their places in its memory and their lengths in rows.
-        rows: T of the batch, a multiple of `ROUNDING` or the largest possible. packed: returns them packed.
+        rows: T of the batch, a multiple of `ROUNDING` or the largest possible. packed: returns them packed. meta: [B],
+            origin of each episode, or empty.
     """
 
     buffer: ResidentBuffer
     drawn: Tensor
     rows: int
     packed: Callable[[], PackedBatch]
+    meta: tuple[EpisodeMeta, ...] = ()
 
     def batches(self, drawn: Tensor, parts: int) -> list[PackedBatch]:
         """Return the batch in at most `parts` parts; only launches work. drawn: `self.drawn` on the device."""

@@ -100,6 +100,11 @@ class Packing:
         starts, episode = (values.to(step.device, non_blocking=True) for values in (self.starts, episode))
         return starts[step.clamp(min=0)] + episode
 
+    def steps_of(self, episodes: Sequence[int] | Tensor) -> tuple[Tensor, Packing]:
+        """Return the rows [R] int64 (CPU) of some episodes, the longest first, but closing ones, and their packing."""
+        packing = Packing(tuple(self.lengths[place] - 1 for place in episodes))
+        return self.row(packing.step, torch.tensor(episodes)[packing.episode]), packing
+
     def pad(self, packed: Tensor, fill: float = 0) -> Tensor:
         """Return packed rows [S, ...] as [B, T, ...], with `fill` after the end of an episode."""
         out = packed.new_full((self.n_episodes, self.n_steps, *packed.shape[1:]), fill)
@@ -236,6 +241,12 @@ def time_order(rows: Sequence[int]) -> tuple[Packing, tuple[int, ...], Tensor]:
     packing = Packing(tuple(lengths.tolist()))
     place = (lengths.cumsum() - lengths)[packing.episode.numpy()] + packing.step.numpy()
     return packing, tuple(order.tolist()), torch.from_numpy(place)
+
+
+def few(count: int) -> int:
+    """Return the least of 1, 2, ..., 8, 10, 12, 14, 16, 20, ... that holds `count`: a fourth more at most."""
+    unit = 2 ** max(0, (count - 1).bit_length() - 3)
+    return max(1, -(-count // unit) * unit)
 
 
 def pack_episodes(episodes: Sequence[Episode]) -> PackedBatch:

@@ -90,6 +90,7 @@ def test_the_weights_of_two_updates_are_those_of_the_cpu(preset, learner):
 
 METHODS = {
     **fixed_toys.METHODS,
+    **fixed_toys.ON_POLICY,
     "bf16": {"precision": "bf16"},
     "in parts, bf16": {"accumulate": 2, "precision": "bf16", "mixer": "none"},
     "deterministic": {"deterministic": True},
@@ -98,14 +99,15 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_captured_updates_are_plain_ones_bit_for_bit(method, caplog):
-    config, drawn = toy_config(**METHODS[method], target_update_updates=4), fixed_toys.draws(WARM_UP + 8)
+    config, drawn = toy_config(**{"target_update_updates": 4, **METHODS[method]}), fixed_toys.draws(WARM_UP + 8)
     replay = fixed_toys.replay(GPU, longest=6)
+    read = replay.whole if method in fixed_toys.ON_POLICY else replay.fixed
     graph, plain, packed = (make_learner(config, Dist(device=GPU), device=GPU) for _ in range(3))
     of_graph, of_plain = FixedUpdates(graph), FixedUpdates(plain)
     of_plain._capture = lambda shape, draw, inputs: of_plain._aside(draw, inputs)
     for indices in drawn:
         for updates in (of_graph, of_plain):
-            updates.update(replay.fixed(indices), episodes=0)
+            updates.update(read(indices), episodes=0)
         packed.update(replay.batch(indices), episodes=0)
     assert all(shape.graph is not None for shape in of_graph._shapes.values())
     assert caplog.records == []

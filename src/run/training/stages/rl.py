@@ -12,8 +12,8 @@ import torch
 
 from omagd import runners
 from omagd.components.action_selectors import epsilon_at
-from omagd.components.data import DataSource, GroupData, OnPolicyData, ReplayData
-from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.data import DataSource, GroupData, OnPolicyData, Read, ReplayData
+from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.store import Attribute, StageResult
@@ -82,31 +82,33 @@ class RLStage(Stage):
     def _data_source(self) -> DataSource:
         """Return where batches come from, as the learner's kind of data says."""
         config, device = self.session.config, self.session.dist.device
-        if config.group_size > 1:
-            return GroupData(config, self.session.dist)
-        if self.learner.data == "on_policy":
-            return OnPolicyData(config, device)
+        on_policy = self.learner.data == "on_policy"
+        capacity = UNLIMITED if on_policy else config.buffer_size
         if device.type == "cuda" or config.graph_updates:
-            return self._data_on(device)
-        buffer = EpisodeBuffer(config.buffer_size)
-        return ReplayData(config, self.rng("replay"), buffer, buffer.batch)
+            buffer, read = self._on_device(capacity, on_policy)
+        else:
+            buffer = EpisodeBuffer(capacity)
+            read = buffer.batch
+        if on_policy:
+            return (GroupData if config.group_size > 1 else OnPolicyData)(config, buffer, read)
+        return ReplayData(config, self.rng("replay"), buffer, read)
 
-    def _data_on(self, device: torch.device) -> ReplayData:
-        """Return the source of a replay whose batches are on a device, or have fixed shapes."""
+    def _on_device(self, capacity: int, on_policy: bool) -> tuple[EpisodeBuffer, Read]:
+        """Return what holds episodes for batches that are on a device or have fixed shapes, and what reads a batch."""
         from omagd.resident.replay import ResidentBuffer, StagedBuffer  # other runs load none of it
         from omagd.resident.updates import FixedUpdates, why_packed
 
-        session, config = self.session, self.session.config
-        where, why = replay_device(config, session.info, session.dist)
+        session, config, device = self.session, self.session.config, self.session.dist.device
+        where, why = (device, "") if on_policy else replay_device(config, session.info, session.dist)
         kind = ResidentBuffer if where == device else StagedBuffer
-        buffer = kind(config.buffer_size, device, runners.REGISTRY.get(config.runner).rows(session.info))
+        buffer = kind(capacity, device, runners.REGISTRY.get(config.runner).rows(session.info))
         packed = why_packed(config)
         for line in filter(None, (why, packed and f"updates are not CUDA graphs, which is slower: {packed}")):
             session.logger.info(line)
-        if not packed:
-            self._learns = FixedUpdates(cast(Any, self.learner))
-        read = buffer.batch if packed else buffer.fixed
-        return ReplayData(config, self.rng("replay"), buffer, read)
+        if packed:
+            return buffer, buffer.batch
+        self._learns = FixedUpdates(cast(Any, self.learner))
+        return buffer, cast(ResidentBuffer, buffer).whole if on_policy else buffer.fixed
 
     def prepare(self) -> None:
         """Run the learner's discarded passes, which fix the order of sums."""
