@@ -30,31 +30,38 @@ Inputs = tuple[Tensor, ...]
 TOLERANCE = 0.01  # of a graph's first update to the same update without it, in what the optimizer's averages moved by
 
 
-def _problems(config: Config, world_size: int) -> list[str]:
-    """Return what keeps a run's updates from fixed shapes and CUDA graphs, empty for nothing."""
-    other = not has_fixed_shapes(learner_class(config.learner))
+def problems(config: Config, world_size: int, kind: type | None = None) -> list[str]:
+    """Return what keeps updates from fixed shapes and CUDA graphs, empty for nothing. kind: stage 1's or 2's learner."""
+    other, replays = not has_fixed_shapes(kind or learner_class(config.learner)), kind is None
     problems = {
-        f"learns from the replay of runner=resident, not of runner={config.runner}": config.runner != "resident",
-        "needs the replay on the device: buffer_cpu_only=False": config.buffer_cpu_only,
+        f"learns from the replay of runner=resident, not of runner={config.runner}": (
+            replays and config.runner != "resident"
+        ),
+        "needs the replay on the device: buffer_cpu_only=False": replays and config.buffer_cpu_only,
         # Gradients of other ranks come through the host (gloo) or from a thread that no capture sees (the watchdog of
         # NCCL), and DDP would wait for its hooks.
         f"works on one rank, not {world_size}": world_size > 1,
         "cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
-        f"is not for learner={config.learner}, which has no update of fixed shapes": other,
+        f"is not for {'' if kind else 'learner='}{kind.__name__ if kind else config.learner}, which has no update of"
+        " fixed shapes": other,
     }
     return [problem for problem, found in problems.items() if found]
 
 
 def uses_graph_updates(config: Config, device: torch.device, world_size: int) -> bool:
     """Return whether a run learns by updates of fixed shapes: where it says so, or by default on a GPU if it can."""
-    wanted = device.type == "cuda" if config.graph_updates is None else config.graph_updates
-    return wanted and not _problems(config, world_size)
+    return wants_graph_updates(config, device) and not problems(config, world_size)
+
+
+def wants_graph_updates(config: Config, device: torch.device) -> bool:
+    """Return whether updates are to have fixed shapes where they can."""
+    return device.type == "cuda" if config.graph_updates is None else config.graph_updates
 
 
 def check_graph_updates(config: Config, world_size: int) -> None:
     """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
-    if config.graph_updates and (problems := _problems(config, world_size)):
-        raise UserError(f"graph_updates=True: {problems[0]}. Leave it out")
+    if config.graph_updates and (found := problems(config, world_size)):
+        raise UserError(f"graph_updates=True: {found[0]}. Leave it out")
 
 
 @dataclass
@@ -156,7 +163,8 @@ class FixedUpdates:
         # A graph repeats what the host decided while it was captured, which may be wrong for other episodes. So its
         # first update is undone and taken again without it, and both must agree.
         before = [value.detach().clone() for value in (*averages, *weights)]
-        graph.replay()
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):  # dropout, twice
+            graph.replay()
         replayed = [value.clone() for value in averages]
         with torch.no_grad():
             for value, old in zip((*averages, *weights), before, strict=True):
