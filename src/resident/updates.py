@@ -7,10 +7,12 @@ backward, clipping and the optimizer. The host copies the numbers of the drawn e
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from omagd.learners.protocol import FixedLearner, has_fixed_shapes, learner_clas
 from omagd.learners.synced_optimizer import Stats
 from omagd.resident.graphs import captured
 from omagd.resident.replay import FixedDraw
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import PACKAGE
 
@@ -30,38 +33,55 @@ Inputs = tuple[Tensor, ...]
 TOLERANCE = 0.01  # of a graph's first update to the same update without it, in what the optimizer's averages moved by
 
 
-def problems(config: Config, world_size: int, kind: type | None = None) -> list[str]:
-    """Return what keeps updates from fixed shapes and CUDA graphs, empty for nothing. kind: stage 1's or 2's learner."""
-    other, replays = not has_fixed_shapes(kind or learner_class(config.learner)), kind is None
+def _problems(config: Config, world_size: int, kind: type[Any] | None = None) -> list[str]:
+    """Return what keeps a run's updates from fixed shapes and CUDA graphs, empty for nothing.
+
+    kind: the learner of stage 1 or 2, whose episodes need no replay.
+    """
+    other = not has_fixed_shapes(kind or learner_class(config.learner))
+    name = f"learner={config.learner}" if kind is None else kind.__name__
     problems = {
-        f"learns from the replay of runner=resident, not of runner={config.runner}": (
-            replays and config.runner != "resident"
-        ),
-        "needs the replay on the device: buffer_cpu_only=False": replays and config.buffer_cpu_only,
+        f"learns from the replay of runner=resident, not of runner={config.runner}": not kind
+        and config.runner != "resident",
+        "needs the replay on the device: buffer_cpu_only=False": not kind and config.buffer_cpu_only,
         # Gradients of other ranks come through the host (gloo) or from a thread that no capture sees (the watchdog of
         # NCCL), and DDP would wait for its hooks.
         f"works on one rank, not {world_size}": world_size > 1,
         "cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
-        f"is not for {'' if kind else 'learner='}{kind.__name__ if kind else config.learner}, which has no update of"
-        " fixed shapes": other,
+        f"is not for {name}, which has no update of fixed shapes": other,
     }
     return [problem for problem, found in problems.items() if found]
 
 
 def uses_graph_updates(config: Config, device: torch.device, world_size: int) -> bool:
     """Return whether a run learns by updates of fixed shapes: where it says so, or by default on a GPU if it can."""
-    return wants_graph_updates(config, device) and not problems(config, world_size)
+    wanted = device.type == "cuda" if config.graph_updates is None else config.graph_updates
+    return wanted and not _problems(config, world_size)
 
 
-def wants_graph_updates(config: Config, device: torch.device) -> bool:
-    """Return whether updates are to have fixed shapes where they can."""
-    return device.type == "cuda" if config.graph_updates is None else config.graph_updates
+def pretrains_in_fixed_shapes(config: Config, dist: Dist, kind: type[Any], needed: float) -> tuple[bool, str]:
+    """Return whether a learner of stage 1 or 2 has updates of fixed shapes, and why not where they are wanted.
+
+    needed: bytes of the episodes, of which a GPU must have four times as many free.
+    """
+    on_gpu = dist.device.type == "cuda"
+    if not (on_gpu if config.graph_updates is None else config.graph_updates):
+        return False, ""
+    found = [
+        *_problems(config, dist.world_size, kind),
+        *filter(None, [getattr(kind, "needs_packed", lambda _: "")(config)]),
+    ]
+    free = torch.cuda.mem_get_info(dist.device)[0] if on_gpu and torch.cuda.is_available() else math.inf
+    free = min(free, (config.max_memory_per_gpu_gb or math.inf) * 2**30)
+    if 4 * needed > free:
+        found.append(f"needs {needed / 2**30:.1f} GB of episodes on the device, of {free / 2**30:.1f} GB free")
+    return not found, found[0] if found else ""
 
 
 def check_graph_updates(config: Config, world_size: int) -> None:
     """Reject `graph_updates=True` where updates cannot have fixed shapes. Errors: UserError."""
-    if config.graph_updates and (found := problems(config, world_size)):
-        raise UserError(f"graph_updates=True: {found[0]}. Leave it out")
+    if config.graph_updates and (problems := _problems(config, world_size)):
+        raise UserError(f"graph_updates=True: {problems[0]}. Leave it out")
 
 
 @dataclass
