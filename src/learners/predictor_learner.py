@@ -157,12 +157,6 @@ class PredictorLearner(GraphLearner):
         self.finish(0)
         return stats
 
-    @staticmethod
-    def needs_packed(config: Config) -> str:
-        """Return what keeps the updates of a configuration from fixed shapes, "" for nothing."""
-        matched = config.mask_predictor_config.matching == "type"
-        return "mask_predictor_config.matching=type solves groups of other sizes in each batch" if matched else ""
-
     def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
         """Take the step of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
         return self._learn(inputs[2].sum().double(), self._fixed_parts(draw, inputs))

@@ -73,11 +73,6 @@ class GraphLearner(SavesParts):
     def sample(self, batch: PackedBatch) -> Any:
         """Return what the loss reads of a batch."""
 
-    @staticmethod
-    def needs_packed(config: Config) -> str:
-        """Return what keeps the updates of a configuration from fixed shapes, "" for nothing."""
-        return ""
-
     def steps(self) -> tuple[SyncedOptimizer, ...]:
         """Return what takes optimisation steps."""
         return (self._step,)
@@ -97,9 +92,7 @@ class GraphLearner(SavesParts):
         Parts have about `graph_frames_at_once` frames, at least one episode; F and P fit the largest part.
         """
         counts = draw.counts(self.counts)
-        order = counts[:, 0].argsort(
-            descending=True, stable=True
-        )  # dealt by turns, they make parts of about equal size
+        order = counts[:, 0].argsort(descending=True, stable=True)  # dealt by turns: parts of about equal size
         parts = min(len(order), len(even_parts(int(counts[:, 0].sum()), self.config.graph_frames_at_once)))
         sizes = torch.stack([counts[order[part::parts]].sum(0) for part in range(parts)], dim=1)
         return draw.drawn[:, order], *(torch.arange(few(int(size.max()))) < size[:, None] for size in sizes)

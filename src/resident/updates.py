@@ -48,6 +48,9 @@ def _problems(config: Config, world_size: int, kind: type[Any] | None = None) ->
         # NCCL), and DDP would wait for its hooks.
         f"works on one rank, not {world_size}": world_size > 1,
         "cannot recompute activations: enable_gradient_checkpointing=False": config.enable_gradient_checkpointing,
+        # Groups of the same size are solved together, and each batch has other ones.
+        "cannot match units: mask_predictor_config.matching=none": kind is not None
+        and config.mask_predictor_config.matching == "type",
         f"is not for {name}, which has no update of fixed shapes": other,
     }
     return [problem for problem, found in problems.items() if found]
@@ -67,10 +70,7 @@ def pretrains_in_fixed_shapes(config: Config, dist: Dist, kind: type[Any], neede
     on_gpu = dist.device.type == "cuda"
     if not (on_gpu if config.graph_updates is None else config.graph_updates):
         return False, ""
-    found = [
-        *_problems(config, dist.world_size, kind),
-        *filter(None, [getattr(kind, "needs_packed", lambda _: "")(config)]),
-    ]
+    found = _problems(config, dist.world_size, kind)
     free = torch.cuda.mem_get_info(dist.device)[0] if on_gpu and torch.cuda.is_available() else math.inf
     free = min(free, (config.max_memory_per_gpu_gb or math.inf) * 2**30)
     if 4 * needed > free:

@@ -258,13 +258,13 @@ class PretrainStage(Stage):
 
         Where fixed shapes are wanted, but cannot be, the log says why.
         """
-        config, dist, info, held = self.session.config, self.session.dist, self.session.info, self.pretrained
+        config, dist, info = self.session.config, self.session.dist, self.session.info
         if config.evaluation_only or not (config.graph_updates or dist.device.type == "cuda"):
             return None, EpisodeBuffer(episodes)
         from omagd.resident.replay import ResidentBuffer  # other runs load none of it
         from omagd.resident.updates import FixedUpdates, pretrains_in_fixed_shapes
 
-        there = held.train_episodes
+        there = self.pretrained.train_episodes
         fields = row_fields(info, full_obs=True)
         width = Codec({name: fields[name] for name in training_fields(config)}).width
         needed = 0 if isinstance(there, ResidentBuffer) else width * (info.episode_limit + 1) * episodes
