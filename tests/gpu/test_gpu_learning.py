@@ -8,8 +8,10 @@ import warnings
 from pathlib import Path
 
 import fixed_toys
+import graph_toys
 import numpy as np
 import pytest
+import test_fixed_pretraining
 import torch
 from preset_toys import CPU, Made, cases, config_of
 from q_toys import equal, make_learner, state_of, toy_config
@@ -17,9 +19,12 @@ from q_toys import equal, make_learner, state_of, toy_config
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.nq_learner import NQLearner
+from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
 from omagd.run.reporting.metrics import Counters, Metrics
+from omagd.run.training.build import new_predictor, new_tokenizer
 from omagd.run.training.stages.base import Health
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
@@ -112,6 +117,30 @@ def test_captured_updates_are_plain_ones_bit_for_bit(method, caplog):
     if config.precision == "float32":
         for name, value in of_packed.items():
             torch.testing.assert_close(found[name], value, atol=3e-4, rtol=1e-2, msg=name)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("case", test_fixed_pretraining.CASES)
+def test_captured_updates_of_pretraining_are_plain_ones_bit_for_bit(case, dropout, caplog):
+    config = graph_toys.toy_config(
+        **test_fixed_pretraining.CASES[case], tokenizer_config__dropout=dropout, dropout=dropout
+    )
+    found = []
+    for captures in (True, False):
+        torch.manual_seed(0)
+        tokenizer, dist = new_tokenizer(config, graph_toys.INFO, GPU), Dist(device=GPU)
+        learner = TokenizerLearner(tokenizer, config, graph_toys.INFO, dist)
+        if "stage2" in case:
+            predictor = new_predictor(config, graph_toys.INFO, GPU)
+            learner = PredictorLearner(predictor, tokenizer, config, graph_toys.INFO, dist)
+        updates, buffer = FixedUpdates(learner), test_fixed_pretraining.stored(GPU)
+        updates._captures = captures
+        for indices in 8 * test_fixed_pretraining.draws(3)[1:]:
+            updates.update(buffer.fixed(indices), episodes=0)
+        assert not captures or any(shape.graph is not None for shape in updates._shapes.values())
+        found.append(state_of(learner))
+    assert caplog.records == []
+    assert equal(*found)
 
 
 def gradients(device, episodes, **updates):
