@@ -89,16 +89,26 @@ class SimulatedGPU(TorchDispatchMode):
     """While it is entered, `device="cuda"` means the simulated GPU.
 
     Attributes:
-        waits: how often the host has waited for the device, by operation.
+        waits: how often the host has waited for the device, by operation. sent: copies from the host, waited for or
+            not: a CUDA graph would repeat what was sent while it was captured.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute on the CPU and put results on the device where they would be; no memory is pinned."""
         given = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        crosses = func in {aten.copy_.default, aten._to_copy.default}
+        source = args[1 if func is aten.copy_.default else 0] if crosses else None
+        if (
+            isinstance(source, Tensor)
+            and not isinstance(source, OnGPU)
+            and (isinstance(args[0], OnGPU) or torch.device(given.get("device") or "cpu").type != "cpu")
+        ):
+            self.sent[str(func)] += 1
         return _run(func, args, given, self.waits)
 
 

@@ -28,16 +28,19 @@ def mean_of(values: Tensor, where: Tensor | None = None) -> tuple[Tensor, Tensor
     return (values * where).sum(), where.sum().to(values.dtype)
 
 
-def node_stats(truth: Tensor, decoded: Tensor, position: Tensor, tokenizer: Tokenizer, *, detailed: bool) -> Stats:
+def node_stats(
+    truth: Tensor, decoded: Tensor, position: Tensor, tokenizer: Tokenizer, counted: Tensor, *, detailed: bool
+) -> Stats:
     """Return the reconstruction quality of nodes [P, D]: `mse` (mean over a node's features) and `cosine`.
 
-    detailed: also `mse_<type>` and `mse_<type>_f<i>` for each type and feature.
+    counted: [P] bool. detailed: also `mse_<type>` and `mse_<type>_f<i>` for each type and feature, where all count.
     """
     truth = truth.to(decoded.dtype)
     real = tokenizer.real[position].to(decoded.dtype)
     square = (decoded - truth).square() * real
     error = square.sum(-1) / real.sum(-1).clamp(min=1)
-    stats = {"mse": mean_of(error), "cosine": mean_of(F.cosine_similarity(decoded * real, truth * real, dim=-1))}
+    cosine = F.cosine_similarity(decoded * real, truth * real, dim=-1)
+    stats = {"mse": mean_of(error, counted), "cosine": mean_of(cosine, counted)}
     if not detailed:
         return stats
     types = torch.tensor(tokenizer.layout.node_types, device=position.device)[position]

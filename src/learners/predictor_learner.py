@@ -14,6 +14,7 @@ Shapes: S packed rows, n agents, N nodes, D features, F frames with a masked nod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
@@ -26,7 +27,8 @@ from torch import Tensor
 from omagd.config.env_info import ALLY, ENEMY, EntityLayout, EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
-from omagd.learners.pretraining import GraphLearner, even_parts
+from omagd.learners.pretraining import GraphLearner, even_parts, places
+from omagd.learners.protocol import Draw
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor, PackedHistory
@@ -45,12 +47,15 @@ class Sample:
 
     Attributes:
         frames: inputs of F frames. masked: [F, N] bool. target: [M] int64, code or ABSENT, frame by frame.
+        tokens: [M] int64, places of the targets among F · N. counted: [M] bool.
         rows, agents: [F], packed row and agent of each frame.
     """
 
     frames: Frames
     masked: Tensor
     target: Tensor
+    tokens: Tensor
+    counted: Tensor
     rows: Tensor
     agents: Tensor
 
@@ -62,8 +67,10 @@ class Sample:
     def _part(self, rows: slice) -> Sample:
         """Return the frames `rows`."""
         first = int(self.masked[: rows.start].sum())
-        tokens = slice(first, first + int(self.masked[rows].sum()))
-        return Sample(self.frames[rows], self.masked[rows], self.target[tokens], self.rows[rows], self.agents[rows])
+        cut = slice(first, first + int(self.masked[rows].sum()))
+        tokens = self.tokens[cut] - rows.start * self.masked.shape[1]
+        of_tokens = self.target[cut], tokens, self.counted[cut]
+        return Sample(self.frames[rows], self.masked[rows], *of_tokens, self.rows[rows], self.agents[rows])
 
 
 @dataclass(frozen=True)
@@ -104,23 +111,23 @@ class PredictorLoss(LossModule):
             nothing = self.predictor(blank, torch.ones_like(blank.last_ids, dtype=torch.bool)).sum() * 0.0
             return nothing, {}
         with autocast_bf16(sample.masked.device, self.bf16 and self.training):
-            logits = self.predictor(sample.frames, sample.masked)
+            logits = self.predictor(sample.frames, sample.masked, sample.tokens)
         # Targets are matched without a gradient, and the loss reads the same probabilities.
         log_p = logits.detach().to(self.predictor.table.dtype).log_softmax(-1)
         target = sample.target
         if self.predictor.config.matching == "type":
             target = target[match_types(log_p, target, sample.masked, self.layout)]
         # BERT's masked language model (section 3.1): -log p of the true token, at masked places alone.
-        loss = cross_entropy(logits, log_p, target)
+        loss = cross_entropy(logits, log_p, target, sample.counted.to(log_p.dtype))
         with torch.no_grad():
-            dead = sample.target == self.predictor.specials.absent
+            counted, dead = sample.counted, sample.target == self.predictor.specials.absent
             predicted_dead = (log_p[:, -1].exp() > 0.5).to(log_p.dtype)
             likeliest = log_p.gather(1, sample.target[:, None])[:, 0] >= log_p.amax(1)
             stats = {
-                "graph_loss": (loss.detach(), torch.tensor(float(len(dead)), device=dead.device)),
-                "top1": mean_of(likeliest.to(log_p.dtype)),
-                "recall_absent": mean_of(predicted_dead, dead),
-                "recall_alive": mean_of(1 - predicted_dead, ~dead),
+                "graph_loss": (loss.detach(), counted.sum().to(log_p.dtype)),
+                "top1": mean_of(likeliest.to(log_p.dtype), counted),
+                "recall_absent": mean_of(predicted_dead, dead & counted),
+                "recall_alive": mean_of(1 - predicted_dead, ~dead & counted),
             }
         return loss, stats
 
@@ -143,12 +150,20 @@ class PredictorLearner(GraphLearner):
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take an optimizer step on this rank's batch."""
-        graphs = self.graphs(batch)
-        sample = self.sample(batch, graphs)
+        sample = self.sample(batch)
         self._loss.train()
-        parts = sample.parts(self.config.graph_frames_at_once)
-        result = self._step(torch.tensor(float(len(sample.target)), dtype=torch.float64), *((part,) for part in parts))
-        self.updates += 1
+        count = torch.tensor(float(len(sample.target)), dtype=torch.float64)
+        stats = self._learn(count, sample.parts(self.config.graph_frames_at_once))
+        self.finish(0)
+        return stats
+
+    def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
+        """Take the step of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
+        return self._learn(inputs[2].sum().double(), self._fixed_parts(draw, inputs))
+
+    def _learn(self, count: Tensor, parts: list[Sample]) -> Stats:
+        """Take a step; on a device this only launches work. count: masked tokens of the parts."""
+        result = self._step(count, *((part,) for part in parts))
         return {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped}
 
     @torch.no_grad()
@@ -186,24 +201,39 @@ class PredictorLearner(GraphLearner):
         spread = (p[:, :-1] @ table.square() - mean.square()).clamp(min=0).sqrt()
         return guess.features.float(), p[:, -1], guess.absent, spread
 
-    @torch.no_grad()
-    def graphs(self, batch: PackedBatch) -> Graphs:
-        """Return all graphs of a batch. Of dead observers and closing rows no node is seen and none is missing."""
-        full, hidden = obs_to_nodes(batch["full_obs"], self.layout), unseen(obs_to_nodes(batch["obs"], self.layout))
+    def _sight(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Return the seen and the missing nodes, [S, n, N] bool; dead observers and closing rows have neither."""
+        hidden = unseen(obs_to_nodes(batch["obs"], self.layout))
         counts = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None]
-        # Dead units are zeros in the full view: their target is ABSENT, not a code of zeros.
-        present = ~unseen(full) & counts
-        ids = torch.full(present.shape, self.predictor.specials.absent, device=full.device)
-        ids[present] = self.tokenizer.ids(full[present])
-        return Graphs(full, ids, ~hidden & counts, hidden & counts)
+        return ~hidden & counts, hidden & counts
 
-    def sample(self, batch: PackedBatch, graphs: Graphs | None = None) -> Sample:
-        """Return the frames with a missing node."""
-        graphs = graphs or self.graphs(batch)
-        rows, agents = torch.nonzero(graphs.missing.any(-1), as_tuple=True)
+    def units(self, batch: PackedBatch) -> Tensor:
+        """Return the missing nodes, [S, n, N] bool."""
+        return self._sight(batch)[1]
+
+    @torch.no_grad()
+    def graphs(self, batch: PackedBatch, fixed: bool = False) -> Graphs:
+        """Return all graphs of a batch. fixed: in shapes that depend on no value."""
+        full, (seen, missing) = obs_to_nodes(batch["full_obs"], self.layout), self._sight(batch)
+        # Dead units are zeros in the full view: their target is ABSENT, not a code of zeros.
+        present = ~unseen(full) & seen[..., :1]
+        ids = torch.full(present.shape, self.predictor.specials.absent, device=full.device)
+        if fixed:
+            ids = torch.where(present, self.tokenizer.ids(full.flatten(0, 2)).view(present.shape), ids)
+        else:
+            ids[present] = self.tokenizer.ids(full[present])
+        return Graphs(full, ids, seen, missing)
+
+    def sample(self, batch: PackedBatch, graphs: Graphs | None = None, marks: Sequence[Tensor] | None = None) -> Sample:
+        """Return the frames with a missing node. marks: which frames and tokens count, for fixed shapes."""
+        graphs = graphs or self.graphs(batch, fixed=marks is not None)
+        of_frames, of_tokens = marks or (None, None)
+        at, real = places(graphs.missing.any(-1), of_frames)
+        rows, agents = at // graphs.missing.shape[1], at % graphs.missing.shape[1]
         frames = self._history(batch, graphs).frames(rows, agents)
-        masked = graphs.missing[rows, agents]
-        return Sample(frames, masked, graphs.ids[rows, agents][masked], rows, agents)
+        masked = graphs.missing[rows, agents] & real[:, None]
+        tokens, counted = places(masked, of_tokens)
+        return Sample(frames, masked, graphs.ids[rows, agents].flatten()[tokens], tokens, counted, rows, agents)
 
     def _history(self, batch: PackedBatch, graphs: Graphs) -> PackedHistory:
         specials = self.predictor.specials

@@ -1,26 +1,45 @@
-"""What the learners of stages 1 and 2 share: one trained module, its optimizer, and batches in parts."""
+"""What the learners of stages 1 and 2 share: one trained module, its optimizer, and batches in parts.
+
+Updates of fixed shapes read the units that count from the S n N places of a batch, as many as the drawn episodes hold:
+the host knows how many that are, since it has counted them once in each stored episode.
+Shapes: S rows, n agents, N units of a frame, B episodes.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.learners.protocol import SavesParts
+from omagd.learners.protocol import Draw, SavesParts
 from omagd.learners.synced_optimizer import Adam, LossModule, SyncedOptimizer, lr_scale
 from omagd.utils.dist_utils import Dist
-from omagd.utils.packing import PackedBatch, pack_episodes
+from omagd.utils.packing import PackedBatch, few, pack_episodes
 
 
 def even_parts(count: int, size: int) -> list[slice]:
     """Return slices that cut `count` things into parts of about `size`, at least one part."""
     n_parts = max(1, -(-count // size))
     return [slice(count * i // n_parts, count * (i + 1) // n_parts) for i in range(n_parts)]
+
+
+def places(marks: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the places [P] of True in `marks`, in order, and which of them count, [P] bool.
+
+    counted: [P] bool, True first; P is then its length, and any place stands where it is False. None: all that are
+        True, whose number the host waits for.
+    """
+    if counted is None:
+        found = torch.nonzero(marks.flatten()).flatten()
+        return found, torch.ones_like(found, dtype=torch.bool)
+    order = marks.flatten().byte().sort(descending=True, stable=True)[1]
+    return F.pad(order, (0, len(counted) - len(order))), counted
 
 
 class GraphLearner(SavesParts):
@@ -42,10 +61,46 @@ class GraphLearner(SavesParts):
         lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = Adam(module.parameters(), lr=lr)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
+        self.device = dist.device
 
     @abstractmethod
-    def sample(self, batch: PackedBatch) -> Any:
+    def sample(self, batch: PackedBatch, *, marks: Sequence[Tensor] | None = None) -> Any:
         """Return what the loss reads of a batch."""
+
+    def steps(self) -> tuple[SyncedOptimizer, ...]:
+        """Return what takes optimisation steps."""
+        return (self._step,)
+
+    def units(self, batch: PackedBatch) -> Tensor:
+        """Return which units of which frames are learned from, [S, n, N] bool."""
+        raise NotImplementedError
+
+    def counts(self, batch: PackedBatch) -> Tensor:
+        """Return how many frames and units of each episode are learned from, [B, 2]; of a batch of fixed shapes."""
+        units = self.units(batch).unflatten(0, (-1, batch.packing.n_episodes))
+        return torch.stack([units.any(-1).sum((0, 2)), units.sum((0, 2, 3))], dim=1)
+
+    def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
+        """Return the drawn episodes, [2, B], and which places of each part count: [parts, F] frames, [parts, P] units.
+
+        Parts have about `graph_frames_at_once` frames, at least one episode; F and P fit the largest part.
+        """
+        counts = draw.counts(self.counts)
+        order = counts[:, 0].argsort(descending=True, stable=True)  # dealt by turns: parts of about equal size
+        parts = min(len(order), len(even_parts(int(counts[:, 0].sum()), self.config.graph_frames_at_once)))
+        sizes = torch.stack([counts[order[part::parts]].sum(0) for part in range(parts)], dim=1)
+        return draw.drawn[:, order], *(torch.arange(few(int(size.max()))) < size[:, None] for size in sizes)
+
+    def finish(self, episodes: int) -> None:
+        """Do what follows a step: count it."""
+        self.updates += 1
+
+    def _fixed_parts(self, draw: Draw, inputs: tuple[Tensor, ...]) -> list[Any]:
+        """Return the samples of an update of fixed shapes, part by part."""
+        drawn, frames, units = inputs
+        self._loss.train()
+        batches = draw.batches(drawn, len(frames))
+        return [self.sample(batch, marks=marks) for batch, *marks in zip(batches, frames, units, strict=True)]
 
     def warm_up(self) -> None:
         """Run discarded forward and backward passes on an episode without steps."""

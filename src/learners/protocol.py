@@ -90,6 +90,12 @@ class Draw(Protocol):
     def batches(self, drawn: Tensor, parts: int) -> list[PackedBatch]:
         """Return the batch in at most `parts` parts; only launches work. drawn: on the device."""
 
+    def counts(self, of: Callable[[PackedBatch], Tensor]) -> Tensor:
+        """Return on the CPU what `of` counts in each drawn episode, [B, k]. of: returns that of a batch.
+
+        All stored episodes are counted at once, and the host waits only then.
+        """
+
 
 class FixedLearner(Protocol):
     """A learner whose updates can have fixed shapes, so that a GPU repeats them as one CUDA graph.

@@ -12,6 +12,7 @@ Shapes: P nodes, D features, E code dimensions, K codes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +22,8 @@ from torch import Tensor
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.graph_metrics import node_stats, perplexity_stats
-from omagd.learners.pretraining import GraphLearner, even_parts
+from omagd.learners.pretraining import GraphLearner, even_parts, places
+from omagd.learners.protocol import Draw
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
@@ -40,25 +42,27 @@ class Nodes:
 
     Attributes:
         features: [P, D]. position: [P] int64, in its graph. graph: [P] int64, which graph. episode: [P] int64, place
-            of its episode in the sample as drawn. n_graphs: number of graphs.
+            of its episode in the sample as drawn. counted: [P] bool. graphs: [number of graphs] bool, which count.
     """
 
     features: Tensor
     position: Tensor
     graph: Tensor
     episode: Tensor
-    n_graphs: int
+    counted: Tensor
+    graphs: Tensor
 
     def parts(self, size: int) -> list[Nodes]:
         """Return these nodes in parts of about `size` graphs, at least one part."""
-        parts = even_parts(self.n_graphs, size)
+        parts = even_parts(len(self.graphs), size)
         return [self] if len(parts) == 1 else [self._part(part.start, part.stop) for part in parts]
 
     def _part(self, first: int, end: int) -> Nodes:
         """Return the graphs `first` to `end`."""
         ends = torch.searchsorted(self.graph, torch.tensor([first, end], device=self.graph.device))
         cut = slice(*ends.tolist())
-        return Nodes(self.features[cut], self.position[cut], self.graph[cut] - first, self.episode[cut], end - first)
+        each = (self.features[cut], self.position[cut], self.graph[cut] - first, self.episode[cut], self.counted[cut])
+        return Nodes(*each, self.graphs[first:end])
 
 
 class TokenizerLoss(LossModule):
@@ -82,28 +86,30 @@ class TokenizerLoss(LossModule):
             out = tokenizer(nodes.features)
         # 1 for features that come from the observation; padding and the fixed head of SELF are not reconstructed.
         real = tokenizer.real[nodes.position].to(out.encoded.dtype)
-        error = ((out.decoded - nodes.features.to(real.dtype)).square() * real).sum(-1)
-        commitment = (out.encoded - out.code.detach()).square().mean(-1)
+        counted = nodes.counted.to(real.dtype)
+        error = ((out.decoded - nodes.features.to(real.dtype)).square() * real).sum(-1) * counted
+        commitment = (out.encoded - out.code.detach()).square().mean(-1) * counted
         # Mean within each graph, then the sum over graphs: a node counts by its share of its own graph.
-        mse = (error / self._per_graph(nodes, real.sum(-1))).sum()
-        stay = (commitment / self._per_graph(nodes, torch.ones_like(error))).sum()
+        mse = (error / self._per_graph(nodes, real.sum(-1) * counted)).sum()
+        stay = (commitment / self._per_graph(nodes, counted)).sum()
         # VQ-VAE, eq. 3, without its second term, which the moving averages of the codebook replace.
         loss = mse + tokenizer.config.commitment * stay
-        n_graphs = torch.as_tensor(float(nodes.n_graphs), device=loss.device)
-        sums = tokenizer.sums(out.encoded, out.ids)
+        n_graphs = nodes.graphs.sum().to(loss.dtype)
+        sums = tokenizer.sums(out.encoded, out.ids, nodes.counted)
+        compared = nodes.features, out.decoded.detach(), nodes.position, tokenizer, nodes.counted
         stats = {
             "graph_loss": (loss.detach(), n_graphs),
             "commitment": (stay.detach(), n_graphs),
             CODE_SUMS: (sums.totals, sums.counts),
-            **node_stats(nodes.features, out.decoded.detach(), nodes.position, tokenizer, detailed=not self.training),
+            **node_stats(*compared, detailed=not self.training),
         }
         return loss, stats
 
     @staticmethod
     def _per_graph(nodes: Nodes, weight: Tensor) -> Tensor:
-        """Return for each node the sum of `weight` [P] over its graph, [P]."""
-        total = weight.new_zeros(nodes.n_graphs).index_add_(0, nodes.graph, weight)
-        return total[nodes.graph]
+        """Return for each node the sum of `weight` [P] over its graph, [P]; 1 for one that does not count."""
+        total = weight.new_zeros(len(nodes.graphs)).index_add_(0, nodes.graph, weight)
+        return total[nodes.graph].clamp(min=1)
 
 
 class TokenizerLearner(GraphLearner):
@@ -116,23 +122,41 @@ class TokenizerLearner(GraphLearner):
         super().__init__("tokenizer", tokenizer, loss, config, info, dist)
         self.tokenizer = tokenizer
         self._started = False
+        self._drawn: Callable[[], Nodes]  # of the update at hand
+        self._sound = torch.ones((), dtype=torch.bool, device=self.device)  # whether it changed anything
 
     def update(self, batch: PackedBatch) -> Stats:
         """Take an optimizer step on this rank's batch, then update the codebook by the assignments of all ranks."""
         nodes = self.sample(batch)
         self._loss.train()
-        if not self._started:
-            self._start_codebook(nodes)
-        parts = nodes.parts(self.config.graph_frames_at_once)
-        result = self._step(torch.tensor(nodes.n_graphs), *((part,) for part in parts))
-        self.updates += 1
+        self._begin(lambda: nodes)
+        stats = self._learn(torch.tensor(len(nodes.graphs)), nodes.parts(self.config.graph_frames_at_once))
+        self.finish(0)
+        return stats
+
+    def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
+        """Return the drawn episodes, and which places count; the first update initialises the codebook before."""
+        self._begin(lambda: self.sample(draw.batches(draw.drawn.to(self.device), 1)[0]))
+        return super().fixed_inputs(draw)
+
+    def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
+        """Take the step of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
+        return self._learn(inputs[1].sum(), self._fixed_parts(draw, inputs))
+
+    def finish(self, episodes: int) -> None:
+        """Do what follows a step: count it, and revive dead codes if that is due, whose number the host waits for."""
+        super().finish(episodes)
+        self._revive_if_due()
+
+    def _learn(self, count: Tensor, parts: list[Nodes]) -> Stats:
+        """Take a step and move the codebook; on a device this only launches work. count: graphs of the parts."""
+        result = self._step(count, *((part,) for part in parts))
         stats = dict(result.stats)
-        total, count = stats.pop(CODE_SUMS)
+        total, codes = stats.pop(CODE_SUMS)
         # Sums of all ranks: every rank moves the codebook alike.
-        sums = CodeSums(self.dist.sum(count), self.dist.sum(total))
-        if result.stepped:
-            self.tokenizer.move(sums, result.finite)
-            self._revive_if_due(nodes, result.finite)
+        sums = CodeSums(self.dist.sum(codes), self.dist.sum(total))
+        self._sound.copy_(result.finite & (sums.counts.sum() > 0))
+        self.tokenizer.move(sums, self._sound)
         uses = perplexity_stats(sums.counts)
         uses = {name: (total * result.finite, count * result.finite) for name, (total, count) in uses.items()}
         return {**stats, **uses, "grad_norm": result.norm, SKIPPED: result.skipped}
@@ -154,40 +178,51 @@ class TokenizerLearner(GraphLearner):
         used = self.dist.sum(used.to(none.dtype))
         return {**stats, **perplexity_stats(used)} if used.any() else stats
 
-    def sample(self, batch: PackedBatch) -> Nodes:
-        """Return the nodes of `batch` to train on: present nodes of living observers at steps that happened."""
+    def units(self, batch: PackedBatch) -> Tensor:
+        """Return the nodes to train on, [S, n, N] bool: present nodes of living observers at steps that happened."""
         full = batch["full_obs"]
         # A dead observer's view is all zeros, and a closing row has no step: neither is a sample.
         counts = alive(full) & batch.valid_mask[:, None]
-        episode = torch.tensor(batch.sample_index)[batch.packing.episode].to(full.device, non_blocking=True)
-        episode = episode[:, None].expand_as(counts)[counts]
-        graphs = obs_to_nodes(full[counts], self.layout)
         # A node of zeros is a dead unit: it is never encoded, and moves no code.
-        present = ~unseen(graphs)
-        graph, position = torch.nonzero(present, as_tuple=True)
-        return Nodes(graphs[present], position, graph, episode[graph], len(graphs))
+        return ~unseen(obs_to_nodes(full, self.layout)) & counts[..., None]
 
-    def _start_codebook(self, nodes: Nodes) -> None:
-        """Initialise the codebook with encodings of the first batch, unless that has been done."""
-        self._started = bool(self.tokenizer.ready)
+    def sample(self, batch: PackedBatch, marks: Sequence[Tensor] | None = None) -> Nodes:
+        """Return the nodes of `batch` to train on. marks: which graphs and nodes count, for fixed shapes."""
+        present, n_nodes = self.units(batch), self.layout.n_nodes
+        living = present[..., 0].flatten()  # an observer sees itself
+        graphs, nodes = marks or (None, None)
+        at, counted = places(present, nodes)
+        graph = (living.cumsum(0) - 1).clamp(min=0)[at // n_nodes]
+        episode = batch.packing.places(batch.device)[0]
+        if batch.sample_index:  # else as drawn
+            episode = torch.tensor(batch.sample_index).to(batch.device, non_blocking=True)[episode]
+        features = obs_to_nodes(batch["full_obs"], self.layout).flatten(0, 2)[at]
+        graphs = torch.ones(int(living.sum()), dtype=torch.bool, device=batch.device) if graphs is None else graphs
+        return Nodes(features, at % n_nodes, graph, episode[at // present[0].numel()], counted, graphs)
+
+    def _begin(self, drawn: Callable[[], Nodes]) -> None:
+        """Begin an update on nodes: initialise the codebook with encodings of the first, unless that has been done."""
+        self._drawn = drawn
+        self._started = self._started or bool(self.tokenizer.ready)
         if self._started:
             return
         codes = torch.arange(self.tokenizer.n_codes, device=self.dist.device)
-        drawn = self._draw(nodes, len(codes), "codebook")
-        if drawn is not None:
-            self.tokenizer.place(codes, drawn, 1.0)
+        encoded = self._draw(drawn(), len(codes), "codebook")
+        if encoded is not None:
+            self.tokenizer.place(codes, encoded, 1.0)
             self.tokenizer.ready.fill_(True)
+            self._started = True
 
-    def _revive_if_due(self, nodes: Nodes, finite: Tensor) -> None:
-        """Every `revive_interval` updates, move dead codes to encodings of this batch, if the update was `finite`."""
+    def _revive_if_due(self) -> None:
+        """Every `revive_interval` updates, move dead codes to encodings of this batch, if the update changed them."""
         interval, last = self.tokenizer.config.revive_interval, (1 - QUIET_SHARE) * self.config.graph_pretrain_epochs
         if not interval or self.updates % interval or self.updates > last:
             return
         dead = self.tokenizer.dead()  # the same on all ranks
         if len(dead):
-            drawn = self._draw(nodes, len(dead), "revive")
+            drawn = self._draw(self._drawn(), len(dead), "revive")
             if drawn is not None:
-                self.tokenizer.place(dead, drawn, self.tokenizer.cluster_size.mean(), finite)
+                self.tokenizer.place(dead, drawn, self.tokenizer.cluster_size.mean(), self._sound)
 
     @torch.no_grad()
     def _draw(self, nodes: Nodes, wanted: int, purpose: str) -> Tensor | None:

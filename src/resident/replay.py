@@ -82,6 +82,10 @@ class FixedPacking(Packing):
         rows = step * self.n_episodes + torch.as_tensor(episodes)
         return rows.flatten(), Packing((len(step),) * len(episodes))
 
+    def row(self, step: Tensor, episode: Tensor) -> Tensor:
+        """Return the rows of steps of episodes; those of steps before 0 are first rows."""
+        return step.clamp(min=0) * self.n_episodes + episode
+
 
 class ResidentBuffer(EpisodeBuffer):
     """`EpisodeBuffer` in one tensor [capacity, T, R] on a device; the same draws give the same batches, bit for bit.
@@ -96,6 +100,7 @@ class ResidentBuffer(EpisodeBuffer):
         self._rows = rows
         self._room = ROOM if capacity == UNLIMITED else capacity  # episodes for which there is memory
         self._memory: Tensor | None = None  # allocated with the first episode; `_records` are views of it
+        self._counted: tuple[Hashable, Tensor] | None = None
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Add episodes, oldest first; those of one block are encoded together, where the buffer is.
@@ -237,6 +242,19 @@ class ResidentBuffer(EpisodeBuffer):
         fields = self._codec.decode(self._allocated().flatten(0, 1), (places * self._rows + step).flatten())
         return PackedBatch(fields, FixedPacking((rows,) * len(places), lengths), ())
 
+    def counts(self, of: Callable[[PackedBatch], Tensor]) -> Tensor:
+        """Return on the CPU what `of` counts in each stored episode, [E, k] by its place in the memory.
+
+        of: returns [B, k] of a batch of fixed shapes. It is asked when episodes have changed, and the host waits then.
+        """
+        key = of, self.added, self.layout()
+        if self._counted is None or self._counted[0] != key:
+            lengths, found = torch.tensor([len(records) for records in self._records]), []
+            for place in torch.arange(len(lengths)).split(TOGETHER):
+                found.append(of(self.at(self._index(place), self._index(lengths[place]), self._rows)))
+            self._counted = key, torch.cat(found).cpu()
+        return self._counted[1]
+
     def layout(self) -> Hashable:
         """Return what changes when stored episodes move or are encoded in another way."""
         memory = self._allocated()
@@ -245,7 +263,7 @@ class ResidentBuffer(EpisodeBuffer):
     def clear(self) -> None:
         """Remove all episodes and start counting from 0."""
         super().clear()
-        self._memory = None
+        self._memory = self._counted = None
 
     def since(self, number: int) -> EpisodeRange:
         """Return the stored episodes from the `number`-th ever added on, as copies in main memory."""
@@ -299,3 +317,7 @@ class FixedDraw:
         parts = min(parts, drawn.shape[1])
         places, lengths = drawn.unbind()
         return [self.buffer.at(places[i::parts], lengths[i::parts], self.rows) for i in range(parts)]
+
+    def counts(self, of: Callable[[PackedBatch], Tensor]) -> Tensor:
+        """Return on the CPU what `of` counts in each drawn episode, [B, k]; see `ResidentBuffer.counts`."""
+        return self.buffer.counts(of)[self.drawn[0]]

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +30,20 @@ Inputs = tuple[Tensor, ...]
 TOLERANCE = 0.01  # of a graph's first update to the same update without it, in what the optimizer's averages moved by
 
 
-def why_packed(config: Config) -> str:
-    """Return why a run on a GPU learns from packed batches, "" where its updates have fixed shapes."""
-    if config.graph_updates is False:
-        return "graph_updates=False"
-    fixed = has_fixed_shapes(learner_class(config.learner))
-    return "" if fixed else f"learner={config.learner} has no update of fixed shapes"
+def why_packed(config: Config, kind: type[Any] | None = None) -> str:
+    """Return why a run on a GPU learns from packed batches, "" where its updates have fixed shapes.
+
+    kind: the learner of stage 1 or 2; None: that of stage 3.
+    """
+    fixed = has_fixed_shapes(kind or learner_class(config.learner))
+    problems = {
+        "graph_updates=False": config.graph_updates is False,
+        f"{kind.__name__ if kind else f'learner={config.learner}'} has no update of fixed shapes": not fixed,
+        # Groups of the same size are solved together, and each batch has other ones.
+        "mask_predictor_config.matching=type matches units": kind is not None
+        and config.mask_predictor_config.matching == "type",
+    }
+    return next((problem for problem, found in problems.items() if found), "")
 
 
 @dataclass
@@ -152,7 +161,8 @@ class FixedUpdates:
         # A graph repeats what the host decided while it was captured, which may be wrong for other episodes. So its
         # first update is undone and taken again without it, and both must agree.
         before = [value.detach().clone() for value in (*averages, *weights)]
-        graph.replay()
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):  # dropout, twice
+            graph.replay()
         replayed = [value.clone() for value in averages]
         with torch.no_grad():
             for value, old in zip((*averages, *weights), before, strict=True):

@@ -108,14 +108,14 @@ class Packing:
     def pad(self, packed: Tensor, fill: float = 0) -> Tensor:
         """Return packed rows [S, ...] as [B, T, ...], with `fill` after the end of an episode."""
         out = packed.new_full((self.n_episodes, self.n_steps, *packed.shape[1:]), fill)
-        out[self._places(packed.device)] = packed
+        out[self.places(packed.device)] = packed
         return out
 
     def pack(self, padded: Tensor) -> Tensor:
         """Return the existing rows of [B, T, ...] as [S, ...]."""
-        return padded[self._places(padded.device)]
+        return padded[self.places(padded.device)]
 
-    def _places(self, device: torch.device) -> tuple[Tensor, ...]:
+    def places(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return episode and step of each row on a device. To a GPU nothing here is copied such that the host waits."""
         return tuple(places.to(device, non_blocking=True) for places in self._rows)
 

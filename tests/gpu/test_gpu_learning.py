@@ -8,8 +8,10 @@ import warnings
 from pathlib import Path
 
 import fixed_toys
+import graph_toys
 import numpy as np
 import pytest
+import test_fixed_pretraining
 import torch
 from ddpg_toys import make_ddpg
 from preset_toys import CPU, Made, cases, config_of
@@ -18,10 +20,13 @@ from q_toys import equal, make_learner, state_of, toy_config
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.nq_learner import NQLearner
+from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.resident.replay import ResidentBuffer, StagedBuffer
 from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
 from omagd.run.reporting.metrics import Counters, Metrics
+from omagd.run.training.build import new_predictor, new_tokenizer
 from omagd.run.training.stages.base import Health
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
@@ -140,6 +145,30 @@ def test_graphs_learn_from_replay_in_main_memory():
         for updates, buffer in zip(made, there, strict=True):
             updates.update(buffer.fixed(indices), episodes=0)
     assert equal(*map(state_of, learners))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("case", test_fixed_pretraining.CASES)
+def test_captured_updates_of_pretraining_are_plain_ones_bit_for_bit(case, dropout, caplog):
+    config = graph_toys.toy_config(
+        **test_fixed_pretraining.CASES[case], tokenizer_config__dropout=dropout, dropout=dropout
+    )
+    found = []
+    for captures in (True, False):
+        torch.manual_seed(0)
+        tokenizer, dist = new_tokenizer(config, graph_toys.INFO, GPU), Dist(device=GPU)
+        learner = TokenizerLearner(tokenizer, config, graph_toys.INFO, dist)
+        if "stage2" in case:
+            predictor = new_predictor(config, graph_toys.INFO, GPU)
+            learner = PredictorLearner(predictor, tokenizer, config, graph_toys.INFO, dist)
+        updates, buffer = FixedUpdates(learner), test_fixed_pretraining.stored(GPU)
+        updates._captures = captures
+        for indices in 8 * test_fixed_pretraining.draws(3)[1:]:
+            updates.update(buffer.fixed(indices), episodes=0)
+        assert not captures or any(shape.graph is not None for shape in updates._shapes.values())
+        found.append(state_of(learner))
+    assert caplog.records == []
+    assert equal(*found)
 
 
 def gradients(device, episodes, **updates):

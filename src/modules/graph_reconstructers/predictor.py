@@ -70,7 +70,7 @@ def last_seen_step(seen: Tensor, packing: Packing) -> Tensor:
 
     The running maximum of the steps at which it was seen, shifted by one step. seen: [S, n, N] bool.
     """
-    at = torch.where(seen, packing.step.to(seen.device, non_blocking=True)[:, None, None], -1)
+    at = torch.where(seen, packing.places(seen.device)[1][:, None, None], -1)
     # The largest step so far at which it was seen is the last one; shifted, as a row must not see itself.
     padded = packing.pad(at, -1).cummax(dim=1).values
     before = torch.cat([torch.full_like(padded[:, :1], -1), padded[:, :-1]], dim=1)
@@ -87,8 +87,7 @@ class PackedHistory:
     def __init__(self, ids: Tensor, packing: Packing, config: MaskPredictorConfig, specials: Specials) -> None:
         self._ids, self._packing, self._config, self._specials = ids, packing, config, specials
         self._device = ids.device
-        places = (packing.step, packing.episode)
-        self._step, self._episode = (place.to(ids.device, non_blocking=True) for place in places)
+        self._episode, self._step = packing.places(ids.device)
         self._last_step = last_seen_step(self._ids < self._specials.n_codes, packing)
 
     def frames(self, rows: Tensor, agents: Tensor) -> Frames:

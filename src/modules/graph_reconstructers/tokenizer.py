@@ -131,14 +131,18 @@ class Tokenizer(nn.Module):
         return table
 
     @torch.no_grad()
-    def sums(self, encoded: Tensor, ids: Tensor) -> CodeSums:
-        """Return what encodings [M, E] with ids [M] contribute to each code."""
-        counts, total = torch.bincount(ids, minlength=self.n_codes), torch.zeros_like(self.codebook)
+    def sums(self, encoded: Tensor, ids: Tensor, counted: Tensor | None = None) -> CodeSums:
+        """Return what encodings [M, E] with ids [M] contribute to each code. counted: [M] bool; None: all are."""
+        one, encoded = torch.ones_like(ids), encoded.detach()
+        if counted is not None:
+            one, encoded = one * counted, encoded * counted[:, None]
+        # `bincount` would make the host wait for the largest id.
+        counts, total = one.new_zeros(self.n_codes).index_add_(0, ids, one), torch.zeros_like(self.codebook)
         if total.is_cuda:  # there `index_add_` adds in any order, and two runs would differ
             # Sorted sums: the same bits at every run.
-            total.index_put_((ids,), encoded.detach(), accumulate=True)
+            total.index_put_((ids,), encoded, accumulate=True)
         else:
-            total.index_add_(0, ids, encoded.detach())
+            total.index_add_(0, ids, encoded)
         return CodeSums(counts, total)
 
     @torch.no_grad()

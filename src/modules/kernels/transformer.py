@@ -58,24 +58,24 @@ class Attention(torch.autograd.Function):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """L = -sum over tokens of log p[target], p = softmax(logits).
+    """L = -sum over tokens of w log p[target], p = softmax(logits).
 
-    dL/dlogits = p - onehot(target), because d log p[t] / d logits = onehot(t) - p. Written at once instead of passing
-    through three matrices of [M, K + 1]. Compared with `F.cross_entropy`: tests/test_networks.py.
+    dL/dlogits = w (p - onehot(target)), because d log p[t] / d logits = onehot(t) - p. Written at once instead of
+    passing through three matrices of [M, K + 1]. Compared with `F.cross_entropy`: tests/test_networks.py.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, log_p: Tensor, target: Tensor) -> Tensor:
-        """Return the sum over tokens."""
-        ctx.save_for_backward(log_p, target)
+    def forward(ctx: Any, logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        """Return the sum over tokens. weight: w, [M]."""
+        ctx.save_for_backward(log_p, target, weight)
         ctx.dtype = logits.dtype
-        return -log_p.gather(1, target[:, None])[:, 0].sum()
+        return -(log_p.gather(1, target[:, None])[:, 0] * weight).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the logits."""
-        log_p, target = ctx.saved_tensors
-        scale = grad.expand(len(target), 1)
+        log_p, target, weight = ctx.saved_tensors
+        scale = (grad * weight)[:, None]
         # p - onehot: pulls the true token up and all others down by what they were given.
-        return log_p.exp().mul_(scale).scatter_add_(1, target[:, None], -scale).to(ctx.dtype), None, None
+        return log_p.exp().mul_(scale).scatter_add_(1, target[:, None], -scale).to(ctx.dtype), None, None, None

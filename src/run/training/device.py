@@ -161,6 +161,14 @@ def ranks_per_gpu(world_size: int) -> int:
     return -(-ranks_here(world_size) // torch.cuda.device_count())
 
 
+def room_for_episodes(config: Config, dist: Dist) -> float:
+    """Return how many gigabytes of its GPU a rank may fill with episodes."""
+    import torch
+
+    free = torch.cuda.mem_get_info(dist.device)[0] / ranks_per_gpu(dist.world_size) / GIGABYTE
+    return REPLAY_SHARE * min(free, config.max_memory_per_gpu_gb or free)
+
+
 def replay_device(config: Config, info: EnvInfo, dist: Dist) -> tuple[torch.device, str]:
     """Return where a rank keeps its replay; and why, in words, if it has a GPU."""
     import torch
@@ -171,9 +179,7 @@ def replay_device(config: Config, info: EnvInfo, dist: Dist) -> tuple[torch.devi
     if (given := config.buffer_cpu_only) is not None:
         place = "in main memory, from which batches are copied" if given else "on the GPU"
         return memory if given else dist.device, f"replay {place}: buffer_cpu_only={given}"
-    free = torch.cuda.mem_get_info(dist.device)[0] / ranks_per_gpu(dist.world_size) / GIGABYTE
-    room = REPLAY_SHARE * min(free, config.max_memory_per_gpu_gb or free)
-    need = replay_bytes(config, info) / GIGABYTE
+    room, need = room_for_episodes(config, dist), replay_bytes(config, info) / GIGABYTE
     place, fits = ("on the GPU", "fit") if need <= room else ("in main memory", "do not fit")
     why = f"replay {place}: {need:.2f} GB when full {fits} into a quarter of its free memory, {room:.2f} GB"
     return dist.device if need <= room else memory, why

@@ -8,13 +8,14 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from omagd import learners
 from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.episode_codec import Codec
 from omagd.learners.graph_metrics import summarise
 from omagd.learners.protocol import PretrainingLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
@@ -22,14 +23,20 @@ from omagd.modules.graph_reconstructers import training_fields
 from omagd.modules.graph_reconstructers.pretrained import describe
 from omagd.run.checkpoint.store import Attribute, StageResult
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, TOKENIZER_FILE, keep_file
+from omagd.run.memory_budget import GIGABYTE
 from omagd.run.reporting.metrics import Every, Metrics
 from omagd.run.training.build import new_predictor, new_tokenizer, pretrain_policy
+from omagd.run.training.device import room_for_episodes
 from omagd.run.training.judges import Verdict, judges
 from omagd.run.training.stages.base import PretrainedModules, Session, Stage, Task, require_same_weights
+from omagd.runners.rollout import row_fields
 from omagd.utils.logging import Progress
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import seed_everything
 from omagd.utils.storage import STORAGE
+
+if TYPE_CHECKING:
+    from omagd.resident.updates import FixedUpdates
 
 TOGETHER = 32  # episodes that are read together
 PROGRESS = {"best": "best", "last": "last", "missing": "_missing"}
@@ -62,6 +69,7 @@ class PretrainStage(Stage):
         self.dues["test"] = evaluation
         self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self._is_over(), self.evaluate)]
         self._missing: dict[str, int] = {}
+        self._fixed: FixedUpdates | None = None
         self._make_room()
         self._policies: dict[str, Any] = {}
         self._learned = False
@@ -145,8 +153,13 @@ class PretrainStage(Stage):
                 self.learner.begin(partial(in_batches, self._episodes, self.session.dist.device))
         size = min(config.graph_pretrain_batch_size, len(self._episodes))
         with self.session.profiler.phases("sample"):
-            batch = self._episodes.sample(size, self.rng(f"{self.name} sampling")).to(self.session.dist.device)
-        self.trained_on.add(self.health.note(self.learner.update(batch)), prefix="train/")
+            drawn = self._episodes.draw(size, self.rng(f"{self.name} sampling"))
+            packed = None if self._fixed else self._episodes.batch(drawn).to(self.session.dist.device)
+        if self._fixed is None:
+            stats = self.learner.update(cast(PackedBatch, packed))
+        else:
+            stats = self._fixed.update(cast(Any, self._episodes).fixed(drawn), episodes=0)
+        self.trained_on.add(self.health.note(stats), prefix="train/")
 
     def advance(self) -> None:
         """Count the epoch, if there was one."""
@@ -236,9 +249,36 @@ class PretrainStage(Stage):
         """Create buffers for the episodes that are missing."""
         pretrained, slots = self.pretrained, self.session.env.n_slots
         room = {name: self.session.rounds(count) * slots for name, count in self._wanted().items()}
+        fixed, stored = self._fixed_shapes(room.get("pretrain", 1))
         if pretrained.train_episodes is None or pretrained.held_out is None:
-            pretrained.train_episodes = EpisodeBuffer(room.get("pretrain", 1))
+            pretrained.train_episodes = stored
             pretrained.held_out = EpisodeBuffer(room["held_out"])
+        self._fixed = fixed
+
+    def _fixed_shapes(self, episodes: int) -> tuple[FixedUpdates | None, EpisodeBuffer]:
+        """Return updates of fixed shapes, None for packed batches, and room for `episodes` where these read them.
+
+        Where fixed shapes are wanted, but cannot be, the log says why.
+        """
+        config, dist, info = self.session.config, self.session.dist, self.session.info
+        if config.evaluation_only or not (config.graph_updates or dist.device.type == "cuda"):
+            return None, EpisodeBuffer(episodes)
+        from omagd.resident.replay import ResidentBuffer  # other runs load none of it
+        from omagd.resident.updates import FixedUpdates, why_packed
+
+        there = self.pretrained.train_episodes
+        why = why_packed(config, type(self.learner))
+        if there is not None and not isinstance(there, ResidentBuffer):
+            why = why or "the episodes of the stage before are in main memory"
+        elif there is None and dist.device.type == "cuda" and torch.cuda.is_available():
+            fields = row_fields(info, full_obs=True)
+            width = Codec({name: fields[name] for name in training_fields(config)}).width
+            need, room = width * (info.episode_limit + 1) * episodes / GIGABYTE, room_for_episodes(config, dist)
+            why = why or (f"{need:.2f} GB of episodes do not fit into {room:.2f} GB" if need > room else "")
+        if why:
+            self.session.logger.info(f"{self.name}: updates are not CUDA graphs, which is slower: {why}")
+            return None, EpisodeBuffer(episodes)
+        return FixedUpdates(cast(Any, self.learner)), ResidentBuffer(episodes, dist.device, info.episode_limit + 1)
 
     def _play(self, purpose: str, into: EpisodeBuffer) -> int:
         """Play one round of all slots; return how many episodes that are over all ranks."""

@@ -1,0 +1,121 @@
+"""Updates of fixed shapes in stages 1 and 2: those of packed batches, without a value that the host reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ddp_harness import run_ranks
+from graph_toys import INFO, graph_learner, toy_config, toy_episodes
+from q_toys import equal, state_of
+from simulated_gpu import DEVICE, simulated_gpu
+
+from omagd.learners.predictor_learner import PredictorLearner
+from omagd.learners.pretraining import few
+from omagd.learners.tokenizer_learner import TokenizerLearner
+from omagd.resident.replay import ResidentBuffer
+from omagd.resident.updates import FixedUpdates
+from omagd.run.training.build import new_predictor, new_tokenizer
+from omagd.utils.dist_utils import Dist
+
+torch.set_num_threads(1)
+CPU, HELD, BATCH = torch.device("cpu"), 12, 5
+CASES: dict[str, dict[str, Any]] = {
+    "stage1": {"tokenizer_config__dead_code_threshold": 0.6},
+    "stage1 in parts": {"tokenizer_config__dead_code_threshold": 0.6, "graph_frames_at_once": 30},
+    "stage2": {},
+    "stage2 in parts": {"graph_frames_at_once": 20, "stacked_steps": 3, "stacked_strip": 1},
+    "stage2 GRU": {"use_gru": True, "last_seen": False, "code_features": False},
+}
+
+
+def stored(device: torch.device = CPU) -> ResidentBuffer:
+    """Return a full buffer whose first episode was replaced, one of them without a living agent."""
+    buffer = ResidentBuffer(HELD, device, INFO.episode_limit + 1)
+    episodes = toy_episodes(HELD + 1, seed=2)
+    episodes[4] = {name: torch.zeros_like(value) for name, value in episodes[4].items()}
+    buffer.add(episodes)
+    return buffer
+
+
+def draws(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [[3], *(rng.choice(HELD, BATCH, replace=False).tolist() for _ in range(count))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_updates_are_those_of_packed_batches(case: str) -> None:
+    """The same codebook, codes and weights; dead codes revived on the way, and first an update without a sample."""
+    packed, fixed = (graph_learner(case.split()[0], **CASES[case]) for _ in range(2))
+    buffer, updates = stored(), FixedUpdates(fixed)
+    before, placed, place = state_of(packed), [], fixed.tokenizer.place
+    fixed.tokenizer.place = lambda codes, *given: (placed.append(len(codes)), place(codes, *given))
+    for indices in draws(6):
+        wanted, found = packed.update(buffer.batch(indices)), updates.update(buffer.fixed(indices), episodes=0)
+        for name, (total, count) in wanted.items():
+            assert float(found[name][1]) == float(count), name
+            torch.testing.assert_close(found[name][0].double(), total.double(), atol=1e-10, rtol=0, msg=name)
+    one, other = state_of(packed), state_of(fixed)
+    assert one.keys() == other.keys() and not equal(before, one)
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, atol=1e-10, rtol=0, msg=name)
+    assert packed.updates == fixed.updates == 7
+    assert len(placed) >= 2 or "stage2" in case, "no code was revived"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_waits_for_nothing_and_copies_nothing_but_its_inputs(case: str) -> None:
+    """So a graph of it can be captured. Dead codes are looked for between updates, and the host waits then."""
+    config = toy_config(**CASES[case], tokenizer_config__revive_interval=0)
+    with simulated_gpu() as gpu:
+        tokenizer, dist = new_tokenizer(config, INFO, DEVICE), Dist(device=DEVICE)
+        made: Any = TokenizerLearner(tokenizer, config, INFO, dist)
+        if "stage2" in case:
+            made = PredictorLearner(new_predictor(config, INFO, DEVICE), tokenizer, config, INFO, dist)
+        buffer, updates = stored(DEVICE), FixedUpdates(made)
+        updates.update(buffer.fixed(draws(1)[1]), episodes=0)
+        gpu.waits.clear()
+        updates.update(draw := buffer.fixed(draws(2)[2]), episodes=0)
+        assert not gpu.waits, gpu.waits
+        inputs = updates._load(made.fixed_inputs(draw))
+        gpu.sent.clear()
+        made.learn_fixed(draw, inputs)
+        assert not gpu.sent, gpu.sent
+
+
+def test_updates_have_few_shapes() -> None:
+    sizes = [few(count) for count in range(1, 2049)]
+    assert len(set(sizes)) < 45 and all(n <= size <= 1.25 * n for n, size in enumerate(sizes, start=1))
+
+
+def of_ranks(rank: int, dist: Dist, cases: list[str]) -> dict[str, Any]:
+    """Return the states of learners after updates of fixed shapes on a rank's share of the episodes."""
+    out = {}
+    for case in cases:
+        made = graph_learner(case.split()[0], dist=dist, **CASES[case])
+        buffer, updates = stored(), FixedUpdates(made)
+        for indices in draws(6):
+            updates.update(buffer.fixed(shares(indices)[rank]), episodes=0)
+        out[case] = state_of(made)
+    return out
+
+
+def shares(indices: list[int]) -> list[list[int]]:
+    """Return the episodes of two ranks; of a single one both ranks have it, which has no sample."""
+    return [indices[:3], indices[3:]] if len(indices) > 1 else [indices, indices]
+
+
+def test_two_ranks_learn_what_one_process_learns_from_all_their_episodes() -> None:
+    """Codes are revived from the nodes of both, numbered by rank and episode."""
+    cases = ["stage1 in parts", "stage2 in parts"]
+    ranks = run_ranks(of_ranks, cases)
+    for case in cases:
+        assert equal(*(rank[case] for rank in ranks))
+        one = graph_learner(case.split()[0], **CASES[case])
+        buffer, updates = stored(), FixedUpdates(one)
+        for indices in draws(6):
+            updates.update(buffer.fixed(indices), episodes=0)
+        for name, value in state_of(one).items():
+            torch.testing.assert_close(ranks[0][case][name], value, atol=1e-10, rtol=0, msg=name)
