@@ -1,7 +1,6 @@
 """What the learners of stages 1 and 2 share: one trained module, its optimizer, and batches in parts.
 
-Updates of fixed shapes read the units that count from the S n N places of a batch, as many as the drawn episodes hold:
-the host knows how many that are, since it has counted them once in each stored episode.
+Updates of fixed shapes gather the units that count; the host knows their number, as it counts them once per episode.
 Shapes: S rows, n agents, N units of a frame, B episodes.
 """
 
@@ -65,7 +64,7 @@ class GraphLearner(SavesParts):
 
     @abstractmethod
     def sample(self, batch: PackedBatch, *, marks: Sequence[Tensor] | None = None) -> Any:
-        """Return what the loss reads of a batch."""
+        """Return what the loss reads of a batch. marks: which frames and units count, for fixed shapes."""
 
     def steps(self) -> tuple[SyncedOptimizer, ...]:
         """Return what takes optimisation steps."""
@@ -95,7 +94,7 @@ class GraphLearner(SavesParts):
         """Do what follows a step: count it."""
         self.updates += 1
 
-    def _fixed_parts(self, draw: Draw, inputs: tuple[Tensor, ...]) -> list[Any]:
+    def _fixed_parts(self: Any, draw: Draw, inputs: tuple[Tensor, ...]) -> list[Any]:
         """Return the samples of an update of fixed shapes, part by part."""
         drawn, frames, units = inputs
         self._loss.train()
