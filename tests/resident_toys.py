@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from graph_toys import SMALL as SMALL_GRAPHS
 from q_toys import toy_config
@@ -86,12 +87,20 @@ def explore(epsilon: float) -> Exploration:
     return Exploration(epsilon, np.random.default_rng(0))
 
 
-def assert_same(one: Rollout, other: Rollout, rounded: tuple[str, ...] = ()) -> None:
-    """Compare rounds bit for bit; the fields `rounded` may differ by the rounding of a sum."""
-    assert one.log == other.log
-    assert one.stats == other.stats
-    assert len(one.episodes) == len(other.episodes)
-    for a, b in zip(one.episodes, other.episodes, strict=True):
+def assert_same(one: Rollout, other: Rollout, rounded: tuple[str, ...] = (), ordered: bool = True) -> None:
+    """Compare rounds bit for bit; the fields `rounded` may differ by the rounding of a sum.
+
+    ordered: whether the episodes are in one order, which several of each slot are not.
+    """
+    if ordered:
+        assert one.stats == other.stats
+    logs, kept = ([rollout.log for rollout in (one, other)], [rollout.episodes for rollout in (one, other)])
+    if not ordered:
+        assert one.stats == {name: pytest.approx(pair) for name, pair in other.stats.items()}
+        logs = [sorted(log, key=lambda entry: entry["seed"]) for log in logs]
+        kept = [sorted(episodes, key=lambda e: e.meta.seed) for episodes in kept]
+    assert logs[0] == logs[1]
+    for a, b in zip(*kept, strict=True):
         assert (a.meta, a.meta.outcome) == (b.meta, b.meta.outcome)  # which equality leaves out
         assert list(a) == list(b)
         for name in a:

@@ -65,16 +65,16 @@ class OnPolicyData:
     are part of the next batch, and of checkpoints.
 
     Args:
-        config: the run. device: of the learner.
+        config: the run. device: of the learner. buffer: where episodes wait; None: in main memory.
     """
 
     log_name: ClassVar[str] = "on_policy"
     sampled: ClassVar[bool] = False
     batches_per_iteration = 1
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, buffer: EpisodeBuffer | None = None) -> None:
         self.quota = config.batch_size
-        self.buffer = EpisodeBuffer(UNLIMITED)
+        self.buffer = EpisodeBuffer(UNLIMITED) if buffer is None else buffer
         self._device = device
 
     def add(self, episodes: Iterable[Episode]) -> None:
@@ -112,14 +112,14 @@ class GroupData(OnPolicyData):
     between rounds only: ending one would prefer short episodes.
 
     Args:
-        config: the run. dist: the ranks, and the device of the learner.
+        config: the run. dist: the ranks, and the device of the learner. buffer: as in `OnPolicyData`.
 
     Attributes:
         again: the tasks of the groups that the last round has lost.
     """
 
-    def __init__(self, config: Config, dist: Dist) -> None:
-        super().__init__(config, dist.device)
+    def __init__(self, config: Config, dist: Dist, buffer: EpisodeBuffer | None = None) -> None:
+        super().__init__(config, dist.device, buffer)
         self._drops = config.enable_dynamic_sampling
         self._wanted = math.ceil(config.batch_size / config.group_size)
         self._least_rounds = math.ceil(self._wanted * config.group_size / config.batch_size_run)

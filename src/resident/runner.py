@@ -1,13 +1,13 @@
 """A runner whose battles, observations, guesses, agents, choices and episodes stay in a device's memory.
 
 Every tick has the same shapes and launches the same work for all slots, so on a GPU it is one CUDA graph, and no value
-is read between two ticks. Slots whose episodes have ended stay as they are: their closing row is written again.
-Shapes: B slots, K episodes of each, E = K B episodes, L the step limit, n agents, A actions.
+is read between two ticks. Shapes: B slots, E episodes of a round, L the step limit, n agents, A actions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from omagd import controllers, envs
+from omagd.components.action_selectors import LOG_PROB, chooses_on_device
+from omagd.components.episode_codec import Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
@@ -33,7 +35,7 @@ from omagd.runners.rollout import Rollout, row_fields
 from omagd.runners.runner import Runner
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta
-from omagd.utils.seeding import Origins, uniform
+from omagd.utils.seeding import NO_GROUP, Origins
 
 RETURN, LENGTH, END, RESULTS = range(4)
 """Columns of `ResidentLoop.results`: return, length, the tick at which the episode ended, then the game's results."""
@@ -42,42 +44,23 @@ GREEDY = -1.0  # an epsilon below every random number
 LOOK_EVERY = 8  # ticks between two looks at whether slots still play
 
 
-def choose(q: Tensor, available: Tensor, epsilon: Tensor, seed: Tensor, step: Tensor) -> Tensor:
-    """Return [B, n] int64: with probability epsilon an available action, uniformly; otherwise the best one.
-
-    The random numbers of an action are a function of its episode's seed, its step and its agent alone.
-
-    q: [B, n, A]. available: [B, n, A] bool. epsilon: scalar. seed, step: [B] int64.
-    """
-    best = q.masked_fill(~available, -torch.inf).argmax(dim=-1)
-    n = best.shape[1]
-    number = 2 * (step.unsqueeze(1) * n + torch.arange(n, device=step.device))
-    key = seed.unsqueeze(1)
-    wanted = (uniform(number + 1, key) * available.sum(dim=-1)).floor()
-    # The available action number `wanted`. A product counts exactly, and on a GPU many times faster than `cumsum`.
-    many = available.shape[-1]
-    counts = available.float() @ torch.ones(many, many, device=q.device).triu()
-    anything = (counts > wanted.unsqueeze(-1)).int().argmax(dim=-1)
-    return torch.where(uniform(number, key) < epsilon, anything, best)
-
-
 class ResidentLoop:
-    """Plays K episodes in every slot; a slot whose episode has ended begins its next one at once.
+    """Plays E episodes in B slots; a slot whose episode has ended takes the next one that has not begun.
 
     Args:
-        game: what is played. mac: acts. info: sizes. episodes: K. full_obs: whether to record `full_obs`.
+        game: what is played. mac: acts. info: sizes. episodes: E. full_obs: whether to record `full_obs`.
         keep: whether to record rows.
 
     Attributes:
-        rows: name -> [E, L + 1, ...], the episodes; episode e is number e // B of slot e % B.
-        results: [E, columns] float64, as above.
+        rows: name -> [E, L + 1, ...], the episodes. results: [E, columns] float64, as above.
     """
 
     def __init__(
         self, game: ResidentGame, mac: BasicMAC, info: EnvInfo, episodes: int, full_obs: bool, keep: bool
     ) -> None:
         self.game, self.episodes, slots = game, episodes, game.n_slots
-        self._actor, self._dtype, self._see_all = mac.actor, mac.dtype, full_obs or mac.wants_full_obs
+        self._actor, self._selector, self._dtype = mac.actor, mac.selector, mac.dtype
+        self._see_all = full_obs or mac.wants_full_obs
         self._reads_full, self._n_rows = mac.wants_full_obs, info.episode_limit + 1
         reconstructor: TokenReconstructor | None = getattr(mac, "reconstructor", None)
         self._guesses = None if reconstructor is None else ResidentReconstruction(reconstructor, slots)
@@ -86,21 +69,19 @@ class ResidentLoop:
         def counts(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        fields = row_fields(info, full_obs)
-        if self._guesses is not None:
-            fields[self._guesses.field] = self._guesses.stored.dtype, tuple(self._guesses.stored.shape[1:])
-        self.rows = {
-            name: torch.zeros(episodes * slots, self._n_rows, *shape, dtype=kind, device=device)
-            for name, (kind, shape) in fields.items()
+        # One episode more than there are, number E: idle slots play it, in a seed and rows that nobody reads.
+        self._rows = {
+            name: torch.zeros(episodes + 1, self._n_rows, *shape, dtype=kind, device=device)
+            for name, (kind, shape) in self._fields(mac, info, full_obs).items()
             if keep
         }
-        columns = RESULTS + len(game.results)
-        self.results = torch.zeros(episodes * slots, columns, dtype=torch.float64, device=device)
+        self._results = torch.zeros(episodes + 1, RESULTS + len(game.results), dtype=torch.float64, device=device)
+        self.rows, self.results = {name: rows[:-1] for name, rows in self._rows.items()}, self._results[:-1]
         self._returned = torch.zeros(slots, dtype=torch.float64, device=device)
         self._epsilon = torch.zeros((), dtype=torch.float64, device=device)
-        self._seeds, self._tick = counts(episodes, slots), counts()
-        self._seed, self._step, self._number, self._slot = (counts(slots) for _ in range(4))
-        self._slot += torch.arange(slots, device=device)
+        self._seeds, self._keys, self._tick, self._next = counts(episodes + 1), counts(episodes + 1), counts(), counts()
+        self._seed, self._key, self._step, self._episode = (counts(slots) for _ in range(4))
+        self._first = torch.arange(slots, device=device)
         self._playing, self._closing, self._again = (
             torch.zeros(slots, dtype=torch.bool, device=device) for _ in range(3)
         )
@@ -111,16 +92,24 @@ class ResidentLoop:
         self._outcome: Outcome
         self._watch = Watch(device)
         parts = [self._play_tick] if game.capturable else [self._observe, self._act, self._step_all, self._note]
-        if not game.capturable and episodes > 1:
+        if not game.capturable and episodes > slots:
             parts.append(self._restart)
         of_game = () if game.capturable else (self._observe, self._step_all, self._restart)
         self._parts = [part if part in of_game else Captured(part, device) for part in parts]
 
+    def _fields(self, mac: BasicMAC, info: EnvInfo, full_obs: bool) -> Spec:
+        """Return the fields of rows: (type, shape) by name."""
+        found = row_fields(info, full_obs)
+        if self._guesses is not None:
+            found[self._guesses.field] = self._guesses.stored.dtype, tuple(self._guesses.stored.shape[1:])
+        return {**found, LOG_PROB: (torch.float32, (info.n_agents,))} if mac.outputs_logits else found
+
     @torch.no_grad()
-    def play(self, seeds: np.ndarray, explore: Exploration | None, ticked: Callable[[bool], None]) -> None:
-        """Play all episodes. seeds: [K, B] int64. explore: None to act greedily. ticked: called before each tick."""
-        self._begin(torch.from_numpy(seeds), explore)
-        for tick in range(self.episodes * self._n_rows):
+    def play(self, origins: Origins, explore: Exploration | None, ticked: Callable[[bool], None]) -> None:
+        """Play the E episodes of `origins`. explore: None to act greedily. ticked: called before each tick."""
+        self._begin(origins, explore)
+        # By the end of m (L + 1) ticks every slot has played m episodes, if there are so many.
+        for tick in range(-(-self.episodes // self.game.n_slots) * self._n_rows):
             ticked(True)
             self.tick()
             if self._watch.over(tick, self._playing, self._closing):
@@ -131,14 +120,16 @@ class ResidentLoop:
         for part in self._parts:
             part()
 
-    def _begin(self, seeds: Tensor, explore: Exploration | None) -> None:
+    def _begin(self, origins: Origins, explore: Exploration | None) -> None:
         everyone = torch.ones_like(self._playing)
-        self._seeds.copy_(seeds, non_blocking=True)
+        for kept, given in ((self._seeds, origins.seed), (self._keys, origins.keys)):
+            kept[:-1].copy_(torch.from_numpy(given), non_blocking=True)
         self._epsilon.fill_(GREEDY if explore is None else explore.epsilon)
         self._start.copy_(self._actor.init_hidden(len(everyone)))
-        for counter in (self._tick, self._step, self._number, self._returned, self._closing):
+        for counter in (self._tick, self._closing, self.game.faults):
             counter.zero_()
-        self.game.faults.zero_()
+        self._episode.copy_(self._first)
+        self._next.fill_(len(everyone))
         self._again.copy_(everyone)
         self._forget()
         self._restart()
@@ -149,7 +140,7 @@ class ResidentLoop:
         self._act()
         self._step_all()
         self._note()
-        if self.episodes > 1:
+        if self.episodes > len(self._first):
             self._restart()
 
     def _observe(self) -> None:
@@ -161,13 +152,13 @@ class ResidentLoop:
         if self._guesses is not None:
             features, guessed = self._guesses.tick(shown.obs, self._step, self._playing | self._closing)
         q, hidden = self._actor.step(AgentInputs(features.to(self._dtype), self._last_action, guessed), self._hidden)
-        actions = choose(q, shown.avail, self._epsilon, self._seed, self._step)
+        actions, beside = self._selector.on_device(q, shown.avail, self._epsilon, self._key, self._step)
         self._chosen.copy_(actions.masked_fill(~self._playing.unsqueeze(1), 0))
         self._hidden.copy_(hidden)
         self._last_action.copy_(self._chosen)
         self._record({
             "obs": shown.obs, "state": shown.state, "avail_actions": shown.avail, "full_obs": shown.full,
-            "actions": self._chosen,
+            "actions": self._chosen, **beside,
         })  # fmt: skip
 
     def _step_all(self) -> None:
@@ -181,16 +172,20 @@ class ResidentLoop:
         self._step += self._playing
         self._returned += outcome.reward
         self._note_ended(outcome)
-        self._again.copy_(self._closing & (self._number < self.episodes - 1))
-        self._number += self._again
+        # Closing rows are written: these slots take the next episodes, in the slots' order.
+        upcoming = self._closing.cumsum(0) + self._next
+        self._next.copy_(upcoming[-1])
+        self._episode.copy_(torch.where(self._closing, upcoming - 1, self._episode).clamp_(max=self.episodes))
+        self._again.copy_(self._closing & (self._episode < self.episodes))
         self._playing.logical_and_(~outcome.over).logical_or_(self._again)
         self._closing.copy_(outcome.over)
         self._forget()
 
     def _forget(self) -> None:
-        """Begin the episode `_number` of the slots `_again`, but for the game's own part."""
+        """Begin the episode `_episode` of the slots `_again`, but for the game's own part."""
         which = self._again
-        self._seed.copy_(torch.where(which, self._seeds.gather(0, self._number.unsqueeze(0)).squeeze(0), self._seed))
+        for own, each in ((self._seed, self._seeds), (self._key, self._keys)):
+            own.copy_(each.index_select(0, self._episode))
         self._step.masked_fill_(which, 0)
         self._returned.masked_fill_(which, 0)
         self._last_action.masked_fill_(which.unsqueeze(1), -1)
@@ -206,10 +201,10 @@ class ResidentLoop:
         """Write fields of the row of each slot's step."""
         if self._guesses is not None and "obs" in values:
             values[self._guesses.field] = self._guesses.stored
-        place = (self._number * len(self._slot) + self._slot) * self._n_rows + self._step
+        place = self._episode * self._n_rows + self._step
         for name, value in values.items():
-            if name in self.rows:
-                rows = self.rows[name]
+            if name in self._rows:
+                rows = self._rows[name]
                 rows.flatten(0, 1).index_copy_(0, place, value.to(rows.dtype))
 
     def _note_ended(self, outcome: Outcome) -> None:
@@ -218,9 +213,7 @@ class ResidentLoop:
         columns = [self._returned, self._step, self._tick.expand_as(self._step)]
         columns += [results[name] for name in self.game.results]
         found = torch.stack([column.double() for column in columns], dim=1)
-        episode = self._number * len(self._slot) + self._slot
-        kept = self.results.index_select(0, episode)
-        self.results.index_copy_(0, episode, torch.where(outcome.over.unsqueeze(1), found, kept))
+        self._results.index_copy_(0, torch.where(outcome.over, self._episode, self.episodes), found)
 
 
 class Watch:
@@ -252,7 +245,6 @@ class Watch:
         return False
 
 
-SELECTORS = "greedy", "epsilon_greedy"
 OVERRIDDEN = "act", "select_actions", "_build_inputs", "_values", "_update_state"
 """Methods of controllers that work on NumPy arrays; a controller with others than these two have cannot act here."""
 
@@ -275,10 +267,10 @@ def plays_here(kind: type) -> bool:
 class ResidentRunner(Runner):
     """Plays rounds as `ParallelRunner` does, on the device of the agents: the host looks once, when a round is over.
 
-    The same episodes for the same seeds and actions. Exploration differs: an action is a function of its episode's
-    seed, its step and its agent, so it depends on no other episode. Policies that are no plain controllers (scripts,
-    recorders) play in the environment, as with `ParallelRunner`. Episodes are views of memory that the next call uses
-    again.
+    The same episodes for the same seeds and actions. Random actions differ: they are a function of the episode, its
+    step and the agent, so they depend on no other episode. Policies that are no plain controllers (scripts, recorders)
+    play in the environment, as with `ParallelRunner`. Episodes are views of memory that the next call uses again.
+    They are in the order of their last tick, then of their place in the round.
     """
 
     _made: tuple[tuple[object, ...], ResidentLoop] | None = None  # the last loop, and for what
@@ -291,9 +283,8 @@ class ResidentRunner(Runner):
         on_gpu = config.use_cuda and torch.cuda.is_available() and not config.cpu_inference
         problems = {
             "plays in no other process, so not with env_processes=True": config.env_processes,
-            f"chooses {' or '.join(SELECTORS)}, not action_selector={config.action_selector}": (
-                config.action_selector not in SELECTORS
-            ),
+            f"action_selector={config.action_selector} cannot choose on a device"
+            " (omagd.components.action_selectors.SelectorOnDevice)": not chooses_on_device(config.action_selector),
             "plays one map, not a set of maps": task_set(config.env_args.get("map_name")) is not None,
             "shows agents what they see or everything, so not with use_team_obs=True": config.use_team_obs,
             f"reconstructs with mask_predictor_config.kind=masked, not kind={kind}": (
@@ -322,17 +313,18 @@ class ResidentRunner(Runner):
         full_obs: bool = False,
         keep: bool = True,
     ) -> Rollout:
-        """Play `episodes_per_slot` episodes in every slot. Arguments and result: as in `Runner.run`."""
+        """Play `episodes_per_slot` episodes for every slot. Arguments and result: as in `Runner.run`."""
         if not isinstance(policy, BasicMAC):
             return super().run(
                 policy, explore=explore, episodes_per_slot=episodes_per_slot, full_obs=full_obs, keep=keep
             )
         self.prepare()
         policy.refresh()
-        loop = self._resident(policy, episodes_per_slot, full_obs, keep)
-        origins = [self.stream.origins(np.ones(self.env.n_slots, bool)) for _ in range(episodes_per_slot)]
-        seeds = np.stack([each.seed for each in origins])
-        loop.play(seeds, explore, self.ticked)
+        rounds = [self.stream.origins(np.ones(self.env.n_slots, bool)) for _ in range(episodes_per_slot)]
+        parts = ([getattr(each, spec.name) for each in rounds] for spec in fields(Origins))
+        origins = Origins(*map(np.concatenate, parts))
+        loop = self._resident(policy, len(origins.seed), full_obs, keep)
+        loop.play(origins, explore, self.ticked)
         self.ticked(False)
         return self._collected(loop, origins)
 
@@ -345,16 +337,15 @@ class ResidentRunner(Runner):
             self._made = key, ResidentLoop(game, mac, self.info, episodes, full_obs, keep)
         return self._made[1]
 
-    def _collected(self, loop: ResidentLoop, origins: list[Origins]) -> Rollout:
+    def _collected(self, loop: ResidentLoop, origins: Origins) -> Rollout:
         """Return what was played: the host reads the results of a round at once."""
-        slots, rollout = self.env.n_slots, Rollout()
-        results = torch.cat([loop.results.flatten(), loop.game.faults.double()]).tolist()
-        if any(results[-slots:]):
+        rollout = Rollout()
+        results = torch.cat([loop.game.faults.any().double().unsqueeze(0), loop.results.flatten()]).tolist()
+        if results[0]:
             raise RuntimeError("runner=resident: the environment was given actions that are not available")
-        found = np.array(results[:-slots]).reshape(slots * loop.episodes, -1)
-        order = np.lexsort((np.arange(len(found)) % slots, found[:, END]))
-        found, slot_of = found[order], (order % slots).tolist()
-        seed_of = np.concatenate([origin.seed for origin in origins])[order].tolist()
+        found = np.array(results[1:]).reshape(loop.episodes, -1)
+        order = found[:, END].argsort(kind="stable")
+        found, slot_of, seed_of = found[order], (order % self.env.n_slots).tolist(), origins.seed[order].tolist()
         lengths, places = found[:, LENGTH].astype(np.int64).tolist(), order.tolist()
         values = {"return": found[:, RETURN], "ep_length": found[:, LENGTH]}
         values |= {name: found[:, RESULTS + i] for i, name in enumerate(loop.game.results)}
@@ -367,9 +358,11 @@ class ResidentRunner(Runner):
         columns = slot_of, seed_of, lengths, *(values[name].tolist() for name in logged[3:])
         rollout.log = [dict(zip(logged, row, strict=True)) for row in zip(*columns, strict=True)]
         if loop.rows:
-            won = values["battle_won"].tolist()
+            group_of = ["" if group == NO_GROUP else str(group) for group in origins.group[order].tolist()]
+            tasks, won = origins.task[order].tolist(), values["battle_won"].tolist()
+            metas = map(EpisodeMeta, slot_of, seed_of, tasks, group_of, won)
             rollout.episodes = [
-                BlockEpisode(loop.rows, e, length + 1, EpisodeMeta(slot, seed, outcome=outcome))
-                for e, slot, seed, length, outcome in zip(places, slot_of, seed_of, lengths, won, strict=True)
+                BlockEpisode(loop.rows, place, length + 1, meta)
+                for place, length, meta in zip(places, lengths, metas, strict=True)
             ]
         return rollout

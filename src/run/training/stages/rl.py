@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -26,6 +26,9 @@ from omagd.run.training.stages.base import PretrainedModules, Session, Shaper, S
 from omagd.runners.rollout import Rollout
 from omagd.utils.dist_utils import Pending
 from omagd.utils.logging import Progress
+
+if TYPE_CHECKING:
+    from omagd.resident.replay import ResidentBuffer
 
 
 class RLStage(Stage):
@@ -80,26 +83,36 @@ class RLStage(Stage):
     def _data_source(self) -> DataSource:
         """Return where batches come from, as the learner's kind of data says."""
         config, device = self.session.config, self.session.dist.device
-        if config.group_size > 1:
-            return GroupData(config, self.session.dist)
-        if self.learner.data == "on_policy":
-            return OnPolicyData(config, device)
+        on_policy, on_device = self.learner.data == "on_policy", None
         if config.runner == "resident" and not config.buffer_cpu_only:
             from omagd.resident.replay import ResidentBuffer  # other runs load none of it
-            from omagd.resident.updates import FixedUpdates, uses_graph_updates
 
-            on_device = ResidentBuffer(config.buffer_size, device, self.session.info.episode_limit + 1)
-            if not uses_graph_updates(config, device, self.session.dist.world_size):
-                return ReplayData(config, self.rng("replay"), on_device, on_device.batch)
-            self._learns = FixedUpdates(cast(Any, self.learner))
-            return ReplayData(config, self.rng("replay"), on_device, on_device.fixed)
-        if config.runner == "resident" and device.type == "cuda":
+            # An on-policy batch: rounds are added while it has fewer than `batch_size` episodes.
+            most = config.batch_size + config.batch_size_run if on_policy else config.buffer_size
+            on_device = ResidentBuffer(most, device, self.session.info.episode_limit + 1)
+        elif config.runner == "resident" and device.type == "cuda":
             self.session.logger.warning(
                 "runner=resident with buffer_cpu_only=True: episodes are copied to main memory, and batches back."
                 " buffer_cpu_only=False keeps them on the GPU"
             )
+        if config.group_size > 1:
+            return GroupData(config, self.session.dist, on_device)
+        if on_policy:
+            return OnPolicyData(config, device, on_device)
+        if on_device is not None:
+            return self._replay_on_device(on_device)
         buffer = EpisodeBuffer(config.buffer_size, "cpu" if config.buffer_cpu_only else device)
         return ReplayData(config, self.rng("replay"), buffer, lambda drawn: buffer.batch(drawn).to(device))
+
+    def _replay_on_device(self, buffer: ResidentBuffer) -> ReplayData:
+        """Return batches of `buffer`: packed, or of fixed shapes with what learns from these."""
+        from omagd.resident.updates import FixedUpdates, uses_graph_updates
+
+        session, rng = self.session, self.rng("replay")
+        if not uses_graph_updates(session.config, session.dist.device, session.dist.world_size):
+            return ReplayData(session.config, rng, buffer, buffer.batch)
+        self._learns = FixedUpdates(cast(Any, self.learner))
+        return ReplayData(session.config, rng, buffer, buffer.fixed)
 
     def prepare(self) -> None:
         """Run the learner's discarded passes, which fix the order of sums."""
