@@ -51,7 +51,7 @@ def game(
     env = env or SkirmishEnv(SkirmishArgs(map_name=name, continuing_episode=True), slots)
     graphs = {**SMALL_GRAPHS, "learner": "nq_graph_learner"} if updates.get("use_graph_reconstruction") else {}
     updates = {"mac": "n_mac", "rnn_hidden_dim": 16, **graphs, **updates}
-    config = toy_config(runner=runner, batch_size_run=slots, **updates)
+    config = toy_config(runner=runner, **{"batch_size_run": slots, **updates})
     torch.manual_seed(0)
     guesses = reconstructor_of(config, env.info, device) if config.use_graph_reconstruction else None
     mac = controllers.REGISTRY.get(config.mac)(config, env.info, device, guesses)

@@ -85,6 +85,26 @@ def test_an_episode_follows_from_its_seed_whatever_plays_beside_it(guesses):
     assert any(len(e["reward"]) != len(first.episodes[0]["reward"]) for e in first.episodes)
 
 
+@pytest.mark.parametrize("options", [{}, GUESSES, PPO])
+def test_a_round_has_the_same_episodes_however_many_slots_share_it(options):
+    """And a slot that ends begins the next one: no slot is idle while an episode has not begun."""
+    ticks, found = {}, []
+    for slots in (None, 4, 5, 1):
+        plays, mac = game(slots=12, resident_slots=slots, **options)
+        counted: list[bool] = []
+        plays.ticked = counted.append
+        found.append([played(plays, mac, explore=explore(0.3), episodes_per_slot=each) for each in (1, 2)])
+        ticks[slots] = sum(counted)
+        for one, other in zip(found[0], found[-1], strict=True):
+            assert_same(one, other, rounded=("recon", LOG_PROB), ordered=False)
+    rows = [[len(e["reward"]) for e in rollout.episodes] for rollout in found[0]]
+    assert ticks[1] == sum(map(sum, rows)), "every tick plays or closes"
+    for slots in (4, 5):
+        assert ticks[slots] <= sum(sum(each) / slots + max(each) for each in rows)
+    lengths = [entry["length"] for entry in found[1][0].log]
+    assert lengths != sorted(lengths), "not all of them began together"
+
+
 def test_actions_explore_by_epsilon_and_only_among_those_available():
     slots, n, actions = 4000, 3, 5
     torch.manual_seed(1)

@@ -50,7 +50,7 @@ def test_an_episode_follows_from_its_seed_and_a_tick_reads_no_value(env):
 
 def test_values_pass_without_a_copy(env):
     """What JAX is given lies at the address of the tensor, what torch is given at that of the array."""
-    battles = env.resident(CPU)
+    battles = env.resident(CPU, SLOTS)
     assert battles._to_jax(battles._chosen).unsafe_buffer_pointer() == battles._chosen.data_ptr()
     assert battles._to_jax(battles._active).unsafe_buffer_pointer() == battles._active.data_ptr()
     battles.reset(torch.ones(SLOTS, dtype=torch.bool), torch.arange(SLOTS) + (5 << 40))

@@ -333,7 +333,8 @@ class ResidentRunner(Runner):
         key = (mac, episodes, full_obs, keep)
         if self._made is None or self._made[0] != key:
             self._made = None  # its memory first
-            game = cast(CanBeResident, self.env).resident(mac.acting_device)
+            slots = min(self.config.resident_slots or self.env.n_slots, episodes)
+            game = cast(CanBeResident, self.env).resident(mac.acting_device, slots)
             self._made = key, ResidentLoop(game, mac, self.info, episodes, full_obs, keep)
         return self._made[1]
 
