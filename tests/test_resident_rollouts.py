@@ -22,8 +22,12 @@ from omagd.components.action_selectors import LOG_PROB, EpsilonGreedy, Softmax, 
 from omagd.components.data import ReplayData
 from omagd.config.loading import resolve
 from omagd.envs.battle import maps
+from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
+from omagd.envs.battle.skirmish_env import SkirmishEnv
+from omagd.envs.task_set_env import TaskSetEnv
+from omagd.envs.task_sets import TaskSet
 from omagd.learners.nq_learner import NQLearner
 from omagd.resident.replay import ResidentBuffer
 from omagd.runners.runner import TaskStarts
@@ -105,6 +109,25 @@ def test_a_round_has_the_same_episodes_however_many_slots_share_it(options):
     assert lengths != sorted(lengths), "not all of them began together"
 
 
+@pytest.mark.parametrize("slots", [None, 5])
+def test_maps_of_a_set_are_played_one_after_another(slots):
+    """The rounds of the environment, in which they are played side by side; a test plays a held-out map alone."""
+    both, tasks = [], TaskSet("some", ("3m", "5m_vs_6m"), ("4m",))
+    for runner in ("parallel", "resident"):
+        env = TaskSetEnv(lambda name, n: SkirmishEnv(SkirmishArgs(map_name=name), n), tasks, 8)
+        stream, units = TaskStarts(1, "train", weights=(1, 2, 0)), {"agent": "hpn_rnn", "obs_agent_id": False}
+        plays, mac = game(runner=runner, slots=8, env=env, stream=stream, resident_slots=slots, **units)
+        both.append([played(plays, mac, explore=None, full_obs=True) for _ in range(2)])
+        stream.set_weights((0, 0, 1))
+        both[-1].append(played(plays, mac, explore=None, episodes_per_slot=2))
+    for one, other in zip(*both, strict=True):
+        assert_same(one, other, ordered=False)
+    assert {e.meta.task for e in both[1][1].episodes} == {0, 1}
+    assert {entry["task"] for entry in both[1][2].log} == {"4m"}
+    if slots is None:
+        assert [entry["seed"] for entry in both[0][0].log] == [entry["seed"] for entry in both[1][0].log]
+
+
 def test_actions_explore_by_epsilon_and_only_among_those_available():
     slots, n, actions = 4000, 3, 5
     torch.manual_seed(1)
@@ -183,7 +206,7 @@ def test_a_group_has_one_start_and_each_episode_its_own_actions():
 
 def test_actions_that_are_not_available_are_an_error(monkeypatch):
     plays, mac = game()
-    loop = plays._resident(mac, SLOTS, False, True)
+    (loop,) = plays._resident(mac, SLOTS, False, True)
     monkeypatch.setattr(loop, "play", lambda *_: loop.game.faults.fill_(True))
     with pytest.raises(RuntimeError, match="given actions that are not available"):
         plays.run(mac, explore=None)
@@ -242,7 +265,7 @@ def test_an_iteration_on_the_device_makes_the_host_wait_twice(monkeypatch):
 
 @pytest.mark.parametrize(("config", "env", "updates", "error"), [
     ("qmix", "matrix_game", {}, "env=matrix_game"),
-    ("qmix", "skirmish", {"env_args": {"map_name": "marine-easy"}}, "one map"),
+    ("qmix", "skirmish", {"env_args": {"map_name": "marine-easy"}, "task_dealing": "sharded"}, "=sharded"),
     ("omagd_small", "skirmish", {"cpu_inference": True}, "cpu_inference=True"),
     ("qmix", "skirmish", {"action_selector": "other"}, "action_selector=other cannot choose on a device"),
     ("qmix", "skirmish", {"env_processes": True}, "env_processes=True"),

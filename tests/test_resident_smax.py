@@ -12,7 +12,6 @@ from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration
 from omagd.envs.smax import SmaxArgs, SmaxEnv
 from omagd.utils.errors import UserError
-from omagd.utils.seeding import Origins
 
 torch.set_num_threads(1)
 
@@ -40,8 +39,8 @@ def test_an_episode_follows_from_its_seed_and_a_tick_reads_no_value(env):
     plays, mac = game(env=env)
     first = played(plays, mac, explore=explore(0.5))
     with fixed_shapes():
-        for loop in (plays._made[1], plays._resident(mac, 2 * SLOTS, True, True)):
-            loop._begin(Origins.of(np.zeros(loop.episodes, np.int64)), explore(0.5))
+        for (loop,) in (plays._made[1], plays._resident(mac, 2 * SLOTS, True, True)):
+            loop._begin(np.arange(loop.round.episodes), explore(0.5))
             for _ in range(3):
                 loop.tick()
     plays.stream.load_state_dict({"played": [0] * SLOTS, "generation": 0})

@@ -78,7 +78,7 @@ def test_a_tick_reads_no_value_and_has_fixed_shapes(options, monkeypatch):
     all_units = bool(options.get("use_graph_reconstruction"))
     rollout = played(plays, mac, explore=explore(0.3), full_obs=all_units)
     with fixed_shapes():
-        plays._made[1].tick()
+        plays._made[1][0].tick()
     monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
     with simulated_gpu() as gpu:
         on_gpu, mac = game(device=DEVICE, **options)

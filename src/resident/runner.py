@@ -31,7 +31,7 @@ from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstr
 from omagd.resident.graphs import Captured
 from omagd.resident.reconstruction import ResidentReconstruction
 from omagd.resident.replay import BlockEpisode
-from omagd.runners.rollout import Rollout, row_fields
+from omagd.runners.rollout import OF_TASKS, Rollout, row_fields
 from omagd.runners.runner import Runner
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta
@@ -44,21 +44,51 @@ GREEDY = -1.0  # an epsilon below every random number
 LOOK_EVERY = 8  # ticks between two looks at whether slots still play
 
 
-class ResidentLoop:
-    """Plays E episodes in B slots; a slot whose episode has ended takes the next one that has not begun.
+class Round:
+    """Memory of the E episodes of a round.
 
     Args:
-        game: what is played. mac: acts. info: sizes. episodes: E. full_obs: whether to record `full_obs`.
-        keep: whether to record rows.
+        fields: of rows, (type, shape) by name. rows: L + 1. columns: of results. episodes: E.
 
     Attributes:
-        rows: name -> [E, L + 1, ...], the episodes. results: [E, columns] float64, as above.
+        rows: name -> [E + 1, L + 1, ...], the episodes. results: [E + 1, columns] float64, as above. seeds, keys:
+            [E + 1] int64, of starts and of actions. Idle slots play episode E, which nobody reads.
+    """
+
+    def __init__(self, fields: Spec, rows: int, columns: int, episodes: int, device: torch.device) -> None:
+        def blank(kind: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros((episodes + 1, *shape), dtype=kind, device=device)
+
+        self.episodes = episodes
+        self.rows = {name: blank(kind, rows, *shape) for name, (kind, shape) in fields.items()}
+        self.results = blank(torch.float64, columns)
+        self.seeds, self.keys = blank(torch.int64), blank(torch.int64)
+
+    def begin(self, origins: Origins) -> None:
+        """Take the seeds and keys of the episodes."""
+        for kept, given in ((self.seeds, origins.seed), (self.keys, origins.keys)):
+            kept[:-1].copy_(torch.from_numpy(given), non_blocking=True)
+
+    @property
+    def block(self) -> dict[str, Tensor]:
+        """The rows of the E episodes, [E, L + 1, ...] by name."""
+        return {name: rows[:-1] for name, rows in self.rows.items()}
+
+
+class ResidentLoop:
+    """Plays episodes of a round in B slots; a slot whose episode has ended takes the next one that has not begun.
+
+    Args:
+        game: what is played. mac: acts. info: sizes. episodes: E, of the round. full_obs: whether to record
+            `full_obs`. keep: whether to record rows. of: the memory of the round, which loops of other maps share;
+            None: its own.
     """
 
     def __init__(
-        self, game: ResidentGame, mac: BasicMAC, info: EnvInfo, episodes: int, full_obs: bool, keep: bool
-    ) -> None:
-        self.game, self.episodes, slots = game, episodes, game.n_slots
+        self, game: ResidentGame, mac: BasicMAC, info: EnvInfo, episodes: int, full_obs: bool, keep: bool,
+        of: Round | None = None,
+    ) -> None:  # fmt: skip
+        self.game, slots = game, game.n_slots
         self._actor, self._selector, self._dtype = mac.actor, mac.selector, mac.dtype
         self._see_all = full_obs or mac.wants_full_obs
         self._reads_full, self._n_rows = mac.wants_full_obs, info.episode_limit + 1
@@ -69,17 +99,11 @@ class ResidentLoop:
         def counts(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        # One episode more than there are, number E: idle slots play it, in a seed and rows that nobody reads.
-        self._rows = {
-            name: torch.zeros(episodes + 1, self._n_rows, *shape, dtype=kind, device=device)
-            for name, (kind, shape) in self._fields(mac, info, full_obs).items()
-            if keep
-        }
-        self._results = torch.zeros(episodes + 1, RESULTS + len(game.results), dtype=torch.float64, device=device)
-        self.rows, self.results = {name: rows[:-1] for name, rows in self._rows.items()}, self._results[:-1]
+        fields = self._fields(mac, info, full_obs) if keep else {}
+        self.round = of or Round(fields, self._n_rows, RESULTS + len(game.results), episodes, device)
         self._returned = torch.zeros(slots, dtype=torch.float64, device=device)
         self._epsilon = torch.zeros((), dtype=torch.float64, device=device)
-        self._seeds, self._keys, self._tick, self._next = counts(episodes + 1), counts(episodes + 1), counts(), counts()
+        self._order, self._tick, self._next = counts(episodes + 1), counts(), counts()
         self._seed, self._key, self._step, self._episode = (counts(slots) for _ in range(4))
         self._first = torch.arange(slots, device=device)
         self._playing, self._closing, self._again = (
@@ -105,11 +129,14 @@ class ResidentLoop:
         return {**found, LOG_PROB: (torch.float32, (info.n_agents,))} if mac.outputs_logits else found
 
     @torch.no_grad()
-    def play(self, origins: Origins, explore: Exploration | None, ticked: Callable[[bool], None]) -> None:
-        """Play the E episodes of `origins`. explore: None to act greedily. ticked: called before each tick."""
-        self._begin(origins, explore)
+    def play(self, places: np.ndarray, explore: Exploration | None, ticked: Callable[[bool], None]) -> None:
+        """Play the episodes at `places` of the round, which has begun. explore: None to act greedily.
+
+        ticked: called before each tick.
+        """
+        self._begin(places, explore)
         # By the end of m (L + 1) ticks every slot has played m episodes, if there are so many.
-        for tick in range(-(-self.episodes // self.game.n_slots) * self._n_rows):
+        for tick in range(-(-len(places) // self.game.n_slots) * self._n_rows):
             ticked(True)
             self.tick()
             if self._watch.over(tick, self._playing, self._closing):
@@ -120,27 +147,27 @@ class ResidentLoop:
         for part in self._parts:
             part()
 
-    def _begin(self, origins: Origins, explore: Exploration | None) -> None:
-        everyone = torch.ones_like(self._playing)
-        for kept, given in ((self._seeds, origins.seed), (self._keys, origins.keys)):
-            kept[:-1].copy_(torch.from_numpy(given), non_blocking=True)
+    def _begin(self, places: np.ndarray, explore: Exploration | None) -> None:
+        order = np.full(len(self._order), self.round.episodes)
+        order[: len(places)] = places
+        self._order.copy_(torch.from_numpy(order), non_blocking=True)
         self._epsilon.fill_(GREEDY if explore is None else explore.epsilon)
-        self._start.copy_(self._actor.init_hidden(len(everyone)))
+        self._start.copy_(self._actor.init_hidden(len(self._first)))
         for counter in (self._tick, self._closing, self.game.faults):
             counter.zero_()
-        self._episode.copy_(self._first)
-        self._next.fill_(len(everyone))
-        self._again.copy_(everyone)
+        self._episode.copy_(self._order[: len(self._first)])
+        self._next.fill_(len(self._first))
+        self._again.copy_(self._episode < self.round.episodes)
         self._forget()
         self._restart()
-        self._playing.copy_(everyone)
+        self._playing.copy_(self._again)
 
     def _play_tick(self) -> None:
         self._observe()
         self._act()
         self._step_all()
         self._note()
-        if self.episodes > len(self._first):
+        if self.round.episodes > len(self._first):
             self._restart()
 
     def _observe(self) -> None:
@@ -175,8 +202,9 @@ class ResidentLoop:
         # Closing rows are written: these slots take the next episodes, in the slots' order.
         upcoming = self._closing.cumsum(0) + self._next
         self._next.copy_(upcoming[-1])
-        self._episode.copy_(torch.where(self._closing, upcoming - 1, self._episode).clamp_(max=self.episodes))
-        self._again.copy_(self._closing & (self._episode < self.episodes))
+        following = self._order.index_select(0, (upcoming - 1).clamp_(max=self.round.episodes))
+        self._episode.copy_(torch.where(self._closing, following, self._episode))
+        self._again.copy_(self._closing & (self._episode < self.round.episodes))
         self._playing.logical_and_(~outcome.over).logical_or_(self._again)
         self._closing.copy_(outcome.over)
         self._forget()
@@ -184,7 +212,7 @@ class ResidentLoop:
     def _forget(self) -> None:
         """Begin the episode `_episode` of the slots `_again`, but for the game's own part."""
         which = self._again
-        for own, each in ((self._seed, self._seeds), (self._key, self._keys)):
+        for own, each in ((self._seed, self.round.seeds), (self._key, self.round.keys)):
             own.copy_(each.index_select(0, self._episode))
         self._step.masked_fill_(which, 0)
         self._returned.masked_fill_(which, 0)
@@ -203,8 +231,8 @@ class ResidentLoop:
             values[self._guesses.field] = self._guesses.stored
         place = self._episode * self._n_rows + self._step
         for name, value in values.items():
-            if name in self._rows:
-                rows = self._rows[name]
+            if name in self.round.rows:
+                rows = self.round.rows[name]
                 rows.flatten(0, 1).index_copy_(0, place, value.to(rows.dtype))
 
     def _note_ended(self, outcome: Outcome) -> None:
@@ -213,7 +241,7 @@ class ResidentLoop:
         columns = [self._returned, self._step, self._tick.expand_as(self._step)]
         columns += [results[name] for name in self.game.results]
         found = torch.stack([column.double() for column in columns], dim=1)
-        self._results.index_copy_(0, torch.where(outcome.over, self._episode, self.episodes), found)
+        self.round.results.index_copy_(0, torch.where(outcome.over, self._episode, self.round.episodes), found)
 
 
 class Watch:
@@ -271,9 +299,11 @@ class ResidentRunner(Runner):
     step and the agent, so they depend on no other episode. Policies that are no plain controllers (scripts, recorders)
     play in the environment, as with `ParallelRunner`. Episodes are views of memory that the next call uses again.
     They are in the order of their last tick, then of their place in the round.
+
+    The maps of a set are played one after another, each in its part of the slots.
     """
 
-    _made: tuple[tuple[object, ...], ResidentLoop] | None = None  # the last loop, and for what
+    _made: tuple[tuple[object, ...], list[ResidentLoop]] | None = None  # the last loops, of each map, and for what
 
     @staticmethod
     def check(config: Config) -> None:
@@ -285,7 +315,9 @@ class ResidentRunner(Runner):
             "plays in no other process, so not with env_processes=True": config.env_processes,
             f"action_selector={config.action_selector} cannot choose on a device"
             " (omagd.components.action_selectors.SelectorOnDevice)": not chooses_on_device(config.action_selector),
-            "plays one map, not a set of maps": task_set(config.env_args.get("map_name")) is not None,
+            f"plays the maps of a set in turn, not task_dealing={config.dealing}": (
+                task_set(config.env_args.get("map_name")) is not None and config.dealing != "round_robin"
+            ),
             "shows agents what they see or everything, so not with use_team_obs=True": config.use_team_obs,
             f"reconstructs with mask_predictor_config.kind=masked, not kind={kind}": (
                 config.use_graph_reconstruction and not issubclass(PREDICTORS.get(kind), TokenReconstructor)
@@ -323,47 +355,64 @@ class ResidentRunner(Runner):
         rounds = [self.stream.origins(np.ones(self.env.n_slots, bool)) for _ in range(episodes_per_slot)]
         parts = ([getattr(each, spec.name) for each in rounds] for spec in fields(Origins))
         origins = Origins(*map(np.concatenate, parts))
-        loop = self._resident(policy, len(origins.seed), full_obs, keep)
-        loop.play(origins, explore, self.ticked)
+        loops = self._resident(policy, len(origins.seed), full_obs, keep)
+        loops[0].round.begin(origins)
+        for task, loop in enumerate(loops):
+            if len(places := np.flatnonzero(origins.task == task)):
+                loop.play(places, explore, self.ticked)
         self.ticked(False)
-        return self._collected(loop, origins)
+        return self._collected(loops, origins)
 
-    def _resident(self, mac: BasicMAC, episodes: int, full_obs: bool, keep: bool) -> ResidentLoop:
-        """Return the loop for such rounds; it keeps its memory from round to round."""
+    def _resident(self, mac: BasicMAC, episodes: int, full_obs: bool, keep: bool) -> list[ResidentLoop]:
+        """Return the loops for such rounds, one for each map; they keep their memory from round to round."""
         key = (mac, episodes, full_obs, keep)
         if self._made is None or self._made[0] != key:
             self._made = None  # its memory first
-            slots = min(self.config.resident_slots or self.env.n_slots, episodes)
-            game = cast(CanBeResident, self.env).resident(mac.acting_device, slots)
-            self._made = key, ResidentLoop(game, mac, self.info, episodes, full_obs, keep)
+            slots, env = min(self.config.resident_slots or self.env.n_slots, episodes), cast(Any, self.env)
+            if self.info.tasks:
+                games = env.residents(mac.acting_device, -(-slots // self.info.n_training))
+            else:
+                games = [cast(CanBeResident, env).resident(mac.acting_device, slots)]
+            loops: list[ResidentLoop] = []
+            for game in games:
+                of = loops[0].round if loops else None
+                loops.append(ResidentLoop(game, mac, self.info, episodes, full_obs, keep, of))
+            self._made = key, loops
         return self._made[1]
 
-    def _collected(self, loop: ResidentLoop, origins: Origins) -> Rollout:
+    def _collected(self, loops: list[ResidentLoop], origins: Origins) -> Rollout:
         """Return what was played: the host reads the results of a round at once."""
-        rollout = Rollout()
-        results = torch.cat([loop.game.faults.any().double().unsqueeze(0), loop.results.flatten()]).tolist()
+        rollout, of, names = Rollout(), loops[0].round, loops[0].game.results
+        faults = torch.cat([loop.game.faults for loop in loops]).any()
+        results = torch.cat([faults.double().unsqueeze(0), of.results[:-1].flatten()]).tolist()
         if results[0]:
             raise RuntimeError("runner=resident: the environment was given actions that are not available")
-        found = np.array(results[1:]).reshape(loop.episodes, -1)
+        found = np.array(results[1:]).reshape(of.episodes, -1)
         order = found[:, END].argsort(kind="stable")
         found, slot_of, seed_of = found[order], (order % self.env.n_slots).tolist(), origins.seed[order].tolist()
         lengths, places = found[:, LENGTH].astype(np.int64).tolist(), order.tolist()
         values = {"return": found[:, RETURN], "ep_length": found[:, LENGTH]}
-        values |= {name: found[:, RESULTS + i] for i, name in enumerate(loop.game.results)}
+        values |= {name: found[:, RESULTS + i] for i, name in enumerate(names)}
         if not np.isfinite(found).all():
             raise RuntimeError("runner=resident: a return or a result is not finite")
         rollout.n_episodes, rollout.steps = len(found), sum(lengths)
         # Sums in the order of the episodes, as those of other runners.
         rollout.stats = {name: (float(np.add.accumulate(v)[-1]), float(len(v))) for name, v in values.items()}
-        logged = "slot", "seed", "length", "return", *loop.game.results
-        columns = slot_of, seed_of, lengths, *(values[name].tolist() for name in logged[3:])
-        rollout.log = [dict(zip(logged, row, strict=True)) for row in zip(*columns, strict=True)]
-        if loop.rows:
+        columns = {"slot": slot_of, "seed": seed_of, "length": lengths}
+        tasks = origins.task[order]
+        for task in np.unique(tasks) if self.info.tasks else ():
+            own = {f"{self.info.tasks[task]}/{name}": values[name][tasks == task] for name in OF_TASKS}
+            rollout.stats |= {name: (float(np.add.accumulate(v)[-1]), float(len(v))) for name, v in own.items()}
+        if self.info.tasks:
+            columns["task"] = [self.info.tasks[task] for task in tasks]
+        columns |= {name: values[name].tolist() for name in ("return", *names)}
+        rollout.log = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        if of.rows:
             group_of = ["" if group == NO_GROUP else str(group) for group in origins.group[order].tolist()]
-            tasks, won = origins.task[order].tolist(), values["battle_won"].tolist()
-            metas = map(EpisodeMeta, slot_of, seed_of, tasks, group_of, won)
+            metas = map(EpisodeMeta, slot_of, seed_of, tasks.tolist(), group_of, values["battle_won"].tolist())
+            block = of.block
             rollout.episodes = [
-                BlockEpisode(loop.rows, place, length + 1, meta)
+                BlockEpisode(block, place, length + 1, meta)
                 for place, length, meta in zip(places, lengths, metas, strict=True)
             ]
         return rollout
