@@ -317,9 +317,11 @@ class TaskSetEnv(BatchedEnv):
         """Return for each task its episodes in `n_slots` slots on a device, in the common shape."""
         from omagd.envs.task_set_resident import PlacedGame  # imports torch
 
-        firsts = self._pools[: len(self.tasks.maps)]
-        games = (cast(CanBeResident, pool.env).resident(device, n_slots) for pool in firsts)
-        return [PlacedGame(game, pool.place, self.info) for game, pool in zip(games, firsts, strict=True)]
+        games: list[ResidentGame] = []
+        for pool in self._pools[: len(self.tasks.maps)]:
+            place, game = pool.place, cast(CanBeResident, pool.env).resident(device, n_slots)
+            games.append(PlacedGame(game, place.n_agents, (place.obs, place.state), self.info))
+        return games
 
     def snapshot(self) -> dict[str, Any]:
         """Return the tasks of the slots and the snapshots of all environments."""

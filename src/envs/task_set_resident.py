@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.protocol import Outcome, ResidentGame, Seen
-from omagd.envs.task_set_env import Placement
 
 
 class PlacedGame:
     """A map's game that shows and takes arrays of the common shape: see `ResidentGame`.
 
     Args:
-        game: of the map. place: of its numbers in common arrays. common: facts of the set.
+        game: of the map. n_agents: of the map. columns: [obs_dim], [state_dim] int64, places of its numbers in common
+            arrays. common: facts of the set.
     """
 
-    def __init__(self, game: ResidentGame, place: Placement, common: EnvInfo) -> None:
-        self._game, self._n = game, place.n_agents
+    def __init__(
+        self, game: ResidentGame, n_agents: int, columns: tuple[np.ndarray, np.ndarray], common: EnvInfo
+    ) -> None:
+        self._game, self._n = game, n_agents
         self.device, self.n_slots, self.results = game.device, game.n_slots, game.results
         self.faults, self.capturable = game.faults, game.capturable
-        self._obs, self._state = (torch.from_numpy(columns).to(game.device) for columns in (place.obs, place.state))
+        self._obs, self._state = (torch.from_numpy(each).to(game.device) for each in columns)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros((game.n_slots, *shape), dtype=dtype, device=game.device)

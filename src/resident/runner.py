@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -396,16 +397,14 @@ class ResidentRunner(Runner):
         if not np.isfinite(found).all():
             raise RuntimeError("runner=resident: a return or a result is not finite")
         rollout.n_episodes, rollout.steps = len(found), sum(lengths)
-        # Sums in the order of the episodes, as those of other runners.
-        rollout.stats = {name: (float(np.add.accumulate(v)[-1]), float(len(v))) for name, v in values.items()}
-        columns = {"slot": slot_of, "seed": seed_of, "length": lengths}
-        tasks = origins.task[order]
-        for task in np.unique(tasks) if self.info.tasks else ():
-            own = {f"{self.info.tasks[task]}/{name}": values[name][tasks == task] for name in OF_TASKS}
-            rollout.stats |= {name: (float(np.add.accumulate(v)[-1]), float(len(v))) for name, v in own.items()}
+        tasks, columns = origins.task[order], {"slot": slot_of, "seed": seed_of, "length": lengths}
         if self.info.tasks:
             columns["task"] = [self.info.tasks[task] for task in tasks]
         columns |= {name: values[name].tolist() for name in ("return", *names)}
+        for task, name in product(np.unique(tasks) if self.info.tasks else (), OF_TASKS):
+            values[f"{self.info.tasks[task]}/{name}"] = values[name][tasks == task]
+        # Sums in the order of the episodes, as those of other runners.
+        rollout.stats = {name: (float(np.add.accumulate(v)[-1]), float(len(v))) for name, v in values.items()}
         rollout.log = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         if of.rows:
             group_of = ["" if group == NO_GROUP else str(group) for group in origins.group[order].tolist()]

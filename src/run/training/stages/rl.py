@@ -83,7 +83,8 @@ class RLStage(Stage):
     def _data_source(self) -> DataSource:
         """Return where batches come from, as the learner's kind of data says."""
         config, device = self.session.config, self.session.dist.device
-        on_policy, on_device = self.learner.data == "on_policy", None
+        on_policy = self.learner.data == "on_policy"
+        on_device: ResidentBuffer | None = None
         if config.runner == "resident" and not config.buffer_cpu_only:
             from omagd.resident.replay import ResidentBuffer  # other runs load none of it
 
