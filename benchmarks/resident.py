@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from omagd import controllers, runners
+from omagd.components.action_selectors import EpsilonGreedy
 from omagd.components.data import ReplayData
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
@@ -46,7 +47,6 @@ from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstr
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.resident.graphs import Captured
 from omagd.resident.replay import ResidentBuffer
-from omagd.resident.runner import choose
 from omagd.resident.updates import FixedUpdates
 from omagd.utils.dist_utils import Dist
 from omagd.utils.seeding import EpisodeSeeds
@@ -81,13 +81,14 @@ def battles_alone(name: str, slots: int, device: torch.device) -> Callable[[], i
     battles = ResidentBattles(get_map(name), SkirmishArgs(map_name=name), slots, device)
     everyone = torch.ones(slots, dtype=torch.bool, device=device)
     seed, always = torch.arange(slots, device=device), torch.ones((), dtype=torch.float64, device=device)
-    step = torch.zeros_like(seed)
+    step, choose = torch.zeros_like(seed), EpsilonGreedy().on_device
     battles.reset(everyone, seed)
 
     def tick() -> None:
         shown = battles.observe(full=True)
         nothing = torch.zeros(shown.avail.shape, device=device)
-        over = battles.step(choose(nothing, shown.avail, always, seed, step), everyone).over
+        actions, _ = choose(nothing, shown.avail, always, seed, step)
+        over = battles.step(actions, everyone).over
         step.add_(1)
         seed.add_(over * slots)
         battles.reset(over, seed)

@@ -85,7 +85,7 @@ RUNS: dict[str, Run] = {
     ),
     "on the agents' device": Run(
         "qmix", "skirmish", TINY, NETWORKS, t_max=60, runner="resident", buffer_cpu_only=False, log_video=True,
-        graph_updates=True, env_args={"map_name": "3m", "start": "mixed", "sight_range": 6},
+        graph_updates=True, resident_slots=1, env_args={"map_name": "3m", "start": "mixed", "sight_range": 6},
         makes=("replays/test_*.gif",),
     ),
     "groups": Run(

@@ -32,6 +32,7 @@ GRAPHS = [
     {**GUESSED, "mac": "gnn_graph_mac", "agent": "gnn_rnn", "mask_predictor_config.stacked_steps": 1},
 ]  # fmt: skip
 FLAT = [{"agent": "ff", "obs_last_action": False}, {"share_parameters": False}, {"agent": "hpn_rnn"}]
+FLAT += [{"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}]
 NO_TEAM = {"ddpg", "bicnet"}  # of mac=ddpg_mac
 
 
@@ -62,7 +63,7 @@ def test_rounds_are_those_of_the_environment_whatever_acts(options, monkeypatch)
     for _ in range(2):
         one, other = (played(plays, mac, explore=None, episodes_per_slot=2) for plays, mac in both)
         assert one.n_episodes == 2 * SLOTS
-        assert_same(one, other, rounded=("recon",))
+        assert_same(one, other, rounded=("recon",), ordered=False)
         if options.get("use_graph_reconstruction"):
             guesses = [e["recon" if "recon" in e else "tokens"] for e in other.episodes]
             assert torch.cat([guess.float().flatten() for guess in guesses]).unique().numel() > 3
@@ -77,11 +78,11 @@ def test_a_tick_reads_no_value_and_has_fixed_shapes(options, monkeypatch):
     all_units = bool(options.get("use_graph_reconstruction"))
     rollout = played(plays, mac, explore=explore(0.3), full_obs=all_units)
     with fixed_shapes():
-        plays._made[1].tick()
+        plays._made[1][0].tick()
     monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
     with simulated_gpu() as gpu:
         on_gpu, mac = game(device=DEVICE, **options)
-        on_gpu._resident(mac, 1, all_units, True)
+        on_gpu._resident(mac, SLOTS, all_units, True)
         gpu.waits.clear()
         found = on_gpu.run(mac, explore=explore(0.3), full_obs=all_units)
         waits = dict(gpu.waits)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from omagd.config.schema import Config
 from omagd.utils.registry import Registry
+from omagd.utils.seeding import uniform
 
 REGISTRY: Registry[type] = Registry(
     "action_selector", "omagd.action_selectors", protocol="omagd.components.action_selectors:protocol_of"
@@ -36,6 +39,34 @@ class DrawingSelector(Selector, Protocol):
         self, q: np.ndarray, available: np.ndarray, rng: np.random.Generator | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return [B, n] int64, and the log-probabilities [B, n] float32; the likeliest action without `rng`."""
+
+
+Chosen = tuple[Tensor, dict[str, Tensor]]
+"""Actions [B, n] int64, and what is recorded beside them, as `BasicMAC.extra_fields` names it, [B, n]."""
+
+
+class SelectorOnDevice(Protocol):
+    """Chooses on a device too (`runner=resident`): a class whose own method this is, not one that inherits it."""
+
+    def on_device(self, q: Tensor, available: Tensor, epsilon: Tensor, key: Tensor, step: Tensor) -> Chosen:
+        """Return the actions; greedy where `epsilon` is negative.
+
+        Only launches work of fixed shapes, for a CUDA graph. Random numbers are `randoms` of key and step alone, so
+        that an episode does not depend on those beside it.
+
+        q: [B, n, A]. available: [B, n, A] bool. epsilon: scalar. key: of an episode's actions, step: [B] int64.
+        """
+
+
+def chooses_on_device(name: str) -> bool:
+    """Return whether the selector called `name` says itself how it chooses on a device."""
+    return "on_device" in vars(REGISTRY.get(name))
+
+
+def randoms(key: Tensor, step: Tensor, agents: int, count: int) -> Tensor:
+    """Return numbers in [0, 1), [B, agents, count] float64, each one's own of the episode `key` and the `step`."""
+    number = step.unsqueeze(1) * (agents * count) + torch.arange(agents * count, device=step.device)
+    return uniform(number, key.unsqueeze(1)).view(-1, agents, count)
 
 
 def protocol_of(found: Any) -> type:
@@ -67,6 +98,10 @@ class Greedy:
         q: [B, n, A] float. available: [B, n, A] bool; without any available action the result is 0.
         """
         return np.where(available, q, -np.inf).argmax(axis=-1)
+
+    def on_device(self, q: Tensor, available: Tensor, epsilon: Tensor, key: Tensor, step: Tensor) -> Chosen:
+        """Return the same actions on a device: see `SelectorOnDevice`."""
+        return q.masked_fill(~available, -torch.inf).argmax(dim=-1), {}
 
 
 def epsilon_at(config: Config, t: int) -> float:
@@ -100,6 +135,17 @@ class EpsilonGreedy(Greedy):
             best[explores] = (number > wanted[:, None]).argmax(axis=-1)
         return best
 
+    def on_device(self, q: Tensor, available: Tensor, epsilon: Tensor, key: Tensor, step: Tensor) -> Chosen:
+        """Choose so on a device, with two random numbers of each agent: see `SelectorOnDevice`."""
+        best, _ = super().on_device(q, available, epsilon, key, step)
+        explores, place = randoms(key, step, q.shape[1], 2).unbind(dim=-1)
+        wanted = (place * available.sum(dim=-1)).floor()
+        # The available action number `wanted`. A product counts exactly, and on a GPU many times faster than `cumsum`.
+        many = available.shape[-1]
+        counts = available.float() @ torch.ones(many, many, device=q.device).triu()
+        anything = (counts > wanted.unsqueeze(-1)).int().argmax(dim=-1)
+        return torch.where(explores < epsilon, anything, best), {}
+
 
 @REGISTRY.register("softmax")
 class Softmax(Greedy):
@@ -127,6 +173,16 @@ class Softmax(Greedy):
             actions = draw(np.exp(log_probs), rng.random(q.shape[:-1]))
         taken = np.take_along_axis(log_probs, actions[..., None], axis=-1)[..., 0]
         return actions, taken.astype(np.float32)
+
+    def on_device(self, q: Tensor, available: Tensor, epsilon: Tensor, key: Tensor, step: Tensor) -> Chosen:
+        """Draw so on a device, with a random number of each action of each agent: see `SelectorOnDevice`."""
+        logits = q.masked_fill(~(available | ~available.any(dim=-1, keepdim=True)), -torch.inf)  # as `log_softmax`
+        # Logits plus Gumbel noise, -log(-log u), are largest at an action drawn from their softmax (Maddison et al.
+        # 2014, "A* sampling", section 2). An unavailable one stays at -inf.
+        noise = -(-randoms(key, step, *q.shape[1:]).log()).log()
+        actions = (logits + noise.masked_fill(epsilon < 0, 0.0)).argmax(dim=-1)
+        taken = logits.log_softmax(dim=-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+        return actions, {LOG_PROB: taken.float()}
 
 
 def log_softmax(logits: np.ndarray, available: np.ndarray) -> np.ndarray:

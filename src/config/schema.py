@@ -193,6 +193,7 @@ class Config(Frozen):
     max_memory_per_gpu_gb: Amount | None  # gigabytes of a GPU that a rank may use, on a GPU with other jobs; None: all
 
     batch_size_run: Size  # battles per rank
+    resident_slots: Size | None  # runner=resident: battles at once, which share a round; None: all
     group_size: Size  # episodes in a row of slots that share their start and are compared (rloo); on-policy training
     enable_dynamic_sampling: bool  # drop groups that have all won or all lost, and play others
     max_sampling_attempts: Size  # enable_dynamic_sampling: most rounds more than batch_size needs, for one update

@@ -272,8 +272,8 @@ class CanBeResident(Protocol):
     def why_not_resident(args: Any, on_gpu: bool) -> str:
         """Return why these arguments cannot be played on the CPU or a GPU, and the fix; empty if they can."""
 
-    def resident(self, device: torch.device) -> ResidentGame:
-        """Return episodes of the same arguments and number of slots on a device."""
+    def resident(self, device: torch.device, n_slots: int) -> ResidentGame:
+        """Return episodes of the same arguments in `n_slots` slots on a device."""
 
 
 class MultiAgentEnv(ABC):

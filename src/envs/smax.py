@@ -303,12 +303,12 @@ class SmaxEnv(BatchedEnv):
         where = "a GPU" if on_gpu else "the CPU"
         return "" if found == wanted else f"needs {name}={wanted}, not {found}, where agents act on {where}"
 
-    def resident(self, device: torch.device) -> ResidentGame:
-        """Return battles of the same map on a device."""
+    def resident(self, device: torch.device, n_slots: int) -> ResidentGame:
+        """Return `n_slots` battles of the same map on a device."""
         from omagd.envs.smax_resident import ResidentSmax
 
         given = self.args.reward_scale, self.args.continuing_episode
-        return ResidentSmax(self._program, self.info, self.n_slots, device, *given)
+        return ResidentSmax(self._program, self.info, n_slots, device, *given)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the keys and all parts of the state by path."""

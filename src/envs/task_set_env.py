@@ -9,16 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from pydantic import BaseModel
 
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.frames import Frame
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.envs.protocol import BatchedEnv, CanBeResident, Observation, ResidentGame, StepResult
 from omagd.envs.task_sets import TaskSet
 from omagd.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 NONE = -1
 UNITS = ("move_dim", "enemy_dim", "ally_dim", "own_dim", "position", "sight", "health", "healer")
@@ -309,6 +312,16 @@ class TaskSetEnv(BatchedEnv):
             if slot in pool.outer:
                 return pool.env.frame(int(np.flatnonzero(pool.outer == slot)[0]))
         return super().frame(slot)
+
+    def residents(self, device: torch.device, n_slots: int) -> list[ResidentGame]:
+        """Return for each task its episodes in `n_slots` slots on a device, in the common shape."""
+        from omagd.envs.task_set_resident import PlacedGame  # imports torch
+
+        games: list[ResidentGame] = []
+        for pool in self._pools[: len(self.tasks.maps)]:
+            place, game = pool.place, cast(CanBeResident, pool.env).resident(device, n_slots)
+            games.append(PlacedGame(game, place.n_agents, (place.obs, place.state), self.info))
+        return games
 
     def snapshot(self) -> dict[str, Any]:
         """Return the tasks of the slots and the snapshots of all environments."""

@@ -1,13 +1,14 @@
 """A runner whose battles, observations, guesses, agents, choices and episodes stay in a device's memory.
 
 Every tick has the same shapes and launches the same work for all slots, so on a GPU it is one CUDA graph, and no value
-is read between two ticks. Slots whose episodes have ended stay as they are: their closing row is written again.
-Shapes: B slots, K episodes of each, E = K B episodes, L the step limit, n agents, A actions.
+is read between two ticks. Shapes: B slots, E episodes of a round, L the step limit, n agents, A actions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from omagd import controllers, envs
+from omagd.components.action_selectors import LOG_PROB, chooses_on_device
+from omagd.components.episode_codec import Spec
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
@@ -29,11 +32,11 @@ from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstr
 from omagd.resident.graphs import Captured
 from omagd.resident.reconstruction import ResidentReconstruction
 from omagd.resident.replay import BlockEpisode
-from omagd.runners.rollout import Rollout, row_fields
+from omagd.runners.rollout import OF_TASKS, Rollout, row_fields
 from omagd.runners.runner import Runner
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta
-from omagd.utils.seeding import Origins, uniform
+from omagd.utils.seeding import NO_GROUP, Origins
 
 RETURN, LENGTH, END, RESULTS = range(4)
 """Columns of `ResidentLoop.results`: return, length, the tick at which the episode ended, then the game's results."""
@@ -42,42 +45,53 @@ GREEDY = -1.0  # an epsilon below every random number
 LOOK_EVERY = 8  # ticks between two looks at whether slots still play
 
 
-def choose(q: Tensor, available: Tensor, epsilon: Tensor, seed: Tensor, step: Tensor) -> Tensor:
-    """Return [B, n] int64: with probability epsilon an available action, uniformly; otherwise the best one.
+class Round:
+    """Memory of the E episodes of a round.
 
-    The random numbers of an action are a function of its episode's seed, its step and its agent alone.
+    Args:
+        fields: of rows, (type, shape) by name. rows: L + 1. columns: of results. episodes: E.
 
-    q: [B, n, A]. available: [B, n, A] bool. epsilon: scalar. seed, step: [B] int64.
+    Attributes:
+        rows: name -> [E + 1, L + 1, ...], the episodes. results: [E + 1, columns] float64, as above. seeds, keys:
+            [E + 1] int64, of starts and of actions. Idle slots play episode E, which nobody reads.
     """
-    best = q.masked_fill(~available, -torch.inf).argmax(dim=-1)
-    n = best.shape[1]
-    number = 2 * (step.unsqueeze(1) * n + torch.arange(n, device=step.device))
-    key = seed.unsqueeze(1)
-    wanted = (uniform(number + 1, key) * available.sum(dim=-1)).floor()
-    # The available action number `wanted`. A product counts exactly, and on a GPU many times faster than `cumsum`.
-    many = available.shape[-1]
-    counts = available.float() @ torch.ones(many, many, device=q.device).triu()
-    anything = (counts > wanted.unsqueeze(-1)).int().argmax(dim=-1)
-    return torch.where(uniform(number, key) < epsilon, anything, best)
+
+    def __init__(self, fields: Spec, rows: int, columns: int, episodes: int, device: torch.device) -> None:
+        def blank(kind: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros((episodes + 1, *shape), dtype=kind, device=device)
+
+        self.episodes = episodes
+        self.rows = {name: blank(kind, rows, *shape) for name, (kind, shape) in fields.items()}
+        self.results = blank(torch.float64, columns)
+        self.seeds, self.keys = blank(torch.int64), blank(torch.int64)
+
+    def begin(self, origins: Origins) -> None:
+        """Take the seeds and keys of the episodes."""
+        for kept, given in ((self.seeds, origins.seed), (self.keys, origins.keys)):
+            kept[:-1].copy_(torch.from_numpy(given), non_blocking=True)
+
+    @property
+    def block(self) -> dict[str, Tensor]:
+        """The rows of the E episodes, [E, L + 1, ...] by name."""
+        return {name: rows[:-1] for name, rows in self.rows.items()}
 
 
 class ResidentLoop:
-    """Plays K episodes in every slot; a slot whose episode has ended begins its next one at once.
+    """Plays episodes of a round in B slots; a slot whose episode has ended takes the next one that has not begun.
 
     Args:
-        game: what is played. mac: acts. info: sizes. episodes: K. full_obs: whether to record `full_obs`.
-        keep: whether to record rows.
-
-    Attributes:
-        rows: name -> [E, L + 1, ...], the episodes; episode e is number e // B of slot e % B.
-        results: [E, columns] float64, as above.
+        game: what is played. mac: acts. info: sizes. episodes: E, of the round. full_obs: whether to record
+            `full_obs`. keep: whether to record rows. of: the memory of the round, which loops of other maps share;
+            None: its own.
     """
 
     def __init__(
-        self, game: ResidentGame, mac: BasicMAC, info: EnvInfo, episodes: int, full_obs: bool, keep: bool
-    ) -> None:
-        self.game, self.episodes, slots = game, episodes, game.n_slots
-        self._actor, self._dtype, self._see_all = mac.actor, mac.dtype, full_obs or mac.wants_full_obs
+        self, game: ResidentGame, mac: BasicMAC, info: EnvInfo, episodes: int, full_obs: bool, keep: bool,
+        of: Round | None = None,
+    ) -> None:  # fmt: skip
+        self.game, slots = game, game.n_slots
+        self._actor, self._selector, self._dtype = mac.actor, mac.selector, mac.dtype
+        self._see_all = full_obs or mac.wants_full_obs
         self._reads_full, self._n_rows = mac.wants_full_obs, info.episode_limit + 1
         reconstructor: TokenReconstructor | None = getattr(mac, "reconstructor", None)
         self._guesses = None if reconstructor is None else ResidentReconstruction(reconstructor, slots)
@@ -86,21 +100,13 @@ class ResidentLoop:
         def counts(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        fields = row_fields(info, full_obs)
-        if self._guesses is not None:
-            fields[self._guesses.field] = self._guesses.stored.dtype, tuple(self._guesses.stored.shape[1:])
-        self.rows = {
-            name: torch.zeros(episodes * slots, self._n_rows, *shape, dtype=kind, device=device)
-            for name, (kind, shape) in fields.items()
-            if keep
-        }
-        columns = RESULTS + len(game.results)
-        self.results = torch.zeros(episodes * slots, columns, dtype=torch.float64, device=device)
+        fields = self._fields(mac, info, full_obs) if keep else {}
+        self.round = of or Round(fields, self._n_rows, RESULTS + len(game.results), episodes, device)
         self._returned = torch.zeros(slots, dtype=torch.float64, device=device)
         self._epsilon = torch.zeros((), dtype=torch.float64, device=device)
-        self._seeds, self._tick = counts(episodes, slots), counts()
-        self._seed, self._step, self._number, self._slot = (counts(slots) for _ in range(4))
-        self._slot += torch.arange(slots, device=device)
+        self._order, self._tick, self._next = counts(episodes + 1), counts(), counts()
+        self._seed, self._key, self._step, self._episode = (counts(slots) for _ in range(4))
+        self._first = torch.arange(slots, device=device)
         self._playing, self._closing, self._again = (
             torch.zeros(slots, dtype=torch.bool, device=device) for _ in range(3)
         )
@@ -111,16 +117,27 @@ class ResidentLoop:
         self._outcome: Outcome
         self._watch = Watch(device)
         parts = [self._play_tick] if game.capturable else [self._observe, self._act, self._step_all, self._note]
-        if not game.capturable and episodes > 1:
+        if not game.capturable and episodes > slots:
             parts.append(self._restart)
         of_game = () if game.capturable else (self._observe, self._step_all, self._restart)
         self._parts = [part if part in of_game else Captured(part, device) for part in parts]
 
+    def _fields(self, mac: BasicMAC, info: EnvInfo, full_obs: bool) -> Spec:
+        """Return the fields of rows: (type, shape) by name."""
+        found = row_fields(info, full_obs)
+        if self._guesses is not None:
+            found[self._guesses.field] = self._guesses.stored.dtype, tuple(self._guesses.stored.shape[1:])
+        return {**found, LOG_PROB: (torch.float32, (info.n_agents,))} if mac.outputs_logits else found
+
     @torch.no_grad()
-    def play(self, seeds: np.ndarray, explore: Exploration | None, ticked: Callable[[bool], None]) -> None:
-        """Play all episodes. seeds: [K, B] int64. explore: None to act greedily. ticked: called before each tick."""
-        self._begin(torch.from_numpy(seeds), explore)
-        for tick in range(self.episodes * self._n_rows):
+    def play(self, places: np.ndarray, explore: Exploration | None, ticked: Callable[[bool], None]) -> None:
+        """Play the episodes at `places` of the round, which has begun. explore: None to act greedily.
+
+        ticked: called before each tick.
+        """
+        self._begin(places, explore)
+        # By the end of m (L + 1) ticks every slot has played m episodes, if there are so many.
+        for tick in range(-(-len(places) // self.game.n_slots) * self._n_rows):
             ticked(True)
             self.tick()
             if self._watch.over(tick, self._playing, self._closing):
@@ -131,25 +148,27 @@ class ResidentLoop:
         for part in self._parts:
             part()
 
-    def _begin(self, seeds: Tensor, explore: Exploration | None) -> None:
-        everyone = torch.ones_like(self._playing)
-        self._seeds.copy_(seeds, non_blocking=True)
+    def _begin(self, places: np.ndarray, explore: Exploration | None) -> None:
+        order = np.full(len(self._order), self.round.episodes)
+        order[: len(places)] = places
+        self._order.copy_(torch.from_numpy(order), non_blocking=True)
         self._epsilon.fill_(GREEDY if explore is None else explore.epsilon)
-        self._start.copy_(self._actor.init_hidden(len(everyone)))
-        for counter in (self._tick, self._step, self._number, self._returned, self._closing):
+        self._start.copy_(self._actor.init_hidden(len(self._first)))
+        for counter in (self._tick, self._closing, self.game.faults):
             counter.zero_()
-        self.game.faults.zero_()
-        self._again.copy_(everyone)
+        self._episode.copy_(self._order[: len(self._first)])
+        self._next.fill_(len(self._first))
+        self._again.copy_(self._episode < self.round.episodes)
         self._forget()
         self._restart()
-        self._playing.copy_(everyone)
+        self._playing.copy_(self._again)
 
     def _play_tick(self) -> None:
         self._observe()
         self._act()
         self._step_all()
         self._note()
-        if self.episodes > 1:
+        if self.round.episodes > len(self._first):
             self._restart()
 
     def _observe(self) -> None:
@@ -161,13 +180,13 @@ class ResidentLoop:
         if self._guesses is not None:
             features, guessed = self._guesses.tick(shown.obs, self._step, self._playing | self._closing)
         q, hidden = self._actor.step(AgentInputs(features.to(self._dtype), self._last_action, guessed), self._hidden)
-        actions = choose(q, shown.avail, self._epsilon, self._seed, self._step)
+        actions, beside = self._selector.on_device(q, shown.avail, self._epsilon, self._key, self._step)
         self._chosen.copy_(actions.masked_fill(~self._playing.unsqueeze(1), 0))
         self._hidden.copy_(hidden)
         self._last_action.copy_(self._chosen)
         self._record({
             "obs": shown.obs, "state": shown.state, "avail_actions": shown.avail, "full_obs": shown.full,
-            "actions": self._chosen,
+            "actions": self._chosen, **beside,
         })  # fmt: skip
 
     def _step_all(self) -> None:
@@ -181,16 +200,21 @@ class ResidentLoop:
         self._step += self._playing
         self._returned += outcome.reward
         self._note_ended(outcome)
-        self._again.copy_(self._closing & (self._number < self.episodes - 1))
-        self._number += self._again
+        # Closing rows are written: these slots take the next episodes, in the slots' order.
+        upcoming = self._closing.cumsum(0) + self._next
+        self._next.copy_(upcoming[-1])
+        following = self._order.index_select(0, (upcoming - 1).clamp_(max=self.round.episodes))
+        self._episode.copy_(torch.where(self._closing, following, self._episode))
+        self._again.copy_(self._closing & (self._episode < self.round.episodes))
         self._playing.logical_and_(~outcome.over).logical_or_(self._again)
         self._closing.copy_(outcome.over)
         self._forget()
 
     def _forget(self) -> None:
-        """Begin the episode `_number` of the slots `_again`, but for the game's own part."""
+        """Begin the episode `_episode` of the slots `_again`, but for the game's own part."""
         which = self._again
-        self._seed.copy_(torch.where(which, self._seeds.gather(0, self._number.unsqueeze(0)).squeeze(0), self._seed))
+        for own, each in ((self._seed, self.round.seeds), (self._key, self.round.keys)):
+            own.copy_(each.index_select(0, self._episode))
         self._step.masked_fill_(which, 0)
         self._returned.masked_fill_(which, 0)
         self._last_action.masked_fill_(which.unsqueeze(1), -1)
@@ -206,10 +230,10 @@ class ResidentLoop:
         """Write fields of the row of each slot's step."""
         if self._guesses is not None and "obs" in values:
             values[self._guesses.field] = self._guesses.stored
-        place = (self._number * len(self._slot) + self._slot) * self._n_rows + self._step
+        place = self._episode * self._n_rows + self._step
         for name, value in values.items():
-            if name in self.rows:
-                rows = self.rows[name]
+            if name in self.round.rows:
+                rows = self.round.rows[name]
                 rows.flatten(0, 1).index_copy_(0, place, value.to(rows.dtype))
 
     def _note_ended(self, outcome: Outcome) -> None:
@@ -218,9 +242,7 @@ class ResidentLoop:
         columns = [self._returned, self._step, self._tick.expand_as(self._step)]
         columns += [results[name] for name in self.game.results]
         found = torch.stack([column.double() for column in columns], dim=1)
-        episode = self._number * len(self._slot) + self._slot
-        kept = self.results.index_select(0, episode)
-        self.results.index_copy_(0, episode, torch.where(outcome.over.unsqueeze(1), found, kept))
+        self.round.results.index_copy_(0, torch.where(outcome.over, self._episode, self.round.episodes), found)
 
 
 class Watch:
@@ -252,7 +274,6 @@ class Watch:
         return False
 
 
-SELECTORS = "greedy", "epsilon_greedy"
 OVERRIDDEN = "act", "select_actions", "_build_inputs", "_values", "_update_state"
 """Methods of controllers that work on NumPy arrays; a controller with others than these two have cannot act here."""
 
@@ -275,13 +296,15 @@ def plays_here(kind: type) -> bool:
 class ResidentRunner(Runner):
     """Plays rounds as `ParallelRunner` does, on the device of the agents: the host looks once, when a round is over.
 
-    The same episodes for the same seeds and actions. Exploration differs: an action is a function of its episode's
-    seed, its step and its agent, so it depends on no other episode. Policies that are no plain controllers (scripts,
-    recorders) play in the environment, as with `ParallelRunner`. Episodes are views of memory that the next call uses
-    again.
+    The same episodes for the same seeds and actions. Random actions differ: they are a function of the episode, its
+    step and the agent, so they depend on no other episode. Policies that are no plain controllers (scripts, recorders)
+    play in the environment, as with `ParallelRunner`. Episodes are views of memory that the next call uses again.
+    They are in the order of their last tick, then of their place in the round.
+
+    The maps of a set are played one after another, each in its part of the slots.
     """
 
-    _made: tuple[tuple[object, ...], ResidentLoop] | None = None  # the last loop, and for what
+    _made: tuple[tuple[object, ...], list[ResidentLoop]] | None = None  # the last loops, of each map, and for what
 
     @staticmethod
     def check(config: Config) -> None:
@@ -291,10 +314,11 @@ class ResidentRunner(Runner):
         on_gpu = config.use_cuda and torch.cuda.is_available() and not config.cpu_inference
         problems = {
             "plays in no other process, so not with env_processes=True": config.env_processes,
-            f"chooses {' or '.join(SELECTORS)}, not action_selector={config.action_selector}": (
-                config.action_selector not in SELECTORS
+            f"action_selector={config.action_selector} cannot choose on a device"
+            " (omagd.components.action_selectors.SelectorOnDevice)": not chooses_on_device(config.action_selector),
+            f"plays the maps of a set in turn, not task_dealing={config.dealing}": (
+                task_set(config.env_args.get("map_name")) is not None and config.dealing != "round_robin"
             ),
-            "plays one map, not a set of maps": task_set(config.env_args.get("map_name")) is not None,
             "shows agents what they see or everything, so not with use_team_obs=True": config.use_team_obs,
             f"reconstructs with mask_predictor_config.kind=masked, not kind={kind}": (
                 config.use_graph_reconstruction and not issubclass(PREDICTORS.get(kind), TokenReconstructor)
@@ -322,54 +346,72 @@ class ResidentRunner(Runner):
         full_obs: bool = False,
         keep: bool = True,
     ) -> Rollout:
-        """Play `episodes_per_slot` episodes in every slot. Arguments and result: as in `Runner.run`."""
+        """Play `episodes_per_slot` episodes for every slot. Arguments and result: as in `Runner.run`."""
         if not isinstance(policy, BasicMAC):
             return super().run(
                 policy, explore=explore, episodes_per_slot=episodes_per_slot, full_obs=full_obs, keep=keep
             )
         self.prepare()
         policy.refresh()
-        loop = self._resident(policy, episodes_per_slot, full_obs, keep)
-        origins = [self.stream.origins(np.ones(self.env.n_slots, bool)) for _ in range(episodes_per_slot)]
-        seeds = np.stack([each.seed for each in origins])
-        loop.play(seeds, explore, self.ticked)
+        rounds = [self.stream.origins(np.ones(self.env.n_slots, bool)) for _ in range(episodes_per_slot)]
+        parts = ([getattr(each, spec.name) for each in rounds] for spec in fields(Origins))
+        origins = Origins(*map(np.concatenate, parts))
+        loops = self._resident(policy, len(origins.seed), full_obs, keep)
+        loops[0].round.begin(origins)
+        for task, loop in enumerate(loops):
+            if len(places := np.flatnonzero(origins.task == task)):
+                loop.play(places, explore, self.ticked)
         self.ticked(False)
-        return self._collected(loop, origins)
+        return self._collected(loops, origins)
 
-    def _resident(self, mac: BasicMAC, episodes: int, full_obs: bool, keep: bool) -> ResidentLoop:
-        """Return the loop for such rounds; it keeps its memory from round to round."""
+    def _resident(self, mac: BasicMAC, episodes: int, full_obs: bool, keep: bool) -> list[ResidentLoop]:
+        """Return the loops for such rounds, one for each map; they keep their memory from round to round."""
         key = (mac, episodes, full_obs, keep)
         if self._made is None or self._made[0] != key:
             self._made = None  # its memory first
-            game = cast(CanBeResident, self.env).resident(mac.acting_device)
-            self._made = key, ResidentLoop(game, mac, self.info, episodes, full_obs, keep)
+            slots, env = min(self.config.resident_slots or self.env.n_slots, episodes), cast(Any, self.env)
+            if self.info.tasks:
+                games = env.residents(mac.acting_device, -(-slots // self.info.n_training))
+            else:
+                games = [cast(CanBeResident, env).resident(mac.acting_device, slots)]
+            loops: list[ResidentLoop] = []
+            for game in games:
+                of = loops[0].round if loops else None
+                loops.append(ResidentLoop(game, mac, self.info, episodes, full_obs, keep, of))
+            self._made = key, loops
         return self._made[1]
 
-    def _collected(self, loop: ResidentLoop, origins: list[Origins]) -> Rollout:
+    def _collected(self, loops: list[ResidentLoop], origins: Origins) -> Rollout:
         """Return what was played: the host reads the results of a round at once."""
-        slots, rollout = self.env.n_slots, Rollout()
-        results = torch.cat([loop.results.flatten(), loop.game.faults.double()]).tolist()
-        if any(results[-slots:]):
+        rollout, of, names = Rollout(), loops[0].round, loops[0].game.results
+        faults = torch.cat([loop.game.faults for loop in loops]).any()
+        results = torch.cat([faults.double().unsqueeze(0), of.results[:-1].flatten()]).tolist()
+        if results[0]:
             raise RuntimeError("runner=resident: the environment was given actions that are not available")
-        found = np.array(results[:-slots]).reshape(slots * loop.episodes, -1)
-        order = np.lexsort((np.arange(len(found)) % slots, found[:, END]))
-        found, slot_of = found[order], (order % slots).tolist()
-        seed_of = np.concatenate([origin.seed for origin in origins])[order].tolist()
+        found = np.array(results[1:]).reshape(of.episodes, -1)
+        order = found[:, END].argsort(kind="stable")
+        found, slot_of, seed_of = found[order], (order % self.env.n_slots).tolist(), origins.seed[order].tolist()
         lengths, places = found[:, LENGTH].astype(np.int64).tolist(), order.tolist()
         values = {"return": found[:, RETURN], "ep_length": found[:, LENGTH]}
-        values |= {name: found[:, RESULTS + i] for i, name in enumerate(loop.game.results)}
+        values |= {name: found[:, RESULTS + i] for i, name in enumerate(names)}
         if not np.isfinite(found).all():
             raise RuntimeError("runner=resident: a return or a result is not finite")
         rollout.n_episodes, rollout.steps = len(found), sum(lengths)
+        tasks, columns = origins.task[order], {"slot": slot_of, "seed": seed_of, "length": lengths}
+        if self.info.tasks:
+            columns["task"] = [self.info.tasks[task] for task in tasks]
+        columns |= {name: values[name].tolist() for name in ("return", *names)}
+        for task, name in product(np.unique(tasks) if self.info.tasks else (), OF_TASKS):
+            values[f"{self.info.tasks[task]}/{name}"] = values[name][tasks == task]
         # Sums in the order of the episodes, as those of other runners.
         rollout.stats = {name: (float(np.add.accumulate(v)[-1]), float(len(v))) for name, v in values.items()}
-        logged = "slot", "seed", "length", "return", *loop.game.results
-        columns = slot_of, seed_of, lengths, *(values[name].tolist() for name in logged[3:])
-        rollout.log = [dict(zip(logged, row, strict=True)) for row in zip(*columns, strict=True)]
-        if loop.rows:
-            won = values["battle_won"].tolist()
+        rollout.log = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        if of.rows:
+            group_of = ["" if group == NO_GROUP else str(group) for group in origins.group[order].tolist()]
+            metas = map(EpisodeMeta, slot_of, seed_of, tasks.tolist(), group_of, values["battle_won"].tolist())
+            block = of.block
             rollout.episodes = [
-                BlockEpisode(loop.rows, e, length + 1, EpisodeMeta(slot, seed, outcome=outcome))
-                for e, slot, seed, length, outcome in zip(places, slot_of, seed_of, lengths, won, strict=True)
+                BlockEpisode(block, place, length + 1, meta)
+                for place, length, meta in zip(places, lengths, metas, strict=True)
             ]
         return rollout

@@ -179,6 +179,14 @@ class Origins:
         """Return the origins of episodes of one task, each for itself."""
         return cls(seed, np.zeros_like(seed), np.full_like(seed, NO_GROUP))
 
+    @property
+    def keys(self) -> np.ndarray:
+        """Keys of the random numbers of actions, [B] int64: an episode's seed; in a group, which shares it, others."""
+        _, first, group = np.unique(self.group, return_index=True, return_inverse=True)
+        member = np.where(self.group == NO_GROUP, 0, np.arange(len(self.group)) - first[group])
+        drawn = splitmix64(self.seed.astype(np.uint64) + member.astype(np.uint64) * np.uint64(GOLDEN))
+        return np.where(member, drawn.view(np.int64), self.seed)
+
     def where(self, which: np.ndarray, other: Origins) -> Origins:
         """Return these in the slots `which` [B] bool, those of `other` elsewhere."""
         return Origins(*(np.where(which, getattr(self, s.name), getattr(other, s.name)) for s in fields(self)))

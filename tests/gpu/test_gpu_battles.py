@@ -61,6 +61,8 @@ ROUNDS = {
     "guesses": ("3m", GUESSES),
     "units": ("3m", {"agent": "hpn_rnn", "mixer": "set_qmix", "obs_agent_id": False}),
     "graphs": ("3m", {"mac": "gnn_graph_mac", "agent": "gnn_rnn", "use_graph_reconstruction": True}),
+    "softmax": ("3m", {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}),
+    "few slots": ("3m", {"resident_slots": 4}),
     "attention": ("3m", {"agent": "attention_rnn", "obs_agent_id": False, "rnn_hidden_dim": 8}),
 }
 
@@ -71,12 +73,12 @@ def round_of(case, device, epsilon, monkeypatch, graphs=True):
     monkeypatch.setattr(cuda_graphs, "WARM_UP", 3 if graphs else 10**9)
     plays, mac = game(name, device=device, **options)
     full, found = bool(options.get("use_graph_reconstruction")), {}
-    how = None if epsilon is None else explore(epsilon, 0.5 if full else 0.0)
+    how = None if epsilon is None else explore(epsilon)
     for _ in range(2):
         rollout = played(plays, mac, explore=how, full_obs=full, episodes_per_slot=2)
         found |= {e.meta.seed: {key: value.cpu() for key, value in e.items()} for e in rollout.episodes}
     if device != CPU:
-        assert any(part._graph is not None for part in plays._made[1]._parts) == graphs
+        assert any(part._graph is not None for part in plays._made[1][0]._parts) == graphs
     return found
 
 
@@ -91,9 +93,9 @@ def test_rounds_are_those_of_the_cpu(case, epsilon, monkeypatch):
     for seed, wanted in cpu.items():
         found, equal = graph[seed], True
         for key, value in wanted.items():
-            if key == "recon" and found[key].shape == value.shape:
+            if key in {"recon", "log_prob"} and found[key].shape == value.shape:
                 equal &= torch.allclose(found[key].float(), value.float(), atol=4e-3, rtol=4e-3)
             else:
                 equal &= torch.equal(found[key], value)
         same += equal
-    assert same >= (len(cpu) if epsilon == 1.0 else 0.9 * len(cpu)), f"{same} of {len(cpu)}"
+    assert same >= (len(cpu) if epsilon == 1.0 and case != "softmax" else 0.9 * len(cpu)), f"{same} of {len(cpu)}"

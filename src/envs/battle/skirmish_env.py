@@ -99,11 +99,11 @@ class SkirmishEnv(BattleEnv):
         missing = on_gpu and find_spec("numba_cuda") is None
         return f"needs numba-cuda on a GPU: {install('gpu')}" if missing else ""
 
-    def resident(self, device: torch.device) -> ResidentGame:
-        """Return battles of the same map on a device."""
+    def resident(self, device: torch.device, n_slots: int) -> ResidentGame:
+        """Return `n_slots` battles of the same map on a device."""
         from omagd.envs.battle.compiled.resident import ResidentBattles
 
-        return ResidentBattles(self.spec, cast(SkirmishArgs, self.args), self.n_slots, device)
+        return ResidentBattles(self.spec, cast(SkirmishArgs, self.args), n_slots, device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by a snapshot: many arrays are views of others, and would become copies of their own."""

@@ -249,8 +249,8 @@ def check_groups(config: Config, info: EnvInfo) -> Iterator[str]:
             f"{given}: learner={config.learner} learns from a replay, in which episodes are not compared. Use"
             " group_size=1, or learner=rloo_learner"
         )
-    if config.runner != "parallel":
-        yield f"{given}: needs runner=parallel, where groups begin together, not runner={config.runner}"
+    if config.runner not in {"parallel", "resident"}:
+        yield f"{given}: needs runner=parallel or resident, where groups begin together, not runner={config.runner}"
     if config.batch_size_run % config.group_size:
         yield f"{given}: must divide batch_size_run={config.batch_size_run}, the slots that groups fill"
     if complete_args(config, ("learner_args",)).learner_args.get("score") == "outcome" and not info.has_win:
