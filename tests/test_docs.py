@@ -87,4 +87,4 @@ def test_the_commands_of_the_first_page_run_in_their_order(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for line in re.findall(r"^omagd (.*)$", (ROOT / "docs" / "start.md").read_text(encoding="utf-8"), re.MULTILINE):
         assert main([*line.split(), *(BUDGETS if line.startswith("--config") else ())]) == 0
-    assert list(tmp_path.glob("results/first/replays/*.html")) and list(tmp_path.glob("curves_*.png"))
+    assert list(tmp_path.glob("results/first/replays/*.html")) and list(tmp_path.glob("results/curves_*.png"))

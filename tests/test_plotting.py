@@ -232,11 +232,8 @@ def test_runs_of_pymarl_and_epymarl_are_drawn_beside_own_ones(tmp_path, capsys, 
     ends = {"qmix": (0.75, 1), "qmix (Sacred)": (0.6, 2)}
     ends |= {"vdn (Sacred) lr=0.0005": (0.3, 2), "vdn (Sacred) lr=0.001": (0.1, 1)}
     assert found == {label: (list(STEPS), pytest.approx(end), (n, n)) for label, (end, n) in ends.items()}
-    for words, base in (
-        (places, "curves_win_rate"),
-        (places[:1], "own/curves_win_rate"),
-        ([*places, "-o", tmp_path / "f.png"], "f"),
-    ):
+    beside = (places[:1], "own/curves_win_rate"), (places, "curves_win_rate")
+    for words, base in (*beside, ([*places, "-o", tmp_path / "f.png"], "f")):
         assert main(["plot", *map(str, words)]) == 0
         assert capsys.readouterr().out.split() == [f"{tmp_path / base}.png", f"{tmp_path / base}.svg"]
     assert (tmp_path / "f.png").is_file() and "is not comparable" in caplog.text
