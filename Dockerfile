@@ -12,10 +12,10 @@ RUN apt-get update -qq \
 # The first user of most hosts has this number, too, so that files in mounted folders are theirs.
 RUN (userdel --remove ubuntu 2>/dev/null || true) && useradd --create-home --uid 1000 omagd
 USER omagd
-WORKDIR /home/omagd/code
-
 ENV PATH=/home/omagd/venv/bin:$PATH
-RUN python3 -m venv /home/omagd/venv
+# Some builders give the folder of WORKDIR to root, and the installation writes into it.
+RUN mkdir /home/omagd/code && python3 -m venv /home/omagd/venv
+WORKDIR /home/omagd/code
 COPY --chown=omagd . .
 # Without a GPU the CPU's build of torch saves 3 GB.
 RUN case ",$EXTRAS," in *,gpu,*) ;; *) export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu ;; esac \

@@ -27,7 +27,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "core: files; lines": (190, 32_000),
     "src: files; lines": (270, 46_000),
     "longest file; function p95": (600, 26),
-    "tests: files; lines": (200, 27_000),
+    "tests: files; lines": (200, 27_100),
     "mutations: lines": (1_900,),
     "imports of lab by core; import cycles": (0, 0),
     UPDATE: (12, 8),

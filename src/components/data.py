@@ -132,7 +132,7 @@ class GroupData(OnPolicyData):
         self._rounds = self._kept = self._dropped = 0
 
     def expect(self, episodes: int, batch_size: int) -> None:
-        """Want as many groups in this iteration as its first round plays: the starts that this rank was dealt."""
+        """Want as many groups in this iteration as its first round plays: the starts that are this rank's."""
         self._dealt = True
 
     def add(self, episodes: Iterable[Episode]) -> None:

@@ -1,8 +1,8 @@
 """Facts of an environment: sizes, step limit, layout of the observation.
 
 Letters for shapes, used in the whole code base: B episodes or battle slots, T steps, S packed rows (all steps of a
-batch), n agents, N nodes of one agent's graph, D features of a node, A actions, K codes, H hidden
-units, k stacked frames, W ranks.
+batch), W ranks; n agents, N nodes of one agent's graph, D features of a node, A actions; K codes, H hidden units,
+k stacked frames.
 """
 
 from __future__ import annotations

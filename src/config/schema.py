@@ -319,7 +319,7 @@ class Config(Frozen):
 
     @property
     def dealing(self) -> Literal["round_robin", "sharded"]:
-        """How the maps of a set are dealt to ranks, by either key."""
+        """How the maps of a set are divided among ranks, by either key."""
         return self.task_dealing or ("sharded" if self.enable_task_sharding else "round_robin")
 
     @property

@@ -24,7 +24,7 @@ def env_info_from_dict(name: str, map_name: str | None, facts: dict[str, Any]) -
 
     facts: `obs_component` gives the entity layout. `entity_position` and `entity_health` may give the columns of
         (dx, dy) and health in a unit's block; default: SMAC's. `entity_healer` may give the column of the agent's own
-        block that is 1 for agents that heal, and `entity_types` where the one-hot type begins in an ally's and in an
+        block that is 1 for agents that heal; `entity_types`: where the one-hot type begins in an ally's and in an
         enemy's block, and its length. `state_layout` is the layout of a state of units.
     Errors: UserError for anything else.
     """

@@ -155,7 +155,7 @@ class TickRunner(StreamRunner):
         return self._take(loop)
 
     def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
-        """Set the episodes in flight aside where the environment can be saved; otherwise finish them."""
+        """Keep a snapshot of the episodes in flight where the environment can be saved; otherwise finish them."""
         if self._flying is None:
             return Rollout()
         try:

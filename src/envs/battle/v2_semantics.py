@@ -1,7 +1,7 @@
 """SMACv2's semantics: unit types change from battle to battle, and agents may have a limited field of view.
 
 Source: oxwhirl/smacv2, starcraft2.py. Differences from SMAC: actions that turn the view, sight and attack range by unit
-type, which enemies an agent knows of (`EnemyVisibility`), own position and view direction in the observation, allies
+type, which enemies an agent knows of (`EnemyVisibility`); own position and view direction in the observation; allies
 win when the enemy has medivacs only, and no reward for regenerating shields. Shapes: as in `semantics`.
 """
 

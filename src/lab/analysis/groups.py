@@ -258,7 +258,7 @@ def load_runs(folder: str | Path | Iterable[str | Path]) -> DataFrame:
 
     Args:
         folder: a run, a folder of runs, a study, or the results file of a study; or several of these.
-    Columns: run, arm (in a study, else the name of the configuration), env, map, seed, kind, finished, t_env (steps),
+    Columns: run, arm (in a study, else the name of the configuration), env, map, seed, kind, finished, t_env (steps);
     wall_seconds (since stage 3 began), study (else ""), every metric of that record, and `config.<key>` for each key in
     which the runs differ. A run that has no test yet has one row without them.
     Errors: UserError where no run can be read, or pandas is missing. A damaged run among others is one warning.

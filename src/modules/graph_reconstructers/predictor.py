@@ -220,7 +220,7 @@ class MaskPredictor(nn.Module):
     """A distribution over the codes and ABSENT for every masked token of a frame.
 
     Input of a token: token embedding + type + position in the graph + step of the episode (+ which of the stacked
-    frames, without the GRU), and with `last_seen`, for masked tokens, a linear map of the token when last seen plus an
+    frames, without the GRU); with `last_seen`, for masked tokens, a linear map of the token when last seen plus an
     embedding of its age; LayerNorm; `n_layers` blocks.
 
     Args:

@@ -1,7 +1,7 @@
 """Elementwise work of graph convolutions as Numba kernels; formulas and callers are in `graph_encoder.py`.
 
 Rows of a chunk of graphs: their own nodes, then their allies, then their enemies. `graphs` [G, 6] int64 holds of each
-graph its own row, its first ally and the end of its allies, its first enemy and the end of its enemies, and the number
+graph its own row, its first ally and the end of its allies, its first enemy and the end of its enemies; and the number
 in the chunk of the first graph that equals it: a copy has the rows of that graph. `weight` is how many nodes of the
 graph a row stands for. `base` is the row that the arrays of a chunk begin with. Widths d are multiples of `LANES`.
 

@@ -33,7 +33,7 @@ class Unroll(torch.autograd.Function):
     """All steps of the GRU in one operation, with all work between two products in one Numba kernel.
 
     Rows of a step are independent of each other, so up to `ROWS_AT_ONCE` of them go through all steps before the next
-    ones start (a *group*), and short steps share one product with the input (a *chunk*): the data stays in the cache.
+    ones start (a *group*); short steps share one product with the input (a *chunk*): the data stays in the cache.
 
     Layout of the 4H columns of `gates`, and of their gradients: [n | r | z | m]. The input contributes to the first
     three (W_i, its blocks rotated: torch's are [r | z | n]), the hidden state to the last three (W_h, in its order).

@@ -52,7 +52,7 @@ def preflight(
     Args:
         mistakes: what was found before. given: keys that the user has set, to be warned of those that nothing reads.
     Errors: UserError for everything that is wrong: before, and unknown names, wrong `env_args`, an environment that
-        cannot be built, paths without a suitable file, more ranks than devices, `run=default` in one of several
+        cannot be built; paths without a suitable file, more ranks than devices, `run=default` in one of several
         processes, and values of precision, compiling and memory keys that this machine does not support.
     """
     found = mistakes or Mistakes()

@@ -70,7 +70,7 @@ class Groups(Shaper):
         )
 
     def again(self) -> None:
-        """Prepare another round: where starts are dealt to ranks, of the tasks whose groups were dropped."""
+        """Prepare another round: where starts are divided among ranks, of the tasks whose groups were dropped."""
         if isinstance(self._starts, DealtStarts):
             self._starts.deal(self.data.again)
 

@@ -185,7 +185,7 @@ def training_tasks(session: Session) -> TrainingTasks:
 
 
 class TrainingTasks(Shaper):
-    """Deals the training maps to this rank, and keeps the statistics of all ranks.
+    """Divides the training maps among ranks, and keeps the statistics of all ranks.
 
     All ranks compute the same plan of an iteration from shared state; only this rank's part of it is played here.
 
@@ -330,7 +330,7 @@ class TrainingTasks(Shaper):
         return self.rebalance()
 
     def rebalance(self) -> bool:
-        """Deal the maps again if the busiest rank would be more than `TOLERANCE` above the mean; return whether."""
+        """Divide the maps again if the busiest rank would be more than `TOLERANCE` above the mean; return whether."""
         if self.config.dealing != "sharded" or not self.config.balance_tasks_across_gpus:
             return False
         if excess(self.shares, self._loads()) <= TOLERANCE:
@@ -389,7 +389,7 @@ class TrainingTasks(Shaper):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; among another number of ranks with tasks dealt by the measured costs."""
+        """Continue from `state_dict`; among another number of ranks with tasks divided by the measured costs."""
         self.all.load_state_dict(state["tally"])
         self.costs = np.array(state["costs"])
         self._credit = np.array(state["credit"])
