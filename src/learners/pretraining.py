@@ -7,8 +7,8 @@ Shapes: S rows, n agents, N units of a frame, B episodes.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +63,8 @@ class GraphLearner(SavesParts):
         self.device = dist.device
 
     @abstractmethod
-    def sample(self, batch: PackedBatch, *, marks: Sequence[Tensor] | None = None) -> Any:
-        """Return what the loss reads of a batch. marks: which frames and units count, for fixed shapes."""
+    def sample(self, batch: PackedBatch) -> Any:
+        """Return what the loss reads of a batch. With `marks=`: which frames and units count, for fixed shapes."""
 
     def steps(self) -> tuple[SyncedOptimizer, ...]:
         """Return what takes optimisation steps."""
@@ -98,8 +98,8 @@ class GraphLearner(SavesParts):
         """Return the samples of an update of fixed shapes, part by part."""
         drawn, frames, units = inputs
         self._loss.train()
-        batches = draw.batches(drawn, len(frames))
-        return [self.sample(batch, marks=marks) for batch, *marks in zip(batches, frames, units, strict=True)]
+        batches, sample = draw.batches(drawn, len(frames)), cast(Any, self.sample)
+        return [sample(batch, marks=marks) for batch, *marks in zip(batches, frames, units, strict=True)]
 
     def warm_up(self) -> None:
         """Run discarded forward and backward passes on an episode without steps."""
