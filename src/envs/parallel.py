@@ -68,7 +68,7 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         return self._observations(self._env.observe()), {agent: {} for agent in self.agents}
 
     def step(
-        self, actions: dict[str, int]
+        self, actions: dict[str, Any]
     ) -> tuple[Observations, dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
         """Play one action of each agent; return observations, rewards, terminations, truncations, infos.
 
@@ -131,10 +131,12 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         if self._closed:
             raise ValueError(f"the environment {self} is closed: make another one with omagd.make")
 
-    def _chosen(self, actions: dict[str, int]) -> np.ndarray:
-        """Return [n] int64 actions. Errors: ValueError."""
+    def _chosen(self, actions: dict[str, Any]) -> np.ndarray:
+        """Return [n] int64 actions, or [n, d] float32 within their bounds. Errors: ValueError."""
         if set(actions) != set(self.agents):
             raise ValueError(f"actions are for {sorted(actions)}: give one to each of {self.agents}")
+        if (box := self.info.box) is not None:
+            return box.clip(np.array([actions[agent] for agent in self.agents], np.float32))
         for agent, mask in zip(self.agents, self._masks, strict=True):
             if not (0 <= actions[agent] < len(mask) and mask[actions[agent]]):
                 allowed = np.flatnonzero(mask).tolist()
@@ -170,6 +172,8 @@ class ParallelBattle(_Base):  # type: ignore[misc]
             seen = make.Box(-np.inf, np.inf, (self.info.obs_dim,), np.float32)
             mask = make.Box(0, 1, (self.info.n_actions,), np.int8)
             actions = make.Discrete(self.info.n_actions)
+            if (box := self.info.box) is not None:
+                actions = make.Box(*(end[self.possible_agents.index(agent)] for end in box.ends), dtype=np.float32)
             self._spaces[agent] = make.Dict({"observation": seen, "action_mask": mask}), actions
         return self._spaces[agent]
 

@@ -193,6 +193,7 @@ class LoadedPolicy:
     def act(self, obs: np.ndarray, mask: np.ndarray, full_obs: np.ndarray | None = None) -> np.ndarray:
         """Return the actions [n] int64 for `obs` [n, obs_dim] float32 and available actions `mask` [n, A].
 
+        Continuous actions are [n, d] float32.
         full_obs: [n, obs_dim], observations without range limit. A policy of `use_team_obs` needs them beside `obs`;
             for one of `use_full_obs`, `obs` may be these. Others do not read them.
         Errors: ValueError for other shapes, and where `full_obs` is missing.
@@ -211,7 +212,8 @@ class LoadedPolicy:
         with _threads(self.config.torch_threads):
             decision = self._mac.act(Tick(seen, np.array([self._step]), np.ones(1, bool)), None)
         self._step += 1
-        return np.asarray(decision.actions[0])
+        actions = np.asarray(decision.actions[0])
+        return actions if self.info.box is None else self.info.box.clip(actions)
 
 
 def load_policy(path: str | Path, load_step: int = 0) -> LoadedPolicy:

@@ -126,7 +126,7 @@ class Recorder:
         self._open.append(
             Moment.model_construct(
                 **parts,
-                actions=decision.actions[0, :n].tolist(),
+                actions=decision.actions[0, :n].tolist() if self._info.box is None else [],
                 values=self._values(decision, available, n),
                 seen=seen,
                 beliefs=beliefs,
@@ -135,7 +135,7 @@ class Recorder:
 
     def _values(self, decision: Decision, available: np.ndarray, n: int) -> list[list[Number | None]]:
         """Return the policy's values of the available actions, [n][A]."""
-        if decision.values is None:
+        if decision.values is None or self._info.box is not None:
             return []
         values = np.asarray(decision.values[0, :n], np.float64)
         if self._logits:

@@ -36,6 +36,10 @@ EPSILON_KEYS = ("epsilon_start", "epsilon_finish", "epsilon_anneal_time", "epsil
 """Keys of the schedule of epsilon: learners that do not explore by it reject values other than the defaults."""
 
 
+CONTINUOUS_AGENTS = ("n_rnn", "rnn", "ff", "ddpg", "bicnet")
+"""Built-in agents that know of actions only how many numbers they have."""
+
+
 class NoArgs(BaseModel):
     """Keys of a component that has none."""
 
@@ -227,6 +231,23 @@ def _said(found: Any) -> str:
 
 def _text(shape: tuple[int, ...]) -> str:
     return f"[{', '.join('H' if size == -1 else str(size) for size in shape)}]"
+
+
+def check_actions(config: Config, info: EnvInfo) -> bool:
+    """Return True; reject continuous actions for learners and agents of discrete ones. Errors: UserError."""
+    if info.box is None:
+        return True
+    if not getattr(learner_class(config.learner), "continuous", False):
+        raise UserError(
+            f"learner={config.learner}: learns values of discrete actions, and those of env={config.env} are"
+            " continuous. Use --config=mappo, ippo, maddpg or matd3"
+        )
+    if config.agent not in CONTINUOUS_AGENTS and not is_plugin(agents.REGISTRY.get(config.agent)):
+        raise UserError(
+            f"agent={config.agent}: reads and outputs discrete actions, and those of env={config.env} are continuous."
+            f" Use agent={', '.join(CONTINUOUS_AGENTS)}"
+        )
+    return True
 
 
 @together
