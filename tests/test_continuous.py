@@ -2,14 +2,16 @@
 
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from command_budgets import BUDGETS
+from ddpg_toys import make_ddpg, random_steps
 from interruption import interrupted_run
-from q_toys import BOXED, INFO, make_learner, random_episode, toy_config
+from q_toys import BOXED, INFO, make_learner, random_episode, state_of, toy_config
 from run_equality import differences
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 from walk_env import pids_of
@@ -19,6 +21,7 @@ from omagd.components.gaussian import Gaussian, TanhGaussian
 from omagd.config.env_info import ActionBox, EnvInfo
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
+from omagd.learners.synced_optimizer import SKIPPED
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
 from omagd.utils.errors import UserError
@@ -102,6 +105,60 @@ def test_gradients_of_the_loss_are_those_of_its_formula():
     assert not last[:4].any() and torch.allclose(
         last[4:8] * torch.tensor([2, 0.5]) + torch.tensor([1, 0.5]), batch["actions"][:4]
     )
+
+
+def test_matd3_is_what_its_formulas_say():
+    """Targets of the smaller critic, the critics' loss, an actor that moves at the second update by its own action."""
+    args = {"critic": "joint", "twin": True, "policy_delay": 2}
+    learner = make_ddpg(info=BOXED, learner_args=args, gamma=0.9)
+    batch = pack_episodes(random_steps(1, 6, 3, team=True, info=BOXED))
+    steps = learner._steps(batch, torch.arange(6), torch.zeros(3, dtype=torch.int64))
+    n, agent = 3, learner.mac.agent
+
+    def critics(module, inputs, actions, others):
+        values = []
+        for i in range(n):
+            joint = torch.stack([(actions if j == i else others)[:, j] for j in range(n)], 1).flatten(1)
+            own = inputs.features[:, i], actions[:, i], inputs.features.flatten(1), joint
+            parts = torch.cat(own, -1).unsqueeze(1)
+            values.append(torch.cat([each.trunk(parts, inputs.last_action[:, :1]) for each in module.each], -1)[:, 0])
+        return torch.stack(values, 1)
+
+    center, half = (torch.from_numpy(part).double() for part in BOX.scale)
+    taken = (batch["actions"][batch.packing.acting].double() - center) / half
+    after = learner.target_agent(steps.after).tanh()
+    y = steps.reward + 0.9 * (1 - steps.ended)[:, None] * critics(
+        learner.target_critic, steps.after, after, after
+    ).amin(-1)
+    torch.testing.assert_close(learner._targets(steps), y)
+    error = (critics(learner.critic, steps.before, taken, taken) - y.unsqueeze(-1)).square()
+    loss, _ = learner._critic_step.loss_module(steps.before, steps.taken, y, steps.valid)
+    torch.testing.assert_close(loss, error.sum())
+
+    value = critics(learner._frozen_critic, steps.before, agent(steps.before).tanh(), taken)[..., 0]
+    wanted = torch.autograd.grad(-value.sum(), list(agent.parameters()))
+    actor = learner._actor_step.loss_module(
+        steps.before, learner._frozen_critic, None, steps.valid, steps.owned[0], taken
+    )
+    torch.testing.assert_close(torch.autograd.grad(actor[0], list(agent.parameters())), wanted)
+
+    states = [state_of(learner)]
+    for _ in range(2):
+        stats = learner.update(batch, episodes=0)
+        states.append(state_of(learner))
+        assert stats[SKIPPED] == (0, 1)
+    moved = [{name.split(".")[0] for name in a if not torch.equal(a[name], b[name])} for a, b in pairwise(states)]
+    kinds = [{name for name in each if " " not in name} for each in moved]
+    assert kinds == [{"critic"}, {"critic", "agent", "target_agent", "target_critic"}]
+
+
+def test_noise_on_target_actions_is_normal_and_clipped():
+    learner = make_ddpg(info=BOXED, learner_args={"target_noise": 0.2, "target_noise_clip": 0.3})
+    batch = pack_episodes(random_steps(1, 200, 9, info=BOXED))
+    noise = learner._noise(batch.packing, torch.arange(200), learner._key(200))
+    assert noise.mean().abs() < 0.03 and (noise.std() - 1).abs() < 0.03 and noise.unique().numel() == noise.numel()
+    moved = learner._smoothed(torch.full_like(noise, 0.9), noise)
+    assert (moved.min().item(), moved.max().item()) == (pytest.approx(0.6), 1.0)
 
 
 def test_worlds_say_their_bounds_and_play_within_them():

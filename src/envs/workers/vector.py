@@ -77,10 +77,8 @@ class VectorEnv(BatchedEnv):
         self.info = env_info_from_dict(label, args.model_dump().get("map_name"), facts)
         promised = facts.get("deterministic", env_cls.deterministic)  # type: ignore[attr-defined]
         self.deterministic = bool(promised)  # type: ignore[misc]
-        self._log = ActionLog(self.n_slots, self._no_actions()) if self.deterministic else None
-
-    def _no_actions(self) -> np.ndarray:
-        return np.zeros(*array_specs(self.info, self.n_slots)["actions"])
+        actions = np.zeros(*array_specs(self.info, self.n_slots)["actions"])
+        self._log = ActionLog(self.n_slots, actions) if self.deterministic else None
 
     @abstractmethod
     def _start(self, command: int, slots: np.ndarray, argument: Any = None) -> None:
