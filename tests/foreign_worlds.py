@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 
@@ -160,3 +161,24 @@ class Reach:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class ReachOfGymnasium(gymnasium.Env):
+    """`Reach` with a Gymnasium id, in EPyMARL's convention: a part for each agent."""
+
+    def __init__(self) -> None:
+        self.world = Reach()
+        names = self.world.possible_agents
+        self.observation_space = spaces.Tuple([self.world.observation_space(name) for name in names])
+        self.action_space = spaces.Tuple([self.world.action_space(name) for name in names])
+
+    def reset(self, seed: int | None = None, options: None = None) -> tuple[tuple, dict]:
+        return tuple(self.world.reset(seed)[0].values()), {}
+
+    def step(self, actions: tuple) -> tuple:
+        parts = self.world.step(dict(zip(self.world.possible_agents, actions, strict=True)))
+        obs, rewards, ended, truncated = (tuple(part.values()) for part in parts[:4])
+        return obs, rewards, ended, truncated, {}
+
+
+gymnasium.register("Reach-v0", entry_point=ReachOfGymnasium)

@@ -170,6 +170,9 @@ def test_worlds_say_their_bounds_and_play_within_them():
     assert env.observe().avail_actions[0].tolist() == [[True] * 4, [True, False, True, False]]
     actions = random_actions(env.observe().avail_actions, np.random.default_rng(0), info.box)
     assert actions.shape == (2, 2, 2) and env.step(actions, np.ones(2, bool)).reward.shape == (2,)
+    gym = make_env("gymma", {"key": "foreign_worlds:Reach-v0", "time_limit": 1}, 1, False)
+    gym.reset(np.ones(1, bool), np.array([1]))
+    assert gym.info.box == info.box and gym.step(actions[:1], np.ones(1, bool)).terminated.all()
     own = ActionBox.of([[-np.inf, 0.0]], [[np.inf, np.inf]])
     assert own.low == ((None, 0.0),) and not own.bounded and own.clip(np.array([[9.0, -9.0]])).tolist() == [[9.0, 0.0]]
 

@@ -71,7 +71,10 @@ class BasicMAC:
         self._actor.eval()
         self.selector = self.new_selector(config, info)
         self._draws = action_selectors.draws(config.action_selector)
-        self._scales: dict[torch.device, list[Tensor]] = {}
+        # Center and half width of the bounds, where they are read: no CUDA graph can copy them from the host.
+        scale = () if info.box is None else info.box.scale
+        places = device, self.acting_device
+        self._scales = {place.type: [torch.from_numpy(part).to(place) for part in scale] for place in places}
         self.begin(0)
 
     @classmethod
@@ -198,9 +201,7 @@ class BasicMAC:
         """Return actions as agents read them: continuous ones in half widths of their bounds."""
         if self.info.box is None:
             return actions
-        if actions.device not in self._scales:
-            self._scales[actions.device] = [torch.from_numpy(part).to(actions.device) for part in self.info.box.scale]
-        center, half = self._scales[actions.device]
+        center, half = self._scales[actions.device.type]
         return (actions - center) / half
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:

@@ -123,7 +123,7 @@ class ActorLoss(LossModule):
             value = ((q if q.dim() == 2 else q[0]).to(inputs.features.dtype) * valid).sum()
         with torch.no_grad():
             count = valid.sum() * logits.shape[1]
-            stats: Stats = {"loss_actor": (-value.detach(), count)}
+            stats = {"loss_actor": (-value.detach(), count)}
             if owned is None:
                 stats["entropy"] = (torch.special.entr(policy) * valid.unsqueeze(-1)).sum(), count
         # DDPG, eq. 6: the critic's gradient at pi(o) passes through the action into the actor.

@@ -80,10 +80,8 @@ def row_fields(info: EnvInfo, full_obs: bool) -> Spec:
     """Return the fields of an episode's rows, without those that a policy adds: (type, shape) by name."""
     n, obs = info.n_agents, (torch.float32, (info.n_agents, info.obs_dim))
     # Continuous actions as they were drawn: of one beyond the bounds, the density is not that of the bound.
-    discrete = torch.uint8 if info.n_actions <= 255 else torch.int16
-    actions: tuple[torch.dtype, tuple[int, ...]] = (discrete, (n,))
-    if info.box is not None:
-        actions = (torch.float32, (n, info.box.dim))
+    numbers = torch.uint8 if info.n_actions <= 255 else torch.int16
+    actions = (numbers, (n,)) if info.box is None else (torch.float32, (n, info.box.dim))
     fields: Spec = {
         "obs": obs,
         "state": (torch.float32, (info.state_dim,)),

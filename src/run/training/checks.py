@@ -242,11 +242,11 @@ def check_actions(config: Config, info: EnvInfo) -> bool:
             f"learner={config.learner}: learns values of discrete actions, and those of env={config.env} are"
             " continuous. Use --config=mappo, ippo, maddpg or matd3"
         )
+    if config.use_graph_reconstruction:
+        raise UserError(f"use_graph_reconstruction=True: reads discrete actions, and those of env={config.env} are not")
     if config.agent not in CONTINUOUS_AGENTS and not is_plugin(agents.REGISTRY.get(config.agent)):
-        raise UserError(
-            f"agent={config.agent}: reads and outputs discrete actions, and those of env={config.env} are continuous."
-            f" Use agent={', '.join(CONTINUOUS_AGENTS)}"
-        )
+        fix = f"Use agent={' or '.join(CONTINUOUS_AGENTS)}"
+        raise UserError(f"agent={config.agent}: is of discrete actions, and those of env={config.env} are not. {fix}")
     return True
 
 
