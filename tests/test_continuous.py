@@ -198,8 +198,8 @@ def test_snapshots_and_workers_replay_numbers():
 
 
 LEARNS = {
-    "mappo": "t_max=12000 batch_size=64 batch_size_run=64 lr=0.003 learner_args.entropy=0 obs_last_action=False",
-    "maddpg": "t_max=6000 batch_size=64 batch_size_run=16 lr=0.002 updates_per_iteration=4 epsilon_anneal_time=4000",
+    "mappo": "t_max=4000 batch_size=64 batch_size_run=64 lr=0.003 learner_args.entropy=0 obs_last_action=False",
+    "maddpg": "t_max=2500 batch_size=64 batch_size_run=16 lr=0.002 updates_per_iteration=4 epsilon_anneal_time=2000",
 }
 
 
@@ -207,7 +207,7 @@ LEARNS = {
 def test_a_place_that_is_shown_is_reached(name, tmp_path):
     """Doing nothing earns -0.49; agents of other bounds and sizes share a network."""
     words = [f"--config={name}", *REACH, *SMALL, *LEARNS[name].split(), f"local_results_path={tmp_path}"]
-    assert omagd.run(config_from(words))["return"] > -0.1
+    assert omagd.run(config_from(words))["return"] > -0.05
 
 
 @pytest.mark.parametrize(
