@@ -53,7 +53,7 @@ CODES = {f"tokenizer_config.{key}": size for key, size in (("n_codes", 6), ("cod
 DDPG: dict[str, dict[str, Any]] = {
     "plain": {}, "gumbel in parts": {"gumbel_softmax": True, "accumulate": 2}, "bicnet": {"agent": "bicnet"},
     "matd3": {"info": BOXED, "accumulate": 2, "learner_args": {
-        "critic": "joint", "twin": True, "target_noise": 0.2, "policy_delay": 2,
+        "joint": True, "twin": True, "target_noise": 0.2, "policy_delay": 2,
     }},
 }  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {

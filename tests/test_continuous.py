@@ -22,8 +22,10 @@ from omagd.config.env_info import ActionBox, EnvInfo
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
 from omagd.learners.synced_optimizer import SKIPPED
+from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.cli.main import config_from, main
 from omagd.run.launch.launcher import launch
+from omagd.run.training.checks import complete_args
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 
@@ -109,7 +111,7 @@ def test_gradients_of_the_loss_are_those_of_its_formula():
 
 def test_matd3_is_what_its_formulas_say():
     """Targets of the smaller critic, the critics' loss, an actor that moves at the second update by its own action."""
-    args = {"critic": "joint", "twin": True, "policy_delay": 2}
+    args = {"joint": True, "twin": True, "policy_delay": 2}
     learner = make_ddpg(info=BOXED, learner_args=args, gamma=0.9)
     batch = pack_episodes(random_steps(1, 6, 3, team=True, info=BOXED))
     steps = learner._steps(batch, torch.arange(6), torch.zeros(3, dtype=torch.int64))
@@ -263,3 +265,10 @@ def test_a_loaded_policy_acts_within_the_bounds(tmp_path):
     env.reset(seed=1)
     assert env.action_space("agent_0").high.tolist() == [4, 2]
     env.step({name: env.action_space(name).sample() for name in env.agents})
+
+
+def test_runs_of_ddpg_from_before_these_keys_keep_their_identity():
+    config = config_from(["--config=snakes_ddpg", "--env-config=snakes", "with", "use_cuda=False"])
+    assert config.learner_args == {} != complete_args(config).learner_args
+    assert identity_of(complete_args(config)) == identity_of(config)
+    assert identity_of(complete_args(config.model_copy(update={"learner_args": {"twin": True}}))) != identity_of(config)

@@ -87,7 +87,7 @@ for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything regi
     rest = {name: {**PLAIN, part: name} for name in registry.names() if name not in compared}
     Q, SINGLE = Q | rest, SINGLE | rest.keys()
 DDPG = {"DDPG": {}, "DDPG bicnet": {"agent": "bicnet"}, "DDPG parts": {"gumbel_softmax": True, "accumulate": 3}}
-MATD3 = {"critic": "joint", "twin": True, "target_noise": 0.2, "policy_delay": 2}
+MATD3 = {"joint": True, "twin": True, "target_noise": 0.2, "policy_delay": 2}
 DDPG["DDPG continuous"] = {"learner_args": MATD3, "accumulate": 2}
 STAGES = {
     "stage1": {"tokenizer_config__dead_code_threshold": 0.6},

@@ -8,7 +8,7 @@ the target networks:
     actor: maximise Q(o, pi(o))
     targets: theta' <- theta' + tau (theta - theta')
 
-r is the agent's own reward where the environment gives one, otherwise the team's. With `critic=joint` Q reads the
+r is the agent's own reward where the environment gives one, otherwise the team's. With `joint` Q reads the
 observations and actions of all agents. TD3 (Fujimoto et al. 2018) takes the smaller of two critics in y, adds noise to
 pi', and moves actor and targets at every second update.
 """
@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -48,7 +48,7 @@ class DDPGArgs(BaseModel):
     """`learner_args` of DDPG."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    critic: Literal["observation", "joint"] = "observation"  # reads each agent's own inputs, or those of all: MADDPG
+    joint: bool = False  # critics read the observations and actions of all agents (MADDPG)
     twin: bool = False  # two critics; targets take the smaller value (TD3)
     target_noise: float = Field(default=0.0, ge=0.0)  # deviation of the noise on target actions, in half widths (TD3)
     target_noise_clip: float = Field(default=0.5, gt=0.0)  # bound of that noise
@@ -206,8 +206,7 @@ class DDPGLearner(SavesParts):
         self._moves = torch.zeros((), dtype=torch.bool, device=self.device)  # whether the last update moves the targets
 
     def _new_critic(self, agent: DDPGAgent) -> nn.Module:
-        joint = self.args.critic == "joint"
-        make = partial(JointCritic if joint else agent.new_critic, self.config, self.info)
+        make = partial(JointCritic if self.args.joint else agent.new_critic, self.config, self.info)
         return TwinCritics(make) if self.args.twin else make()
 
     @staticmethod
@@ -266,7 +265,7 @@ class DDPGLearner(SavesParts):
 
     def _others(self, taken: Tensor) -> Tensor | None:
         """Return the actions of the other agents for a critic that reads them, [S, n, A]."""
-        return taken if self.args.critic == "joint" else None
+        return taken if self.args.joint else None
 
     def _learn(self, count: Tensor, parts: list[Steps], due: Tensor) -> Stats:
         """Take both steps. count: steps of all agents. due: 1 where actor and targets move, too."""

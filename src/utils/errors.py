@@ -412,7 +412,7 @@ NAMES: dict[str, tuple[Row, ...]] = {
         Row("q_learner", "nq_learner"),
         Row("dmaq_qatten_learner", "nq_learner", why="with mixer=qplex"),
         Row("max_q_learner", "wqmix_learner"),
-        Row("maddpg_learner", "ddpg_learner", why="with learner_args.critic=joint"),
+        Row("maddpg_learner", "ddpg_learner", why="with learner_args.joint=True"),
         Row("q_learner_data_augmentation qtran_learner", near="nq_learner"),
         Row(
             "coma_learner actor_critic_learner pac_learner pac_dcg_learner offpg_learner policy_gradient_v2"
