@@ -85,4 +85,4 @@ def test_tools_for_many_runs_need_no_torch_and_name_a_damaged_run(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     lines = done.stderr.splitlines()
     assert len(lines) == 4 and all(line.startswith("left out: ") and "lr0.001_3m_seed2" in line for line in lines)
-    assert {path.name for path in tmp_path.iterdir()} > {"curves_test_battle_won_mean.png"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} > {"curves_win_rate.png", "report.html"}
