@@ -59,11 +59,8 @@ class Gaussian:
         q: outputs [B, n, 2 d]. available: [B, n, 2 d] bool, 1 where an agent has such a number; others are the center.
         """
         outputs, some = torch.from_numpy(q), torch.from_numpy(available)
-        drawn = (
-            np.zeros((*q.shape[:-1], self.box.dim))
-            if rng is None
-            else rng.standard_normal((*q.shape[:-1], self.box.dim))
-        )
+        shape = (*q.shape[:-1], self.box.dim)
+        drawn = np.zeros(shape) if rng is None else rng.standard_normal(shape)
         mean, log_std = self._parts(outputs)
         z = mean + log_std.exp() * torch.from_numpy(drawn).to(mean)
         center, half, _ = self._scale(mean)

@@ -286,6 +286,7 @@ class RNNAgent(RecurrentAgent):
     """
 
     reads_inferences = True
+    continuous = True  # knows of actions only how many numbers they have
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)

@@ -60,6 +60,7 @@ class FFAgent(Agent):
     talks: ClassVar[bool] = False
     samples: ClassVar[bool] = False
     reads_inferences: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()

@@ -36,10 +36,6 @@ EPSILON_KEYS = ("epsilon_start", "epsilon_finish", "epsilon_anneal_time", "epsil
 """Keys of the schedule of epsilon: learners that do not explore by it reject values other than the defaults."""
 
 
-CONTINUOUS_AGENTS = ("n_rnn", "rnn", "ff", "ddpg", "bicnet")
-"""Built-in agents that know of actions only how many numbers they have."""
-
-
 class NoArgs(BaseModel):
     """Keys of a component that has none."""
 
@@ -244,9 +240,11 @@ def check_actions(config: Config, info: EnvInfo) -> bool:
         )
     if config.use_graph_reconstruction:
         raise UserError(f"use_graph_reconstruction=True: reads discrete actions, and those of env={config.env} are not")
-    if config.agent not in CONTINUOUS_AGENTS and not is_plugin(agents.REGISTRY.get(config.agent)):
-        fix = f"Use agent={' or '.join(CONTINUOUS_AGENTS)}"
-        raise UserError(f"agent={config.agent}: is of discrete actions, and those of env={config.env} are not. {fix}")
+    kind, owner = agents.REGISTRY.get(config.agent), f"agent={config.agent}"
+    if not getattr(kind, "continuous", False) and not is_plugin(kind):
+        raise UserError(
+            f"{owner}: is of discrete actions, and those of env={config.env} are not. Use agent=n_rnn or ff"
+        )
     return True
 
 
