@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from browser import opened
 from many_runs import make_run, make_study
-from scipy.stats import bootstrap
+from scipy import stats
 
 from omagd.envs.frames import Scene
 from omagd.lab.analysis.run_report import POPULATIONS
@@ -152,10 +152,12 @@ def test_a_study_has_arms_by_maps_with_intervals_and_all_runs(tmp_path):
     page = report(tmp_path)
     cell = page.row("lr=0.001", 3)[1]
     scores = np.array([0.2 + 0.2 + 0.02 * seed for seed in (1, 2, 3)])
-    found = bootstrap((scores,), np.mean, method="percentile", n_resamples=20_000, random_state=1).confidence_interval
-    middle, low, high = (float(number) for number in re.findall(r"\d\.\d+", cell))
+    found = stats.ttest_1samp(scores, 0).confidence_interval(0.95)
+    middle, low, high, *lead = (float(number) for number in re.findall(r"\d\.\d+", cell))
     assert middle == pytest.approx(scores.mean(), abs=1e-3) and "n = 3" in cell
-    assert (low, high) == pytest.approx(tuple(found), abs=3e-3)
+    assert (low, high) == pytest.approx(tuple(found), abs=1e-3) and lead == [0.2, 0.2, 0.2, 1.0], "over the first arm"
+    bold = re.findall("<b>(.*?)</b>", (tmp_path / "report.html").read_text())
+    assert bold[:2] == ["+0.200 [0.200, 0.200]"] * 2 and "0.640" not in bold, "the best arm has a run of one seed more"
     names = [row[0] for row in page.rows if len(row) == 11]
     assert len(names) == 20 and page.row("zbegun")[4].startswith("unfinished")
     assert page.row("lr", 4) == ["lr", "0.0003", "0.001", "0.005"]
