@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from many_runs import make_run, make_study
+from scipy import stats
 
 from omagd.lab.analysis.comparison import table
 from omagd.lab.analysis.runs import load
@@ -33,8 +34,12 @@ def test_six_runs_with_three_learning_rates_are_three_rows_with_two_seeds_each(t
     said = " ".join(" ".join(notes).split())
     assert said.startswith(f"rows of several seeds: mean [{INTERVALS}], mean time") and "map, paired by seed;" in said
     _, *leads = (re.split("  +", line) for line in notes[-3:])
-    assert [row[:4] for row in leads] == [["qmix", "0.001", "+0.200 [0.200, 0.200]", "1.00"],
-                                          ["qmix", "0.005", "+0.400 [0.400, 0.400]", "1.00"]]  # fmt: skip
+    assert [row[:4] for row in leads] == [["qmix", "0.001", "+0.200", "1.00"], ["qmix", "0.005", "+0.400", "1.00"]]
+    shutil.rmtree(tmp_path / "lr0.005_3m_seed1")
+    make_run(tmp_path / "other", (0.0, 0.5), lr=0.005, seed=3)
+    lead = table(load([tmp_path])).splitlines()[-1]
+    low, high = stats.ttest_ind([0.64, 0.5], [0.22, 0.24], equal_var=False).confidence_interval()
+    assert f"+0.340 [{low:.3f}, {high:.3f}]" in lead, "other seeds: not paired"
 
 
 def test_the_table_fits_the_terminal_and_says_what_it_leaves_out(tmp_path, capsys, monkeypatch):

@@ -132,16 +132,12 @@ def _results(found: Sequence[Group]) -> list[dict[str, Any]]:
     """Return a table of arms and environments for each result: win rate, return."""
     places, tables = curves.places(found), []
     for metric, title in RESULTS.items():
-        columns = {place: _column([_trained(group, place) for group in found], metric) for place in places}
-        columns = {place: column for place, column in columns.items() if column}
+        arms = {at: [[run for run in group.at(at) if run.kind == "training"] for group in found] for at in places}
+        columns = {place: column for place in places if (column := _column(arms[place], metric))}
         if columns:
             rows = zip([group.label for group in found], zip(*columns.values(), strict=True), strict=True)
             tables.append({"title": f"{title} of the last test", "places": [*columns], "rows": list(rows)})
     return tables
-
-
-def _trained(group: Group, place: str) -> list[Run]:
-    return [run for run in group.at(place) if run.kind == "training"]
 
 
 def _column(arms: Sequence[Sequence[Run]], metric: str) -> list[dict[str, Any]]:

@@ -19,6 +19,9 @@ FEW_SEEDS = 5
 FEW = f"intervals over fewer than {FEW_SEEDS} seeds are much too narrow (one arm, 3 seeds: 75 % in place of 95 %)"
 """What a reader must know of intervals over few seeds: docs/plots.md."""
 
+SAME = 1e-20
+"""Less variance than this is rounding."""
+
 INTERVALS = f"95 % interval over seeds: Student's t below {FEW_SEEDS}, else bootstrap"
 
 ENTRIES_AT_ONCE = 4_000_000
@@ -82,7 +85,8 @@ def estimate(scores: Scores) -> Estimate:
 def t_interval(scores: Scores, others: Scores = ()) -> Interval | None:
     """Return Student's interval of `mean`, or with `others` of how much higher it is than theirs.
 
-    Welch and Satterthwaite's degrees of freedom; scores: [seeds] for each map.
+    Welch and Satterthwaite's degrees of freedom; scores: [seeds] for each map. None where all seeds are equal: so few
+    do not show how much others would differ.
     """
     if any(len(each) < 2 for each in (*scores, *others)):
         return None
@@ -91,7 +95,9 @@ def t_interval(scores: Scores, others: Scores = ()) -> Interval | None:
     middle = mean(scores) - (mean(others) if others else 0.0)
     parts = [(np.var(each, ddof=1) / len(each) / len(of) ** 2, len(each) - 1) for of in (scores, others) for each in of]
     variance = sum(part for part, _ in parts)
-    freedom = variance**2 / sum(part**2 / free for part, free in parts) if variance else 1.0
+    if variance < SAME:
+        return None
+    freedom = variance**2 / sum(part**2 / free for part, free in parts)
     half = t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt(variance)
     return np.asarray(middle - half), np.asarray(middle + half)
 
