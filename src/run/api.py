@@ -251,7 +251,8 @@ class LoadedPolicy:
         self._step, self._last = self._step + 1, (tick, decision)
         if decision.values is not None:
             found = np.asarray(decision.values[0], np.float32)
-            self.values = probabilities(found, mask) if self.outputs_logits else found.copy()
+            drawn = self.outputs_logits and found.shape == mask.shape
+            self.values = probabilities(found, mask) if drawn else found.copy()
         return np.asarray(decision.actions[0])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from omagd.envs.frames import AGENTS, Frame
+from omagd.envs.frames import Frame
 from omagd.lab.watch.panel import (
     FOG,
     HEAL,
@@ -85,9 +85,8 @@ def pixels(frame: Frame) -> np.ndarray:
     """Return the picture of one moment, [height, width, 3] uint8: the whole map as it is."""
     parts = {name: value for name, value in frame.to_dict().items() if name != "scene"}
     moment = Moment.model_construct(**parts, actions=[], values=[], seen=[], beliefs=[])
-    n = frame.scene.teams.count(AGENTS)
     episode = Episode.model_construct(env="", map_name="", seed=0, scene=frame.scene, moments=[moment])
-    box = frame.scene.bounds or (-1.0, -0.4, float(n), 0.4)
+    box = frame.scene.bounds or extent(episode)
     wide = WIDTH // 2
     panel = Panel(episode, box, (wide, int(wide * (box[3] - box[1]) / (box[2] - box[0]))))
     _truth(panel, 0, -1)
