@@ -103,7 +103,7 @@ def main(options: argparse.Namespace) -> int:
     """Print the table."""
     if not options.runs:
         raise UserError("compare: name the folders of runs, as in: omagd compare results/<run> results/<other run>")
-    width = None if options.wide else shutil.get_terminal_size((100, 24)).columns
+    width = None if options.wide else shutil.get_terminal_size((1000, 24)).columns  # of a pipe, for other programs
     print_out(table(load(options.runs, "compare"), options.each, width) + "\n")
     return 0
 
