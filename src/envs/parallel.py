@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.utils.errors import import_extra
 
@@ -31,17 +33,19 @@ class ParallelBattle(_Base):  # type: ignore[misc]
 
     Args:
         env: an environment with one slot; this object closes it.
+        draw: returns pixels of a frame, for `render` (`render_mode` is then `rgb_array`); None: there are no pictures.
     """
 
-    def __init__(self, env: BatchedEnv) -> None:
+    def __init__(self, env: BatchedEnv, draw: Callable[[Frame], np.ndarray] | None = None) -> None:
         if env.n_slots != 1:
             raise ValueError(f"a ParallelBattle has one slot, not {env.n_slots}")
         self.info = env.info
         self.possible_agents = [f"agent_{i}" for i in range(env.info.n_agents)]
         self.agents: list[str] = []
         label = f"{env.info.name}_{env.info.map_name}".rstrip("_")
-        self.metadata = {"name": label, "render_modes": [], "is_parallelizable": True}
-        self._env = env
+        self.metadata = {"name": label, "render_modes": ["rgb_array"], "is_parallelizable": True}
+        self.render_mode = None if draw is None else "rgb_array"
+        self._env, self._draw = env, draw
         self._closed = False
         self._slot = np.ones(1, bool)
         self._rng = np.random.default_rng()
@@ -65,6 +69,8 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         chosen = int(self._rng.integers(2**62)) if seed is None else int(seed)
         self._env.reset(self._slot, np.array([chosen], np.int64))
         self.agents = list(self.possible_agents)
+        if self._draw is not None:
+            self._env.frame(0)  # environments that draw themselves begin to at the start of an episode
         return self._observations(self._env.observe()), {agent: {} for agent in self.agents}
 
     def step(
@@ -91,6 +97,11 @@ class ParallelBattle(_Base):  # type: ignore[misc]
             dict.fromkeys(playing, ended and truncated),
             infos,
         )
+
+    def render(self) -> np.ndarray | None:
+        """Return a picture of this moment, [height, width, 3] uint8; None if it was made without `render_mode`."""
+        self._require_open()
+        return None if self._draw is None else self._draw(self._env.frame(0))
 
     def state(self) -> np.ndarray:
         """Return the global state [state_dim] float32."""
