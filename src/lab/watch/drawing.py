@@ -33,6 +33,8 @@ SHEET, HEADINGS, LEGEND = 1320 * TWICE, 60 * TWICE, 30 * TWICE
 def extent(episode: Episode) -> tuple[float, float, float, float]:
     """Return the part of the map that the pictures show: all places of units and of guesses with a margin."""
     scene = episode.scene
+    if episode.moments[0].picture:
+        return 0.0, 0.0, 4.0, 3.0
     if scene.bounds is None:
         return -1.0, -0.4, float(episode.n_agents), 0.4
     if scene.torus:
@@ -127,6 +129,9 @@ def _truth(panel: Panel, step: int, agent: int) -> None:
     """Draw the battle as it is."""
     episode, scene = panel.episode, panel.scene
     moment = episode.moments[step]
+    if moment.picture:
+        panel.show(moment.picture)
+        return
     panel.ground(_sight(panel, moment, agent), fog=False)
     there = [unit for unit, alive in enumerate(moment.alive) if alive]
     where = dict(zip(there, panel.apart([panel.at(moment.x[i], moment.y[i]) for i in there]), strict=True))
