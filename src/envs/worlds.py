@@ -15,10 +15,10 @@ from omagd.config.env_info import EntityLayout, StateLayout
 from omagd.envs.adapters import Foreign, GymmaEnv, PettingZooEnv, Rewards
 from omagd.envs.frames import AGENTS, THINGS, Frame, Scene, rounded, unit_names
 
-FORAGING = r"^(?:(\d{1,2})s-)?(\d{1,2})x(\d{1,2})-(\d{1,2})p-(\d{1,2})f((?:-coop|-ind|-pen)*)$"
+FORAGING = r"(?:(\d{1,2})s-)?(\d{1,2})x\2-(\d{1,2})p-(\d{1,2})f((?:-coop|-ind|-pen)*)"
 LBF_MAPS = ("8x8-2p-3f", "2s-8x8-2p-2f-coop", "10x10-3p-3f", "15x15-3p-5f", "15x15-4p-3f", "15x15-4p-5f")
 RWARE_MAPS = ("tiny-2ag", "tiny-2ag-hard", "tiny-4ag", "small-4ag", "medium-6ag-easy", "large-8ag")
-"""Examples: every name that fits the pattern can be played."""
+"""Examples: every name of this form can be played."""
 MpeMap = Literal[
     "simple_v3", "simple_spread_v3", "simple_tag_v3", "simple_adversary_v3", "simple_push_v3", "simple_crypto_v3",
     "simple_reference_v3", "simple_speaker_listener_v4", "simple_world_comm_v3", "simple_formation_v1",
@@ -38,7 +38,7 @@ class LbfArgs(Rewards):
         time_limit: steps of an episode, which terminates then.
     """
 
-    map_name: str = Field(default="8x8-2p-3f", pattern=FORAGING)
+    map_name: str = "8x8-2p-3f"
     time_limit: int = Field(default=50, ge=1)
 
     @property
@@ -70,7 +70,7 @@ class RwareArgs(Rewards):
         time_limit: steps of an episode.
     """
 
-    map_name: str = Field(default="tiny-2ag", pattern=r"^(tiny|small|medium|large)-\d+ag(-easy|-hard)?$")
+    map_name: str = "tiny-2ag"
     time_limit: int = Field(default=500, ge=1)
 
     @property
@@ -172,9 +172,10 @@ class Lbf(_WithUnits, GymmaEnv):
     def _make(self) -> Any:
         from lbforaging.foraging import ForagingEnv  # registered ids have at most 4 foods
 
-        sight, size, other, n, m, more = re.fullmatch(FORAGING, self.args.map_name).groups()  # type: ignore[union-attr]
-        if size != other:
-            raise self._wrong("the field must be a square")
+        found = re.fullmatch(FORAGING, self.args.map_name)
+        if found is None:
+            raise self._wrong("must be of the form 8x8-2p-3f: a square, agents, foods (docs/lbf.md)")
+        sight, size, n, m, more = found.groups()
         settings = {
             "players": int(n), "max_num_food": int(m), "field_size": (int(size), int(size)),
             "sight": int(sight or size), "force_coop": "-coop" in more, "penalty": 0.1 * ("-pen" in more),
@@ -187,6 +188,7 @@ class Lbf(_WithUnits, GymmaEnv):
         super()._measure()
         self._scale = float(self.env.sight)
         self._start(0)
+        self._stale = self.args.new_each_episode  # old places change the next start
         self._measure_units(self._look(), 1.0)
 
     def _start(self, seed: int) -> None:

@@ -92,7 +92,7 @@ def sheet(episode: Episode, agent: int, steps: Sequence[int]) -> Any:
     box = extent(episode.model_copy(update={"moments": [episode.moments[step] for step in steps]}))
     name, believes = episode.scene.ids[agent], any(moment.beliefs for moment in episode.moments)
     views = [(f"As {name} sees it", _seen), (f"As {name} believes it is", _belief), ("As it was", _truth)]
-    views = views if believes else [views[0], views[2]]
+    views = [view for view, on in zip(views, (episode.moments[0].seen, believes, True), strict=True) if on]
     wide = (SHEET - 4 * GAP) // 3
     width = GAP + len(views) * (wide + GAP)
     high = int(wide * min(1.0, (box[3] - box[1]) / (box[2] - box[0])))
