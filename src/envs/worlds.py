@@ -124,7 +124,7 @@ class _WithUnits(Foreign):
         """Keep what follows from the units until somebody asks for it."""
         n, there = len(units.own), units.there[:, None]
         rows = np.concatenate([there, units.place / self._scale, units.features, units.hidden], 1) * there
-        blocks = np.repeat(rows[None, :, : rows.shape[1] - units.hidden.shape[1]], n, 0)
+        blocks = np.tile(rows[:, : rows.shape[1] - units.hidden.shape[1]], (n, 1, 1))
         blocks[..., 1:3] -= rows[:n, None, 1:3]
         blocks *= there
         self._units, self._blocks, self._state = units, blocks, rows.ravel()
@@ -182,7 +182,9 @@ class Lbf(_WithUnits, GymmaEnv):
             "min_player_level": 1, "max_player_level": 2, "min_food_level": 1,
             "max_food_level": 1 if "-ind" in more else None, "max_episode_steps": self.args.time_limit,
         }  # fmt: skip
-        return ForagingEnv(**{**settings, **self._own})
+        env = ForagingEnv(**{**settings, **self._own})
+        env._make_gym_obs = tuple  # nobody reads what it observes, which takes most of its time
+        return env
 
     def _measure(self) -> None:
         super()._measure()
@@ -251,15 +253,30 @@ class Mpe(_WithUnits, PettingZooEnv):
         self._playing = list(self.env.agents)
         self._see_units(self._look())
 
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        """Play [n] actions; in a world of units without PettingZoo's loop over agents, which takes half of the time."""
+        if self.layout is None:
+            return super().step(actions)
+        raw = self.env.unwrapped
+        raw.current_actions[:] = actions.tolist()
+        raw._execute_world_step()
+        raw.steps += 1
+        self._see_units(self._look())
+        late = raw.steps >= raw.max_cycles
+        results = {name: value for info in raw.infos.values() for name, value in info.items()}
+        rewards = [raw.rewards[name] for name in self.names]
+        return self._result(rewards, not late and raw.scenario.is_terminal(raw.world), late, results)
+
     def _look(self) -> Units:
         world, scenario = self.env.unwrapped.world, self.env.unwrapped.scenario
         n, everything = len(world.agents), [*world.agents, *world.landmarks]
         place, speed = (np.array([getattr(one.state, name) for one in everything]) for name in ("p_pos", "p_vel"))
-        away = np.linalg.norm(place - place[:n, None], axis=-1)
-        away[np.arange(n), np.arange(n)] = np.inf
-        sees = np.ones(away.shape, bool)
+        sees = np.ones((n, len(place)), bool)
         for part, most in ((slice(n), scenario.num_agent_neighbors), (slice(n, None), scenario.num_landmark_neighbors)):
-            sees[:, part] = away[:, part].argsort(1).argsort(1) < (most or len(everything))
+            if most is not None:
+                away = np.linalg.norm(place - place[:n, None], axis=-1)
+                away[np.arange(n), np.arange(n)] = np.inf
+                sees[:, part] = away[:, part].argsort(1).argsort(1) < most
         nothing = np.empty((len(everything), 0))
         return Units(place, np.ones(len(place), bool), nothing, speed, np.hstack([speed[:n], place[:n]]), sees)
 
