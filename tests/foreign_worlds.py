@@ -65,6 +65,21 @@ class Leaving:
         self.closed = True
 
 
+class Painted(Leaving):
+    """It draws the time, if its constructor is told to."""
+
+    metadata = {"render_modes": ["human", "rgb_array"]}
+
+    def __init__(self, render_mode: str | None = None, broken: bool = False) -> None:
+        super().__init__()
+        self.render_mode, self.broken = render_mode, broken
+
+    def render(self) -> np.ndarray | None:
+        if self.broken:
+            raise OSError("no display")
+        return np.full((20, 30, 3), (self.t, 200, 9), np.uint8) if self.render_mode == "rgb_array" else None
+
+
 class Pursuit:
     """PyMARL's shape, with a base class of its own: `reset()` without a seed, lists, three values from `step`."""
 

@@ -8,6 +8,7 @@ Shapes: n agents, A actions (of the agent that has most), d numbers of continuou
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import pkgutil
 import random
@@ -21,32 +22,62 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from omagd.envs.frames import Frame, drawn, without_place
 from omagd.envs.outputs import RESERVED
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.utils.errors import UserError, causes, install
 
+LOG = logging.getLogger("omagd")
 EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "pettingzoo", "gymnasium": "gymnasium"}
 """Packages that an extra of this one installs."""
 
 
-class AdapterArgs(BaseModel):
-    """Arguments of `pymarl`, and of all adapters; the others go to the environment's constructor.
+class ForeignArgs(BaseModel):
+    """Arguments of all environments of other packages; those that have no name here go to the constructor.
 
     Attributes:
-        key: which environment: `module:Class` for `pymarl`; a module with `parallel_env`, or `module:function`, for
-            `pettingzoo`; an id, `package:Name-v0`, or `pz-<family>-<name>` for `gymma`.
         new_each_episode: make a new environment for each episode, which then follows from its seed and its actions.
             False suits dear constructors: one object plays all episodes, and a run that is resumed may differ.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    key: str
     new_each_episode: bool = True
 
     @property
     def own(self) -> dict[str, Any]:
         """What goes to the environment's constructor."""
         return dict(self.model_extra or {})
+
+    @property
+    def given(self) -> tuple[str, str]:
+        """The key that says which environment, and its value."""
+        return "map_name", str(getattr(self, "map_name", ""))
+
+    @property
+    def path(self) -> str:
+        """Import path, or Gymnasium id, of the environment."""
+        return self.given[1]
+
+    @property
+    def package(self) -> str:
+        """Package of the environment, whose version belongs to results."""
+        return re.split("[:.]", self.path)[0]
+
+
+class AdapterArgs(ForeignArgs):
+    """Arguments of `pymarl`; the others go to the environment's constructor.
+
+    Attributes:
+        key: which environment: `module:Class` for `pymarl`; a module with `parallel_env`, or `module:function`, for
+            `pettingzoo`; an id, `package:Name-v0`, or `pz-<family>-<name>` for `gymma`.
+    """
+
+    key: str
+
+    @property
+    def given(self) -> tuple[str, str]:
+        """The key that says which environment, and its value."""
+        return "key", self.key
 
     @property
     def path(self) -> str:
@@ -57,14 +88,9 @@ class AdapterArgs(BaseModel):
         package = "mpe2" if family == "mpe" else f"pettingzoo.{family}"  # MPE has left PettingZoo
         return f"{package}.{name.replace('-', '_')}"
 
-    @property
-    def package(self) -> str:
-        """Package of the environment, whose version belongs to results."""
-        return re.split("[:.]", self.path)[0]
 
-
-class RewardArgs(AdapterArgs):
-    """Arguments of `gymma` and `pettingzoo`, named as EPyMARL's; the others go to the environment's constructor.
+class Rewards(ForeignArgs):
+    """Arguments of environments that reward each agent, named as EPyMARL's.
 
     Attributes:
         time_limit: steps of an episode; without it, those that the environment declares.
@@ -77,7 +103,11 @@ class RewardArgs(AdapterArgs):
     time_limit: int | None = Field(default=None, ge=1)
 
 
-class _Foreign(MultiAgentEnv):
+class RewardArgs(Rewards, AdapterArgs):
+    """Arguments of `gymma` and `pettingzoo`; the others go to the environment's constructor."""
+
+
+class Foreign(MultiAgentEnv):
     """Base of the adapters. Some environments keep something of the last episode; hence a new one for each.
 
     A subclass sets `n_agents`, `episode_limit`, `sizes` (of observations) and, by `_set_actions`, `n_actions` (of each
@@ -95,10 +125,11 @@ class _Foreign(MultiAgentEnv):
     boxes: Sequence[Any] = ()
 
     def __init__(self, args: Any) -> None:
-        self.args = args
+        self.args, self._own = args, args.own
         self._seed = 0
         self._stale = False  # whether the next episode needs a new object
         self._steps = 0
+        self._draws: bool | None = None  # unknown until a picture is asked for
         with self._in_one_line():
             self.env = self._make()
             self._measure()
@@ -157,11 +188,11 @@ class _Foreign(MultiAgentEnv):
             names = (str(getattr(each, "name", "")).partition(".")[0] for each in causes(problem))
             extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
             fix = f" Install it: {install(extra)}" if extra else ""
-            fix = " Give module:Class" if self.args.key.endswith(".py") else fix
+            fix = " Give module:Class" if self.args.given[1].endswith(".py") else fix
             raise self._wrong(f"{said}.{fix}") from None
 
     def _wrong(self, what: str) -> UserError:
-        return UserError(f"env_args.key={self.args.key}: {what}")
+        return UserError(f"env_args.{'='.join(self.args.given)}: {what}")
 
     def reset(self, *, seed: int) -> None:
         """Start an episode."""
@@ -169,7 +200,7 @@ class _Foreign(MultiAgentEnv):
             self.env.close()
             with self._in_one_line():
                 self.env = self._make()
-        self._stale, self._steps = self.args.new_each_episode, 0
+        self._stale, self._steps, self._seed = self.args.new_each_episode, 0, seed
         random.seed(seed)  # for environments that draw from Python's or NumPy's global generator
         np.random.seed(seed % 2**32)  # noqa: NPY002
         self._begin(seed)
@@ -189,7 +220,7 @@ class _Foreign(MultiAgentEnv):
     def get_env_info(self) -> dict[str, Any]:
         """Return sizes; no win is reported, and there is no entity layout."""
         return {
-            "map_name": self.args.key,
+            "map_name": self.args.given[1],
             "n_agents": self.n_agents,
             "n_actions": max(self.n_actions),
             "obs_shape": max(self.sizes),
@@ -249,6 +280,29 @@ class _Foreign(MultiAgentEnv):
             info[AGENT_REWARD] = each.astype(np.float32)
         return float(each.sum()), ended or truncated or late, info
 
+    def get_frame(self) -> Frame | None:
+        """Return a picture that the environment draws (`rgb_array`); None where it draws none."""
+        try:
+            if self._draws is None:
+                self._draws = self._starts_to_draw()
+            return without_place(self.n_agents, drawn(self.env.render())) if self._draws else None
+        except Exception as problem:  # noqa: BLE001 (other people's drawing, often without a display)
+            LOG.warning("%s", self._wrong(f"it cannot draw: {' '.join(str(problem).split())}"))
+            if self._draws is None:  # the object that draws could not be made
+                self._own, self._stale = self.args.own, True
+                self.reset(seed=self._seed)
+            self._draws = False
+            return None
+
+    def _starts_to_draw(self) -> bool:
+        """Return whether the environment draws: most need an argument, and so the episode starts again."""
+        if "render_mode" in self.args.own or "rgb_array" not in _modes(self.env):
+            return self.args.own.get("render_mode") == "rgb_array"
+        if self._stale and not self._steps:
+            self._own = self.args.own | {"render_mode": "rgb_array"}
+            self.reset(seed=self._seed)
+        return "render_mode" in self._own
+
     def close(self) -> None:
         """Close the environment."""
         self.env.close()
@@ -259,6 +313,11 @@ def _ended(terminated: Any, truncated: Any) -> tuple[bool, bool]:
     over = bool(np.all(np.logical_or(terminated, truncated)))
     cut = over and bool(np.any(np.logical_and(truncated, np.logical_not(terminated))))
     return over and not cut, cut
+
+
+def _modes(env: Any) -> Sequence[str]:
+    """Return the ways in which an environment says that it can be shown."""
+    return (getattr(env, "metadata", None) or {}).get("render_modes", ())
 
 
 def _results(info: Mapping[Any, Any]) -> dict[str, Any]:
@@ -284,7 +343,7 @@ def _imported(path: str) -> Any:
     return pkgutil.resolve_name(path if ":" in path else f"{path}:")  # all before the colon is imported
 
 
-class PettingZooEnv(_Foreign):
+class PettingZooEnv(Foreign):
     """Any environment of PettingZoo's parallel interface with a fixed set of possible agents.
 
     An agent that has left (dead, or done before the others) sees zeros, earns nothing, and can only choose action 0,
@@ -322,7 +381,7 @@ class PettingZooEnv(_Foreign):
         make = getattr(found, "parallel_env", found)
         if not callable(make):
             raise self._wrong("it has no parallel_env")
-        env = make(**self.args.own)
+        env = make(**self._own)
         if not hasattr(env, "observation_space") or hasattr(env, "agent_iter"):
             raise self._wrong("it is not a parallel environment (pettingzoo.utils.aec_to_parallel makes one)")
         return env
@@ -358,7 +417,7 @@ class PettingZooEnv(_Foreign):
         return self._own_state or super()._state_size()
 
 
-class GymmaEnv(_Foreign):
+class GymmaEnv(Foreign):
     """A multi-agent environment with a Gymnasium id, in EPyMARL's convention.
 
     Tuple spaces with a part for each agent; `step` takes and returns a value for each agent.
@@ -368,7 +427,7 @@ class GymmaEnv(_Foreign):
 
     def __new__(cls, args: Any) -> Any:
         """Return PettingZoo's environment for a key that begins with `pz-`, as EPyMARL does."""
-        return PettingZooEnv(args) if args.key.startswith("pz-") else super().__new__(cls)
+        return PettingZooEnv(args) if args.given[1].startswith("pz-") else super().__new__(cls)
 
     def _measure(self) -> None:
         from gymnasium import spaces
@@ -379,12 +438,12 @@ class GymmaEnv(_Foreign):
         self._set_actions(list(acts))
         self.n_agents, self._spaces = len(acts), list(seen)
         self.sizes = [spaces.flatdim(space) for space in seen]
-        self.episode_limit = self._limit(self.env.spec.max_episode_steps)
+        self.episode_limit = self._limit(getattr(self.env.spec, "max_episode_steps", None))
 
     def _make(self) -> Any:
         import gymnasium
 
-        return gymnasium.make(self.args.key, disable_env_checker=True, **self.args.own)
+        return gymnasium.make(self.args.path, disable_env_checker=True, **self._own)
 
     def _keep(self, obs: Any, info: Mapping[str, Any]) -> None:
         given = info if isinstance(info, Mapping) else {}
@@ -398,7 +457,7 @@ class GymmaEnv(_Foreign):
         return self._result(rewards, *_ended(ended, truncated), info if isinstance(info, Mapping) else {})
 
 
-class PyMARLEnv(_Foreign):
+class PyMARLEnv(Foreign):
     """A class in PyMARL's shape: `reset`, `step`, `get_obs`, `get_state`, `get_avail_actions`, `get_env_info`.
 
     `step` may return (reward, terminated, info) or, as in EPyMARL, (obs, reward, terminated, truncated, info).
@@ -415,16 +474,16 @@ class PyMARLEnv(_Foreign):
     def _make(self) -> Any:
         cls = _imported(self.args.key)
         self._takes_seed = "seed" in inspect.signature(cls).parameters and "seed" not in self.args.own
-        return cls(**self.args.own, **({"seed": self._seed} if self._takes_seed else {}))
+        return cls(**self._own, **({"seed": self._seed % 2**31} if self._takes_seed else {}))
 
     def reset(self, *, seed: int) -> None:
         """Start an episode, in an object that has its seed where the constructor takes one."""
-        self._seed = seed % 2**31
+        self._seed = seed
         super().reset(seed=seed)
 
     def _begin(self, seed: int) -> None:
         takes = inspect.signature(self.env.reset).parameters
-        self.env.reset(**({"seed": self._seed} if "seed" in takes else {}))
+        self.env.reset(**({"seed": seed % 2**31} if "seed" in takes else {}))
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play [n] actions."""

@@ -23,9 +23,10 @@ def env_info_from_dict(name: str, map_name: str | None, facts: dict[str, Any]) -
     """Return the sizes in the dictionary of SMAC's `get_env_info()`; an `env_info` in it is returned as it is.
 
     facts: `obs_component` gives the entity layout. `entity_position` and `entity_health` may give the columns of
-        (dx, dy) and health in a unit's block; default: SMAC's. `entity_healer` may give the column of the agent's own
-        block that is 1 for agents that heal; `entity_types`: where the one-hot type begins in an ally's and in an
-        enemy's block, and its length. `state_layout` is the layout of a state of units.
+        (dx, dy) and health in a unit's block; default: SMAC's. `entity_sight`: what (dx, dy) are divided by, in cells.
+        `entity_healer` may give the column of the agent's own block that is 1 for agents that heal; `entity_types`:
+        where the one-hot type begins in an ally's and in an enemy's block, and its length. `state_layout` is the layout
+        of a state of units.
     Errors: UserError for anything else.
     """
     if not isinstance(facts, Mapping):
@@ -50,6 +51,7 @@ def _sized(name: str, map_name: str | None, facts: dict[str, Any]) -> EnvInfo:
             position=tuple(facts.get("entity_position", (2, 3))),
             health=int(facts.get("entity_health", 4 if min(enemy_dim, ally_dim) > 4 else -1)),
             healer=int(facts.get("entity_healer", -1)),
+            sight=float(facts.get("entity_sight", 9.0)),
             **dict(zip(("ally_types", "enemy_types", "n_types"), facts.get("entity_types", (-1, -1, 0)), strict=True)),
         )  # fmt: skip
     box = None if facts.get("action_bounds") is None else ActionBox.of(*facts["action_bounds"])

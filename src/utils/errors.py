@@ -397,7 +397,8 @@ NAMES: dict[str, tuple[Row, ...]] = {
         Row("smacv2 smac_v2 sc2v2 sc2_v2 sc2wrapped", "sc2_v2_terran", why="or sc2_v2_protoss, sc2_v2_zerg"),
         Row("smaclite", near="skirmish"),
         Row("one_step_matrix_game", near="matrix_game"),
-        Row("gym gymnasium mpe lbf lbforaging rware", "gymma", why="and env_args.key=… (docs/environments.md)"),
+        Row("gym gymnasium", "gymma", why="and env_args.key=… (docs/environments.md)"),
+        Row("lbforaging foraging", "lbf"),
         Row(_OTHERS, why=_OWN),
     ),
     "env": (
@@ -405,7 +406,8 @@ NAMES: dict[str, tuple[Row, ...]] = {
         Row("smacv2 smac_v2 sc2v2 sc2wrapped", "sc2_v2"),
         Row("smaclite", near="skirmish"),
         Row("one_step_matrix_game", near="matrix_game"),
-        Row("gym gymnasium mpe lbf lbforaging rware", "gymma", why="and env_args.key=… (docs/environments.md)"),
+        Row("gym gymnasium", "gymma", why="and env_args.key=… (docs/environments.md)"),
+        Row("lbforaging foraging", "lbf"),
         Row(_OTHERS, why=_OWN),
     ),
     "learner": (

@@ -328,12 +328,15 @@ def listing() -> str:
     from omagd.envs.battle.maps import MAPS
     from omagd.envs.smax import MapName as SMAX_MAPS
     from omagd.envs.task_sets import NAMED as SETS
+    from omagd.envs.worlds import LBF_MAPS, RWARE_MAPS, MpeMap
 
     lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
     lines += [_paragraph(key, registry_of(package).names()) for key, package in (NAMED | OF_SECTIONS).items()]
     shown = "3m_mixed_sight6", "3m_hidden"  # of the starts and sights that the name of any map can have
     lines.append(_paragraph("env_args.map_name (skirmish)", [*SETS, *MAPS, *shown]))
     lines.append(_paragraph("env_args.map_name (smax)", list(get_args(SMAX_MAPS))))
+    for env, maps in {"lbf": (*LBF_MAPS, "..."), "mpe": get_args(MpeMap), "rware": (*RWARE_MAPS, "...")}.items():
+        lines.append(_paragraph(f"env_args.map_name ({env})", list(maps)))
     return "\n".join(lines) + "\n"
 
 
