@@ -295,6 +295,11 @@ def test_summary_and_closing_text(tmp_path):
     assert next_steps({**values, "stages": {}}) == []
 
 
+def commands_in(text):
+    found = (line.partition("omagd ")[2].partition("   ")[0].strip() for line in text.splitlines())
+    return list(filter(None, found))
+
+
 def test_the_closing_text_has_one_duration_and_commands_that_work_here(tmp_path, monkeypatch):
     """Several stages keep their names; a resumed run's wall time holds earlier starts, so it tells no start-up."""
     monkeypatch.chdir(tmp_path)
@@ -302,9 +307,10 @@ def test_the_closing_text_has_one_duration_and_commands_that_work_here(tmp_path,
     values = {**summary_of(folder), "wall_seconds": 81.0}
     text = render_summary(values, 95.0)
     assert " · 1 min 35 s (14 s of them start-up) · completed" in text and "\n  stage3   205,000 steps" in text
-    commands = [line.partition("omagd ")[2].partition("   ")[0].strip() for line in text.splitlines()]
-    wanted = [*(f"{word} results/run" for word in ("watch", "evaluate", "report")), "compare results"]
-    assert list(filter(None, commands)) == wanted
+    named = [f"{word} results/run" for word in ("watch", "evaluate", "report")]
+    assert commands_in(text) == [*named, "compare results"]
+    (folder.path / "run.json").touch()  # the newest run needs no name
+    assert commands_in(render_summary(values)) == ["watch", "evaluate", "report", "compare results"]
     assert " · 1 min 21 s · completed" in render_summary({**values, "card": {"resumed": [{}]}}, 95.0)
     single = render_summary({**values, "stages": {"stage3": values["stages"]["stage3"]}})
     assert "\n  training   205,000 steps" in single and "stage3" not in single

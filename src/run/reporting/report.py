@@ -7,11 +7,13 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from omagd.run.reporting.card import recorded_of
-from omagd.run.run_folder import RunFolder, keep_json, read_entry
+from omagd.run.run_folder import RunFolder, keep_json, newest_run, read_entry
+from omagd.utils.errors import UserError
 from omagd.utils.logging import duration
 
 HEADLINES = {
@@ -72,8 +74,9 @@ def render_summary(summary: Summary, elapsed: float = 0.0) -> str:
     """Return the closing text: results, files, and the next commands. elapsed: seconds with the start-up, if known."""
     stages = summary.get("stages", {})
     single = list(stages) == ["stage3"] and not recorded_of(summary.get("card")).get("use_graph_reconstruction")
+    only = str(summary.get("kind", "training")) if single else ""
     lines = ["", "─" * 78, _headline(summary, elapsed)]
-    lines += [f"  {'training' if single else name}   {_reached(stage)}" for name, stage in stages.items()]
+    lines += [f"  {only or name}   {_reached(stage)}" for name, stage in stages.items()]
     lines.append(f"Files   {summary['folder']}")
     lines += [f"{'' if n else 'Next':<8}{step}" for n, step in enumerate(next_steps(summary))]
     return "\n".join([*lines, "─" * 78])
@@ -82,13 +85,15 @@ def render_summary(summary: Summary, elapsed: float = 0.0) -> str:
 def next_steps(summary: Summary) -> list[str]:
     """Return what can be done with a run: keys of the next stage, or commands with what they are for."""
     stages, folder = summary.get("stages", {}), nearby(str(summary["folder"]))
-    here, above = shlex.quote(folder), shlex.quote(os.path.dirname(folder) or ".")
-    page = {f"report {here}": "curves, settings and times on one page"}
+    here, above = f" {shlex.quote(folder)}", shlex.quote(os.path.dirname(folder) or ".")
+    with suppress(UserError):  # there is no run in results/
+        here = "" if newest_run("report") == folder else here
+    page = {f"report{here}": "curves, settings and times on one page"}
     if summary.get("exit_state") != "completed" or summary.get("kind") == "evaluation":
         return _commands(page if stages else {})
     if "stage3" in stages:
         saved = stages["stage3"].get("files", {}).get("agent")
-        team = {f"watch {here}": "a battle in your browser", f"evaluate {here}": "more greedy episodes"}
+        team = {f"watch{here}": "a battle in your browser", f"evaluate{here}": "more greedy episodes"}
         return _commands((team if saved else {}) | page | {f"compare {above}": "this run beside the others there"})
     given = read_entry(RunFolder(summary["folder"]).config_json).get("pretrained_tokenizer_path")
     tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or given
