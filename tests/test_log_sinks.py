@@ -351,6 +351,8 @@ def test_a_minute_has_twenty_lines_and_an_hour_a_hundred_however_many_records_th
     sink = ConsoleSink(logger)
     sink.open(RunFacts(folder=tmp_path, totals={"t_env": 36_000}))
     with caplog.at_level(logging.INFO, logger.name):
+        sink.log(Record({"policy/error": 0.5}, "stage3", "t_env", 0))
+        assert not caplog.messages, "no column shows it"
         for t in range(36_000):  # ten records a second
             clock = t / 10
             sink.log(

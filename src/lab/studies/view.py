@@ -41,7 +41,7 @@ def study_table(state: StudyState) -> str:
     for record in state.records.values():
         groups.setdefault((record.job.arm, f"{record.job.env} {record.job.map}".strip()), []).append(record)
     states = list(state.counts())
-    rows = [["arm", "environment", *states, "win rate", "return"]]
+    rows = [["arm", "environment", *states, "win rate (range)", "return (range)"]]
     for (arm, place), records in groups.items():
         counts = [str(sum(record.state == name for record in records)) for name in states]
         summaries = [read_entry(state.run_folder(r.job.name).summary_json) for r in records if r.state == DONE]

@@ -288,6 +288,8 @@ class ConsoleSink(Sink):
         self._held, config, values = None, self.facts.config, record.values.items()
         shown = {name: next((value for key in keys for found, value in values if fnmatchcase(found, key)), None)
                  for name, keys in COLUMNS[record.clock].items()}  # fmt: skip
+        if all(value is None for value in shown.values()):
+            return
         # These come with the first update.
         later = {"loss", "epsilon"} if config.get("action_selector") == "epsilon_greedy" else {"loss"}
         old = self._columns.get(record.stage, ())
