@@ -77,7 +77,7 @@ class Variant:
     @property
     def options(self) -> tuple[str, ...]:
         """Return what comes before the configuration."""
-        return (f"--config={self.preset}", "--env-config=skirmish") if self.preset else ()
+        return (f"--config={self.preset}", "--env-config=skirmish") if self.preset else ("--config=omagd_small",)
 
 
 METHOD = {

@@ -90,7 +90,7 @@ class Trial:
     place: Path
     words: tuple[str, ...]
     stride: int = 8
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ("--config=omagd_small",)
     ranks: tuple[int, ...] = ()
     sizes: tuple[str, ...] = TINY
     codes: list[int] = field(default_factory=list)

@@ -86,8 +86,8 @@ def qmix_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
-    """Return the folder of a run of all stages with all defaults: skirmish 3m, one rank on a machine without GPUs."""
-    return made_once(tmp_path_factory, "small", "with run=ddp learner=nq_graph_learner_ddp")
+    """Return the folder of a run of all stages: skirmish 3m, one rank on a machine without GPUs."""
+    return made_once(tmp_path_factory, "small", "--config=omagd_small with run=ddp learner=nq_graph_learner_ddp")
 
 
 @pytest.fixture(scope="session")

@@ -109,8 +109,8 @@ def distinct(commands: list[Documented]) -> list[Documented]:
 def preset(command: Documented) -> str:
     """Return the preset of a command."""
     given = dict(word.lstrip("-").split("=", 1) for word in command.arguments if "=" in word)
-    defaults = {"run_pretrain_ddp.sh": "omagd_origin", "run_gnn_stage3_ddp.sh": "omagd"}
-    return given.get("config") or command.variables.get("CONFIG") or defaults.get(command.program, "omagd_small")
+    defaults = {"run_pretrain_ddp.sh": "omagd_origin", "run_gnn_stage3_ddp.sh": "omagd", "quickstart.sh": "omagd_small"}
+    return given.get("config") or command.variables.get("CONFIG") or defaults.get(command.program, "qmix_fast")
 
 
 def learner_of(name: str) -> str:

@@ -41,8 +41,9 @@ def test_every_file_resolves_and_the_defaults_play_the_embedded_battle():
         env = resolve("qmix", name).env
         races = (f"{env}_terran", f"{env}_protoss", f"{env}_zerg")
         assert name in (env, *races) or (name, env) == ("snakes", "snakes_3v3")
-    given = {"name": "omagd_small", "env": "skirmish", "run": "ddp", "env_args.map_name": "3m"}
-    assert resolve(updates=given) == resolve() and resolve().stage == "all"
+    assert resolve() == resolve("qmix_fast", "skirmish") and resolve().map_name == "3m"
+    assert {resolve(None, name).name for name in OWN["envs"] if name != "skirmish"} == {"qmix"}
+    assert resolve("omagd_small").stage == "all"
 
 
 ARMS = {
@@ -164,7 +165,7 @@ def test_a_key_is_the_map_of_adapters_alone_and_a_run_without_wins_says_its_scor
 
 def test_both_spellings_of_the_stage_work():
     for keys in (["recontructer_stage"], ["reconstructer_stage"], ["recontructer_stage", "reconstructer_stage"]):
-        assert resolve(updates=dict.fromkeys(keys, "stage1")).stage == "stage1"
+        assert resolve("omagd_small", updates=dict.fromkeys(keys, "stage1")).stage == "stage1"
     assert resolve("qmix").stage == "stage3"
 
 

@@ -16,7 +16,7 @@ from omagd.run.cli.main import config_from
 from omagd.run.cli.preflight import describe_env
 from omagd.run.training.build import new_predictor, new_tokenizer
 
-CPU = torch.device("cpu")
+CPU, SMALL = torch.device("cpu"), "--config=omagd_small"
 SIZES = (
     "tokenizer_config.n_codes=8", "tokenizer_config.code_dim=4", "tokenizer_config.hidden_dim=8",
     "mask_predictor_config.d_model=8", "mask_predictor_config.n_heads=2", "mask_predictor_config.feedforward_dim=8",
@@ -38,7 +38,7 @@ def add(tmp_path):
     moments = iter(range(10**9, 2 * 10**9, 100))
 
     def make(name: str, *words: str, only: str = "", results: str = "results") -> Path:
-        config = config_from(["with", *SIZES, *words])
+        config = config_from([SMALL, "with", *SIZES, *words])
         info, moment = describe_env(config), next(moments)
         tokens, masks = new_tokenizer(config, info, CPU), new_predictor(config, info, CPU)
         masks.table.copy_(tokens.table())
@@ -74,7 +74,7 @@ def found(main, tmp_path, capsys):
 
 
 def test_the_newest_that_fit_are_taken(add, found):
-    command = ("with", *SIZES)
+    command = (SMALL, "with", *SIZES)
     (line, *_) = found(*command)
     assert line.startswith("error: no tokenizer and mask predictor for skirmish 3m with the sizes of omagd_small in ")
     assert "STAGE=stage1" in line and "TOKENIZER_PATH" in line
@@ -100,7 +100,7 @@ def test_what_cannot_be_trusted_or_read_is_passed_over(add, found):
     damaged = add("damaged", "seed=3") / TOKENS
     damaged.write_bytes(damaged.read_bytes()[:100])
     (inner.parents[1] / "a file").write_text("nothing")
-    assert found("with", *SIZES) == ["good", "good"]
+    assert found(SMALL, "with", *SIZES) == ["good", "good"]
 
 
 def test_what_was_made_with_another_configuration_is_named_once(add, found):

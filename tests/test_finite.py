@@ -128,7 +128,8 @@ def all_finite(paths: Iterable[Path]) -> bool:
 def test_a_training_that_diverges_ends_in_one_line_and_leaves_finite_files(config, tmp_path) -> None:
     where, key, files = "stage1, epoch", "graph_lr", ""
     if config == "qmix":
-        where, key, files = "stage3, t_env", "lr", "save_model=False enable_checkpointing=False updates_per_iteration=4"
+        where, key = "training, t_env", "lr"
+        files = "save_model=False enable_checkpointing=False updates_per_iteration=4"
     with pytest.raises(UserError, match=rf"^{where} \d+: .* {key}=1e\+38, .*smaller {key}$"):
         train(tmp_path, f"{key}=1e38 {files}", config)
     (folder,) = tmp_path.glob("*")

@@ -18,11 +18,13 @@ from sockets import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import assert_recorded_once, history, offline_files, records_in, rows_of
 
+from omagd.config.loading import resolve
 from omagd.run.checkpoint.store import pack
 from omagd.run.launch import processes
 from omagd.run.launch.launcher import Notes
 from omagd.run.launch.processes import Ranks
 from omagd.run.reporting import wandb_sink
+from omagd.run.reporting.card import make_card
 from omagd.run.reporting.log_sinks import MOST, REGISTRY, ConsoleSink, SacredSink, make_logger
 from omagd.run.reporting.wandb_sink import WandbSink, choose_mode, has_key, names
 from omagd.utils.errors import UserError
@@ -202,7 +204,7 @@ def test_stages_are_runs_of_their_own_with_project_group_and_step(tmp_path, monk
     """A resumed run keeps their ids and names, and the key of the environment is written nowhere."""
     monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    config = {"lr": 0.0005, "env_args": {"map_name": "5m_vs_6m"}, "wandb_naming": naming}
+    config = {"seed": 4, "lr": 0.0005, "env_args": {"map_name": "5m_vs_6m"}, "wandb_naming": naming}
     card = {"id": "12ab", "method": "34cd"}
     facts = RunFacts(tmp_path, "token_7", "omagd", "skirmish", "5m_vs_6m", 2, config, card=card)
     logs = [("stage1", t, {"eval/graph_loss": loss}) for t, loss in ((20, 0.25), (40, 0.125))]
@@ -225,6 +227,7 @@ def test_stages_are_runs_of_their_own_with_project_group_and_step(tmp_path, monk
             assert (run.run_group, list(run.tags)) == ("token_7", ["skirmish", "5m_vs_6m", stage])
         else:
             assert run.run_group == f"omagd_34cd_{stage}_ddp2" and written["token"] == "token_7"
+            assert run.display_name == "seed 4"
             assert set(run.tags) == {stage, ranks, "omagd", "omagd_34cd"}
         steps = [{item.nested_key[0]: item.value_json for item in record.history.item} for record in found]
         values = [{name: float(step[name]) for name in step if name[0] != "_" or name == "_step"} for step in steps]
@@ -239,6 +242,25 @@ def test_stages_are_runs_of_their_own_with_project_group_and_step(tmp_path, monk
     assert sorted(found, key=lambda pair: pair[1][0]["_step"]) == list(zip(projects, expected, strict=True))
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if FAKE_KEY.encode() in path.read_bytes()]
+
+
+def test_a_group_names_what_differs_and_the_summary_has_the_best_test_of_all_starts(tmp_path, monkeypatch, home):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for preset, changed in (("qmix_fast", {}), ("mappo", {}), ("qmix_fast", {"lr": 0.5, "t_max": 9, "seed": 4})):
+        config = resolve(preset, updates=changed)
+        values, card = config.model_dump(mode="json"), make_card(config, 1, torch.device("cpu"))
+        facts = RunFacts(tmp_path, "run", config.name, "skirmish", "3m", config=values, card=card)
+        words = f"{preset} lr=0.5" if changed else preset
+        assert names(facts, "stage3", "environment")[1] == f"{words}_{card['method']}_stage3_ddp1"
+    for t, won, state in ((10, 0.75, "interrupted"), (20, 0.25, "completed")):
+        log_to(["jsonl", "wandb"], [("stage3", t, {"test_battle_won_mean": won})], facts, state)
+    wandb.teardown()  # its process has written everything
+    records = [record for path in offline_files(tmp_path) for record in records_in(path)]
+    assert {record.run.display_name for record in records if record.HasField("run")} == {"seed 4"}
+    summary = {}
+    for record in records:
+        summary |= rows_of(record.summary.update)
+    assert (summary["test_battle_won_mean"], summary["best_test_battle_won_mean"]) == (0.25, 0.75)
 
 
 def test_mode_and_names(monkeypatch, home):
@@ -323,7 +345,27 @@ def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link
     assert sent == [10, 20, 30, 40, 40, 50], "what was sent online may not have arrived"
 
 
-def test_the_console_shows_a_line_per_log_or_all_values(tmp_path, caplog):
+def test_a_minute_has_twenty_lines_and_an_hour_a_hundred_however_many_records_there_are(tmp_path, caplog, monkeypatch):
+    logger, clock = logging.getLogger("console of a test"), 0.0
+    monkeypatch.setattr("omagd.run.reporting.log_sinks.time.monotonic", lambda: clock)
+    sink = ConsoleSink(logger)
+    sink.open(RunFacts(folder=tmp_path, totals={"t_env": 36_000}))
+    with caplog.at_level(logging.INFO, logger.name):
+        for t in range(36_000):  # ten records a second
+            clock = t / 10
+            sink.log(
+                Record({"loss_td": 0.5, **({"test_return_mean": float(t)} if t % 5 == 1 else {})}, "stage3", "t_env", t)
+            )
+            if t == 600:
+                assert 15 <= len(caplog.messages) <= 23 and caplog.messages[-1].split()[1] == "596", "the newest test"
+        assert 80 <= len(caplog.messages) <= 120
+        sink.close("interrupted")
+    assert caplog.messages[-1].split()[0] == "35,999", "the last one"
+
+
+def test_the_console_shows_a_line_per_log_or_all_values(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("omagd.run.reporting.log_sinks.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("omagd.run.reporting.log_sinks.LEAST_OF_ALL", 0.0)
     logger = logging.getLogger("console of a test")
     values = {"test_battle_won_mean": 0.5, "q_taken_mean": 2.0, "steps_per_second": 100.0}
     learned = {"loss_pg": 0.25, "epsilon": 1.0}  # of a plug-in; not before the first update

@@ -19,7 +19,7 @@ from omagd.lab.analysis.groups import differences
 from omagd.run.api import run
 from omagd.run.cli.main import main
 from omagd.run.reporting.card import NO_EFFECT, ROUNDING, final_card, make_card, read_card, start_lines
-from omagd.run.reporting.report import next_step, render_summary, write_summary
+from omagd.run.reporting.report import next_steps, render_summary, write_summary
 from omagd.run.run_folder import RunFolder, make_token, write_json
 from omagd.run.training.experiment import complete_card
 from omagd.utils.errors import UserError
@@ -53,7 +53,7 @@ def test_a_card_says_what_a_result_depends_on():
     assert card_of(ranks=2, batch_size_run=4, batch_size=8)["id"] == card_of(batch_size_run=8, batch_size=16)["id"]
     changed = card_of(env_args__reward_sparse=True)
     first, _, last = start_lines(changed, "3 agents", "1 rank")
-    assert first == "skirmish 3m: 3 agents"
+    assert first.endswith(" on skirmish 3m: 3 agents")
     assert last.startswith(f"card {changed['id']} (card.json): env_args.reward_sparse True, seed 1, omagd ")
 
 
@@ -219,7 +219,7 @@ def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):
     (logged,) = [line for line in log if cards[0]["id"] in line]
     assert "(card.json): seed 1, omagd " in logged
     capsys.readouterr()
-    assert main(["compare", *map(str, folders)]) == 0
+    assert main(["compare", "--wide", *map(str, folders)]) == 0
     head, _, *rows, _, note = capsys.readouterr().out.splitlines()
     assert "reward_sparse" in head.split() and [row.split()[1] for row in rows] == ["default", "True"]
     assert head.split()[0] == "run" and [row.split()[0] for row in rows] == ["first", "sparse*"]
@@ -290,5 +290,27 @@ def test_summary_and_closing_text(tmp_path):
     assert read.items() >= expected.items()
     values = summary_of(folder)
     assert "win rate 0.900 (best 0.950)" in render_summary(values)
-    for changes in ({"exit_state": "failed"}, {"kind": "evaluation"}, {"stages": {}}):
-        assert next_step({**values, **changes}) == ""
+    for changes in ({"exit_state": "failed"}, {"kind": "evaluation"}):
+        assert [step.partition("omagd ")[2].split()[0] for step in next_steps({**values, **changes})] == ["report"]
+    assert next_steps({**values, "stages": {}}) == []
+
+
+def commands_in(text):
+    found = (line.partition("omagd ")[2].partition("   ")[0].strip() for line in text.splitlines())
+    return list(filter(None, found))
+
+
+def test_the_closing_text_has_one_duration_and_commands_that_work_here(tmp_path, monkeypatch):
+    """Several stages keep their names; a resumed run's wall time holds earlier starts, so it tells no start-up."""
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(tmp_path / "results", "run")
+    values = {**summary_of(folder), "wall_seconds": 81.0}
+    text = render_summary(values, 95.0)
+    assert " · 1 min 35 s (14 s of them start-up) · completed" in text and "\n  stage3   205,000 steps" in text
+    named = [f"{word} results/run" for word in ("watch", "evaluate", "report")]
+    assert commands_in(text) == [*named, "compare results"]
+    (folder.path / "run.json").touch()  # the newest run needs no name
+    assert commands_in(render_summary(values)) == ["watch", "evaluate", "report", "compare results"]
+    assert " · 1 min 21 s · completed" in render_summary({**values, "card": {"resumed": [{}]}}, 95.0)
+    single = render_summary({**values, "stages": {"stage3": values["stages"]["stage3"]}})
+    assert "\n  training   205,000 steps" in single and "stage3" not in single

@@ -112,7 +112,6 @@ def read_yaml(path: Path, mistakes: Mistakes | None = None) -> dict[str, Any]:
     return values
 
 
-DEFAULT_CONFIG = "omagd_small"
 DEFAULT_ENV_CONFIG = "skirmish"
 PLUGIN_GROUP = "omagd.config_dirs"
 HERE = Path(__file__).resolve().parent
@@ -129,7 +128,7 @@ def resolve(
     """Return the checked configuration of one run.
 
     Args:
-        config: name of a file in `algs/`, or path of a file; None: omagd_small.
+        config: name of a file in `algs/`, or path of a file; None: see `default_config`.
         env_config: name of a file in `envs/`, or path of a file; None: skirmish.
         updates: values by dotted key ("env_args.map_name"); a value may be a mapping.
 
@@ -147,16 +146,21 @@ def base_values(
 
     mistakes: collects what is wrong in the files. Without it, errors: UserError.
     """
-    names = {"envs": (env_config, DEFAULT_ENV_CONFIG), "algs": (config, DEFAULT_CONFIG)}
     with collected(mistakes) as found:
         values = read_yaml(HERE / "default.yaml")
-        for kind, (given, default) in names.items():
+        for kind, given in (("envs", env_config), ("algs", config)):
             env = values["env"]
+            default = DEFAULT_ENV_CONFIG if kind == "envs" else default_config(env)
             for path, over in _layers(kind, default if given is None else given, found):
                 values = _counted_in_episodes(_laid(values, over, str(path), found), over)
             if kind == "algs" and env_config is not None and values["env"] != env:
                 found.add(f"--env-config={env_config}: --config={config} sets env={values['env']}. Leave one out")
     return values
+
+
+def default_config(env: str) -> str:
+    """Return the preset of a run without `--config`; `qmix_fast` plays 128 games at once, too many for other games."""
+    return "qmix_fast" if env == "skirmish" else "qmix"
 
 
 def read_preset(kind: str, name: str) -> dict[str, Any]:

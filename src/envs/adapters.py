@@ -2,7 +2,7 @@
 
 Arguments that a class here does not have go to the environment's own constructor.
 Observations of different sizes are padded with zeros, and actions that an agent does not have are never available.
-Shapes: n agents, A actions (of the agent that has most).
+Shapes: n agents, A actions (of the agent that has most), d numbers of continuous actions (likewise).
 """
 
 from __future__ import annotations
@@ -110,7 +110,11 @@ class RewardArgs(Rewards, AdapterArgs):
 class Foreign(MultiAgentEnv):
     """Base of the adapters. Some environments keep something of the last episode; hence a new one for each.
 
-    A subclass sets `n_agents`, `episode_limit`, `sizes` (of observations) and `n_actions` (of each agent) from `env`.
+    A subclass sets `n_agents`, `episode_limit`, `sizes` (of observations) and, by `_set_actions`, `n_actions` (of each
+    agent) from `env`.
+
+    Attributes:
+        boxes: spaces of continuous actions, of each agent; none: actions are discrete.
     """
 
     deterministic = True
@@ -118,6 +122,7 @@ class Foreign(MultiAgentEnv):
     episode_limit: int
     sizes: list[int]
     n_actions: list[int]
+    boxes: Sequence[Any] = ()
 
     def __init__(self, args: Any) -> None:
         self.args, self._own = args, args.own
@@ -136,6 +141,32 @@ class Foreign(MultiAgentEnv):
     @abstractmethod
     def _measure(self) -> None:
         """Set sizes from `env`."""
+
+    def _set_actions(self, acts: Sequence[Any]) -> None:
+        """Set what agents can do from their spaces. Errors: UserError for other spaces, and for two kinds at once."""
+        from gymnasium import spaces
+
+        def known(space: Any) -> bool:
+            real = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.shape != (0,)
+            return real or (isinstance(space, spaces.Discrete) and space.start == 0)
+
+        if wrong := [i for i, space in enumerate(acts) if not known(space)]:
+            what = f"the actions of agent {wrong[0]} are {acts[wrong[0]]}"
+            raise self._wrong(f"{what}: only Discrete actions from 0 on, or Box of floats, are supported")
+        self.boxes = [space for space in acts if isinstance(space, spaces.Box)]
+        if not self.boxes:
+            self.n_actions = [int(space.n) for space in acts]
+        elif len(self.boxes) < len(acts):
+            raise self._wrong("some agents have Box actions and others Discrete: only one kind at once is supported")
+        else:
+            self.n_actions = [2 * max(space.low.size for space in self.boxes)] * len(acts)
+
+    def _played(self, actions: np.ndarray) -> list[Any]:
+        """Return each agent's action as its space has it, from [n] or [n, d]."""
+        if not self.boxes:
+            return [int(action) for action in actions]
+        pairs = zip(self.boxes, actions, strict=True)
+        return [own[: space.low.size].reshape(space.shape).astype(space.dtype) for space, own in pairs]
 
     def _begin(self, seed: int) -> None:
         """Start an episode of `env`, and keep its observations."""
@@ -198,7 +229,15 @@ class Foreign(MultiAgentEnv):
             "agent_rewards": not self.args.common_reward,
             "has_win": False,
             "deterministic": self.args.new_each_episode,
+            **({"action_bounds": self._bounds()} if self.boxes else {}),
         }
+
+    def _bounds(self) -> np.ndarray:
+        """Return (low, high) [2, n, d]; -1 and 1 for numbers that an agent does not have."""
+        ends = np.array([-1.0, 1.0])[:, None, None] * np.ones((self.n_agents, max(self.n_actions) // 2))
+        for i, space in enumerate(self.boxes):
+            ends[:, i, : space.low.size] = space.low.ravel(), space.high.ravel()
+        return ends
 
     def _state_size(self) -> int:
         return sum(self.sizes)
@@ -219,7 +258,10 @@ class Foreign(MultiAgentEnv):
             if np.size(seen) != self.sizes[i]:
                 raise self._wrong(f"agent {i} observes {np.size(seen)} numbers, and its space has {self.sizes[i]}")
             self._obs[i, : self.sizes[i]] = seen
-            self._avail[i, : self.n_actions[i]] = True if mask is None else mask
+            if self.boxes and mask is None:  # means and deviations of the numbers that the agent has
+                self._avail[i].reshape(2, -1)[:, : self.boxes[i].low.size] = True
+            else:
+                self._avail[i, : self.n_actions[i]] = True if mask is None else mask
 
     def _result(
         self, rewards: Any, ended: bool, truncated: bool, results: Mapping[str, Any]
@@ -319,15 +361,12 @@ class PettingZooEnv(Foreign):
                 "it has no fixed possible_agents; environments whose agents come and go are not supported"
             )
         self.n_agents = len(self.names)
+        self._set_actions([self.env.action_space(name) for name in self.names])
         self._spaces = []
-        self.n_actions = []
         for name in self.names:
-            seen, acts = self.env.observation_space(name), self.env.action_space(name)
-            if not isinstance(acts, spaces.Discrete) or acts.start != 0:
-                raise self._wrong(f"the actions of {name} are {acts}: only Discrete actions from 0 on are supported")
+            seen = self.env.observation_space(name)
             inner = seen.spaces.get("observation") if isinstance(seen, spaces.Dict) else None
             self._spaces.append(seen if inner is None else inner)
-            self.n_actions.append(int(acts.n))
         self.sizes = [spaces.flatdim(space) for space in self._spaces]
         self.episode_limit = self._limit(getattr(self.env.unwrapped, "max_cycles", None))
         self._own_state = 0
@@ -355,12 +394,14 @@ class PettingZooEnv(Foreign):
             if isinstance(one, Mapping) and "observation" in one:
                 mask, one = one.get("action_mask", mask), one["observation"]
             obs.append(None if one is None else _flat(space, one))
+            mask = None if self.boxes else mask
             masks.append(mask if name in self._playing else np.arange(count) == 0)
         self._see(obs, masks)
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play the actions of the agents that take part."""
-        chosen = {name: int(action) for name, action in zip(self.names, actions, strict=True) if name in self._playing}
+        pairs = zip(self.names, self._played(actions), strict=True)
+        chosen = {name: action for name, action in pairs if name in self._playing}
         seen, rewards, terminated, truncated, infos = self.env.step(chosen)
         self._keep(seen, infos)
         over = not self._playing
@@ -394,10 +435,8 @@ class GymmaEnv(Foreign):
         seen, acts = self.env.observation_space, self.env.action_space
         if not isinstance(seen, spaces.Tuple) or not isinstance(acts, spaces.Tuple):
             raise self._wrong("its spaces are not tuples with a part for each agent: it is for one agent")
-        if wrong := [space for space in acts if not isinstance(space, spaces.Discrete) or space.start != 0]:
-            raise self._wrong(f"actions {wrong[0]}: only Discrete actions from 0 on are supported")
+        self._set_actions(list(acts))
         self.n_agents, self._spaces = len(acts), list(seen)
-        self.n_actions = [int(space.n) for space in acts]
         self.sizes = [spaces.flatdim(space) for space in seen]
         self.episode_limit = self._limit(getattr(self.env.spec, "max_episode_steps", None))
 
@@ -408,12 +447,12 @@ class GymmaEnv(Foreign):
 
     def _keep(self, obs: Any, info: Mapping[str, Any]) -> None:
         given = info if isinstance(info, Mapping) else {}
-        masks = given.get("action_mask", [None] * self.n_agents)
+        masks = [None] * self.n_agents if self.boxes else given.get("action_mask", [None] * self.n_agents)
         self._see([_flat(space, one) for space, one in zip(self._spaces, obs, strict=True)], masks)
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play [n] actions."""
-        obs, rewards, ended, truncated, info = self.env.step(actions.tolist())
+        obs, rewards, ended, truncated, info = self.env.step(self._played(actions))
         self._keep(obs, info)
         return self._result(rewards, *_ended(ended, truncated), info if isinstance(info, Mapping) else {})
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import identity_of, is_trusted, same_runs
 from omagd.run.launch.launcher import launch
 from omagd.run.launchers import is_main
-from omagd.run.reporting.report import render_summary
+from omagd.run.reporting.report import nearby, program, render_summary
 from omagd.run.run_folder import RUN_FILE, RunFolder, make_token, read_entry
 from omagd.utils.errors import readable, visible
 from omagd.utils.logging import setup_logging
@@ -45,8 +46,8 @@ def _run_all(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
     singles = [config.model_copy(update={"seed": seed, "seeds": ()}) for seed in config.seeds]
     finished = _finished_runs(singles)
     summaries = [finished.get(single.seed) or _run_one(_run, single) for single in singles]
-    folders = " ".join(shlex.quote(str(summary["folder"])) for summary in summaries)
-    _show(f"{len(summaries)} seeds: python -m omagd compare --each {folders}")
+    folders = " ".join(shlex.quote(nearby(str(summary["folder"]))) for summary in summaries)
+    _show(f"{len(summaries)} seeds: {program()} compare --each {folders}")
     return {"runs": summaries}
 
 
@@ -59,11 +60,11 @@ def _absolute(config: Config) -> Config:
 
 def _run_one(_run: Any, config: Config) -> dict[str, Any]:
     """Launch one run; Sacred's run notes its folder before it trains."""
-    facts = config.name, config.env, config.map_name, config.seed
+    began, facts = time.time(), (config.name, config.env, config.map_name, config.seed)
     token = config.unique_token or make_token(*facts, evaluation=config.evaluate)
     started = (lambda folder: None) if _run is None else partial(_run.info.__setitem__, "folder")
     summary = launch(config, token, _run, started)
-    _show(render_summary(summary))
+    _show(render_summary(summary, time.time() - began))
     return summary
 
 

@@ -135,7 +135,9 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line], held_out: Container[st
         axis.set_ylim(-0.03 * panel.top, 1.03 * panel.top)
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    _dress(axis, panel.title, f"{CLOCKS[lines[0][1]]} ({panel.stage})", panel.unit, legend=len(lines) > 1)
+    clock = lines[0][1]
+    time = CLOCKS[clock] + (f" ({panel.stage})" if clock == "epoch" else "")
+    _dress(axis, panel.title, time, panel.unit, legend=len(lines) > 1)
 
 
 def evaluation(run: Run) -> bytes | None:

@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
             f"{path}: cannot be written ({problem.strerror or problem}). Give another file with --output"
         ) from None
     for episode in recording.episodes:
-        print_out(f"{episode.label}: {episode.outcome} after {episode.length} steps, seed {episode.seed}\n")
+        print_out(f"{episode.label}: {episode.outcome} after {episode.length} steps\n")
     print_out(f"{path}\n")
     return 0
 

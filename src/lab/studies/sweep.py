@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter
 
-from omagd.config.loading import DEFAULT_CONFIG, read_preset, to_plain
+from omagd.config.loading import default_config, read_preset, to_plain
 from omagd.lab.analysis.runs import is_number
 from omagd.lab.studies import scheduler
 from omagd.lab.studies.executors import Job
@@ -395,7 +395,7 @@ def preset(sweep: Sweep, best: Trial) -> str:
     """Return the base configuration with the keys of a trial as YAML for `--config`. The map is left out."""
     options = dict(word.removeprefix("--").split("=", 1) for word in sweep.words if word.startswith("--"))
     given = [word.partition("=")[0] for word in sweep.words[sweep.words.index("with") + 1 :]]
-    values = read_preset("algs", options.get("config", DEFAULT_CONFIG))
+    values = read_preset("algs", options.get("config", default_config(sweep.config.env)))
     found = to_plain(config_of_words(sweep.jobs(best.trial, best.keys)[0].words))
     for key in dict.fromkeys([*given, *best.keys]):
         if key != MAP or key in best.keys:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from omagd.envs.frames import Frame
 from omagd.lab.watch.panel import (
     FOG,
     HEAL,
@@ -82,6 +83,18 @@ def pictures(episode: Episode, agent: int) -> Iterator[Any]:
         yield image.reduce(TWICE)
 
 
+def pixels(frame: Frame) -> np.ndarray:
+    """Return the picture of one moment, [height, width, 3] uint8: the whole map as it is."""
+    parts = {name: value for name, value in frame.to_dict().items() if name != "scene"}
+    moment = Moment.model_construct(**parts, actions=[], values=[], seen=[], beliefs=[])
+    episode = Episode.model_construct(env="", map_name="", seed=0, scene=frame.scene, moments=[moment])
+    box = frame.scene.bounds or extent(episode)
+    wide = WIDTH // 2
+    panel = Panel(episode, box, (wide, int(wide * (box[3] - box[1]) / (box[2] - box[0]))))
+    _truth(panel, 0, -1)
+    return np.asarray(panel.image.reduce(TWICE))
+
+
 def sheet(episode: Episode, agent: int, steps: Sequence[int]) -> Any:
     """Return a Pillow image of moments below each other: as an agent sees them, as it believes them, as they were.
 
@@ -120,7 +133,7 @@ def _health(episode: Episode, moment: Moment, unit: int) -> tuple[float | None, 
 
 
 def _sight(panel: Panel, moment: Moment, agent: int) -> tuple[Point, float] | None:
-    sight = panel.scene.sight[agent] if panel.scene.sight else 0.0
+    sight = panel.scene.sight[agent] if panel.scene.sight and agent >= 0 else 0.0
     shown = moment.alive[agent] and sight and panel.scene.bounds is not None
     return (panel.at(moment.x[agent], moment.y[agent]), sight * panel.scale) if shown else None
 

@@ -354,7 +354,7 @@ class Checkpointer:
         stage.episodes_changed(lost=False)
 
     def _description(self, stage: Stage, state: RecoveredState, inside: bool) -> str:
-        where = f"{stage.name}, {stage.clock_name} {stage.now():,}" if inside else f"the beginning of {stage.name}"
+        where = stage.when if inside else f"the beginning of {stage.title}"
         text = f"continuing from {state.checkpoint.path}: iteration {state.iteration}, {where}"
         if state.kind == "lossy":
             text += f"; resume=lossy: {state.lost_episodes()} episode(s) are lost"

@@ -49,7 +49,8 @@ Usage: python src/main.py [--config=NAME] [--env-config=NAME] [options] with key
        omagd …, python -m omagd … and torchrun --nproc_per_node=W src/main.py … take the same arguments.
 
 What runs:
-  --config=NAME        algorithm: a name from --list or a YAML file (default: omagd_small)
+  --config=NAME        algorithm: a name from --list or a YAML file (default: qmix_fast; elsewhere than
+                       in skirmish, qmix)
   --env-config=NAME    environment: a name from --list or a YAML file (default: skirmish)
   with key=value ...   any key of the configuration; `env_args.map_name=3m`, `seeds=1,2,3`, `t_max=200000`
 Instead of training:
@@ -65,7 +66,7 @@ Sacred's options:
   -u, --unobserved     no Sacred record
 
 Examples:
-  python src/main.py with run=ddp learner=nq_graph_learner_ddp
+  omagd with env_args.map_name=5m_vs_6m
   python src/main.py --config=qmix --env-config=skirmish with env_args.map_name=3m t_max=200000
   python src/main.py --config=omagd with env_args.map_name=5m_vs_6m run=ddp world_size=2
   python -m omagd evaluate results/<run> test_nepisode=256

@@ -59,7 +59,7 @@ def preflight(
     config = with_fitting(config, found)
     plan = tried(found, make_plan, config)
     from omagd.run.cli.trial import check_given
-    from omagd.run.training.checks import check_stages, with_maps
+    from omagd.run.training.checks import check_actions, check_stages, with_maps
 
     tried(found, check_stages, config)
     for package in ("wandb", "tensorboard"):
@@ -72,7 +72,8 @@ def preflight(
         config = tried(found, _with_longest_end, config, info) or config
         _check_training(config, plan, info, found)
     checked, known = None, info or stand_in(config)
-    if known is not None and (known.layout is not None or not _needs_units(config)):
+    plays = known is not None and tried(found, check_actions, config, known)
+    if known is not None and plays and (known.layout is not None or not _needs_units(config)):
         checked = tried(found, check_given, config, known, found)
     if plan is not None:
         tried(found, _check_token, config, plan)

@@ -160,7 +160,7 @@ def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
     given = {name: value for name, value in compared.items() if name.startswith("env_args.")}
     facts = {**given, "seed": recorded["seed"], "omagd": recorded["versions"]["omagd"]}
     return [
-        f"{compared['env']} {compared['map']}: {sizes}".replace(" :", ":"),
+        f"{recorded['name']} on {compared['env']} {compared['map']}: {sizes}".replace(" :", ":"),
         batch,
         f"card {card['id']} (card.json): {', '.join(f'{name} {value}' for name, value in facts.items())}",
     ]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omagd.run.run_folder import RunFolder, keep_json, read_entry
+from omagd.run.reporting.card import recorded_of
+from omagd.run.run_folder import RunFolder, keep_json, newest_run, read_entry
+from omagd.utils.errors import UserError
 from omagd.utils.logging import duration
 
 HEADLINES = {
@@ -64,44 +70,68 @@ def write_summary(folder: RunFolder, values: dict[str, Any]) -> Path:
     return folder.summary_json
 
 
-def render_summary(summary: Summary) -> str:
-    """Return the closing text: results, files, and the next command."""
-    lines = ["", "─" * 78, _headline(summary)]
-    lines += [f"  {name}   {_reached(stage)}" for name, stage in summary.get("stages", {}).items()]
+def render_summary(summary: Summary, elapsed: float = 0.0) -> str:
+    """Return the closing text: results, files, and the next commands. elapsed: seconds with the start-up, if known."""
+    stages = summary.get("stages", {})
+    single = list(stages) == ["stage3"] and not recorded_of(summary.get("card")).get("use_graph_reconstruction")
+    only = str(summary.get("kind", "training")) if single else ""
+    lines = ["", "─" * 78, _headline(summary, elapsed)]
+    lines += [f"  {only or name}   {_reached(stage)}" for name, stage in stages.items()]
     lines.append(f"Files   {summary['folder']}")
-    if summary.get("stages"):
-        lines.append(f"Curves  python -m omagd report {shlex.quote(str(summary['folder']))}")
-    if step := next_step(summary):
-        lines.append(f"Next    {step}")
+    lines += [f"{'' if n else 'Next':<8}{step}" for n, step in enumerate(next_steps(summary))]
     return "\n".join([*lines, "─" * 78])
 
 
-def next_step(summary: Summary) -> str:
-    """Return the command after a completed training: to evaluate it, or the keys of its next stage; or nothing."""
-    stages = summary.get("stages", {})
+def next_steps(summary: Summary) -> list[str]:
+    """Return what can be done with a run: keys of the next stage, or commands with what they are for."""
+    stages, folder = summary.get("stages", {}), nearby(str(summary["folder"]))
+    here, above = f" {shlex.quote(folder)}", shlex.quote(os.path.dirname(folder) or ".")
+    with suppress(UserError):  # there is no run in results/
+        here = "" if newest_run("report") == folder else here
+    page = {f"report{here}": "curves, settings and times on one page"}
     if summary.get("exit_state") != "completed" or summary.get("kind") == "evaluation":
-        return ""
+        return _commands(page if stages else {})
     if "stage3" in stages:
         saved = stages["stage3"].get("files", {}).get("agent")
-        return f"python -m omagd evaluate {shlex.quote(str(summary['folder']))}" if saved else ""
+        team = {f"watch{here}": "a battle in your browser", f"evaluate{here}": "more greedy episodes"}
+        return _commands((team if saved else {}) | page | {f"compare {above}": "this run beside the others there"})
     given = read_entry(RunFolder(summary["folder"]).config_json).get("pretrained_tokenizer_path")
     tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or given
     predictor = stages.get("stage2", {}).get("files", {}).get("stage2")
     paths = {"pretrained_tokenizer_path": tokenizer, "pretrained_mask_predictor_path": predictor}
     words = [f"{key}={shlex.quote(str(path))}" for key, path in paths.items() if path]
-    stage = "stage3" if predictor else "stage2"
-    return " ".join([f"the same command with reconstructer_stage={stage}", *words]) if words else ""
+    again = f"the same command with reconstructer_stage={'stage3' if predictor else 'stage2'}"
+    return [" ".join([again, *words])] * bool(words) + _commands(page if stages else {})
 
 
-def _headline(summary: Summary) -> str:
-    ranks = summary.get("world_size", 1)
+def _commands(about: Mapping[str, str]) -> list[str]:
+    width = max(map(len, about), default=0)
+    return [f"{program()} {words:<{width}}   {text}" for words, text in about.items()]
+
+
+def program() -> str:
+    """Return how to call this program from here: by its name where that finds it, else through its interpreter."""
+    found = shutil.which("omagd") == str(Path(sys.executable).with_name("omagd"))
+    return "omagd" if found else f"{shlex.quote(nearby(sys.executable))} -m omagd"
+
+
+def nearby(path: str) -> str:
+    """Return a path below the current folder as it is typed there; others as they are."""
+    return path.removeprefix(os.path.join(os.getcwd(), ""))
+
+
+def _headline(summary: Summary, elapsed: float) -> str:
+    ranks, seconds = summary.get("world_size", 1), summary.get("wall_seconds", 0.0)
+    took, before = duration(seconds), elapsed - seconds
+    if before >= 0.5 and not (summary.get("restarts") or (summary.get("card") or {}).get("resumed")):
+        took = f"{duration(elapsed)} ({duration(before)} of them start-up)"  # else `seconds` has earlier starts in it
     parts = [
         f"{summary['env']} {summary.get('map_name', '')}".strip(),
         str(summary["name"]),
         *(["evaluation"] if summary.get("kind") == "evaluation" else []),
         f"seed {summary['seed']}",
         f"{ranks} rank{'s' if ranks != 1 else ''}, {summary.get('environments', ranks)} environments",
-        duration(summary.get("wall_seconds", 0.0)),
+        took,
         str(summary.get("exit_state", "unknown")),
     ]
     return " · ".join(parts)

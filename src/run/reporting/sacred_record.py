@@ -143,8 +143,8 @@ def run_recorded(
 
 
 def _is_needed(record: logging.LogRecord) -> bool:
-    """Return False for Sacred's messages on the start and the failure of a run, which the program reports itself."""
-    return not str(record.msg).startswith(("Running command", "Started", "Failed after", "Aborted after"))
+    """Return False for Sacred's messages on the start and the end of a run, which the program reports itself."""
+    return not str(record.msg).startswith(("Running command", "Started", "Completed", "Failed after", "Aborted after"))
 
 
 def _records(config: Config, folder: str | None) -> Path:

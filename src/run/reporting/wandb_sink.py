@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlparse
 
-from omagd.run.run_folder import RunFolder, keep_json, read_entry, read_records, unlinked
+from omagd.config.loading import base_values, config_names
+from omagd.config.schema import COMPONENT_ARGS
+from omagd.run.reporting.card import COVERED, METHOD, ROUNDING, flattened, recorded_of
+from omagd.run.run_folder import RunFolder, keep_json, plain, read_entry, read_records, unlinked
 from omagd.utils.logging import Record, RunFacts, Sink
 from omagd.utils.storage import listed, opened
 
@@ -30,6 +33,12 @@ LOCAL_SECONDS, INIT_SECONDS, AGAIN_SECONDS = 120.0, 30.0, 3600.0
 """How long to wait for W&B's own process (a busy machine starts it late) and for the server; after a server's failure
 no run of this process waits for it again that long.
 """
+
+BEST = frozenset({"test_battle_won_mean", "test_return_mean"})
+"""Values whose maximum W&B's summary gets as `best_<name>`: with `define_metric` their own entry would be no number."""
+
+APART = frozenset({"name", "test_nepisode", "acting_precision"})
+"""Keys of the card that tell no methods apart in the names of groups."""
 
 BLOCK = 1 << 15
 EXIT_CODES = {"completed": 0, "interrupted": 130}
@@ -50,6 +59,7 @@ class WandbSink(Sink):
     def __init__(self) -> None:
         self._run: Any = None
         self._stage = ""
+        self._best: dict[str, float] = {}
 
     def _open(self, facts: RunFacts) -> None:
         if "wandb" not in sys.modules:  # the service of a parent process may be gone, or hold the id of a killed run
@@ -86,6 +96,9 @@ class WandbSink(Sink):
         if self._run is None or record.stage != self._stage:
             self._finish(0)
             self._start(record.stage)
+        for name in BEST & record.values.keys():
+            if record.values[name] > self._best.get(name, -math.inf):
+                self._best[name] = self._run.summary[f"best_{name}"] = record.values[name]
         if record.t > self._sent:
             self._run.log(dict(record.values), step=record.t)
 
@@ -134,6 +147,8 @@ class WandbSink(Sink):
 
         facts = self.facts
         project, group, tags = names(facts, self._stage, self._naming)
+        published = self._naming == "published"
+        shown = f" {self._stage}" * bool(facts.config.get("use_graph_reconstruction"))
         about = {"stage": self._stage, "world_size": facts.world_size, "token": facts.token, "card": facts.card}
         about["made_by"] = facts.made_by
         return wandb.init(
@@ -142,7 +157,7 @@ class WandbSink(Sink):
             project=project,
             entity=facts.config.get("wandb_entity") or None,
             group=group,
-            name=f"{facts.token}_{self._stage}",
+            name=f"{facts.token}_{self._stage}" if published else f"seed {facts.config.get('seed')}{shown}",
             job_type=self._stage,
             tags=tags,
             config={**facts.config, **about, "method": method_of(facts)},
@@ -227,15 +242,24 @@ def names(facts: RunFacts, stage: str, naming: str) -> tuple[str, str, list[str]
         project, group = f"{facts.map_name or facts.env}_{kind}_{ranks}", facts.token
         tags = [facts.env, facts.map_name, stage]
     else:
-        project, group = f"{facts.env} {facts.map_name}".strip(), f"{method_of(facts)}_{stage}_{ranks}"
+        project, group = f"{facts.env} {facts.map_name}".strip(), f"{method_of(facts, *changes(facts))}_{stage}_{ranks}"
         tags = [stage, ranks, facts.name, method_of(facts)]
     valid = facts.config.get("wandb_project") or re.sub(r"[/\\#?%:\s]+", "_", project)[:LONGEST_NAME]
     return valid, group[-LONGEST_NAME:], [tag[:LONGEST_TAG] for tag in dict.fromkeys(tags) if tag]
 
 
-def method_of(facts: RunFacts) -> str:
-    """Return the name of the configuration, with the card's hash of the method if there is one."""
-    return "_".join(filter(None, (facts.name or "run", str(facts.card.get("method", "")))))
+def changes(facts: RunFacts) -> list[str]:
+    """Return the keys that make this another method than its preset, as key=value; not those of machine and length."""
+    known = {*METHOD, *COMPONENT_ARGS, *recorded_of(facts.card).get("settings", {}), *COVERED} - ROUNDING - APART
+    preset = facts.name if facts.name in config_names("algs") else None
+    usual = flattened({key: value for key, value in base_values(preset).items() if key in known})
+    here = flattened({key: value for key, value in facts.config.items() if key in known})
+    return [f"{key}={value}" for key, value in here.items() if plain(value) != plain(usual.get(key))]
+
+
+def method_of(facts: RunFacts, *words: str) -> str:
+    """Return the name of the configuration and `words`, with the card's hash of the method if there is one."""
+    return "_".join(filter(None, (" ".join([facts.name or "run", *words]), str(facts.card.get("method", "")))))
 
 
 def choose_mode() -> str:

@@ -447,7 +447,7 @@ class Stage(ABC):
     @property
     def when(self) -> str:
         """Return the stage and its time, for messages."""
-        return f"{self.name}, {self.clock_name} {self.now():,}"
+        return f"{self.title}, {self.clock_name} {self.now():,}"
 
     @abstractmethod
     def prepare(self) -> None:
