@@ -258,7 +258,7 @@ class Mpe(_WithUnits, PettingZooEnv):
         if self.layout is None:
             return super().step(actions)
         raw = self.env.unwrapped
-        raw.current_actions[:] = actions.tolist()
+        raw.current_actions[:] = self._played(actions)
         raw._execute_world_step()
         raw.steps += 1
         self._see_units(self._look())
