@@ -31,6 +31,8 @@ SMALL_ARGS = {
     **foreign_worlds.SMALL,
     "smax": {"map_name": "3m", "max_steps": 30},
     "skirmish": {"map_name": "3m", "obs_last_action": True, "obs_timestep_number": True},
+    "lbf": {"map_name": "2s-8x8-2p-2f-coop"},
+    "mpe": {"num_agent_neighbors": 1},
     "sc2_v2": {"reward_scale_fix": True, "conic_fov": True},
 }
 # `sc2_v2` plays on a stand-in for the game; `sc2` differs from it in rules that test_smac_parity.py checks.
@@ -287,7 +289,7 @@ def test_scripted_policies_play_what_is_available_and_nothing_else_can_be_played
             active &= ~env.step(actions, active).terminated
     with pytest.raises(NotImplementedError, match="no_such_policy"):
         env.scripted_actions("no_such_policy", rng)
-    if name in {*OURS, A_SET} - {*foreign_worlds.SMALL}:
+    if name in {*OURS, A_SET} - {*foreign_worlds.SMALL, "lbf", "mpe", "rware"}:
         env.reset(np.ones(b, bool), np.arange(b))
         avail, actions = env.observe().avail_actions, env.scripted_actions("random", rng)
         actions[2, 1] = wrong = np.append(~avail[2, 1], True).argmax()

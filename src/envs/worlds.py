@@ -134,7 +134,7 @@ class _WithUnits(Foreign):
     def _of_units(self, shown: np.ndarray) -> np.ndarray:
         """Return observations [n, obs_dim] float32 of the units `shown` [n, U] bool."""
         n = len(shown)
-        seen = (self._blocks * shown[..., None])[np.arange(n)[:, None], self._order]
+        seen = np.where(shown[..., None], self._blocks, 0.0)[np.arange(n)[:, None], self._order]
         return np.concatenate([seen.reshape(n, -1), self._units.own], 1, dtype=np.float32)
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
@@ -258,7 +258,7 @@ class Mpe(_WithUnits, PettingZooEnv):
         if self.layout is None:
             return super().step(actions)
         raw = self.env.unwrapped
-        raw.current_actions[:] = actions.tolist()
+        raw.current_actions[:] = self._played(actions)
         raw._execute_world_step()
         raw.steps += 1
         self._see_units(self._look())
