@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from omagd.config.loading import HERE, base_values, read_preset, read_yaml
 from omagd.config.schema import SECTIONS, Config
 from omagd.envs import REGISTRY as ENVS
-from omagd.envs.adapters import AdapterArgs, RewardArgs
+from omagd.envs.adapters import AdapterArgs, RewardArgs, Rewards
 from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
 from omagd.utils.errors import KEYS, NAMES, Row
 
@@ -191,6 +191,7 @@ SHARED: dict[str, tuple[type[BaseModel], str]] = {
     "sc2": (BattleArgs, f"every key of `skirmish` but {OWN}, with the same defaults"),
     "sc2_v2": (SmacArgs, "every other key of `sc2`, with the same defaults"),
     "pettingzoo": (RewardArgs, "the keys of `gymma`"),
+    **dict.fromkeys(("lbf", "mpe", "rware"), (Rewards, "the keys of `gymma` but `key`")),
     "pymarl": (AdapterArgs, "`key` and `new_each_episode` of `gymma`"),
 }
 

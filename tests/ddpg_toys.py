@@ -25,18 +25,21 @@ def ddpg_config(**updates: Any) -> Config:
 
 def make_ddpg(
     dist: Dist | None = None, dtype: torch.dtype = torch.float64, seed: int = 0, device: torch.device | str = "cpu",
-    **updates: Any,
+    info: EnvInfo = INFO, **updates: Any,
 ) -> Any:  # fmt: skip
     """Return a warmed-up learner with its own controller; equal seeds give equal weights."""
-    return make_learner(ddpg_config(**updates), dist, dtype, seed, INFO, device)
+    return make_learner(ddpg_config(**updates), dist, dtype, seed, info, device)
 
 
-def random_steps(seed: int, count: int, length: int = 1, team: bool = False) -> list[dict[str, Tensor]]:
+def random_steps(
+    seed: int, count: int, length: int = 1, team: bool = False, info: EnvInfo = INFO
+) -> list[dict[str, Tensor]]:
     """Return random episodes of `length` steps; every third one terminates. team: without rewards of single agents."""
     rng, out = np.random.default_rng(seed), []
     for i in range(count):
-        episode = random_episode(1000 * seed + i, length, truncated=i % 3 > 0, info=INFO)
-        episode["action_probs"] = torch.from_numpy(rng.random((length + 1, 3, 4))).float()
+        episode = random_episode(1000 * seed + i, length, truncated=i % 3 > 0, info=info)
+        if info.box is None:
+            episode["action_probs"] = torch.from_numpy(rng.random((length + 1, 3, 4))).float()
         if not team:
             episode["agent_reward"] = torch.from_numpy(rng.normal(size=(length + 1, 3))).float()
         out.append(episode)

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from ddpg_toys import INFO as OF_SNAKES
 from ddpg_toys import random_steps
-from q_toys import GRAPH, INFO, foggy, random_episode
+from q_toys import BOXED, GRAPH, INFO, foggy, random_episode
 from torch.nn import functional as F
 
 from omagd.components.data import GroupData, OnPolicyData
 from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
+from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.resident.replay import ResidentBuffer, StagedBuffer
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode
@@ -32,11 +34,13 @@ def replay(
     return buffer
 
 
-def steps_replay(device: torch.device | str = CPU, longest: int = 9) -> ResidentBuffer:
+def steps_replay(
+    device: torch.device | str = CPU, longest: int = 9, info: EnvInfo = OF_SNAKES, **_: object
+) -> ResidentBuffer:
     """Return a full buffer of what DDPG learns from."""
     buffer = ResidentBuffer(HELD, device, longest + 1)
     for seed, length in enumerate([longest, *np.random.default_rng(3).integers(0, longest, HELD - 1)]):
-        buffer.add(random_steps(seed, 1, int(length)))
+        buffer.add(random_steps(seed, 1, int(length), info=info))
     return buffer
 
 
@@ -48,6 +52,9 @@ def draws(count: int, seed: int = 0) -> list[list[int]]:
 CODES = {f"tokenizer_config.{key}": size for key, size in (("n_codes", 6), ("code_dim", 4), ("hidden_dim", 8))}
 DDPG: dict[str, dict[str, Any]] = {
     "plain": {}, "gumbel in parts": {"gumbel_softmax": True, "accumulate": 2}, "bicnet": {"agent": "bicnet"},
+    "matd3": {"info": BOXED, "accumulate": 2, "learner_args": {
+        "joint": True, "twin": True, "target_noise": 0.2, "policy_delay": 2,
+    }},
 }  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "qmix": {},
@@ -68,6 +75,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "qplex": {"mixer": "qplex", "mixer_args": {"n_heads": 2}},
     "recomputed": {"enable_gradient_checkpointing": True, "td_lambda": 0.8},
     "qatten": {"mixer": "qatten", "mixer_args": {"n_heads": 2}},
+    "talking": {"agent": "tarmac", "td_lambda": 0.8},
     "attention": {"agent": "attention_rnn", "obs_agent_id": False, "rnn_hidden_dim": 8},
 }  # fmt: skip
 

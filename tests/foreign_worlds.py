@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 
@@ -64,6 +65,21 @@ class Leaving:
         self.closed = True
 
 
+class Painted(Leaving):
+    """It draws the time, if its constructor is told to."""
+
+    metadata = {"render_modes": ["human", "rgb_array"]}
+
+    def __init__(self, render_mode: str | None = None, broken: bool = False) -> None:
+        super().__init__()
+        self.render_mode, self.broken = render_mode, broken
+
+    def render(self) -> np.ndarray | None:
+        if self.broken:
+            raise OSError("no display")
+        return np.full((20, 30, 3), (self.t, 200, 9), np.uint8) if self.render_mode == "rgb_array" else None
+
+
 class Pursuit:
     """PyMARL's shape, with a base class of its own: `reset()` without a seed, lists, three values from `step`."""
 
@@ -117,3 +133,67 @@ class Nobody(Leaving):
 
 def raises() -> None:
     raise OSError("the simulator is not there")
+
+
+class Reach:
+    """One step: each agent is shown a place and should give it; `far` in a box of two numbers, `near` of one."""
+
+    possible_agents = ("far", "near")
+    unwrapped = SimpleNamespace(max_cycles=1)
+    boxes = {
+        "far": spaces.Box(np.array([-4, 0], np.float32), np.array([4, 2], np.float32)),
+        "near": spaces.Box(0, 1, (1,)),
+    }
+
+    def __init__(self, steps: int = 1, mixed: bool = False) -> None:
+        self.steps, self.mixed, self.unwrapped = steps, mixed, SimpleNamespace(max_cycles=steps)
+
+    def observation_space(self, name: str) -> spaces.Space:
+        return spaces.Box(-1, 1, self.boxes[name].shape)
+
+    def action_space(self, name: str) -> spaces.Space:
+        return spaces.Discrete(3) if self.mixed and name == "far" else self.boxes[name]
+
+    def _look(self) -> tuple[dict, dict]:
+        self.goal = {name: self.rng.uniform(-1, 1, box.shape).astype(np.float32) for name, box in self.boxes.items()}
+        return dict(self.goal), {name: {} for name in self.agents}
+
+    def reset(self, seed: int | None = None, options: None = None) -> tuple[dict, dict]:
+        self.rng, self.t, self.agents = np.random.default_rng(seed), 0, list(self.possible_agents)
+        return self._look()
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        assert all(actions[name] in box for name, box in self.boxes.items()), actions
+        rewards = {}
+        for name, box in self.boxes.items():
+            middle, half = (box.high + box.low) / 2, (box.high - box.low) / 2
+            rewards[name] = -float(np.square((actions[name] - middle) / half - 0.7 * self.goal[name]).sum())
+        self.t += 1
+        over = dict.fromkeys(self.agents, self.t >= self.steps)
+        seen, infos = self._look()
+        self.agents = [] if self.t >= self.steps else self.agents
+        return seen, rewards, over, dict.fromkeys(over, False), infos
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class ReachOfGymnasium(gymnasium.Env):
+    """`Reach` with a Gymnasium id, in EPyMARL's convention: a part for each agent."""
+
+    def __init__(self) -> None:
+        self.world = Reach()
+        names = self.world.possible_agents
+        self.observation_space = spaces.Tuple([self.world.observation_space(name) for name in names])
+        self.action_space = spaces.Tuple([self.world.action_space(name) for name in names])
+
+    def reset(self, seed: int | None = None, options: None = None) -> tuple[tuple, dict]:
+        return tuple(self.world.reset(seed)[0].values()), {}
+
+    def step(self, actions: tuple) -> tuple:
+        parts = self.world.step(dict(zip(self.world.possible_agents, actions, strict=True)))
+        obs, rewards, ended, truncated = (tuple(part.values()) for part in parts[:4])
+        return obs, rewards, ended, truncated, {}
+
+
+gymnasium.register("Reach-v0", entry_point=ReachOfGymnasium)

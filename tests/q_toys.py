@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
+from omagd.config.env_info import ActionBox, EntityLayout, EnvInfo, StateLayout
 from omagd.config.loading import resolve
 from omagd.config.schema import Config
 from omagd.controllers import REGISTRY as MACS
@@ -29,6 +30,7 @@ from omagd.utils.packing import Episode, pack_episodes
 LAYOUT = EntityLayout(move_dim=4, n_enemies=3, enemy_dim=5, n_allies=2, ally_dim=5, own_dim=1)
 UNITS = StateLayout(n_allies=3, ally_dim=1, n_enemies=3, enemy_dim=1)
 INFO = EnvInfo("toy", "toy", 3, 9, LAYOUT.obs_dim, 7, 12, n_normal_actions=6, layout=LAYOUT, state_layout=UNITS)
+BOXED = replace(INFO, n_actions=4, box=ActionBox.of(np.tile([-1.0, 0.0], (3, 1)), np.tile([3.0, 1.0], (3, 1))))
 SMALL: dict[str, Any] = {"rnn_hidden_dim": 8, "gnn_hidden_dim": 8, "mixing_embed_dim": 4, "hypernet_embed": 6}
 
 GRAPH: dict[str, Any] = {"use_graph_reconstruction": True, "learner": "nq_graph_learner"}
@@ -47,6 +49,9 @@ def random_episode(seed: int, length: int, truncated: bool = False, info: EnvInf
     actions = rng.integers(info.n_actions, size=(rows, n))
     actions[-1] = 0
     np.put_along_axis(available, actions[..., None], True, axis=-1)
+    if info.box is not None:
+        available[:], actions = True, info.box.uniform((rows,), rng)
+        actions[-1] = 0
     terminated = np.zeros(rows, np.uint8)
     if length and not truncated:
         terminated[-2] = 1
@@ -57,7 +62,7 @@ def random_episode(seed: int, length: int, truncated: bool = False, info: EnvInf
         "obs": obs,
         "state": rng.normal(size=(rows, info.state_dim)).astype(np.float32),
         "avail_actions": available.astype(np.uint8),
-        "actions": actions.astype(np.uint8),
+        "actions": actions.astype(np.uint8 if info.box is None else np.float32),
         "reward": reward,
         "terminated": terminated,
         "recon": (obs * 0.5).astype(np.float16),

@@ -428,17 +428,32 @@ def test_pettingzoo_takes_it():
             parallel_api_test(env, num_cycles=60)
 
 
+def test_a_moment_is_a_picture_of_its_units():
+    env = omagd.make("skirmish", render_mode="rgb_array", map_name="3m")
+    env.reset(seed=1)
+    first = env.render()
+    assert first.dtype == np.uint8 and first.ndim == 3 and env.render_mode in env.metadata["render_modes"]
+    shown = [(abs(first.astype(int) - colour).sum(-1) < 30).sum() for colour in ((76, 201, 192), (255, 138, 92))]
+    assert min(shown) > 300, "both teams"
+    env.step(dict.fromkeys(env.agents, 2))
+    assert env.render().shape == first.shape and (env.render() != first).any()
+    assert omagd.make("skirmish", map_name="3m").render_mode is None
+    with pytest.raises(UserError, match="render_mode=human.*rgb_array"):
+        omagd.make("skirmish", render_mode="human")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("run", ["qmix_run", "small_run", "published_run"])
 def test_a_loaded_policy_acts_as_the_runs_own_controller(run, request):
-    """Over whole episodes, history and hidden state included; and again after `reset`."""
+    """Over whole episodes, history and hidden state included; and again after `reset`, and from any step elsewhere."""
     folder = request.getfixturevalue(run)
     config, info = validate(json_of(folder / "config.json")), EnvInfo.from_dict(json_of(folder / "env_info.json"))
     step = find_step_folder(str(folder))
     pretrained = load_pretrained(of_checkpoint(config, step), info, torch.device("cpu"))
     mac = build_mac(config, info, torch.device("cpu"), pretrained)
     mac.agent.load_state_dict(torch.load(step / "agent.th", weights_only=True))
-    policy, everyone = omagd.load_policy(folder), np.ones(1, bool)
+    policy, other, everyone = omagd.load_policy(folder), omagd.load_policy(folder), np.ones(1, bool)
+    assert policy.values is None and policy.beliefs() is None
     env = make_env(config.env, dict(config.env_args), 1, processes=False)
     for seed in (1, 2):
         policy.reset()
@@ -448,9 +463,14 @@ def test_a_loaded_policy_acts_as_the_runs_own_controller(run, request):
         step, done = 0, False
         while not done:
             seen = env.observe()
-            expected = mac.act(Tick(seen, np.array([step]), everyone), None).actions[0]
+            decided = mac.act(Tick(seen, np.array([step]), everyone), None)
+            other.load_snapshot(policy.snapshot())
             actions = policy.act(seen.obs[0], seen.avail_actions[0])
-            assert actions.tolist() == expected.tolist()
+            assert actions.tolist() == decided.actions[0].tolist()
+            assert np.array_equal(policy.values, decided.values[0])
+            other.act(seen.obs[0], seen.avail_actions[0])
+            assert np.array_equal(other.values, policy.values)
+            assert (policy.beliefs() is not None) == config.use_graph_reconstruction
             assert seen.avail_actions[0][np.arange(len(actions)), actions].all()
             done, step = bool(env.step(actions[None], everyone).terminated[0]), step + 1
         assert step > 5

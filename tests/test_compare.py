@@ -7,10 +7,11 @@ import subprocess
 import sys
 
 from many_runs import make_run, make_study
+from scipy import stats
 
 from omagd.lab.analysis.comparison import table
 from omagd.lab.analysis.runs import load
-from omagd.lab.analysis.statistics import FEW
+from omagd.lab.analysis.statistics import INTERVALS
 from omagd.run.cli.main import main
 
 
@@ -29,8 +30,30 @@ def test_six_runs_with_three_learning_rates_are_three_rows_with_two_seeds_each(t
     head, rows, notes = rows_of(capsys.readouterr().out)
     assert head[:5] == ["run", "lr", "n", "seeds", "win rate"]
     assert [row[:4] for row in rows] == [["qmix", rate, "2", "1, 2"] for rate in ("0.0003", "0.001", "0.005")]
-    assert rows[0][4] == "0.230 [0.220, 0.240]", "mean of 0.22 and 0.24; of two seeds the interval is their range"
-    assert notes == ["rows of several seeds: mean [95 % bootstrap interval over seeds], mean time", FEW]
+    assert rows[0][4] == "0.230 [0.103, 0.357]", "mean of 0.22 and 0.24, and 12.706 standard errors of 0.01"
+    said = " ".join(" ".join(notes).split())
+    assert said.startswith(f"rows of several seeds: mean [{INTERVALS}], mean time") and "map, paired by seed;" in said
+    _, *leads = (re.split("  +", line) for line in notes[-3:])
+    assert [row[:4] for row in leads] == [["qmix", "0.001", "+0.200", "1.00"], ["qmix", "0.005", "+0.400", "1.00"]]
+    shutil.rmtree(tmp_path / "lr0.005_3m_seed1")
+    make_run(tmp_path / "other", (0.0, 0.5), lr=0.005, seed=3)
+    lead = table(load([tmp_path])).splitlines()[-1]
+    low, high = stats.ttest_ind([0.64, 0.5], [0.22, 0.24], equal_var=False).confidence_interval()
+    assert f"+0.340 [{low:.3f}, {high:.3f}]" in lead, "other seeds: not paired"
+
+
+def test_the_table_fits_the_terminal_and_says_what_it_leaves_out(tmp_path, capsys, monkeypatch):
+    make_study(tmp_path, maps=("3m", "8m"), seeds=(1, 2, 3, 4, 5))
+    make_run(tmp_path / "long", t_max=7, seed=1, env_args__difficulty="5")
+    for width in (100, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["compare", str(tmp_path)]) == 0
+        said = capsys.readouterr().out
+        assert max(map(len, said.splitlines())) <= width and "card (--wide shows them)" in " ".join(said.split())
+        assert all(word in said for word in ("win rate", "lr", "t_max"))
+    assert main(["compare", "--wide", str(tmp_path)]) == 0
+    wide = capsys.readouterr().out.splitlines()[0].split("  ")
+    assert {"card", "state", "best win rate"} <= {word.strip() for word in wide}
 
 
 def test_each_run_has_its_row_on_request_and_where_a_seed_is_repeated(tmp_path):
@@ -85,4 +108,4 @@ def test_tools_for_many_runs_need_no_torch_and_name_a_damaged_run(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     lines = done.stderr.splitlines()
     assert len(lines) == 4 and all(line.startswith("left out: ") and "lr0.001_3m_seed2" in line for line in lines)
-    assert {path.name for path in tmp_path.iterdir()} > {"curves_test_battle_won_mean.png"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} > {"curves_win_rate.png", "report.html"}

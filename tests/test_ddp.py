@@ -6,10 +6,12 @@ from itertools import zip_longest
 import pytest
 import torch
 from ddp_harness import run_ranks
+from ddpg_toys import INFO as OF_SNAKES
 from ddpg_toys import ddpg_config, make_ddpg, random_steps
 from graph_toys import graph_learner, toy_episodes
 from plugin_toys import add_example, own_names
 from q_toys import (
+    BOXED,
     GRAPH,
     INFO,
     copy_learner,
@@ -64,6 +66,11 @@ Q |= {
         "accumulate": 2,
         "learner_args": {"epochs": 2, "minibatches": 3},
     },
+    "PPO continuous": {
+        **PPO,
+        "action_selector": "tanh_gaussian",
+        "learner_args": {"epochs": 2, "minibatches": 2, "critic": "observation"},
+    },
     "PPO apart": {
         **PPO,
         "share_parameters": False,
@@ -72,7 +79,7 @@ Q |= {
     },
 }
 FIXED = " of fixed shapes"
-Q |= {kind + FIXED: Q[kind] for kind in ("PPO", "PPO in groups", "PPO belief", "PQN")}
+Q |= {kind + FIXED: Q[kind] for kind in ("PPO", "PPO in groups", "PPO belief", "PPO continuous", "PQN")}
 SINGLE = {"alone", "graph", "flat_graph", "team", "qplex", "PPO apart", "stage2 matched", "stage2 GRU"}
 """Kinds of which gradients are compared, and nothing that several updates would show."""
 for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything registered that is not among these
@@ -80,6 +87,8 @@ for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything regi
     rest = {name: {**PLAIN, part: name} for name in registry.names() if name not in compared}
     Q, SINGLE = Q | rest, SINGLE | rest.keys()
 DDPG = {"DDPG": {}, "DDPG bicnet": {"agent": "bicnet"}, "DDPG parts": {"gumbel_softmax": True, "accumulate": 3}}
+MATD3 = {"joint": True, "twin": True, "target_noise": 0.2, "policy_delay": 2}
+DDPG["DDPG continuous"] = {"learner_args": MATD3, "accumulate": 2}
 STAGES = {
     "stage1": {"tokenizer_config__dead_code_threshold": 0.6},
     "stage2": {},
@@ -103,15 +112,20 @@ GRADIENTS = [(kind, torch.float64) for kind in (*Q, *STAGES)] + [(kind, torch.fl
 
 def make(kind, dist=None, dtype=torch.float64, seed=0, **more):
     if kind in DDPG:
-        return make_ddpg(dist, dtype, seed, **{**DDPG[kind], **more})
+        return make_ddpg(dist, dtype, seed, info=steps_info(kind), **{**DDPG[kind], **more})
     if kind in Q:
-        made = make_learner(toy_config(**{"grad_norm_clip": 1e9, **Q[kind], **more}), dist, dtype, seed)
+        info = BOXED if "continuous" in kind else INFO
+        made = make_learner(toy_config(**{"grad_norm_clip": 1e9, **Q[kind], **more}), dist, dtype, seed, info)
         return in_fixed_shapes(made) if kind.endswith(FIXED) else made
     learner = graph_learner(kind.split()[0], dtype, dist, graph_pretrain_epochs=10, **STAGES[kind])
     learner.warm_up()
     update = learner.update
     learner.update = lambda batch, episodes: update(batch)
     return learner
+
+
+def steps_info(kind):
+    return BOXED if "continuous" in kind else OF_SNAKES
 
 
 def in_fixed_shapes(learner):
@@ -143,13 +157,13 @@ def blank(episodes):
 def played(kind, *what, sight=0.8):
     """Return a random episode; of "team" and "belief" one in which agents see parts of `full_obs`."""
     if kind != "team" and "belief" not in kind:
-        return random_episode(*what)
+        return random_episode(*what, info=BOXED if "continuous" in kind else INFO)
     return foggy(random_episode(*what), dead=kind != "team", sight=sight)
 
 
 def episodes_of(kind, rank, update):
     if kind in DDPG:
-        return random_steps(1000 * update + rank, [6, 2, 1][rank])
+        return random_steps(1000 * update + rank, [6, 2, 1][rank], info=steps_info(kind))
     if kind in Q:
         sight = 99 if (rank, update) in {(1, 0), (2, 4)} else 0.8  # then this rank sees all units
         alone = (rank, update) == (2, 3) and kind.removesuffix(FIXED) in {
@@ -175,7 +189,8 @@ def union(kind, update):
 def without_a_step(kind, rank):
     """Return a batch in which only rank 0 has steps to learn from, then one in which no rank has."""
     if kind in DDPG:
-        return [random_steps(1, 3 if rank == 0 else 1, int(rank == 0)), random_steps(2, 1, 0)]
+        info = steps_info(kind)
+        return [random_steps(1, 3 if rank == 0 else 1, int(rank == 0), info=info), random_steps(2, 1, 0, info=info)]
     if kind in Q:
         return [[played(kind, 5, 6)] if rank == 0 else [played(kind, 6, 0)], [played(kind, 7, 0)]]
     return [toy_episodes(2, seed=5) if rank == 0 else blank(toy_episodes(1)), blank(toy_episodes(2))]

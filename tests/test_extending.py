@@ -50,7 +50,7 @@ def example(tmp_path_factory) -> Path:
 
 def test_the_table_of_a_batch_has_all_fields():
     info = EnvInfo("game", "", 2, 3, 2, 3, 4, agent_rewards=True)
-    assert re.findall(r'^\| `batch\["(\w+)"\]`', PAGE, re.MULTILINE) == list(row_fields(info, full_obs=True))
+    assert re.findall(r'^- `batch\["(\w+)"\]`', PAGE, re.MULTILINE) == list(row_fields(info, full_obs=True))
 
 
 def test_the_complete_examples_of_the_page_learn_to_remember(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from fixed_toys import (
     replay,
     steps_replay,
 )
-from q_toys import INFO, equal, make_learner, state_of, toy_config
+from q_toys import BOXED, INFO, equal, make_learner, random_episode, state_of, toy_config
 from simulated_gpu import DEVICE, OnGPU, simulated_gpu, simulated_graphs
 
 from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
@@ -74,7 +74,7 @@ def test_six_updates_are_those_of_packed_batches(method, kind):
 
 @pytest.mark.parametrize("method", DDPG)
 def test_six_updates_of_ddpg_are_those_of_packed_batches(method):
-    assert_equal_updates([make_ddpg(**DDPG[method]) for _ in range(2)], steps_replay(), torch.float64)
+    assert_equal_updates([make_ddpg(**DDPG[method]) for _ in range(2)], steps_replay(**DDPG[method]), torch.float64)
 
 
 def assert_equal_updates(learners: list[Any], buffer: Any, kind: torch.dtype) -> None:
@@ -219,12 +219,13 @@ def test_what_cannot_be_captured_is_learned_from_packed_batches(graphs, caplog, 
     assert "packed batches" in record.message and reason in record.message and "\n" not in record.message
 
 
-def test_a_graph_learns_what_ddpg_learns(graphs):
+@pytest.mark.parametrize("method", ["gumbel in parts", "matd3"])
+def test_a_graph_learns_what_ddpg_learns(graphs, method):
     """With noise that is another one in each update, and targets that follow each."""
-    made = [make_ddpg(Dist(device=DEVICE), torch.float32, device=DEVICE, **DDPG["gumbel in parts"]) for _ in range(2)]
+    made = [make_ddpg(Dist(device=DEVICE), torch.float32, device=DEVICE, **DDPG[method]) for _ in range(2)]
     graph, plain = map(FixedUpdates, made)
     plain._capture = lambda shape, draw, inputs: plain._aside(draw, inputs)
-    buffer = steps_replay(DEVICE, longest=6)
+    buffer = steps_replay(DEVICE, 6, **DDPG[method])
     for indices in draws(WARM_UP + 3):
         for each in (graph, plain):
             each.update(buffer.fixed(indices), episodes=0)
@@ -243,6 +244,20 @@ def test_an_update_waits_for_nothing_on_a_gpu(method):
         for indices in draws(2):
             gpu.waits.clear()
             updates.update(read(indices), episodes=0)
+        assert not gpu.waits, gpu.waits
+
+
+@pytest.mark.parametrize("selector", ["softmax", "tanh_gaussian"])
+def test_an_update_of_continuous_actions_waits_for_nothing_on_a_gpu(selector):
+    with simulated_gpu() as gpu:
+        config = toy_config(learner="ppo_learner", mixer="none", action_selector=selector)
+        learner, buffer = make_learner(config, Dist(device=DEVICE), device=DEVICE, info=BOXED), growing(DEVICE)
+        updates = FixedUpdates(learner)
+        for number in range(2):
+            buffer.restore([], buffer.added)
+            buffer.add([random_episode(number + 2 * i, 3 + i, info=BOXED) for i in range(4)])
+            gpu.waits.clear()
+            updates.update(buffer.whole(range(4)), episodes=0)
         assert not gpu.waits, gpu.waits
 
 

@@ -4,16 +4,18 @@ import sys
 
 import gymnasium
 import mpe2.simple_speaker_listener_v4 as speaker_listener
+import mpe2.simple_spread_v3 as simple_spread
 import numpy as np
 import pytest
 from command_harness import train
+from lbforaging.foraging import ForagingEnv
 
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
 from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
 
-IN_PROCESSES = {"gymma lbforaging:Foraging-8x8-2p-3f-v3", "pymarl foreign_worlds:Seeded"}
+IN_PROCESSES = {"lbf", "mpe", "rware", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "pymarl foreign_worlds:Seeded"}
 WORLDS = {
     "gymma lbforaging:Foraging-8x8-2p-3f-v3": {"time_limit": 12},
     "gymma rware:rware-tiny-2ag-v2": {"time_limit": 12},
@@ -22,12 +24,15 @@ WORLDS = {
     "pettingzoo foreign_worlds:Leaving": {},
     "pymarl foreign_worlds:Pursuit": {"size": 500},
     "pymarl foreign_worlds:Seeded": {},
+    "lbf": {"map_name": "2s-8x8-2p-2f-coop", "time_limit": 12},
+    "mpe": {"num_agent_neighbors": 1, "max_cycles": 9},
+    "rware": {"map_name": "tiny-2ag", "time_limit": 12},
 }
 
 
 def made(name, n_slots=1, processes=False, **args):
     env, _, key = name.partition(" ")
-    return make_env(env, {"key": key, **args}, n_slots, processes)
+    return make_env(env, {"key": key, **args} if key else args, n_slots, processes)
 
 
 def played(env, seed, script=None):
@@ -74,6 +79,49 @@ def test_foraging_is_gymnasiums_own():
         seen, rewards, done, _, _ = own.step(script[t].tolist())
         assert (reward, ended, truncated, avail.all()) == (pytest.approx(sum(rewards)), t == 11, t == 11, True)
         assert not done
+
+
+@pytest.mark.parametrize(("sight", "name"), [(2, "2s-8x8-2p-3f"), (8, "8x8-2p-3f"), (15, "15x15-2p-7f")])
+def test_foraging_shows_what_lbforaging_shows(sight, name):
+    """Whoever plays `lbf` sees the units of lbforaging's observation, at their places, and earns its rewards."""
+    size, foods = int(name.split("x")[-2].split("-")[-1]), int(name[-2])
+    for seed in range(6):
+        script = np.random.default_rng(seed).integers(0, 6, (25, 2))
+        own = ForagingEnv(2, 1, 2, 1, None, (size, size), foods, sight, 25, False)
+        log, (seen, _) = played(made("lbf", map_name=name, time_limit=25), seed, script), own.reset(seed=seed)
+        for t in range(len(log) // 6):
+            obs, _, _, reward, ended, truncated = log[6 * t : 6 * t + 6]
+            for i, player in enumerate(own.players):
+                row, column = player.position
+                *units, last = np.split(obs[i], range(4, 4 * foods + 5, 4))
+                shown = [(row - u[2] * sight, column + u[1] * sight, u[3]) for u in units if u[0]]
+                shown = [(y - max(row - sight, 0), x - max(column - sight, 0), level) for y, x, level in shown]
+                theirs = [each for each in seen[i].reshape(-1, 3).tolist() if each[2]]
+                of_self = theirs.pop(sum(each[2] > 0 for each in seen[i][: 3 * foods].reshape(-1, 3).tolist()))
+                assert np.round(sorted(shown), 3).tolist() == sorted(theirs) and last[2] == of_self[2] == player.level
+                assert np.round(last[:2] * size).tolist() == [column, size - 1 - row]
+            seen, rewards, done, _, _ = own.step(script[t].tolist())
+            assert (reward, ended, truncated) == (pytest.approx(sum(rewards)), done, False)
+        assert done
+
+
+def test_particles_and_the_warehouse_are_their_packages_own():
+    script, spread = np.random.default_rng(0).integers(0, 5, (12, 3)), simple_spread.parallel_env(max_cycles=12)
+    log, (seen, _) = played(made("mpe", max_cycles=12), 6, script), spread.reset(seed=6)
+    for t in range(12):
+        obs, _, avail, reward, _, _ = log[6 * t : 6 * t + 6]
+        for one, theirs in zip(obs, seen.values(), strict=True):
+            units = one[:15].reshape(5, 3)
+            np.testing.assert_allclose(np.concatenate([one[15:], units[:, 1:].ravel()]), theirs[:14], atol=1e-6)
+            assert units[:, 0].all() and avail.all()
+        seen, rewards, _, _, _ = spread.step(dict(zip(spread.possible_agents, script[t].tolist(), strict=True)))
+        assert reward == pytest.approx(sum(rewards.values()), rel=1e-6)
+    near = made("mpe", num_agent_neighbors=1)
+    near.reset(np.ones(1, bool), np.array([6]))
+    shown = near.observe(full=True)
+    assert [np.count_nonzero(array[0, :, 9:15:3]) for array in (shown.obs, shown.full_obs)] == [3, 6]
+    named, by_id = (made(name, time_limit=9) for name in ("rware", "gymma rware:rware-tiny-2ag-v2"))
+    np.testing.assert_equal(played(named, 2), played(by_id, 2))
 
 
 def test_observations_and_actions_of_different_sizes_are_padded():
@@ -135,13 +183,17 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         ("pettingzoo foreign_worlds:Nobody", {}, "no fixed possible_agents"),
         ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there"),
         ("pymarl collections:Counter", {}, "it has no reset"),
+        ("lbf", {"map_name": "8x9-2p-3f"}, "must be of the form 8x8-2p-3f"),
+        ("rware", {"map_name": "huge-2ag"}, "`rware-huge-2ag` doesn't exist"),
+        ("mpe", {"M": 3}, "unexpected keyword argument 'M'"),
     ],
 )
 def test_what_cannot_be_played_is_one_line(name, args, words):
     with pytest.raises(UserError) as caught:
         made(name, **args)
     assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"env_args.key={name.partition(' ')[2]}: ")
+    key = name.partition(" ")[2]
+    assert str(caught.value).startswith(f"env_args.key={key}: " if key else "env_args.map_name=")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +203,9 @@ def test_what_cannot_be_played_is_one_line(name, args, words):
         ("gymnasium", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "gymnasium"),
         ("gymnasium", "pettingzoo foreign_worlds:Leaving", "gymnasium"),
         ("mpe2.simple_spread_v3", "gymma pz-mpe-simple-spread-v3", "mpe"),
+        ("lbforaging.foraging", "lbf", "lbf"),
+        ("mpe2.simple_spread_v3", "mpe", "mpe"),
+        ("rware", "rware", "rware"),
     ],
 )
 def test_a_package_that_an_extra_installs_is_named(monkeypatch, hidden, name, extra):

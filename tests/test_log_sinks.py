@@ -345,7 +345,27 @@ def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link
     assert sent == [10, 20, 30, 40, 40, 50], "what was sent online may not have arrived"
 
 
-def test_the_console_shows_a_line_per_log_or_all_values(tmp_path, caplog):
+def test_a_minute_has_twenty_lines_and_an_hour_a_hundred_however_many_records_there_are(tmp_path, caplog, monkeypatch):
+    logger, clock = logging.getLogger("console of a test"), 0.0
+    monkeypatch.setattr("omagd.run.reporting.log_sinks.time.monotonic", lambda: clock)
+    sink = ConsoleSink(logger)
+    sink.open(RunFacts(folder=tmp_path, totals={"t_env": 36_000}))
+    with caplog.at_level(logging.INFO, logger.name):
+        for t in range(36_000):  # ten records a second
+            clock = t / 10
+            sink.log(
+                Record({"loss_td": 0.5, **({"test_return_mean": float(t)} if t % 5 == 1 else {})}, "stage3", "t_env", t)
+            )
+            if t == 600:
+                assert 15 <= len(caplog.messages) <= 23 and caplog.messages[-1].split()[1] == "596", "the newest test"
+        assert 80 <= len(caplog.messages) <= 120
+        sink.close("interrupted")
+    assert caplog.messages[-1].split()[0] == "35,999", "the last one"
+
+
+def test_the_console_shows_a_line_per_log_or_all_values(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("omagd.run.reporting.log_sinks.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("omagd.run.reporting.log_sinks.LEAST_OF_ALL", 0.0)
     logger = logging.getLogger("console of a test")
     values = {"test_battle_won_mean": 0.5, "q_taken_mean": 2.0, "steps_per_second": 100.0}
     learned = {"loss_pg": 0.25, "epsilon": 1.0}  # of a plug-in; not before the first update

@@ -22,7 +22,7 @@ from omagd.modules.graph_reconstructers.tokenizer import first_largest
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.modules.mixers.mixer import MixerInputs
 from omagd.modules.ops import attend, cross_entropy, fast_linear
-from omagd.utils.packing import last_actions, pack_episodes
+from omagd.utils.packing import Packing, last_actions, pack_episodes
 
 torch.set_num_threads(1)
 SHAPES = [((7, 5), 3), ((300, 55), 64), ((2, 150, 64), 12), ((5, 0, 4), 3), ((0, 4), 6), ((257, 1), 1)]
@@ -142,6 +142,42 @@ def test_joint_value_never_falls_when_an_agents_value_rises(name):
     if list(mixer.parameters()):
         grads = torch.autograd.grad(joint.square().sum(), list(mixer.parameters()))
         assert all(g.abs().sum() > 0 for g in grads)
+
+
+def test_talking_agents_hear_what_the_paper_says():
+    """TarMAC, eq. 1 and 2, written out for each episode; gradients reach every parameter."""
+    agent, (inputs, packing) = make_agent(agent="tarmac", agent_args={"key_dim": 3, "value_dim": 5}), toy_inputs((4, 2))
+    got, cell = agent(inputs, packing), agent.rnn
+    wanted = torch.empty_like(got)
+    for episode, length in enumerate(packing.lengths):
+        h = torch.zeros(INFO.n_agents, cell.hidden_dim, dtype=torch.float64)
+        for step in range(length):
+            row = packing.row(torch.tensor([step]), torch.tensor([episode]))
+            q, k, v = (h @ cell.say.weight.t() + cell.say.bias).split([3, 3, 5], dim=-1)
+            heard = torch.stack([(q[i] @ k.t() / 3**0.5).softmax(-1) @ v for i in range(INFO.n_agents)])
+            x = torch.cat([agent.encode(inputs.rows(row))[0][0], heard], dim=-1)
+            h = torch.gru_cell(x, h, cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
+            wanted[row] = agent.values(h)
+    torch.testing.assert_close(got, wanted)
+    grads = torch.autograd.grad(got.square().sum(), list(agent.parameters()))
+    assert all(grad.abs().sum() > 0 for grad in grads)
+
+
+@pytest.mark.parametrize(("agent", "learns"), [("tarmac", True), ("rnn", False)])
+def test_what_one_agent_sees_another_one_acts_on_only_if_they_talk(agent, learns):
+    """Agent 0 sees a sign at the first step; agent 1 is asked for it at the second."""
+    talker, packing = make_agent(agent=agent, rnn_hidden_dim=16), Packing((2,) * 32)
+    optimizer, asked = torch.optim.Adam(talker.parameters(), lr=0.01), packing.row(torch.tensor(1), torch.arange(32))
+    for _ in range(150):
+        sign = torch.randint(0, 2, (32,))
+        features = torch.zeros(64, INFO.n_agents, INFO.obs_dim, dtype=torch.float64)
+        features[:32, 0, 0] = 2.0 * sign - 1
+        inputs = AgentInputs(features, torch.full((64, INFO.n_agents), -1))
+        loss = F.cross_entropy(talker(inputs, packing)[asked, 1, :2], sign)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert bool(loss < 0.1) is learns
 
 
 def test_orthogonal_start():

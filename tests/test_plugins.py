@@ -324,7 +324,10 @@ def test_values_of_another_shape_are_not_broadcast(key, kind, message, plug, tmp
 def test_every_parameter_of_a_preset_takes_part(name):
     """As `_require_gradients` finds in the discarded passes before training."""
     env = "snakes" if "snakes" in name else "skirmish"
-    config = resolve(name, env, {"world_size": 1, "use_cuda": False})
+    env, args = (
+        ("pettingzoo", {"env_args": {"key": "foreign_worlds:Reach"}}) if name in {"maddpg", "matd3"} else (env, {})
+    )
+    config = resolve(name, env, {"world_size": 1, "use_cuda": False, **args})
     learner, _ = build_learner_once(config, preflight(config).info, torch.device("cpu"))
     learner.warm_up()
 

@@ -219,7 +219,7 @@ def test_a_run_keeps_its_card_and_compare_reads_it(tmp_path, capsys):
     (logged,) = [line for line in log if cards[0]["id"] in line]
     assert "(card.json): seed 1, omagd " in logged
     capsys.readouterr()
-    assert main(["compare", *map(str, folders)]) == 0
+    assert main(["compare", "--wide", *map(str, folders)]) == 0
     head, _, *rows, _, note = capsys.readouterr().out.splitlines()
     assert "reward_sparse" in head.split() and [row.split()[1] for row in rows] == ["default", "True"]
     assert head.split()[0] == "run" and [row.split()[0] for row in rows] == ["first", "sparse*"]

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from browser import opened
 from many_runs import make_run, make_study
-from scipy.stats import bootstrap
+from scipy import stats
 
 from omagd.envs.frames import Scene
 from omagd.lab.analysis.run_report import POPULATIONS
@@ -149,15 +150,19 @@ def test_warnings_of_a_run(tmp_path):
 def test_a_study_has_arms_by_maps_with_intervals_and_all_runs(tmp_path):
     make_study(tmp_path, maps=("3m", "8m"), seeds=(1, 2, 3))
     make_run(tmp_path / "zbegun", (0.1,), finished=False, seed=9, lr=0.005)
+    shutil.rmtree(tmp_path / "lr0.0003_8m_seed3")  # so that nothing is paired with it
     page = report(tmp_path)
     cell = page.row("lr=0.001", 3)[1]
     scores = np.array([0.2 + 0.2 + 0.02 * seed for seed in (1, 2, 3)])
-    found = bootstrap((scores,), np.mean, method="percentile", n_resamples=20_000, random_state=1).confidence_interval
-    middle, low, high = (float(number) for number in re.findall(r"\d\.\d+", cell))
+    found = stats.ttest_1samp(scores, 0).confidence_interval(0.95)
+    middle, low, high, *lead = (float(number) for number in re.findall(r"\d\.\d+", cell))
     assert middle == pytest.approx(scores.mean(), abs=1e-3) and "n = 3" in cell
-    assert (low, high) == pytest.approx(tuple(found), abs=3e-3)
+    assert (low, high) == pytest.approx(tuple(found), abs=1e-3) and lead == [0.2, 1.0], "over the first arm"
+    bold = re.findall("<b>(.*?)</b>", (tmp_path / "report.html").read_text())
+    low, high = stats.ttest_ind(scores + 0.05, (0.27, 0.29), equal_var=False).confidence_interval(0.95)
+    assert len(bold) == 4 and bold[0] == f"+0.210 [{low:.3f}, {high:.3f}]", "the leads on 8m, in win rate and return"
     names = [row[0] for row in page.rows if len(row) == 11]
-    assert len(names) == 20 and page.row("zbegun")[4].startswith("unfinished")
+    assert len(names) == 19 and page.row("zbegun")[4].startswith("unfinished")
     assert page.row("lr", 4) == ["lr", "0.0003", "0.001", "0.005"]
     assert [row[0] for row in page.rows if row[0] == "lr=0.005"], "arms are rows"
 

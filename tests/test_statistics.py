@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from omagd.lab.analysis.statistics import interval, iqm, mean
+from omagd.lab.analysis.statistics import interval, iqm, lead, mean, t_interval
 
 REPS = 2000
 
@@ -49,6 +50,19 @@ def test_small_cases_by_hand():
     assert mean([np.array([1.0, 3.0]), np.array([10.0])]) == 6.0, "each map counts once, whatever its seeds"
     two = interval(mean, [np.array([1.0, 3.0])])
     assert two is not None and tuple(map(float, two)) == (1.0, 3.0), "of two seeds the interval is their range"
+
+
+def test_intervals_of_few_seeds_and_of_differences_are_those_of_scipy():
+    one, other = np.array([0.1, 0.4, 0.5]), np.array([0.3, 0.9, 0.7, 0.6])
+    gap, ends = lead([one], [other])
+    welch = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
+    assert (gap, *map(float, ends)) == pytest.approx((one.mean() - other.mean(), *welch))
+    gap, ends = lead([one], [other[:3]], paired=True)
+    assert tuple(map(float, ends)) == pytest.approx(tuple(stats.ttest_rel(one, other[:3]).confidence_interval(0.95)))
+    assert t_interval([one[:1]]) is None and lead([one], [one - 0.1], paired=True)[1] is None, "no spread, no interval"
+    many = np.random.default_rng(2).normal(size=(2, 9))
+    wanted = stats.bootstrap((many[0] - many[1],), np.mean, method="percentile", n_resamples=20_000).confidence_interval
+    assert tuple(map(float, lead(many[:1], many[1:], paired=True)[1])) == pytest.approx(tuple(wanted), abs=0.08)
 
 
 def test_points_of_time_are_resampled_together_and_equal_single_calls():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import logging
 import re
@@ -19,7 +20,7 @@ from omagd.components.action_selectors import log_softmax
 from omagd.envs.factory import make_env
 from omagd.lab.watch import drawing, formats
 from omagd.run.cli.main import main
-from omagd.run.recording.recording import Recording
+from omagd.run.recording.recording import Episode, Recording
 from omagd.run.reporting.log_sinks import make_logger
 from omagd.utils.errors import UserError
 from omagd.utils.logging import RunFacts
@@ -37,6 +38,8 @@ def battles() -> Recording:
         ("skirmish", {"map_name": "3m,5m_vs_6m"}),
         ("snakes_3v3", {"obs": "entities", "sight": 4.0}),
         ("matrix_game", {}),
+        ("lbf", {"map_name": "2s-8x8-2p-2f-coop", "time_limit": 9}),
+        ("gymma", {"key": "pz-mpe-simple-spread-v3", "max_cycles": 5}),
     ],
 )  # fmt: skip
 def test_a_recording_is_what_happens_when_its_actions_are_played_again(name, args):
@@ -208,6 +211,25 @@ def test_a_picture_draws_a_guess_hollow_where_it_is_and_a_cross_where_the_unit_i
     assert where(belief[row - 6 : row + 7, column - 6 : column + 7], drawing.TEXT)[1] > 5, "a cross"
 
 
+def test_what_an_environment_draws_is_shown_in_every_format(tmp_path, caplog):
+    """It begins to draw at the first picture of an episode; one that cannot draw plays on."""
+    painted = play("pettingzoo", key="foreign_worlds:Painted")[0]
+    path = painted.write(tmp_path / "painted.json.gz")
+    assert Recording.read(path) == painted and painted.episodes[0].moments[0].x == [0.0, 1.0]
+    shades = [set(image.get_flattened_data()) & {(t, 200, 9) for t in range(9)} for image in
+              drawing.pictures(painted.episodes[0], 0)]  # fmt: skip
+    assert shades == [{(t, 200, 9)} for t in range(5)]
+    for kind in ("gif", "png"):
+        assert main(["watch", str(path), f"--format={kind}"]) == 0
+    broken = play("pettingzoo", key="foreign_worlds:Painted", broken=True)[0].episodes[0]
+    assert not broken.moments[0].picture and "env_args.key=foreign_worlds:Painted: it cannot draw: no" in caplog.text
+    assert [moment.actions for moment in broken.moments] == [moment.actions for moment in painted.episodes[0].moments]
+    damaged = painted.episodes[0].model_dump()
+    damaged["moments"][1]["picture"] = "iVBORw0KGgo="
+    with pytest.raises(ValueError, match="cannot be drawn"):
+        Episode.model_validate(damaged)
+
+
 def test_a_diverged_model_is_recorded_as_valid_json_read_again_and_drawn(tmp_path):
     diverged = play(map_name="5m_vs_6m", policy=Diverged)[0]
     path = diverged.write(tmp_path / "a.json.gz")
@@ -229,7 +251,8 @@ def test_a_diverged_model_is_recorded_as_valid_json_read_again_and_drawn(tmp_pat
 def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path):
     page_file = tmp_path / "battle.html"
     diverged = play(map_name="5m_vs_6m", policy=Diverged)[0].episodes
-    shown = Recording(episodes=[*battles.episodes, *diverged])
+    painted = play("pettingzoo", key="foreign_worlds:Painted")[0].episodes
+    shown = Recording(episodes=[*battles.episodes, *diverged, *painted])
     page_file.write_text(formats.player_page(shown, agent=1), encoding="utf-8")
     last = battles.episodes[0].length
     with opened(page_file, dark=True, wide=390) as (page, complaints):
@@ -257,6 +280,11 @@ def test_the_player_plays_in_a_browser_without_complaints(battles, tmp_path):
         for agent, words in (("1", "infinity"), ("0", "not a number")):
             page.select_option("#agent", agent)
             assert words in text("values")
+        page.select_option("#episode", "3")
+        page.keyboard.press("End")
+        page.wait_for_function("pictures[at]")
+        shown_there = Image.open(io.BytesIO(page.locator("#truth").screenshot())).convert("RGB")
+        assert shown_there.getpixel((shown_there.width // 2, shown_there.height // 2)) == (4, 200, 9)
         page.click("#theme")
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         assert complaints == []

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from omagd.lab.analysis.statistics import bootstrap_interval, interval, iqm
+from omagd.lab.analysis.statistics import improvement, interval, iqm, lead
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "results" / "reconstruction.md"
@@ -67,34 +67,12 @@ def table(found: Runs) -> str:
         own = scores(arms[HEAD], "cpu_seconds", seconds)
         for arm, tests in sorted(arms.items(), key=lambda each: each[0] != HEAD):
             here, later = scores(tests, "cpu_seconds", seconds), scores(tests, "t_env", STEPS)
-            ahead = _between(lead(own, here)) if arm != HEAD and len(here) else "-"
+            ahead = _between(lead([own], [here], statistic=iqm)) if arm != HEAD and len(here) else "-"
             better = _between(improvement(own, here)) if arm != HEAD and len(here) else "-"
             minutes = np.median([run["cpu_seconds"][-1] for run in tests]) / 60
             cells = (place, f"`{arm}`", len(tests), _level(here), ahead, better, _level(later), f"{minutes:.1f}")
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
-
-
-def lead(own: np.ndarray, others: np.ndarray) -> tuple[float, Any]:
-    """Return how much higher the interquartile mean of the first is, and its 95 % interval. Both: scores, [seeds]."""
-
-    def between(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        return iqm([one]) - iqm([other])
-
-    return float(between(own, others)), bootstrap_interval(between, [own, others])
-
-
-def improvement(own: np.ndarray, others: np.ndarray) -> tuple[float, Any]:
-    """Return the probability that a run of the first is better than one of the others, and its 95 % interval.
-
-    P(X > Y) + P(X = Y) / 2: Mann and Whitney's U over the number of pairs. Both: scores, [seeds].
-    """
-
-    def share(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        one, other = one[..., :, None], other[..., None, :]
-        return np.mean((one > other) + 0.5 * (one == other), axis=(-2, -1))
-
-    return float(share(own, others)), bootstrap_interval(share, [own, others])
 
 
 def _level(values: np.ndarray) -> str:

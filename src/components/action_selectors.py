@@ -8,12 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.utils.errors import UserError
 from omagd.utils.registry import Registry
 from omagd.utils.seeding import uniform
 
 REGISTRY: Registry[type] = Registry(
-    "action_selector", "omagd.action_selectors", protocol="omagd.components.action_selectors:protocol_of"
+    "action_selector",
+    "omagd.action_selectors",
+    lazy={
+        "gaussian": "omagd.components.gaussian:Gaussian",
+        "tanh_gaussian": "omagd.components.gaussian:TanhGaussian",
+    },
+    protocol="omagd.components.action_selectors:protocol_of",
 )
 
 
@@ -67,6 +75,25 @@ def randoms(key: Tensor, step: Tensor, agents: int, count: int) -> Tensor:
     """Return numbers in [0, 1), [B, agents, count] float64, each one's own of the episode `key` and the `step`."""
     number = step.unsqueeze(1) * (agents * count) + torch.arange(agents * count, device=step.device)
     return uniform(number, key.unsqueeze(1)).view(-1, agents, count)
+
+
+def new_selector(config: Config, info: EnvInfo) -> Any:
+    """Return the configured selector; `softmax` means `gaussian` where actions are continuous.
+
+    Errors: UserError for a selector of the other kind of actions.
+    """
+    name, given = config.action_selector, f"action_selector={config.action_selector}"
+    if info.box is not None and name == "softmax":
+        name = "gaussian"
+    selector = REGISTRY.build(name)
+    if hasattr(selector, "log_prob") != (info.box is not None):
+        kind, fix = ("discrete", "softmax") if info.box is None else ("continuous", "gaussian")
+        raise UserError(f"{given}: env={config.env} has {kind} actions. Use action_selector={fix}")
+    if info.box is None:
+        return selector
+    from omagd.components.gaussian import of_box
+
+    return of_box(selector, info.box, given)
 
 
 def protocol_of(found: Any) -> type:

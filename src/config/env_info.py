@@ -11,9 +11,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field, TypeAdapter
 
 from omagd.utils.errors import UserError
@@ -139,7 +141,65 @@ class StateLayout:
         return self.units_dim + self.n_allies * self.last_actions
 
 
-_NOT_SHAPES = {"scripted_policies", "has_win", "agent_rewards", "state_layout", "tasks", "n_training", "padded"}
+@dataclass(frozen=True)
+class ActionBox:
+    """Continuous actions: d numbers of each of n agents, in the environment's units.
+
+    Networks count from the middle in half widths, u = (a - center) / half, so that -1 and 1 are the bounds.
+
+    Attributes:
+        low, high: bounds [n][d]; None: no bound.
+    """
+
+    low: tuple[tuple[float | None, ...], ...]
+    high: tuple[tuple[float | None, ...], ...]
+
+    @classmethod
+    def of(cls, low: Any, high: Any) -> ActionBox:
+        """Return the box of bounds [n, d], infinite where there are none. Errors: ValueError for other shapes."""
+        ends = [np.asarray(bound, np.float64) for bound in (low, high)]
+        if ends[0].ndim != 2 or not ends[0].size or ends[0].shape != ends[1].shape or not (ends[0] <= ends[1]).all():
+            raise ValueError("action_bounds are not (low, high) of shape [agents, numbers] with low <= high")
+        rows = ((tuple(float(x) if np.isfinite(x) else None for x in row) for row in end.tolist()) for end in ends)
+        return cls(*map(tuple, rows))
+
+    @property
+    def dim(self) -> int:
+        """Numbers of an action, d."""
+        return len(self.low[0])
+
+    @property
+    def bounded(self) -> bool:
+        """Whether all numbers have bounds."""
+        return not any(bound is None for end in (self.low, self.high) for row in end for bound in row)
+
+    @cached_property
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bounds low, high [n, d] float32."""
+        low, high = (np.array(end, np.float32) for end in (self.low, self.high))  # None is NaN
+        return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+
+    @cached_property
+    def scale(self) -> tuple[np.ndarray, np.ndarray]:
+        """Center and half width [n, d] float32; 0 and 1 where a bound is missing."""
+        low, high = self.ends
+        known = np.isfinite(low) & np.isfinite(high)
+        low, high = np.where(known, low, -1.0), np.where(known, high, 1.0)
+        half = (high - low) / 2
+        return ((low + high) / 2).astype(np.float32), np.where(half > 0, half, 1.0).astype(np.float32)
+
+    def clip(self, actions: np.ndarray) -> np.ndarray:
+        """Return actions [..., n, d] within the bounds, as the environment plays them."""
+        return actions.clip(*self.ends)
+
+    def uniform(self, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+        """Return random actions [*shape, n, d] float32; from -1 to 1 where a bound is missing."""
+        center, half = self.scale
+        drawn = rng.uniform(-1.0, 1.0, (*shape, *center.shape)).astype(np.float32)
+        return self.clip(center + half * drawn)
+
+
+_NOT_SHAPES = {"scripted_policies", "has_win", "agent_rewards", "state_layout", "tasks", "n_training", "padded", "box"}
 
 
 @dataclass(frozen=True)
@@ -149,7 +209,8 @@ class EnvInfo:
     Attributes:
         name: environment key ("skirmish"); results are labelled with it.
         map_name: map or task.
-        n_agents, n_actions, obs_dim, state_dim: sizes.
+        n_agents, n_actions, obs_dim, state_dim: sizes. With `box`, A = n_actions = 2 d: an agent's output and its row
+            of `avail_actions` are of d means, then of d deviations, and 1 where the agent has such a number.
         episode_limit: longest episode in agent steps.
         n_normal_actions: actions without a target; action n_normal_actions + i attacks enemy i, or heals agent i.
         layout: entity layout of `obs`, or None.
@@ -160,6 +221,7 @@ class EnvInfo:
         tasks: names of the tasks of a set; the sizes are then those of the largest ones. Empty: one task.
         n_training: number of tasks that are trained on, the first ones; the others are for tests.
         padded: whether some tasks are smaller than the sizes here.
+        box: bounds of continuous actions; None: actions are numbers from 0 to A - 1.
     """
 
     name: str
@@ -178,11 +240,18 @@ class EnvInfo:
     tasks: tuple[str, ...] = ()
     n_training: Count = 0
     padded: bool = False
+    box: ActionBox | None = None
+
+    @property
+    def action_dim(self) -> int:
+        """Numbers of an action as an input: a one-hot of A, or the d numbers themselves."""
+        return self.n_actions if self.box is None else self.box.dim
 
     @property
     def sizes(self) -> str:
         """The sizes in words; also what the score of a run is, where it is not the win rate."""
-        units = f"{self.n_agents} agents, {self.n_actions} actions, observation {self.obs_dim}, state {self.state_dim}"
+        actions = f"{self.n_actions} actions" if self.box is None else f"continuous actions of {self.box.dim} numbers"
+        units = f"{self.n_agents} agents, {actions}, observation {self.obs_dim}, state {self.state_dim}"
         score = "" if self.has_win else "; no battle_won, so the score is the return"
         return f"{units}, at most {self.episode_limit} steps{score}"
 
@@ -209,4 +278,6 @@ class EnvInfo:
         info: EnvInfo = TypeAdapter(cls).validate_json(json.dumps(values), strict=True)
         if (layout := info.layout) is not None and not (layout.obs_dim <= LARGEST and layout.is_possible):
             raise ValueError("an impossible size")
+        if (box := info.box) is not None and {len(row) for end in (box.low, box.high) for row in end} != {box.dim}:
+            raise ValueError("bounds of another size")
         return info

@@ -168,7 +168,7 @@ class Config(Frozen):
     mixer: str  # network that combines the agents' values
     mixer_args: dict[str, Any]  # arguments of the mixer, as in its `args_model`
     runner: str  # rounds of battles: parallel, episode (one), resident (on a GPU); stream: none waits; ticks: steps
-    action_selector: str  # epsilon_greedy | greedy (never explores) | softmax (draws from the agent's logits: ppo)
+    action_selector: str  # epsilon_greedy | greedy (never explores) | softmax (draws: ppo) | gaussian | tanh_gaussian
     name: Text  # name of the configuration; the run folder's name begins with it
     seed: Whole  # every random number of a run follows from it
     seeds: Seeds  # several runs, one after another

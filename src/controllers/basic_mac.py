@@ -18,7 +18,7 @@ from omagd.config.schema import Config
 from omagd.controllers.types import Decision, Exploration, Tick
 from omagd.envs.protocol import Observation
 from omagd.modules import agents
-from omagd.modules.agents.agent import Agent, AgentInputs
+from omagd.modules.agents.agent import Agent, AgentInputs, no_action
 from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.graphs import TeamView
 from omagd.utils.errors import UserError
@@ -69,8 +69,12 @@ class BasicMAC:
         self._copied = self.acting_device != device
         self._actor = copy.deepcopy(self.agent).to(self.acting_device) if self._copied else _twin(self.agent)
         self._actor.eval()
-        self.selector = action_selectors.REGISTRY.build(config.action_selector)
+        self.selector = self.new_selector(config, info)
         self._draws = action_selectors.draws(config.action_selector)
+        # Center and half width of the bounds, where they are read: no CUDA graph can copy them from the host.
+        scale = () if info.box is None else info.box.scale
+        places = device, self.acting_device
+        self._scales = {place.type: [torch.from_numpy(part).to(place) for part in scale] for place in places}
         self.begin(0)
 
     @classmethod
@@ -81,6 +85,11 @@ class BasicMAC:
         """
         draws = action_selectors.draws(config.action_selector)
         return {LOG_PROB: (torch.float32, (info.n_agents,))} if draws else {}
+
+    @staticmethod
+    def new_selector(config: Config, info: EnvInfo) -> Any:
+        """Return what `select_actions` chooses by."""
+        return action_selectors.new_selector(config, info)
 
     @property
     def outputs_logits(self) -> bool:
@@ -102,7 +111,7 @@ class BasicMAC:
         self.refresh()
         # A copy: a learned start may be one tensor that is expanded over the slots.
         self._hidden: Tensor = self._actor.init_hidden(n_slots).detach().clone()
-        self._last_action = torch.full((n_slots, self.info.n_agents), -1, device=self.acting_device)
+        self._last_action = no_action(self.info, n_slots, self.acting_device)
 
     def refresh(self) -> None:
         """Update the acting copy, if there is one; the memory of running episodes stays."""
@@ -114,7 +123,7 @@ class BasicMAC:
         """Reset the memory of the slots `which` ([B] bool), where episodes start."""
         slots = torch.from_numpy(np.flatnonzero(which)).to(self.acting_device)
         self._hidden[slots] = self._actor.init_hidden(len(slots)).to(self._hidden)
-        self._last_action[slots] = -1
+        self._last_action[slots] = no_action(self.info, len(slots), self.acting_device)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the memory of all slots."""
@@ -181,16 +190,25 @@ class BasicMAC:
 
     def _update_state(self, actions: np.ndarray, part: np.ndarray | None) -> None:
         """Store the `actions` [B, n] as the last ones; `part`: of these slot numbers only."""
+        last = self.as_input(torch.from_numpy(actions).to(self.acting_device, copy=True))
         if part is None:
-            self._last_action = torch.tensor(actions, device=self.acting_device)
+            self._last_action = last
         else:
             slots = torch.from_numpy(part).to(self.acting_device)
-            self._last_action.index_copy_(0, slots, torch.from_numpy(actions[part]).to(self._last_action))
+            self._last_action.index_copy_(0, slots, last[slots].to(self._last_action))
+
+    def as_input(self, actions: Tensor) -> Tensor:
+        """Return actions as agents read them: continuous ones in half widths of their bounds."""
+        if self.info.box is None:
+            return actions
+        center, half = self._scales[actions.device.type]
+        return (actions - center) / half
 
     def inputs(self, batch: PackedBatch) -> AgentInputs:
         """Return the inputs of all rows of a batch, equal to those that were acted on."""
         features, guessed = self._inputs_from_batch(batch)
-        return AgentInputs(features.to(self.dtype), last_actions(batch["actions"], batch.packing), guessed)
+        actions = self.as_input(batch["actions"])
+        return AgentInputs(features.to(self.dtype), last_actions(actions, batch.packing), guessed)
 
     def _build_inputs(self, tick: Tick) -> tuple[AgentInputs, dict[str, np.ndarray]]:
         """Return the inputs of one tick, and the fields of them that are stored with the row."""

@@ -55,13 +55,13 @@ class ScriptedPolicy:
 
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Return each slot's scripted actions, mixed with random ones; `explore` is not used."""
-        actions = random_actions(tick.observation.avail_actions, self._rng)
-        chance = self._rng.random(actions.shape) < self._share[:, None]
+        actions = random_actions(tick.observation.avail_actions, self._rng, self._env.info.box)
+        chance = self._rng.random(actions.shape[:2]) < self._share[:, None]
         for number in np.unique(self._script[tick.active]):
             if self.policies[number] != RANDOM:
                 scripted = self._env.scripted_actions(self.policies[number], self._rng)
                 follow = (self._script == number)[:, None] & ~chance
-                actions = np.where(follow, scripted, actions)
+                actions = np.where(follow.reshape(*follow.shape, *[1] * (actions.ndim - 2)), scripted, actions)
         return Decision(actions)
 
     def refresh(self) -> None:

@@ -18,6 +18,9 @@ REGISTRY: Registry[type] = Registry(
         "gymma": "omagd.envs.adapters:GymmaEnv",
         "pettingzoo": "omagd.envs.adapters:PettingZooEnv",
         "pymarl": "omagd.envs.adapters:PyMARLEnv",
+        "lbf": "omagd.envs.worlds:Lbf",
+        "mpe": "omagd.envs.worlds:Mpe",
+        "rware": "omagd.envs.worlds:Rware",
     },
     protocol="omagd.envs.protocol:protocol_of",
 )

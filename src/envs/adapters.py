@@ -2,12 +2,13 @@
 
 Arguments that a class here does not have go to the environment's own constructor.
 Observations of different sizes are padded with zeros, and actions that an agent does not have are never available.
-Shapes: n agents, A actions (of the agent that has most).
+Shapes: n agents, A actions (of the agent that has most), d numbers of continuous actions (likewise).
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import pkgutil
 import random
@@ -21,32 +22,62 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from omagd.envs.frames import Frame, drawn, without_place
 from omagd.envs.outputs import RESERVED
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.utils.errors import UserError, causes, install
 
+LOG = logging.getLogger("omagd")
 EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "pettingzoo", "gymnasium": "gymnasium"}
 """Packages that an extra of this one installs."""
 
 
-class AdapterArgs(BaseModel):
-    """Arguments of `pymarl`, and of all adapters; the others go to the environment's constructor.
+class ForeignArgs(BaseModel):
+    """Arguments of all environments of other packages; those that have no name here go to the constructor.
 
     Attributes:
-        key: which environment: `module:Class` for `pymarl`; a module with `parallel_env`, or `module:function`, for
-            `pettingzoo`; an id, `package:Name-v0`, or `pz-<family>-<name>` for `gymma`.
         new_each_episode: make a new environment for each episode, which then follows from its seed and its actions.
             False suits dear constructors: one object plays all episodes, and a run that is resumed may differ.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    key: str
     new_each_episode: bool = True
 
     @property
     def own(self) -> dict[str, Any]:
         """What goes to the environment's constructor."""
         return dict(self.model_extra or {})
+
+    @property
+    def given(self) -> tuple[str, str]:
+        """The key that says which environment, and its value."""
+        return "map_name", str(getattr(self, "map_name", ""))
+
+    @property
+    def path(self) -> str:
+        """Import path, or Gymnasium id, of the environment."""
+        return self.given[1]
+
+    @property
+    def package(self) -> str:
+        """Package of the environment, whose version belongs to results."""
+        return re.split("[:.]", self.path)[0]
+
+
+class AdapterArgs(ForeignArgs):
+    """Arguments of `pymarl`; the others go to the environment's constructor.
+
+    Attributes:
+        key: which environment: `module:Class` for `pymarl`; a module with `parallel_env`, or `module:function`, for
+            `pettingzoo`; an id, `package:Name-v0`, or `pz-<family>-<name>` for `gymma`.
+    """
+
+    key: str
+
+    @property
+    def given(self) -> tuple[str, str]:
+        """The key that says which environment, and its value."""
+        return "key", self.key
 
     @property
     def path(self) -> str:
@@ -57,14 +88,9 @@ class AdapterArgs(BaseModel):
         package = "mpe2" if family == "mpe" else f"pettingzoo.{family}"  # MPE has left PettingZoo
         return f"{package}.{name.replace('-', '_')}"
 
-    @property
-    def package(self) -> str:
-        """Package of the environment, whose version belongs to results."""
-        return re.split("[:.]", self.path)[0]
 
-
-class RewardArgs(AdapterArgs):
-    """Arguments of `gymma` and `pettingzoo`, named as EPyMARL's; the others go to the environment's constructor.
+class Rewards(ForeignArgs):
+    """Arguments of environments that reward each agent, named as EPyMARL's.
 
     Attributes:
         time_limit: steps of an episode; without it, those that the environment declares.
@@ -77,10 +103,18 @@ class RewardArgs(AdapterArgs):
     time_limit: int | None = Field(default=None, ge=1)
 
 
-class _Foreign(MultiAgentEnv):
+class RewardArgs(Rewards, AdapterArgs):
+    """Arguments of `gymma` and `pettingzoo`; the others go to the environment's constructor."""
+
+
+class Foreign(MultiAgentEnv):
     """Base of the adapters. Some environments keep something of the last episode; hence a new one for each.
 
-    A subclass sets `n_agents`, `episode_limit`, `sizes` (of observations) and `n_actions` (of each agent) from `env`.
+    A subclass sets `n_agents`, `episode_limit`, `sizes` (of observations) and, by `_set_actions`, `n_actions` (of each
+    agent) from `env`.
+
+    Attributes:
+        boxes: spaces of continuous actions, of each agent; none: actions are discrete.
     """
 
     deterministic = True
@@ -88,12 +122,14 @@ class _Foreign(MultiAgentEnv):
     episode_limit: int
     sizes: list[int]
     n_actions: list[int]
+    boxes: Sequence[Any] = ()
 
     def __init__(self, args: Any) -> None:
-        self.args = args
+        self.args, self._own = args, args.own
         self._seed = 0
         self._stale = False  # whether the next episode needs a new object
         self._steps = 0
+        self._draws: bool | None = None  # unknown until a picture is asked for
         with self._in_one_line():
             self.env = self._make()
             self._measure()
@@ -105,6 +141,32 @@ class _Foreign(MultiAgentEnv):
     @abstractmethod
     def _measure(self) -> None:
         """Set sizes from `env`."""
+
+    def _set_actions(self, acts: Sequence[Any]) -> None:
+        """Set what agents can do from their spaces. Errors: UserError for other spaces, and for two kinds at once."""
+        from gymnasium import spaces
+
+        def known(space: Any) -> bool:
+            real = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.shape != (0,)
+            return real or (isinstance(space, spaces.Discrete) and space.start == 0)
+
+        if wrong := [i for i, space in enumerate(acts) if not known(space)]:
+            what = f"the actions of agent {wrong[0]} are {acts[wrong[0]]}"
+            raise self._wrong(f"{what}: only Discrete actions from 0 on, or Box of floats, are supported")
+        self.boxes = [space for space in acts if isinstance(space, spaces.Box)]
+        if not self.boxes:
+            self.n_actions = [int(space.n) for space in acts]
+        elif len(self.boxes) < len(acts):
+            raise self._wrong("some agents have Box actions and others Discrete: only one kind at once is supported")
+        else:
+            self.n_actions = [2 * max(space.low.size for space in self.boxes)] * len(acts)
+
+    def _played(self, actions: np.ndarray) -> list[Any]:
+        """Return each agent's action as its space has it, from [n] or [n, d]."""
+        if not self.boxes:
+            return [int(action) for action in actions]
+        pairs = zip(self.boxes, actions, strict=True)
+        return [own[: space.low.size].reshape(space.shape).astype(space.dtype) for space, own in pairs]
 
     def _begin(self, seed: int) -> None:
         """Start an episode of `env`, and keep its observations."""
@@ -126,11 +188,11 @@ class _Foreign(MultiAgentEnv):
             names = (str(getattr(each, "name", "")).partition(".")[0] for each in causes(problem))
             extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
             fix = f" Install it: {install(extra)}" if extra else ""
-            fix = " Give module:Class" if self.args.key.endswith(".py") else fix
+            fix = " Give module:Class" if self.args.given[1].endswith(".py") else fix
             raise self._wrong(f"{said}.{fix}") from None
 
     def _wrong(self, what: str) -> UserError:
-        return UserError(f"env_args.key={self.args.key}: {what}")
+        return UserError(f"env_args.{'='.join(self.args.given)}: {what}")
 
     def reset(self, *, seed: int) -> None:
         """Start an episode."""
@@ -138,7 +200,7 @@ class _Foreign(MultiAgentEnv):
             self.env.close()
             with self._in_one_line():
                 self.env = self._make()
-        self._stale, self._steps = self.args.new_each_episode, 0
+        self._stale, self._steps, self._seed = self.args.new_each_episode, 0, seed
         random.seed(seed)  # for environments that draw from Python's or NumPy's global generator
         np.random.seed(seed % 2**32)  # noqa: NPY002
         self._begin(seed)
@@ -158,7 +220,7 @@ class _Foreign(MultiAgentEnv):
     def get_env_info(self) -> dict[str, Any]:
         """Return sizes; no win is reported, and there is no entity layout."""
         return {
-            "map_name": self.args.key,
+            "map_name": self.args.given[1],
             "n_agents": self.n_agents,
             "n_actions": max(self.n_actions),
             "obs_shape": max(self.sizes),
@@ -167,7 +229,15 @@ class _Foreign(MultiAgentEnv):
             "agent_rewards": not self.args.common_reward,
             "has_win": False,
             "deterministic": self.args.new_each_episode,
+            **({"action_bounds": self._bounds()} if self.boxes else {}),
         }
+
+    def _bounds(self) -> np.ndarray:
+        """Return (low, high) [2, n, d]; -1 and 1 for numbers that an agent does not have."""
+        ends = np.array([-1.0, 1.0])[:, None, None] * np.ones((self.n_agents, max(self.n_actions) // 2))
+        for i, space in enumerate(self.boxes):
+            ends[:, i, : space.low.size] = space.low.ravel(), space.high.ravel()
+        return ends
 
     def _state_size(self) -> int:
         return sum(self.sizes)
@@ -188,7 +258,10 @@ class _Foreign(MultiAgentEnv):
             if np.size(seen) != self.sizes[i]:
                 raise self._wrong(f"agent {i} observes {np.size(seen)} numbers, and its space has {self.sizes[i]}")
             self._obs[i, : self.sizes[i]] = seen
-            self._avail[i, : self.n_actions[i]] = True if mask is None else mask
+            if self.boxes and mask is None:  # means and deviations of the numbers that the agent has
+                self._avail[i].reshape(2, -1)[:, : self.boxes[i].low.size] = True
+            else:
+                self._avail[i, : self.n_actions[i]] = True if mask is None else mask
 
     def _result(
         self, rewards: Any, ended: bool, truncated: bool, results: Mapping[str, Any]
@@ -207,6 +280,29 @@ class _Foreign(MultiAgentEnv):
             info[AGENT_REWARD] = each.astype(np.float32)
         return float(each.sum()), ended or truncated or late, info
 
+    def get_frame(self) -> Frame | None:
+        """Return a picture that the environment draws (`rgb_array`); None where it draws none."""
+        try:
+            if self._draws is None:
+                self._draws = self._starts_to_draw()
+            return without_place(self.n_agents, drawn(self.env.render())) if self._draws else None
+        except Exception as problem:  # noqa: BLE001 (other people's drawing, often without a display)
+            LOG.warning("%s", self._wrong(f"it cannot draw: {' '.join(str(problem).split())}"))
+            if self._draws is None:  # the object that draws could not be made
+                self._own, self._stale = self.args.own, True
+                self.reset(seed=self._seed)
+            self._draws = False
+            return None
+
+    def _starts_to_draw(self) -> bool:
+        """Return whether the environment draws: most need an argument, and so the episode starts again."""
+        if "render_mode" in self.args.own or "rgb_array" not in _modes(self.env):
+            return self.args.own.get("render_mode") == "rgb_array"
+        if self._stale and not self._steps:
+            self._own = self.args.own | {"render_mode": "rgb_array"}
+            self.reset(seed=self._seed)
+        return "render_mode" in self._own
+
     def close(self) -> None:
         """Close the environment."""
         self.env.close()
@@ -217,6 +313,11 @@ def _ended(terminated: Any, truncated: Any) -> tuple[bool, bool]:
     over = bool(np.all(np.logical_or(terminated, truncated)))
     cut = over and bool(np.any(np.logical_and(truncated, np.logical_not(terminated))))
     return over and not cut, cut
+
+
+def _modes(env: Any) -> Sequence[str]:
+    """Return the ways in which an environment says that it can be shown."""
+    return (getattr(env, "metadata", None) or {}).get("render_modes", ())
 
 
 def _results(info: Mapping[Any, Any]) -> dict[str, Any]:
@@ -242,7 +343,7 @@ def _imported(path: str) -> Any:
     return pkgutil.resolve_name(path if ":" in path else f"{path}:")  # all before the colon is imported
 
 
-class PettingZooEnv(_Foreign):
+class PettingZooEnv(Foreign):
     """Any environment of PettingZoo's parallel interface with a fixed set of possible agents.
 
     An agent that has left (dead, or done before the others) sees zeros, earns nothing, and can only choose action 0,
@@ -260,15 +361,12 @@ class PettingZooEnv(_Foreign):
                 "it has no fixed possible_agents; environments whose agents come and go are not supported"
             )
         self.n_agents = len(self.names)
+        self._set_actions([self.env.action_space(name) for name in self.names])
         self._spaces = []
-        self.n_actions = []
         for name in self.names:
-            seen, acts = self.env.observation_space(name), self.env.action_space(name)
-            if not isinstance(acts, spaces.Discrete) or acts.start != 0:
-                raise self._wrong(f"the actions of {name} are {acts}: only Discrete actions from 0 on are supported")
+            seen = self.env.observation_space(name)
             inner = seen.spaces.get("observation") if isinstance(seen, spaces.Dict) else None
             self._spaces.append(seen if inner is None else inner)
-            self.n_actions.append(int(acts.n))
         self.sizes = [spaces.flatdim(space) for space in self._spaces]
         self.episode_limit = self._limit(getattr(self.env.unwrapped, "max_cycles", None))
         self._own_state = 0
@@ -283,7 +381,7 @@ class PettingZooEnv(_Foreign):
         make = getattr(found, "parallel_env", found)
         if not callable(make):
             raise self._wrong("it has no parallel_env")
-        env = make(**self.args.own)
+        env = make(**self._own)
         if not hasattr(env, "observation_space") or hasattr(env, "agent_iter"):
             raise self._wrong("it is not a parallel environment (pettingzoo.utils.aec_to_parallel makes one)")
         return env
@@ -296,12 +394,14 @@ class PettingZooEnv(_Foreign):
             if isinstance(one, Mapping) and "observation" in one:
                 mask, one = one.get("action_mask", mask), one["observation"]
             obs.append(None if one is None else _flat(space, one))
+            mask = None if self.boxes else mask
             masks.append(mask if name in self._playing else np.arange(count) == 0)
         self._see(obs, masks)
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play the actions of the agents that take part."""
-        chosen = {name: int(action) for name, action in zip(self.names, actions, strict=True) if name in self._playing}
+        pairs = zip(self.names, self._played(actions), strict=True)
+        chosen = {name: action for name, action in pairs if name in self._playing}
         seen, rewards, terminated, truncated, infos = self.env.step(chosen)
         self._keep(seen, infos)
         over = not self._playing
@@ -317,7 +417,7 @@ class PettingZooEnv(_Foreign):
         return self._own_state or super()._state_size()
 
 
-class GymmaEnv(_Foreign):
+class GymmaEnv(Foreign):
     """A multi-agent environment with a Gymnasium id, in EPyMARL's convention.
 
     Tuple spaces with a part for each agent; `step` takes and returns a value for each agent.
@@ -327,7 +427,7 @@ class GymmaEnv(_Foreign):
 
     def __new__(cls, args: Any) -> Any:
         """Return PettingZoo's environment for a key that begins with `pz-`, as EPyMARL does."""
-        return PettingZooEnv(args) if args.key.startswith("pz-") else super().__new__(cls)
+        return PettingZooEnv(args) if args.given[1].startswith("pz-") else super().__new__(cls)
 
     def _measure(self) -> None:
         from gymnasium import spaces
@@ -335,31 +435,29 @@ class GymmaEnv(_Foreign):
         seen, acts = self.env.observation_space, self.env.action_space
         if not isinstance(seen, spaces.Tuple) or not isinstance(acts, spaces.Tuple):
             raise self._wrong("its spaces are not tuples with a part for each agent: it is for one agent")
-        if wrong := [space for space in acts if not isinstance(space, spaces.Discrete) or space.start != 0]:
-            raise self._wrong(f"actions {wrong[0]}: only Discrete actions from 0 on are supported")
+        self._set_actions(list(acts))
         self.n_agents, self._spaces = len(acts), list(seen)
-        self.n_actions = [int(space.n) for space in acts]
         self.sizes = [spaces.flatdim(space) for space in seen]
-        self.episode_limit = self._limit(self.env.spec.max_episode_steps)
+        self.episode_limit = self._limit(getattr(self.env.spec, "max_episode_steps", None))
 
     def _make(self) -> Any:
         import gymnasium
 
-        return gymnasium.make(self.args.key, disable_env_checker=True, **self.args.own)
+        return gymnasium.make(self.args.path, disable_env_checker=True, **self._own)
 
     def _keep(self, obs: Any, info: Mapping[str, Any]) -> None:
         given = info if isinstance(info, Mapping) else {}
-        masks = given.get("action_mask", [None] * self.n_agents)
+        masks = [None] * self.n_agents if self.boxes else given.get("action_mask", [None] * self.n_agents)
         self._see([_flat(space, one) for space, one in zip(self._spaces, obs, strict=True)], masks)
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play [n] actions."""
-        obs, rewards, ended, truncated, info = self.env.step(actions.tolist())
+        obs, rewards, ended, truncated, info = self.env.step(self._played(actions))
         self._keep(obs, info)
         return self._result(rewards, *_ended(ended, truncated), info if isinstance(info, Mapping) else {})
 
 
-class PyMARLEnv(_Foreign):
+class PyMARLEnv(Foreign):
     """A class in PyMARL's shape: `reset`, `step`, `get_obs`, `get_state`, `get_avail_actions`, `get_env_info`.
 
     `step` may return (reward, terminated, info) or, as in EPyMARL, (obs, reward, terminated, truncated, info).
@@ -376,16 +474,16 @@ class PyMARLEnv(_Foreign):
     def _make(self) -> Any:
         cls = _imported(self.args.key)
         self._takes_seed = "seed" in inspect.signature(cls).parameters and "seed" not in self.args.own
-        return cls(**self.args.own, **({"seed": self._seed} if self._takes_seed else {}))
+        return cls(**self._own, **({"seed": self._seed % 2**31} if self._takes_seed else {}))
 
     def reset(self, *, seed: int) -> None:
         """Start an episode, in an object that has its seed where the constructor takes one."""
-        self._seed = seed % 2**31
+        self._seed = seed
         super().reset(seed=seed)
 
     def _begin(self, seed: int) -> None:
         takes = inspect.signature(self.env.reset).parameters
-        self.env.reset(**({"seed": self._seed} if "seed" in takes else {}))
+        self.env.reset(**({"seed": seed % 2**31} if "seed" in takes else {}))
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play [n] actions."""

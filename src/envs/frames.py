@@ -6,6 +6,8 @@ agents come first, in their order, then the units that the other actions aim at,
 
 from __future__ import annotations
 
+import base64
+import io
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +15,9 @@ import numpy as np
 
 AGENTS, OPPONENTS, THINGS = 0, 1, 2
 """Teams: the agents of the environment, those who play against them, and what plays for nobody."""
+
+LARGEST_PICTURE = 480
+"""Width and height, in pixels."""
 
 COMPASS = ("north", "south", "east", "west")
 
@@ -58,6 +63,7 @@ class Frame:
         bodies: [x, y, x, y, ...] of all parts of a unit that covers several cells, head first; empty for others.
         marked: units to which something has just happened, such as a death after which it has returned.
         score: of the agents and of their opponents, where the scene has one.
+        picture: drawn by the environment itself, a PNG in base64; then it is shown instead of places.
     """
 
     scene: Scene
@@ -70,6 +76,7 @@ class Frame:
     bodies: list[list[float]] = field(default_factory=list)
     marked: list[int] = field(default_factory=list)
     score: list[float] = field(default_factory=list)
+    picture: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -81,10 +88,22 @@ def unit_names(n_agents: int, n_opponents: int) -> tuple[str, ...]:
     return *(f"a{i}" for i in range(n_agents)), *(f"e{i}" for i in range(n_opponents))
 
 
-def without_place(n_agents: int) -> Frame:
-    """Return the frame of an environment whose agents have no place: only their names, in a row."""
+def without_place(n_agents: int, picture: str = "") -> Frame:
+    """Return the frame of an environment whose agents have no place: only their names, in a row, or a picture."""
     scene = Scene(unit_names(n_agents, 0), (AGENTS,) * n_agents, ("agent",) * n_agents, ("agents",))
-    return Frame(scene, [float(i) for i in range(n_agents)], [0.0] * n_agents, [True] * n_agents)
+    return Frame(scene, [float(i) for i in range(n_agents)], [0.0] * n_agents, [True] * n_agents, picture=picture)
+
+
+def drawn(pixels: Any) -> str:
+    """Return `Frame.picture` of pixels [height, width, 3] uint8, made smaller. Errors: ValueError for anything else."""
+    from PIL import Image
+
+    if not isinstance(pixels, np.ndarray) or pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
+        raise ValueError(f"render() returned {type(pixels).__name__}, not pixels")
+    image, file = Image.fromarray(pixels), io.BytesIO()
+    image.thumbnail((LARGEST_PICTURE, LARGEST_PICTURE))
+    image.quantize(64, dither=Image.Dither.NONE).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def rounded(values: Any, digits: int = 2) -> list[float]:

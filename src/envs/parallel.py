@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult
 from omagd.utils.errors import import_extra
 
@@ -31,17 +33,19 @@ class ParallelBattle(_Base):  # type: ignore[misc]
 
     Args:
         env: an environment with one slot; this object closes it.
+        draw: returns pixels of a frame, for `render` (`render_mode` is then `rgb_array`); None: there are no pictures.
     """
 
-    def __init__(self, env: BatchedEnv) -> None:
+    def __init__(self, env: BatchedEnv, draw: Callable[[Frame], np.ndarray] | None = None) -> None:
         if env.n_slots != 1:
             raise ValueError(f"a ParallelBattle has one slot, not {env.n_slots}")
         self.info = env.info
         self.possible_agents = [f"agent_{i}" for i in range(env.info.n_agents)]
         self.agents: list[str] = []
         label = f"{env.info.name}_{env.info.map_name}".rstrip("_")
-        self.metadata = {"name": label, "render_modes": [], "is_parallelizable": True}
-        self._env = env
+        self.metadata = {"name": label, "render_modes": ["rgb_array"], "is_parallelizable": True}
+        self.render_mode = None if draw is None else "rgb_array"
+        self._env, self._draw = env, draw
         self._closed = False
         self._slot = np.ones(1, bool)
         self._rng = np.random.default_rng()
@@ -65,10 +69,12 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         chosen = int(self._rng.integers(2**62)) if seed is None else int(seed)
         self._env.reset(self._slot, np.array([chosen], np.int64))
         self.agents = list(self.possible_agents)
+        if self._draw is not None:
+            self._env.frame(0)  # environments that draw themselves begin to at the start of an episode
         return self._observations(self._env.observe()), {agent: {} for agent in self.agents}
 
     def step(
-        self, actions: dict[str, int]
+        self, actions: dict[str, Any]
     ) -> tuple[Observations, dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
         """Play one action of each agent; return observations, rewards, terminations, truncations, infos.
 
@@ -91,6 +97,11 @@ class ParallelBattle(_Base):  # type: ignore[misc]
             dict.fromkeys(playing, ended and truncated),
             infos,
         )
+
+    def render(self) -> np.ndarray | None:
+        """Return a picture of this moment, [height, width, 3] uint8; None if it was made without `render_mode`."""
+        self._require_open()
+        return None if self._draw is None else self._draw(self._env.frame(0))
 
     def state(self) -> np.ndarray:
         """Return the global state [state_dim] float32."""
@@ -131,10 +142,12 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         if self._closed:
             raise ValueError(f"the environment {self} is closed: make another one with omagd.make")
 
-    def _chosen(self, actions: dict[str, int]) -> np.ndarray:
-        """Return [n] int64 actions. Errors: ValueError."""
+    def _chosen(self, actions: dict[str, Any]) -> np.ndarray:
+        """Return [n] int64 actions, or [n, d] float32 within their bounds. Errors: ValueError."""
         if set(actions) != set(self.agents):
             raise ValueError(f"actions are for {sorted(actions)}: give one to each of {self.agents}")
+        if (box := self.info.box) is not None:
+            return box.clip(np.array([actions[agent] for agent in self.agents], np.float32))
         for agent, mask in zip(self.agents, self._masks, strict=True):
             if not (0 <= actions[agent] < len(mask) and mask[actions[agent]]):
                 allowed = np.flatnonzero(mask).tolist()
@@ -170,6 +183,8 @@ class ParallelBattle(_Base):  # type: ignore[misc]
             seen = make.Box(-np.inf, np.inf, (self.info.obs_dim,), np.float32)
             mask = make.Box(0, 1, (self.info.n_actions,), np.int8)
             actions = make.Discrete(self.info.n_actions)
+            if (box := self.info.box) is not None:
+                actions = make.Box(*(end[self.possible_agents.index(agent)] for end in box.ends), dtype=np.float32)
             self._spaces[agent] = make.Dict({"observation": seen, "action_mask": mask}), actions
         return self._spaces[agent]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_c
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.config.env_info import EnvInfo
+from omagd.config.env_info import ActionBox, EnvInfo
 from omagd.envs.frames import Frame, without_place
 
 if TYPE_CHECKING:  # worker processes load no torch
@@ -109,7 +109,10 @@ class BatchedEnv(ABC):
 
     @abstractmethod
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        """Play `actions` ([B, n] int) in the slots `active` ([B] bool); the other slots do not change."""
+        """Play `actions` in the slots `active` ([B] bool); the other slots do not change.
+
+        actions: [B, n] int; with `info.box` [B, n, d] float32, within its bounds.
+        """
 
     def step_start(self, actions: np.ndarray, active: np.ndarray) -> None:
         """Start a step, without waiting for it if `steps_apart`; `step_finish` of the same slots comes next."""
@@ -302,7 +305,7 @@ class MultiAgentEnv(ABC):
 
     @abstractmethod
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
-        """Play [n] actions; return reward, terminated, info (`battle_won`, `episode_limit`, ...).
+        """Play [n] actions, or [n, d]; return reward, terminated, info (`battle_won`, `episode_limit`, ...).
 
         If the facts say `agent_rewards`, each info holds `agent_reward`, [n], which sums to the reward. An episode
         that cannot continue because the game process died is terminated, with `lost` = 1 in the info.
@@ -328,7 +331,8 @@ class MultiAgentEnv(ABC):
     def get_env_info(self) -> dict[str, Any]:
         """Return SMAC's dictionary: n_agents, n_actions, obs_shape, state_shape, episode_limit, ...
 
-        `agent_rewards`: True if each step reports each agent's own reward.
+        `agent_rewards`: True if each step reports each agent's own reward. `action_bounds`: (low, high), [n, d] each,
+        of continuous actions; then n_actions = 2 d, and masks are ones.
         """
 
     def get_stats(self) -> dict[str, float]:
@@ -356,8 +360,13 @@ def protocol_of(found: Any) -> type:
     return BatchedEnv if not single and hasattr(found, "observe") else MultiAgentEnv
 
 
-def random_actions(avail_actions: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return [..., n] int64 actions, each drawn uniformly from the available ones of `avail_actions` [..., n, A]."""
+def random_actions(avail_actions: np.ndarray, rng: np.random.Generator, box: ActionBox | None = None) -> np.ndarray:
+    """Return [..., n] int64 actions, each drawn uniformly from the available ones of `avail_actions` [..., n, A].
+
+    box: of continuous actions, which are [..., n, d] float32.
+    """
+    if box is not None:
+        return box.uniform(avail_actions.shape[:-2], rng)
     return np.where(avail_actions, rng.random(avail_actions.shape), -1.0).argmax(-1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.config.env_info import EntityLayout, EnvInfo
+from omagd.config.env_info import ActionBox, EntityLayout, EnvInfo
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, BatchedEnv, MultiAgentEnv, Observation, StepResult
 from omagd.utils.errors import UserError
@@ -23,9 +23,10 @@ def env_info_from_dict(name: str, map_name: str | None, facts: dict[str, Any]) -
     """Return the sizes in the dictionary of SMAC's `get_env_info()`; an `env_info` in it is returned as it is.
 
     facts: `obs_component` gives the entity layout. `entity_position` and `entity_health` may give the columns of
-        (dx, dy) and health in a unit's block; default: SMAC's. `entity_healer` may give the column of the agent's own
-        block that is 1 for agents that heal; `entity_types`: where the one-hot type begins in an ally's and in an
-        enemy's block, and its length. `state_layout` is the layout of a state of units.
+        (dx, dy) and health in a unit's block; default: SMAC's. `entity_sight`: what (dx, dy) are divided by, in cells.
+        `entity_healer` may give the column of the agent's own block that is 1 for agents that heal; `entity_types`:
+        where the one-hot type begins in an ally's and in an enemy's block, and its length. `state_layout` is the layout
+        of a state of units.
     Errors: UserError for anything else.
     """
     if not isinstance(facts, Mapping):
@@ -50,8 +51,12 @@ def _sized(name: str, map_name: str | None, facts: dict[str, Any]) -> EnvInfo:
             position=tuple(facts.get("entity_position", (2, 3))),
             health=int(facts.get("entity_health", 4 if min(enemy_dim, ally_dim) > 4 else -1)),
             healer=int(facts.get("entity_healer", -1)),
+            sight=float(facts.get("entity_sight", 9.0)),
             **dict(zip(("ally_types", "enemy_types", "n_types"), facts.get("entity_types", (-1, -1, 0)), strict=True)),
         )  # fmt: skip
+    box = None if facts.get("action_bounds") is None else ActionBox.of(*facts["action_bounds"])
+    if box is not None and (len(box.low), 2 * box.dim) != (int(facts["n_agents"]), int(facts["n_actions"])):
+        raise ValueError("action_bounds [n, d] need n_agents = n and n_actions = 2 d")
     return EnvInfo(
         name=name,
         map_name=str(map_name or facts.get("map_name") or name),
@@ -66,6 +71,7 @@ def _sized(name: str, map_name: str | None, facts: dict[str, Any]) -> EnvInfo:
         has_win=bool(facts.get("has_win", True)),
         agent_rewards=bool(facts.get("agent_rewards", False)),
         state_layout=facts.get("state_layout"),
+        box=box,
     )
 
 
@@ -152,6 +158,8 @@ class BatchedAsSingle(MultiAgentEnv):
             facts["agent_rewards"] = True
         if info.state_layout is not None:
             facts["state_layout"] = info.state_layout
+        if info.box is not None:
+            facts["action_bounds"] = info.box.ends
         return {**facts, **self._more_info}
 
     def get_stats(self) -> dict[str, float]:

@@ -1,41 +1,58 @@
-"""DDPG for discrete actions, with one critic value per agent (Lillicrap et al. 2016).
+"""DDPG with one critic value per agent (Lillicrap et al. 2016), MADDPG (Lowe et al. 2017) and MATD3.
 
-Actions are vectors over the discrete actions; the environment gets one action drawn from each vector (`ddpg_mac`). An
-update takes a critic step, then an actor step, then moves the target networks:
+Actions are vectors over the discrete actions, and the environment gets one action drawn from each vector (`ddpg_mac`);
+or they are continuous, in half widths of their bounds. An update takes a critic step, then an actor step, then moves
+the target networks:
 
     critic: minimise (Q(o, a) - y)^2 with y = r + gamma (1 - terminated) Q'(o', pi'(o'))
     actor: maximise Q(o, pi(o))
     targets: theta' <- theta' + tau (theta - theta')
 
-r is the agent's own reward where the environment gives one, otherwise the team's.
+r is the agent's own reward where the environment gives one, otherwise the team's. With `joint` Q reads the
+observations and actions of all agents. TD3 (Fujimoto et al. 2018) takes the smaller of two critics in y, adds noise to
+pi', and moves actor and targets at every second update.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.controllers.ddpg_mac import DDPGMAC, TAKEN
+from omagd.controllers.ddpg_mac import DDPGMAC
 from omagd.learners.protocol import Data, Draw, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale
 from omagd.modules.agents.agent import AgentInputs
-from omagd.modules.agents.ff_agent import DDPGAgent
+from omagd.modules.agents.ff_agent import DDPGAgent, JointCritic, TwinCritics
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, Packing, rewards_of_agents
 from omagd.utils.seeding import stream_seed, uniform
 
-Critic = Callable[[AgentInputs, Tensor], Tensor]
-"""Maps the agents' inputs and vectors over their actions [S, n, A] to values [S, n]."""
+Critic = Callable[..., Tensor]
+"""Maps the agents' inputs and vectors over their actions [S, n, A] to values [S, n], or [2, S, n] of two critics."""
+
+
+class DDPGArgs(BaseModel):
+    """`learner_args` of DDPG."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    joint: bool = False  # critics read the observations and actions of all agents (MADDPG)
+    twin: bool = False  # two critics; targets take the smaller value (TD3)
+    target_noise: float = Field(default=0.0, ge=0.0)  # deviation of the noise on target actions, in half widths (TD3)
+    target_noise_clip: float = Field(default=0.5, gt=0.0)  # bound of that noise
+    policy_delay: int = Field(default=1, ge=1, le=2**16)  # updates of the critic for one of actor and targets (TD3)
 
 
 class CriticLoss(LossModule):
@@ -57,11 +74,12 @@ class CriticLoss(LossModule):
         """
         with autocast_bf16(target.device, self.bf16):
             q = self.critic(inputs, actions).to(target.dtype)
+        valid = valid.expand_as(q)  # of both critics, where there are two
         # DDPG, eq. 4, summed over agents, each of which has a value of its own.
         error = (q - target) * valid
         loss = error.square().sum()
         with torch.no_grad():
-            count, q_sum, target_sum = valid.sum() * q.shape[1], (q * valid).sum(), (target * valid).sum()
+            count, q_sum, target_sum = valid.sum(), (q * valid).sum(), (target * valid).sum()
             sums = {"td_error_abs": error.abs().sum(), "q_taken_mean": q_sum, "target_mean": target_sum}
         return loss, {name: (total, count) for name, total in {"loss_td": loss.detach(), **sums}.items()}
 
@@ -79,23 +97,37 @@ class ActorLoss(LossModule):
         super().__init__()
         self.actor, self.bf16 = actor, bf16
 
-    def forward(self, inputs: AgentInputs, critic: Critic, noise: Tensor | None, valid: Tensor) -> tuple[Tensor, Stats]:
+    def forward(
+        self,
+        inputs: AgentInputs,
+        critic: Critic,
+        noise: Tensor | None,
+        valid: Tensor,
+        owned: Tensor | None = None,
+        others: Tensor | None = None,
+    ) -> tuple[Tensor, Stats]:
         """Return the negative sum of values, and stats per step and agent.
 
         inputs: of S steps. critic: with frozen weights. noise: [S, n, A], Gumbel noise for straight-through one-hot
-            actions (Jang et al. 2017); None: the softmax itself. valid: as for the critic.
+            actions (Jang et al. 2017); None: the softmax itself. valid: as for the critic. owned: [S, n, d], 1 for the
+            numbers that an agent's continuous action has; None: actions are discrete. others: [S, n, A], the actions
+            of the other agents for a critic that reads them, else None.
         """
         with autocast_bf16(inputs.features.device, self.bf16):
             logits = self.actor(inputs).to(inputs.features.dtype)
-            policy = logits.softmax(-1)
+            policy = logits.softmax(-1) if owned is None else logits.tanh() * owned
             # Jang et al. 2017: the value of one action, as the environment takes it, with the softmax's gradient.
             actions = policy if noise is None else straight_through(logits + noise)
-            value = (critic(inputs, actions).to(inputs.features.dtype) * valid).sum()
+            q = critic(inputs, actions) if others is None else critic(inputs, actions, others)
+            # TD3: the actor follows the first critic.
+            value = ((q if q.dim() == 2 else q[0]).to(inputs.features.dtype) * valid).sum()
         with torch.no_grad():
             count = valid.sum() * logits.shape[1]
-            entropy = (torch.special.entr(policy) * valid.unsqueeze(-1)).sum()
+            stats = {"loss_actor": (-value.detach(), count)}
+            if owned is None:
+                stats["entropy"] = (torch.special.entr(policy) * valid.unsqueeze(-1)).sum(), count
         # DDPG, eq. 6: the critic's gradient at pi(o) passes through the action into the actor.
-        return -value, {"loss_actor": (-value.detach(), count), "entropy": (entropy, count)}
+        return -value, stats
 
 
 def straight_through(logits: Tensor) -> Tensor:
@@ -116,7 +148,9 @@ class Steps:
     Attributes:
         valid: [S, 1], 0 where a row of a fixed shape is no step, else 1.
         before, after: the agents' inputs before and after the action. taken: [S, n, A], vectors over the actions.
-        reward: [S, n]. ended: [S], 1 where the episode terminated. noise: [S, n, A] for the actor step, or None.
+        reward: [S, n]. ended: [S], 1 where the episode terminated. noise: [S, n, A] for the actor step (discrete
+            actions) or for the targets (continuous ones), or None.
+        owned: [2, S, n, d], 1 for the numbers that an agent's continuous action has before and after; None: discrete.
     """
 
     valid: Tensor
@@ -126,6 +160,7 @@ class Steps:
     reward: Tensor
     ended: Tensor
     noise: Tensor | None
+    owned: Tensor | None = None
 
 
 class DDPGLearner(SavesParts):
@@ -139,6 +174,8 @@ class DDPGLearner(SavesParts):
 
     data: Data = "replay"
     loss_name = "loss_td"
+    args_model = DDPGArgs
+    continuous: ClassVar[bool] = True
 
     def __init__(self, mac: DDPGMAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         if not isinstance(mac, DDPGMAC):
@@ -147,7 +184,11 @@ class DDPGLearner(SavesParts):
             raise UserError(f"learner={config.learner} needs agent=ddpg or agent=bicnet, not agent={config.agent}")
         self.mac, self.config, self.info, self.dist = mac, config, info, dist
         self.device = dist.device
-        self.critic = mac.agent.new_critic(config, info).to(self.device, mac.dtype)
+        self.args = DDPGArgs.model_validate(config.learner_args)
+        if self.args.target_noise and info.box is None:
+            raise UserError(f"learner_args.target_noise={self.args.target_noise}: is for continuous actions. Use 0.0")
+        self._draws = config.gumbel_softmax or self.args.target_noise > 0
+        self.critic = self._new_critic(mac.agent).to(self.device, mac.dtype)
         bf16, scale = config.precision == "bf16", lr_scale(config, dist.world_size)
         actor, critic = ActorLoss(mac.agent, bf16), CriticLoss(self.critic, bf16)
         self.optimizer = Adam(actor.parameters(), lr=config.lr * scale)
@@ -164,19 +205,25 @@ class DDPGLearner(SavesParts):
         self._followed: list[Tensor] = [*mac.agent.parameters(), *self.critic.parameters()]
         self._moves = torch.zeros((), dtype=torch.bool, device=self.device)  # whether the last update moves the targets
 
+    def _new_critic(self, agent: DDPGAgent) -> nn.Module:
+        make = partial(JointCritic if self.args.joint else agent.new_critic, self.config, self.info)
+        return TwinCritics(make) if self.args.twin else make()
+
     @staticmethod
     def how_targets_move(config: Config, environments: int) -> str:
         """Return, in words, how targets move."""
-        return f"targets follow by {config.tau:g} at every update"
+        delay = DDPGArgs.model_validate(config.learner_args).policy_delay
+        return f"targets follow by {config.tau:g} at every {'update' if delay == 1 else f'{delay} updates'}"
 
     def warm_up(self) -> None:
         """Run discarded forwards and backwards on a made-up batch; call it once, before anything is loaded."""
         inputs = AgentInputs.blank(2, self.info, next(self.mac.agent.parameters()))
         values = inputs.features.new_zeros(2, self.info.n_agents)
-        actions = values.unsqueeze(-1).expand(-1, -1, self.info.n_actions)
+        actions = values.unsqueeze(-1).expand(-1, -1, self.info.action_dim)
         valid = values[:, :1]
+        owned = None if self.info.box is None else actions
         self._critic_step.warm_up(inputs, actions, values, valid)
-        self._actor_step.warm_up(inputs, self._frozen_critic, None, valid)
+        self._actor_step.warm_up(inputs, self._frozen_critic, None, valid, owned, self._others(actions))
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take a critic step and an actor step on this rank's batch, then move the targets.
@@ -186,16 +233,20 @@ class DDPGLearner(SavesParts):
         """
         key, split = self._key(batch.packing.n_episodes), batch.split(self.config.accumulate)
         parts = [self._steps(part.to(self.device), torch.tensor(part.sample_index), key) for part in split]
-        stats = self._learn(torch.tensor(self.info.n_agents * len(batch.packing.acting)), parts)
+        stats = self._learn(torch.tensor(self.info.n_agents * len(batch.packing.acting)), parts, key[2])
         self.finish(episodes)
         return stats
 
     def _key(self, here: int) -> Tensor:
-        """Return the key of an update's noise, and the episodes of lower ranks in it, [2] int64 (CPU). A collective."""
-        if not self.config.gumbel_softmax:
-            return torch.zeros(2, dtype=torch.int64)
+        """Return what an update depends on, [3] int64 (CPU). A collective where there is noise.
+
+        The key of its noise, the episodes of lower ranks in it, and whether actor and targets move.
+        """
+        due = (self.updates + 1) % self.args.policy_delay == 0
+        if not self._draws:
+            return torch.tensor([0, 0, due])
         before = sum(self.dist.counts(here)[: self.dist.rank])
-        return torch.tensor([stream_seed(self.config.seed, "gumbel", self.updates), before])
+        return torch.tensor([stream_seed(self.config.seed, "gumbel", self.updates), before, due])
 
     def steps(self) -> tuple[SyncedOptimizer, ...]:
         """Return what takes optimisation steps."""
@@ -210,17 +261,30 @@ class DDPGLearner(SavesParts):
         drawn, key = inputs
         batches, place = draw.batches(drawn, self.config.accumulate), torch.arange(drawn.shape[1], device=self.device)
         parts = [self._steps(part, place[i :: len(batches)], key) for i, part in enumerate(batches)]
-        return self._learn(self.info.n_agents * (drawn[1] - 1).sum(), parts)
+        return self._learn(self.info.n_agents * (drawn[1] - 1).sum(), parts, key[2])
 
-    def _learn(self, count: Tensor, parts: list[Steps]) -> Stats:
-        """Take both steps. count: steps of all agents."""
+    def _others(self, taken: Tensor) -> Tensor | None:
+        """Return the actions of the other agents for a critic that reads them, [S, n, A]."""
+        return taken if self.args.joint else None
+
+    def _learn(self, count: Tensor, parts: list[Steps], due: Tensor) -> Stats:
+        """Take both steps. count: steps of all agents. due: 1 where actor and targets move, too."""
         of_critic = ((part.before, part.taken, self._targets(part), part.valid) for part in parts)
         critic = self._critic_step(count, *of_critic)
-        of_actor = ((part.before, self._frozen_critic, part.noise, part.valid) for part in parts)
-        actor = self._actor_step(count, *of_actor, where=critic.finite)
+        of_actor = (
+            (
+                part.before, self._frozen_critic, part.noise if part.owned is None else None, part.valid,
+                None if part.owned is None else part.owned[0], self._others(part.taken),
+            )
+            for part in parts
+        )  # fmt: skip
+        due = due.to(self.device, non_blocking=True)
+        actor = self._actor_step(count, *of_actor, where=critic.finite & due.bool())
         self._moves.copy_(actor.finite & (actor.norm[1] > 0))
         norms = {"grad_norm": critic.norm, "grad_norm_actor": actor.norm}
-        return {**critic.stats, **actor.stats, **norms, SKIPPED: actor.skipped}
+        skipped, one = actor.skipped
+        # An update that leaves the actor as it is by `policy_delay` was not skipped.
+        return {**critic.stats, **actor.stats, **norms, SKIPPED: (skipped * torch.maximum(due, ~critic.finite), one)}
 
     @torch.no_grad()
     def finish(self, episodes: int) -> None:
@@ -244,31 +308,50 @@ class DDPGLearner(SavesParts):
             valid=batch.valid_mask[now].to(dtype).unsqueeze(-1),
             before=inputs.rows(now),
             after=inputs.rows(later),
-            taken=batch[TAKEN][now].to(dtype),
+            taken=self.mac.taken(batch)[now].to(dtype),
             reward=rewards_of_agents(batch)[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
-            noise=self._noise(packing, place, key) if self.config.gumbel_softmax else None,
+            noise=self._noise(packing, place, key) if self._draws else None,
+            owned=None if self.info.box is None else self._owned(batch, now, later),
         )
+
+    def _owned(self, batch: PackedBatch, *rows: Tensor) -> Tensor:
+        mask = batch["avail_actions"][..., : self.info.action_dim].to(self.mac.dtype)
+        return torch.stack([mask[row] for row in rows])
 
     @torch.no_grad()
     def _targets(self, steps: Steps) -> Tensor:
         """Return y [S, n]."""
         # Actor and critic of the targets: y must not move with every step of the trained ones.
         logits = self.target_agent(steps.after)
-        actions = one_hot(logits).to(logits.dtype) if self.config.gumbel_softmax else logits.softmax(-1)
+        if steps.owned is not None:
+            actions = self._smoothed(logits.tanh(), steps.noise) * steps.owned[1]
+        else:
+            actions = one_hot(logits).to(logits.dtype) if self.config.gumbel_softmax else logits.softmax(-1)
         value = self.target_critic(steps.after, actions).to(steps.reward.dtype)
+        # TD3, eq. 10: the smaller of two values is not too large where one critic errs upwards.
+        value = value if value.dim() == 2 else value.amin(dim=0)
         # DDPG, eq. 5. A terminal step has no value after it; one that was only cut off has.
         return steps.reward + self.config.gamma * (1.0 - steps.ended).unsqueeze(-1) * value
 
+    def _smoothed(self, actions: Tensor, noise: Tensor | None) -> Tensor:
+        """Return target actions with clipped noise (TD3, eq. 14), between the bounds."""
+        if noise is None:
+            return actions
+        limit = self.args.target_noise_clip
+        return (actions + (self.args.target_noise * noise).clamp(-limit, limit)).clamp(-1.0, 1.0)
+
     def _noise(self, packing: Packing, place: Tensor, key: Tensor) -> Tensor:
-        """Return Gumbel noise -log(-log(u)) of the steps, [S, n, A], computed where the packing is.
+        """Return noise of the steps, [S, n, A], computed where the packing is: Gumbel, normal for continuous actions.
 
         u depends on seed, update and the step's place in the batch of all ranks.
         """
-        n, actions, longest = self.info.n_agents, self.info.n_actions, self.info.episode_limit + 1
+        n, actions, longest = self.info.n_agents, self.info.action_dim, self.info.episode_limit + 1
         row = ((place + key[1])[packing.episode] * longest + packing.step)[packing.acting]
         number = row[:, None] * (n * actions) + torch.arange(n * actions, device=row.device)
-        noise = -(-uniform(number, key[0]).clamp(1e-12).log()).log()
+        u = uniform(number, key[0]).clamp(1e-12)
+        # -log(-log u) is Gumbel's; the inverse of the normal distribution at u is sqrt(2) erf^-1(2 u - 1).
+        noise = -(-u.log()).log() if self.info.box is None else math.sqrt(2) * torch.special.erfinv(2 * u - 1)
         return noise.view(-1, n, actions).to(self.device, self.mac.dtype, non_blocking=True)
 
     def modules(self) -> dict[str, nn.Module]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -27,12 +27,15 @@ from omagd.controllers.types import MAC
 from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts, rows_read
 from omagd.learners.protocol import NO_TARGETS, Data, Draw, SavesParts
 from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, lr_scale, merge
-from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.agents.agent import AgentInputs, no_action
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, PackedBatch, Packing, few
 from omagd.utils.seeding import generator
+
+if TYPE_CHECKING:
+    from omagd.components.gaussian import Gaussian
 
 ADAM_EPSILON = 1e-5  # as in MAPPO's published code
 
@@ -117,7 +120,8 @@ class PolicyRows:
 
     Attributes:
         inputs: of the agents. packing: of the rows.
-        actions: [R, n] int64. available: [R, n, A] bool. log_prob: [R, n], of the actions when they were taken.
+        actions: [R, n] int64; continuous ones [R, n, d]. available: [R, n, A] bool. log_prob: [R, n], of the actions
+            when they were taken.
         state: [R, state_dim]. advantage: [R, n].
         weight: [R, n], 1 for samples; 0 where an agent has no choice, or where the rows stand in for a missing part.
         value, target: [R, n], what a critic predicted before the update, and what it should; None without a critic.
@@ -165,11 +169,25 @@ class PolicyLoss(AgentLoss, Generic[Args]):
     Args:
         agent: trained; every parameter takes part in every forward. args: the weights.
         bf16: whether matrix products use bf16.
+
+    Attributes:
+        gaussian: the density of continuous actions; None: actions are discrete.
     """
+
+    gaussian: Gaussian | None = None
 
     def __init__(self, agent: nn.Module, args: Args, bf16: bool = False) -> None:
         super().__init__(agent, bf16)
         self.args = args
+
+    def policy(self, outputs: Tensor, rows: PolicyRows) -> tuple[Tensor, Tensor]:
+        """Return log pi of the taken actions and the entropies of the policy, [R, n] each. outputs: [R, n, A]."""
+        if self.gaussian is not None:
+            taken = self.gaussian.log_prob(outputs, rows.actions, rows.available)
+            return taken, self.gaussian.entropy(outputs, rows.available)
+        log_probs = log_softmax(outputs, rows.available)
+        taken = log_probs.gather(-1, rows.actions.unsqueeze(-1)).squeeze(-1)
+        return taken, -(log_probs.exp() * log_probs).sum(dim=-1)  # p log p is 0 for unavailable actions
 
     def forward(self, rows: PolicyRows) -> tuple[Tensor, Stats]:
         """Return the summed loss, and stats per sample; with `belief` its sum is a second one, [2]."""
@@ -185,8 +203,7 @@ class PolicyLoss(AgentLoss, Generic[Args]):
     def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each sample [R, n], and what is logged of it. logits: [R, n, A], of the agent."""
         args, kind = self.args, rows.advantage.dtype
-        log_probs = log_softmax(logits.to(kind), rows.available)
-        chosen = log_probs.gather(-1, rows.actions.unsqueeze(-1)).squeeze(-1)
+        chosen, entropy = self.policy(logits.to(kind), rows)
         # Masked before exp, so that rows without a sample cannot overflow.
         change = (chosen - rows.log_prob) * rows.weight
         # r = pi / pi_old of the same action: the importance weight of an episode that an earlier policy has played.
@@ -196,7 +213,6 @@ class PolicyLoss(AgentLoss, Generic[Args]):
         # PPO, eq. 7. The minimum keeps the gradient of changes that have made things worse.
         policy = -torch.min(ratio * rows.advantage, clipped * rows.advantage)
         # The bonus of PPO, eq. 9: a policy that is certain too early would stop exploring.
-        entropy = -(log_probs.exp() * log_probs).sum(dim=-1)  # p log p is 0 for unavailable actions
         return policy - args.entropy * entropy, {
             "loss_policy": policy,
             "entropy": entropy,
@@ -215,6 +231,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
     data: Data = "on_policy"
     loss_name = "loss_ppo"
     counts_updates: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
     unread: ClassVar[dict[str, str]] = {
         "td_lambda": "has a key of its own, learner_args.gae_lambda, where it has a critic",
         **NO_TARGETS,
@@ -233,6 +250,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
         self.args: Args = self.args_model.model_validate(config.learner_args)
         loss = self.make_loss(config.precision == "bf16")
         loss.belief = self.belief = belief_loss(config, mac)
+        loss.gaussian = None if info.box is None else action_selectors.new_selector(config, info)
         self.optimizer = Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON)
         self.step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
         self.device = dist.device
@@ -269,7 +287,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
         rows = PolicyRows(
             inputs=AgentInputs.blank(2, self.info, like),
             packing=Packing((2,)),
-            actions=torch.zeros(2, n, dtype=torch.int64, device=like.device),
+            actions=no_action(self.info, 2, like.device).clamp(min=0),
             available=torch.ones(2, n, a, dtype=torch.bool, device=like.device),
             log_prob=each,
             state=like.new_zeros(2, self.info.state_dim),
@@ -358,7 +376,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
             cases=cases,
             inputs=inputs,
             packing=batch.packing,
-            actions=batch["actions"].long(),
+            actions=batch["actions"].long() if self.info.box is None else batch["actions"].to(kind),
             available=available,
             log_prob=batch[LOG_PROB].to(kind),
             state=state,

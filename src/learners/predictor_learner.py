@@ -148,13 +148,13 @@ class PredictorLearner(GraphLearner):
             predictor.bind(tokenizer.table())
         predictor.recompute = config.enable_gradient_checkpointing
 
-    def update(self, batch: PackedBatch) -> Stats:
+    def update(self, batch: PackedBatch, *, episodes: int = 0) -> Stats:
         """Take an optimizer step on this rank's batch."""
         sample = self.sample(batch)
         self._loss.train()
         count = torch.tensor(float(len(sample.target)), dtype=torch.float64)
         stats = self._learn(count, sample.parts(self.config.graph_frames_at_once))
-        self.finish(0)
+        self.finish(episodes)
         return stats
 
     def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:

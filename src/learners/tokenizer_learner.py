@@ -125,13 +125,13 @@ class TokenizerLearner(GraphLearner):
         self._drawn: Callable[[], Nodes]  # of the update at hand
         self._sound = torch.ones((), dtype=torch.bool, device=self.device)  # whether it changed anything
 
-    def update(self, batch: PackedBatch) -> Stats:
+    def update(self, batch: PackedBatch, *, episodes: int = 0) -> Stats:
         """Take an optimizer step on this rank's batch, then update the codebook by the assignments of all ranks."""
         nodes = self.sample(batch)
         self._loss.train()
         self._begin(lambda: nodes)
         stats = self._learn(torch.tensor(len(nodes.graphs)), nodes.parts(self.config.graph_frames_at_once))
-        self.finish(0)
+        self.finish(episodes)
         return stats
 
     def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:

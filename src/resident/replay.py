@@ -267,11 +267,11 @@ class ResidentBuffer(EpisodeBuffer):
 
     def since(self, number: int) -> EpisodeRange:
         """Return the stored episodes from the `number`-th ever added on, as copies in main memory."""
-        found = super().since(number)
-        if not found.records:
-            return found
-        parts = torch.cat(found.records).cpu().split([*map(len, found.records)])  # one copy from the device
-        return EpisodeRange(found.first, found.codec, tuple(part.clone() for part in parts), found.meta)
+        found, copies = super().since(number), []
+        for first in range(0, len(found.records), TOGETHER):  # few copies from the device, and little memory there
+            records = found.records[first : first + TOGETHER]
+            copies += [each.clone() for each in torch.cat(records).cpu().split([*map(len, records)])]
+        return EpisodeRange(found.first, found.codec, tuple(copies), found.meta)
 
 
 class StagedBuffer(EpisodeBuffer):

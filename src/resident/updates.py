@@ -109,10 +109,10 @@ class FixedUpdates:
         shape = self._shapes.setdefault((draw.rows, _shapes(inputs)), Shape())
         if shape.graph is not None:
             return self._replay(shape)
-        if shape.done >= WARM_UP:
-            return self._capture(shape, draw, inputs)
-        shape.done += 1
         try:
+            if shape.done >= WARM_UP:
+                return self._capture(shape, draw, inputs)
+            shape.done += 1
             return self._aside(draw, inputs)
         except torch.OutOfMemoryError as problem:  # before the step; packed batches have fewer rows
             if self._ranks > 1:  # which would wait for sums that this one has had

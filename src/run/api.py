@@ -14,7 +14,7 @@ import torch
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import config_names, read_preset, read_saved, validate
 from omagd.config.schema import Config
-from omagd.controllers.types import Tick
+from omagd.controllers.types import Decision, Tick
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.factory import make_env
 from omagd.envs.parallel import ParallelBattle
@@ -22,6 +22,8 @@ from omagd.envs.protocol import AGENT_REWARD, LOST_IN_A_ROW, Observation
 from omagd.envs.task_sets import task_set
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.launchers import join_tasks
+from omagd.run.recording import RENDER_MODES
+from omagd.run.recording.recorder import Viewer, probabilities
 from omagd.run.run import run as run_seeds
 from omagd.run.run_folder import RunFolder
 from omagd.run.training import build
@@ -56,12 +58,13 @@ def run(config: Config) -> dict[str, Any]:
     return run_seeds(None, preflight(config).config)
 
 
-def make(env: str, **env_args: Any) -> ParallelBattle:
+def make(env: str, render_mode: str | None = None, **env_args: Any) -> ParallelBattle:
     """Return one battle of an environment, with PettingZoo's parallel interface. Close it after use.
 
     Args:
         env: what `--env-config` takes ("skirmish", "sc2_v2_terran"), with its arguments as defaults, or the plain name
-            of an environment. env_args: arguments of the environment (`map_name="3m"`).
+            of an environment. render_mode: "rgb_array" for pictures by `render()`. env_args: arguments of the
+            environment (`map_name="3m"`).
     Errors: UserError for unknown names and arguments, or where the environment cannot be built here.
     """
     name, values = env, dict(env_args)
@@ -72,7 +75,8 @@ def make(env: str, **env_args: Any) -> ParallelBattle:
         raise unknown_name("env", env, sorted({*config_names("envs"), *ENVS.names()}))
     if (tasks := task_set(values.get("map_name"))) is not None:
         raise UserError(f"env_args.map_name={values['map_name']}: make one battle of {', '.join(tasks.maps)}")
-    return ParallelBattle(make_env(name, values, 1, processes=False))
+    draw = None if render_mode is None else RENDER_MODES.get(render_mode)
+    return ParallelBattle(make_env(name, values, 1, processes=False), draw)
 
 
 def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dict[str, Any]:
@@ -152,6 +156,8 @@ class LoadedPolicy:
     Attributes:
         config: of the run that trained it; acting uses its `torch_threads`. info: facts of its environment.
         agent: the network.
+        values: [n, A] float32 of the last `act`: Q-values, also of unavailable actions, or the probabilities of actions
+            where the team was trained with a policy gradient (`outputs_logits`). None before the first.
     """
 
     def __init__(self, config: Config, info: EnvInfo, mac: Any) -> None:
@@ -159,6 +165,8 @@ class LoadedPolicy:
         self.info = info
         self._mac = mac
         self.agent = mac.agent
+        self.outputs_logits = bool(getattr(mac, "outputs_logits", False))
+        self._viewer = Viewer(mac, info)
         self.reset()
 
     @property
@@ -188,11 +196,39 @@ class LoadedPolicy:
         """Forget the episode."""
         self._mac.begin(1)
         self._mac.reset(np.ones(1, bool))
+        self._viewer.forget()
+        self._last: tuple[Tick, Decision] | None = None
         self._step = 0
+        self.values: np.ndarray | None = None
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state of the episode, to continue from it later or elsewhere.
+
+        `step`: acts so far; `policy`: tensors, among them `hidden` [1, n, H], the recurrent state (its shape is that of
+        the agent's `init_hidden(1)`), and `last_action` [1, n], -1 at the start; `viewer`: what beliefs need.
+        """
+        return {"step": self._step, "policy": self._mac.snapshot(), "viewer": self._viewer.snapshot()}
+
+    def load_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a `snapshot` of this policy."""
+        self.reset()
+        self._step = snapshot["step"]
+        self._mac.load_snapshot(snapshot["policy"])
+        self._viewer.load_snapshot(snapshot["viewer"])
+
+    def beliefs(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return what the agents took the units to be at the last `act`, and which of that are guesses.
+
+        Both by agent and node, as `info.layout` orders the units of an observation: features [n, N, D] float32, zero
+        where nothing is known; guesses [n, N] bool. None before the first `act`, and for policies that guess nothing.
+        """
+        found = None if self._last is None else self._viewer.views(*self._last)
+        return None if found is None or found[1] is None or found[2] is None else (found[1], found[2])
 
     def act(self, obs: np.ndarray, mask: np.ndarray, full_obs: np.ndarray | None = None) -> np.ndarray:
         """Return the actions [n] int64 for `obs` [n, obs_dim] float32 and available actions `mask` [n, A].
 
+        Continuous actions are [n, d] float32.
         full_obs: [n, obs_dim], observations without range limit. A policy of `use_team_obs` needs them beside `obs`;
             for one of `use_full_obs`, `obs` may be these. Others do not read them.
         Errors: ValueError for other shapes, and where `full_obs` is missing.
@@ -206,12 +242,20 @@ class LoadedPolicy:
             raise ValueError(f"obs {obs.shape} and mask {mask.shape} must be {expected[0]} and {expected[1]}")
         no_state = np.zeros((1, self.info.state_dim), np.float32)
         full = full_obs[None] if self._mac.wants_full_obs else None
+        obs = obs.copy()  # the caller may write over it before `beliefs`
         seen = Observation(obs[None], no_state, mask[None], full)
         # A caller's torch has all cores by default, and for sizes as small as these they are far slower than one.
         with _threads(self.config.torch_threads):
-            decision = self._mac.act(Tick(seen, np.array([self._step]), np.ones(1, bool)), None)
-        self._step += 1
-        return np.asarray(decision.actions[0])
+            tick = Tick(seen, np.array([self._step]), np.ones(1, bool))
+            decision = self._mac.act(tick, None)
+            self._viewer.follow(tick, decision)
+        self._step, self._last = self._step + 1, (tick, decision)
+        if decision.values is not None:
+            found = np.asarray(decision.values[0], np.float32)
+            drawn = self.outputs_logits and found.shape == mask.shape
+            self.values = probabilities(found, mask) if drawn else found.copy()
+        actions = np.asarray(decision.actions[0])
+        return actions if self.info.box is None else self.info.box.clip(actions)
 
 
 def load_policy(path: str | Path, load_step: int = 0) -> LoadedPolicy:

@@ -79,11 +79,14 @@ FOLLOWED = ("actions", "reward", "terminated", "agent_reward")
 def row_fields(info: EnvInfo, full_obs: bool) -> Spec:
     """Return the fields of an episode's rows, without those that a policy adds: (type, shape) by name."""
     n, obs = info.n_agents, (torch.float32, (info.n_agents, info.obs_dim))
+    # Continuous actions as they were drawn: of one beyond the bounds, the density is not that of the bound.
+    numbers = torch.uint8 if info.n_actions <= 255 else torch.int16
+    actions = (numbers, (n,)) if info.box is None else (torch.float32, (n, info.box.dim))
     fields: Spec = {
         "obs": obs,
         "state": (torch.float32, (info.state_dim,)),
         "avail_actions": (torch.uint8, (n, info.n_actions)),
-        "actions": (torch.uint8 if info.n_actions <= 255 else torch.int16, (n,)),
+        "actions": actions,
         "reward": (torch.float32, ()),
         "terminated": (torch.uint8, ()),
     }
@@ -359,7 +362,7 @@ class RolloutLoop:
         if recorder is not None and not lasting:  # the next call of the environment overwrites the observation
             recorder.record_observations(slots, steps, seen)
         decision = self.policy.act(Tick(seen, clock.step.copy(), active), explore)
-        actions = np.where(stepping[:, None], decision.actions, 0)
+        actions = np.where(stepping.reshape(-1, *[1] * (decision.actions.ndim - 1)), decision.actions, 0)
         again = closing & (clock.left > 0)
         if again.any():
             again = self.seeds.begun(again)
@@ -369,7 +372,7 @@ class RolloutLoop:
             self._reset(again, upcoming)
         if stepping.any():
             with self._asking(stepping, clock.seed, clock.step):
-                self.env.step_start(actions, stepping)
+                self.env.step_start(actions if self.info.box is None else self.info.box.clip(actions), stepping)
             clock.stepping |= stepping
         if recorder is not None:
             if lasting:  # copied while the slots step

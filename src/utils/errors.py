@@ -391,14 +391,14 @@ NAMES: dict[str, tuple[Row, ...]] = {
         Row("qtran deepset_qmix updet_qmix qmix_DA asn", near="qmix"),
         Row("hpn_vdn", near="hpn_qmix", why="with mixer=vdn"),
         *(Row(f"{name}_ns", near=name, why=_NOT_SHARED) for name in ("qmix", "vdn", "iql", "mappo", "ippo")),
-        Row("maddpg", near="snakes_ddpg", why="with --env-config=snakes"),
     ),
     "--env-config": (
         Row("smac starcraft starcraft2 sc2_beta", "sc2"),
         Row("smacv2 smac_v2 sc2v2 sc2_v2 sc2wrapped", "sc2_v2_terran", why="or sc2_v2_protoss, sc2_v2_zerg"),
         Row("smaclite", near="skirmish"),
         Row("one_step_matrix_game", near="matrix_game"),
-        Row("gym gymnasium mpe lbf lbforaging rware", "gymma", why="and env_args.key=… (docs/environments.md)"),
+        Row("gym gymnasium", "gymma", why="and env_args.key=… (docs/environments.md)"),
+        Row("lbforaging foraging", "lbf"),
         Row(_OTHERS, why=_OWN),
     ),
     "env": (
@@ -406,23 +406,26 @@ NAMES: dict[str, tuple[Row, ...]] = {
         Row("smacv2 smac_v2 sc2v2 sc2wrapped", "sc2_v2"),
         Row("smaclite", near="skirmish"),
         Row("one_step_matrix_game", near="matrix_game"),
-        Row("gym gymnasium mpe lbf lbforaging rware", "gymma", why="and env_args.key=… (docs/environments.md)"),
+        Row("gym gymnasium", "gymma", why="and env_args.key=… (docs/environments.md)"),
+        Row("lbforaging foraging", "lbf"),
         Row(_OTHERS, why=_OWN),
     ),
     "learner": (
         Row("q_learner", "nq_learner"),
         Row("dmaq_qatten_learner", "nq_learner", why="with mixer=qplex"),
         Row("max_q_learner", "wqmix_learner"),
+        Row("maddpg_learner", "ddpg_learner", why="with learner_args.joint=True"),
         Row("q_learner_data_augmentation qtran_learner", near="nq_learner"),
         Row(
             "coma_learner actor_critic_learner pac_learner pac_dcg_learner offpg_learner policy_gradient_v2"
-            " lica_learner fmac_learner maddpg_learner",
+            " lica_learner fmac_learner",
             near="ppo_learner",
         ),
     ),
     "mac": (
         Row("hpn_mac ppo_mac", "n_mac"),
-        Row("lica_mac dop_mac conv_mac updet_mac maddpg_mac", near="n_mac"),
+        Row("lica_mac dop_mac conv_mac updet_mac", near="n_mac"),
+        Row("maddpg_mac", "ddpg_mac"),
         Row("non_shared_mac", near="n_mac", why=_NOT_SHARED),
     ),
     "agent": (

@@ -219,13 +219,18 @@ def meta_of(episode: Episode) -> EpisodeMeta:
 
 
 def last_actions(actions: Tensor, packing: Packing) -> Tensor:
-    """Return each row's previous action in its episode, [S, n] int64 from actions [S, n]; -1 in first rows."""
+    """Return each row's previous action in its episode, [S, n] int64 from actions [S, n]; -1 in first rows.
+
+    Continuous actions [S, n, d] keep their type; 0 in first rows.
+    """
     first = packing.n_episodes
+    continuous = actions.is_floating_point()
+    kind, nothing = (actions.dtype, 0) if continuous else (torch.int64, -1)
     if packing.lengths[-1] == packing.n_steps:  # episodes of equal length: one shift
-        none = torch.full_like(actions[:first], -1, dtype=torch.int64)
-        return torch.cat([none, actions[:-first].long()])
-    result = actions[packing.previous_row.to(actions.device, non_blocking=True)].long()
-    result[:first] = -1
+        none = torch.full_like(actions[:first], nothing, dtype=kind)
+        return torch.cat([none, actions[:-first].to(kind)])
+    result = actions[packing.previous_row.to(actions.device, non_blocking=True)].to(kind)
+    result[:first] = nothing
     return result
 
 

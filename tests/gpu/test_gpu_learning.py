@@ -128,7 +128,7 @@ def test_captured_updates_of_ddpg_are_plain_ones_bit_for_bit(method, caplog):
     given = Dist(device=GPU), torch.float32, 0, GPU
     graph, plain = (FixedUpdates(make_ddpg(*given, **fixed_toys.DDPG[method])) for _ in range(2))
     plain._capture = lambda shape, draw, inputs: plain._aside(draw, inputs)
-    replay = fixed_toys.steps_replay(GPU, longest=6)
+    replay = fixed_toys.steps_replay(GPU, 6, **fixed_toys.DDPG[method])
     for indices in fixed_toys.draws(WARM_UP + 8):
         for updates in (graph, plain):
             updates.update(replay.fixed(indices), episodes=0)

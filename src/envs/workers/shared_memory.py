@@ -19,6 +19,7 @@ Arrays = dict[str, np.ndarray]
 def array_specs(info: EnvInfo, n_slots: int) -> Specs:
     """Return name -> (shape, dtype) of the arrays shared by all slots."""
     b, n = n_slots, info.n_agents
+    actions: tuple[tuple[int, ...], str] = ((b, n), "int64") if info.box is None else ((b, n, info.box.dim), "float32")
     return {
         "obs": ((b, n, info.obs_dim), "float32"),
         "full_obs": ((b, n, info.obs_dim), "float32"),
@@ -29,7 +30,7 @@ def array_specs(info: EnvInfo, n_slots: int) -> Specs:
         "terminated": ((b,), "bool"),
         "truncated": ((b,), "bool"),
         "lost": ((b,), "bool"),
-        "actions": ((b, n), "int64"),
+        "actions": actions,
         "seeds": ((b,), "int64"),
         "want_full": ((1,), "bool"),
     }

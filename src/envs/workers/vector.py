@@ -19,17 +19,18 @@ class ActionLog:
     """Seeds and actions of the running episodes: enough to replay them where the environment is deterministic.
 
     Args:
-        n_slots: B. n_agents: n.
+        n_slots: B. like: an array [B, ...] of one step's actions.
 
     Attributes:
         started: [B] bool, an episode was started. seeds: [B] int64. lengths: [B] int64, steps so far.
     """
 
-    def __init__(self, n_slots: int, n_agents: int) -> None:
+    def __init__(self, n_slots: int, like: np.ndarray) -> None:
         self.started = np.zeros(n_slots, bool)
         self.seeds = np.zeros(n_slots, np.int64)
         self.lengths = np.zeros(n_slots, np.int64)
-        self._actions = np.zeros((n_slots, 64, n_agents), np.int32)
+        self._type, stored = like.dtype, np.int32 if like.dtype.kind == "i" else like.dtype
+        self._actions = np.zeros((n_slots, 64, *like.shape[1:]), stored)
 
     def begin(self, slots: np.ndarray, seeds: np.ndarray) -> None:
         """Start episodes in the slot numbers `slots`, from `seeds` [len(slots)]."""
@@ -38,7 +39,7 @@ class ActionLog:
         self.lengths[slots] = 0
 
     def add(self, slots: np.ndarray, actions: np.ndarray) -> None:
-        """Append the next `actions` [len(slots), n] of `slots`."""
+        """Append the next `actions` [len(slots), n] (continuous ones [len(slots), n, d]) of `slots`."""
         steps = self.lengths[slots]
         if len(steps) and steps.max() == self._actions.shape[1]:
             self._actions = np.concatenate([self._actions, np.zeros_like(self._actions)], 1)
@@ -46,11 +47,11 @@ class ActionLog:
         self.lengths[slots] = steps + 1
 
     def actions(self, slot: int, leave_out: int = 0) -> np.ndarray:
-        """Return [T, n] int64, the actions of a slot's episode without the last `leave_out`."""
-        return self._actions[slot, : self.lengths[slot] - leave_out].astype(np.int64)
+        """Return [T, n] int64 ([T, n, d] float32), the actions of a slot's episode without the last `leave_out`."""
+        return self._actions[slot, : self.lengths[slot] - leave_out].astype(self._type)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return copies of all arrays; `actions` is [B, T, n] int32, where T is the longest episode."""
+        """Return copies of all arrays; `actions` is [B, T, n] int32 or [B, T, n, d]; T is the longest episode."""
         actions = self._actions[:, : self.lengths.max(initial=0)]
         kept = {"begun": self.started, "seeds": self.seeds, "lengths": self.lengths, "actions": actions}
         return {name: values.copy() for name, values in kept.items()}
@@ -76,7 +77,8 @@ class VectorEnv(BatchedEnv):
         self.info = env_info_from_dict(label, args.model_dump().get("map_name"), facts)
         promised = facts.get("deterministic", env_cls.deterministic)  # type: ignore[attr-defined]
         self.deterministic = bool(promised)  # type: ignore[misc]
-        self._log = ActionLog(self.n_slots, self.info.n_agents) if self.deterministic else None
+        actions = np.zeros(*array_specs(self.info, self.n_slots)["actions"])
+        self._log = ActionLog(self.n_slots, actions) if self.deterministic else None
 
     @abstractmethod
     def _start(self, command: int, slots: np.ndarray, argument: Any = None) -> None:
@@ -176,10 +178,10 @@ class VectorEnv(BatchedEnv):
             return super().scripted_actions(policy, rng)
         if policy == RANDOM:
             self._wait(self._starting())
-            return random_actions(self._arrays["avail"], rng)
+            return random_actions(self._arrays["avail"], rng, self.info.box)
         self._choices = self._choices or self._ask(CHOOSE)
-        nothing = np.zeros(self.info.n_agents, np.int64)  # of a slot whose episode is lost
-        return np.stack([nothing if own is None else np.asarray(own[policy], np.int64) for own in self._choices])
+        nothing = np.zeros_like(self._arrays["actions"][0])  # of a slot whose episode is lost
+        return np.stack([nothing if own is None else np.asarray(own[policy], nothing.dtype) for own in self._choices])
 
     def snapshot(self) -> dict[str, Any]:
         """Return the action log. Errors: NotImplementedError if the environment is not deterministic."""

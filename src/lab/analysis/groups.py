@@ -250,7 +250,7 @@ def _code(card: Card) -> str:
 
 def _shown(compared: Mapping[str, Any], name: str) -> str:
     missing = "the default" if name.startswith("env_args.") else "none"
-    return str(compared[name]) if name in compared else missing
+    return str(compared[name]).replace(";", ",") if name in compared else missing  # `;` separates entries
 
 
 def load_runs(folder: str | Path | Iterable[str | Path]) -> DataFrame:

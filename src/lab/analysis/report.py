@@ -14,6 +14,7 @@ import numpy as np
 
 from omagd import __version__
 from omagd.lab.analysis import curves, run_report
+from omagd.lab.analysis.comparison import ends_text, last_values, lead_of
 from omagd.lab.analysis.groups import Group, groups, shown, telling
 from omagd.lab.analysis.run_report import STAGES, values_of, warnings_of
 from omagd.lab.analysis.runs import (
@@ -25,7 +26,7 @@ from omagd.lab.analysis.runs import (
     studies_at,
     write_output,
 )
-from omagd.lab.analysis.statistics import FEW, FEW_SEEDS, interval, mean
+from omagd.lab.analysis.statistics import INTERVALS, estimate
 from omagd.run.reporting.report import number_text
 from omagd.run.run_folder import STUDY_FILE, newest_run
 from omagd.utils.errors import readable
@@ -119,11 +120,9 @@ def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[
     waiting = Counter(state for _, state, _ in jobs if state != "failed")
     warnings += [f"{number} jobs of the study are {state}" for state, number in waiting.items()]
     warnings += [f"{run.label}: {line}" for run in runs for line in warnings_of(run)]
-    tables = _results(counted)
-    cells = [cell for table in tables for _, row in table["rows"] for cell in row if cell]
-    few = any(cell["interval"] and cell["n"] < FEW_SEEDS for cell in cells)
     return {
-        "kind": "study", "results": tables, "few": FEW if few else "", "marked": marked, "warnings": warnings,
+        "kind": "study", "results": _results(counted), "intervals": INTERVALS,
+        "first": found[0].label, "marked": marked, "warnings": warnings,
         "curves": _curves(counted, marked), "keys": _differing_keys(found), "labels": [group.label for group in found],
         "runs": [_run_row(run, group.label) for group in found for run in group.runs],
     }  # fmt: skip
@@ -133,27 +132,31 @@ def _results(found: Sequence[Group]) -> list[dict[str, Any]]:
     """Return a table of arms and environments for each result: win rate, return."""
     places, tables = curves.places(found), []
     for metric, title in RESULTS.items():
-        scores = {(group.label, place): _last(group.at(place), metric) for group in found for place in places}
-        if any(len(each) for each in scores.values()):
-            best = {place: max((s.mean() for (_, at), s in scores.items() if at == place and len(s)), default=0.0)
-                    for place in places}  # fmt: skip
-            rows = [(g.label, [_cell(scores[g.label, place], best[place]) for place in places]) for g in found]
-            tables.append({"title": f"{title} of the last test", "places": places, "rows": rows})
+        arms = {at: [[run for run in group.at(at) if run.kind == "training"] for group in found] for at in places}
+        columns = {place: column for place in places if (column := _column(arms[place], metric))}
+        if columns:
+            rows = zip([group.label for group in found], zip(*columns.values(), strict=True), strict=True)
+            tables.append({"title": f"{title} of the last test", "places": [*columns], "rows": list(rows)})
     return tables
 
 
-def _last(runs: Sequence[Run], metric: str) -> np.ndarray:
-    ends = [run.test_curve(metric)[2][-1:] for run in runs if run.kind == "training"]
-    return np.concatenate(ends) if ends else np.zeros(0)
+def _column(arms: Sequence[Sequence[Run]], metric: str) -> list[dict[str, Any]]:
+    """Return for each arm its mean, interval, seeds and lead over the first arm; nothing without any seed.
 
-
-def _cell(scores: np.ndarray, best: float) -> dict[str, Any]:
-    """Return mean, interval and number of seeds; empty without a seed."""
-    if not len(scores):
-        return {}
-    found, middle = interval(mean, [scores]), float(scores.mean())
-    ends = "" if found is None else f"{number_text(float(found[0]))} to {number_text(float(found[1]))}"
-    return {"mean": number_text(middle), "interval": ends, "n": len(scores), "best": middle >= best}
+    `best`: it leads each other arm by more than noise.
+    """
+    known = [list(last_values(arm, metric).values()) for arm in arms]
+    top = max((i for i, scores in enumerate(known) if scores), key=lambda i: np.mean(known[i]), default=0)
+    ahead = [lead_of(arms[top], arms[i], metric) for i, scores in enumerate(known) if scores and i != top]
+    cells = []
+    for i, scores in enumerate(known):
+        middle, ends = estimate([np.array(scores)]) if scores else (None, None)
+        first = lead_of(arms[i], arms[0], metric) if i else None
+        cells.append({
+            "mean": number_text(middle), "interval": ends_text(ends), "n": len(scores), "lead": first,
+            "best": i == top and bool(ahead) and all(lead and lead.sure for lead in ahead),
+        })  # fmt: skip
+    return cells if any(known) else []
 
 
 def _curves(found: Sequence[Group], marked: set[str]) -> list[tuple[str, str]]:

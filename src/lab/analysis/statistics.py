@@ -19,12 +19,18 @@ FEW_SEEDS = 5
 FEW = f"intervals over fewer than {FEW_SEEDS} seeds are much too narrow (one arm, 3 seeds: 75 % in place of 95 %)"
 """What a reader must know of intervals over few seeds: docs/plots.md."""
 
+SAME = 1e-20
+"""Less variance than this is rounding."""
+
+INTERVALS = f"95 % interval over seeds: Student's t below {FEW_SEEDS}, else bootstrap"
+
 ENTRIES_AT_ONCE = 4_000_000
 """Numbers of resampled scores in memory at a time."""
 
 Scores = Sequence[np.ndarray]
 Statistic = Callable[[Scores], np.ndarray]
 Interval = tuple[np.ndarray, np.ndarray]
+Estimate = tuple[float, Interval | None]
 
 
 def mean(scores: Scores) -> np.ndarray:
@@ -65,3 +71,63 @@ def bootstrap_interval(statistic: Callable[..., np.ndarray], samples: Scores) ->
         )  # fmt: skip
     low, high = found.confidence_interval
     return np.asarray(low), np.asarray(high)
+
+
+def estimate(scores: Scores) -> Estimate:
+    """Return the mean over maps of the means over seeds, and its 95 % interval; None if a map has a single seed.
+
+    Scores: [seeds] for each map. Student's t with fewer than `FEW_SEEDS` seeds on a map, else the bootstrap.
+    """
+    few = min(map(len, scores)) < FEW_SEEDS
+    return float(mean(scores)), t_interval(scores) if few else interval(mean, scores)
+
+
+def t_interval(scores: Scores, others: Scores = ()) -> Interval | None:
+    """Return Student's interval of `mean`, or with `others` of how much higher it is than theirs.
+
+    Welch and Satterthwaite's degrees of freedom; scores: [seeds] for each map. None where all seeds are equal: so few
+    do not show how much others would differ.
+    """
+    if any(len(each) < 2 for each in (*scores, *others)):
+        return None
+    from scipy.stats import t
+
+    middle = mean(scores) - (mean(others) if others else 0.0)
+    parts = [(np.var(each, ddof=1) / len(each) / len(of) ** 2, len(each) - 1) for of in (scores, others) for each in of]
+    variance = sum(part for part, _ in parts)
+    if variance < SAME:
+        return None
+    freedom = variance**2 / sum(part**2 / free for part, free in parts)
+    half = t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt(variance)
+    return np.asarray(middle - half), np.asarray(middle + half)
+
+
+def lead(own: Scores, others: Scores, paired: bool = False, statistic: Statistic = mean) -> Estimate:
+    """Return how much higher a statistic of the first scores is, and its 95 % interval.
+
+    Args:
+        own, others: [seeds] for each map. paired: each two have the same seed; means are compared by their differences.
+    """
+    if paired:
+        return estimate([mine - theirs for mine, theirs in zip(own, others, strict=True)])
+
+    def between(*samples: np.ndarray) -> np.ndarray:
+        return statistic(samples[: len(own)]) - statistic(samples[len(own) :])
+
+    few = statistic is mean and min(map(len, [*own, *others])) < FEW_SEEDS
+    found = t_interval(own, others) if few else bootstrap_interval(between, [*own, *others])
+    return float(between(*own, *others)), found
+
+
+def wins(own: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the probability [...] that a run of the first is better than one of the others. Both: [..., seeds].
+
+    P(X > Y) + P(X = Y) / 2: Mann and Whitney's U over the number of pairs.
+    """
+    own, others = own[..., :, None], others[..., None, :]
+    return np.mean((own > others) + 0.5 * (own == others), axis=(-2, -1))
+
+
+def improvement(own: np.ndarray, others: np.ndarray) -> Estimate:
+    """Return `wins` and its 95 % interval. Both: scores, [seeds]."""
+    return float(wins(own, others)), bootstrap_interval(wins, [own, others])

@@ -12,6 +12,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,9 @@ INSTALL = "pip install -e . -c constraints.txt"
 GAME = ("pysc2", "s2clientprotocol", "protobuf", "websocket-client", "absl-py")
 GET_MAPS = f"{INSTALL_GAME} --maps-only"
 GIGABYTE = 2.0**30
-EXTRAS = ("full", "smax", "gpu")
+WORLDS = {"lbf": "lbforaging", "mpe": "mpe2", "rware": "rware"}
+"""Environments that are an extra of the same name, and its package."""
+EXTRAS = ("full", "smax", "gpu", *WORLDS)
 MORE_ROOM = "give local_results_path=… on a disk with enough space"
 LEAST_DISK, LEAST_MEMORY = 2.0, 2.0
 
@@ -348,6 +351,11 @@ def _maps(names: list[str], chosen: str) -> str:
     return text
 
 
+def world(name: str, _config: Config) -> str:
+    """Check the package of an environment."""
+    return require((WORLDS[name],), name)
+
+
 def wandb(_config: Config) -> str:
     """Check W&B and in which mode it would record."""
     found = require(["wandb"], "full")
@@ -379,6 +387,7 @@ CHECKS = (
     Check("shared memory", shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),
     Check("disk", disk, ALL, fix=MORE_ROOM),
     Check("smax", smax, frozenset({"smax"}), fix=install("smax")),
+    *(Check(name, partial(world, name), frozenset({name}), fix=install(name)) for name in WORLDS),
     Check("pysc2", pysc2, GAMES, fix=install("full")),
     Check("game", game, GAMES, fix="./install_sc2.sh"),
     Check("SMAC maps", smac_maps, frozenset({"sc2"}), fix=GET_MAPS),

@@ -59,9 +59,11 @@ def main(options: argparse.Namespace) -> int:
         if played and not options.output:  # beside the page, for `report` and other formats
             recording.write(beside.with_name(beside.name + SUFFIX))
     except OSError as problem:
-        raise UserError(f"{path}: cannot be written ({problem.strerror}). Give another file with --output") from None
+        raise UserError(
+            f"{path}: cannot be written ({problem.strerror or problem}). Give another file with --output"
+        ) from None
     for episode in recording.episodes:
-        print_out(f"{episode.label}: {episode.outcome} after {episode.length} steps, seed {episode.seed}\n")
+        print_out(f"{episode.label}: {episode.outcome} after {episode.length} steps\n")
     print_out(f"{path}\n")
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from omagd.envs.frames import Frame
 from omagd.lab.watch.panel import (
     FOG,
     HEAL,
@@ -33,6 +34,8 @@ SHEET, HEADINGS, LEGEND = 1320 * TWICE, 60 * TWICE, 30 * TWICE
 def extent(episode: Episode) -> tuple[float, float, float, float]:
     """Return the part of the map that the pictures show: all places of units and of guesses with a margin."""
     scene = episode.scene
+    if episode.moments[0].picture:
+        return 0.0, 0.0, 4.0, 3.0
     if scene.bounds is None:
         return -1.0, -0.4, float(episode.n_agents), 0.4
     if scene.torus:
@@ -80,6 +83,18 @@ def pictures(episode: Episode, agent: int) -> Iterator[Any]:
         yield image.reduce(TWICE)
 
 
+def pixels(frame: Frame) -> np.ndarray:
+    """Return the picture of one moment, [height, width, 3] uint8: the whole map as it is."""
+    parts = {name: value for name, value in frame.to_dict().items() if name != "scene"}
+    moment = Moment.model_construct(**parts, actions=[], values=[], seen=[], beliefs=[])
+    episode = Episode.model_construct(env="", map_name="", seed=0, scene=frame.scene, moments=[moment])
+    box = frame.scene.bounds or extent(episode)
+    wide = WIDTH // 2
+    panel = Panel(episode, box, (wide, int(wide * (box[3] - box[1]) / (box[2] - box[0]))))
+    _truth(panel, 0, -1)
+    return np.asarray(panel.image.reduce(TWICE))
+
+
 def sheet(episode: Episode, agent: int, steps: Sequence[int]) -> Any:
     """Return a Pillow image of moments below each other: as an agent sees them, as it believes them, as they were.
 
@@ -90,7 +105,7 @@ def sheet(episode: Episode, agent: int, steps: Sequence[int]) -> Any:
     box = extent(episode.model_copy(update={"moments": [episode.moments[step] for step in steps]}))
     name, believes = episode.scene.ids[agent], any(moment.beliefs for moment in episode.moments)
     views = [(f"As {name} sees it", _seen), (f"As {name} believes it is", _belief), ("As it was", _truth)]
-    views = views if believes else [views[0], views[2]]
+    views = [view for view, on in zip(views, (episode.moments[0].seen, believes, True), strict=True) if on]
     wide = (SHEET - 4 * GAP) // 3
     width = GAP + len(views) * (wide + GAP)
     high = int(wide * min(1.0, (box[3] - box[1]) / (box[2] - box[0])))
@@ -118,7 +133,7 @@ def _health(episode: Episode, moment: Moment, unit: int) -> tuple[float | None, 
 
 
 def _sight(panel: Panel, moment: Moment, agent: int) -> tuple[Point, float] | None:
-    sight = panel.scene.sight[agent] if panel.scene.sight else 0.0
+    sight = panel.scene.sight[agent] if panel.scene.sight and agent >= 0 else 0.0
     shown = moment.alive[agent] and sight and panel.scene.bounds is not None
     return (panel.at(moment.x[agent], moment.y[agent]), sight * panel.scale) if shown else None
 
@@ -127,6 +142,9 @@ def _truth(panel: Panel, step: int, agent: int) -> None:
     """Draw the battle as it is."""
     episode, scene = panel.episode, panel.scene
     moment = episode.moments[step]
+    if moment.picture:
+        panel.show(moment.picture)
+        return
     panel.ground(_sight(panel, moment, agent), fog=False)
     there = [unit for unit, alive in enumerate(moment.alive) if alive]
     where = dict(zip(there, panel.apart([panel.at(moment.x[i], moment.y[i]) for i in there]), strict=True))

@@ -45,7 +45,7 @@ def write_png(recording: Recording, path: Path, agent: int | None = None, steps:
     Errors: UserError where observations have no units, for a step that the battle has not, or a dead agent.
     """
     episode = recording.episodes[0]
-    if not episode.moments[0].seen or not episode.scene.sight:
+    if not episode.moments[0].picture and not (episode.moments[0].seen and episode.scene.sight):
         raise UserError("--format=png: shows what an agent sees of units, and here observations have none. Use html")
     if over := [step for step in steps if step > episode.length]:
         raise UserError(f"--steps={over[0]}: the battle has steps 0 to {episode.length}")
@@ -64,7 +64,7 @@ def _chosen(episode: Episode, agent: int, steps: Sequence[int]) -> tuple[list[in
     """Return the steps to show of an agent, and what they are worth together."""
     worth, before = {}, set[int]()
     for step, moment in enumerate(episode.moments):
-        now = set(seen_by(moment, agent)) - {agent}
+        now = set(seen_by(moment, agent)) - {agent} if moment.seen else set[int]()
         living = {unit for unit, alive in enumerate(moment.alive) if alive} - {agent}
         hidden = living - now
         if moment.alive[agent]:

@@ -5,6 +5,8 @@ Everything is drawn at `TWICE` its size and reduced, which smooths the edges. Po
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -58,6 +60,13 @@ class Panel:
     def at(self, x: float, y: float) -> Point:
         """Return the pixel of a place in cells."""
         return self._left + x * self.scale, self._low - y * self.scale
+
+    def show(self, picture: str) -> None:
+        """Show a PNG in base64. Errors: OSError for one that is damaged."""
+        from PIL import Image, ImageOps
+
+        with Image.open(io.BytesIO(base64.b64decode(picture)), formats=("PNG",)) as found:
+            self.image.paste(ImageOps.pad(found.convert("RGB"), self.image.size, color=FIELD))
 
     def apart(self, places: Sequence[Point]) -> list[Point]:
         """Return `places` moved so that marks there do not hide each other."""

@@ -33,7 +33,8 @@ class AgentInputs:
 
     Args:
         features: [S, n, obs_dim], flat observations (seen, reconstructed or full), in the agent's float type.
-        last_action: [S, n] int64, -1 at the first step of an episode.
+        last_action: [S, n] int64, -1 at the first step of an episode. Of continuous actions [S, n, d] floats, in half
+            widths of their bounds, 0 at the first step.
         guessed: [S, n, N] bool, nodes whose features are guesses; None without reconstruction.
         inferred: [S, n, E], what agents infer that others observe, for kinds of predictors that do; else None.
         kept: what agents have computed of these inputs alone; trained and target networks share it.
@@ -49,7 +50,7 @@ class AgentInputs:
     def blank(cls, n_rows: int, info: EnvInfo, like: Tensor) -> AgentInputs:
         """Return inputs of zeros with the float type and device of `like`."""
         features = like.new_zeros(n_rows, info.n_agents, info.obs_dim)
-        return cls(features, torch.full((n_rows, info.n_agents), -1, device=like.device))
+        return cls(features, no_action(info, n_rows, like.device))
 
     def read(self, n_inferred: int) -> Tensor:
         """Return the features [S, n, d], followed by the inferred numbers, so many; zeros without reconstruction."""
@@ -78,6 +79,13 @@ class AgentInputs:
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         chosen = {name: choose(part) for name, part in parts.items() if isinstance(part, Tensor)}
         return replace(self, **chosen, kept={})
+
+
+def no_action(info: EnvInfo, n_rows: int, device: torch.device) -> Tensor:
+    """Return the last actions at the start of episodes, as `AgentInputs` holds them."""
+    if info.box is None:
+        return torch.full((n_rows, info.n_agents), -1, device=device)
+    return torch.zeros(n_rows, info.n_agents, info.box.dim, device=device)
 
 
 class Agent(nn.Module, ABC):
@@ -181,7 +189,8 @@ class InputLinear(nn.Linear):
     """`nn.Linear` over [features | one-hot of the last action | one-hot of the agent].
 
     The product with a one-hot is a column of the weight, so these columns are looked up instead of multiplied: a table
-    holds bias + column of the action + column of the agent for every pair (see `lookup_relu`).
+    holds bias + column of the action + column of the agent for every pair (see `lookup_relu`). The numbers of a
+    continuous last action follow the features instead.
 
     Args:
         n_features: width of the features. out_features: width of the result.
@@ -189,18 +198,18 @@ class InputLinear(nn.Linear):
     """
 
     def __init__(self, n_features: int, out_features: int, config: Config, info: EnvInfo) -> None:
-        self.widths = [
-            n_features,
-            info.n_actions if config.obs_last_action else 0,
-            info.n_agents if config.obs_agent_id else 0,
-        ]
+        last = info.action_dim if config.obs_last_action else 0
+        self.appends = last > 0 and info.box is not None
+        numbers, one_hot = (last, 0) if self.appends else (0, last)
+        self.widths = [n_features + numbers, one_hot, info.n_agents if config.obs_agent_id else 0]
         super().__init__(sum(self.widths), out_features)
-        self.looks_up = sum(self.widths) > n_features
+        self.looks_up = sum(self.widths[1:]) > 0
         self.n_agents = info.n_agents
         self._kept: tuple[tuple[int, int, int], Tensor, Tensor, Tensor] | None = None
 
     def forward(self, features: Tensor, last_action: Tensor) -> Tensor:  # type: ignore[override]
         """Return [S, n, out] from features [S, n, d] and last_action [S, n] int64 (-1: none, a one-hot of zeros)."""
+        features, last_action = self._appended(features, last_action)
         if not self.looks_up:
             return fast_linear(features, self.weight, self.bias)
         if features.is_cuda and torch.is_grad_enabled():
@@ -212,7 +221,15 @@ class InputLinear(nn.Linear):
         """Return the ReLU of the same; on a CPU in one pass over the rows."""
         if features.is_cuda or not self.looks_up or not is_only(self, InputLinear):
             return F.relu(self(features, last_action))
+        features, last_action = self._appended(features, last_action)
         return lookup_relu(features, *self.lookup(last_action))
+
+    def _appended(self, features: Tensor, last_action: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features with a continuous last action behind them, and -1, for none, in its place."""
+        if not last_action.is_floating_point():
+            return features, last_action
+        number = torch.full(last_action.shape[:-1], -1, device=last_action.device)
+        return torch.cat([features, last_action.to(features)], dim=-1) if self.appends else features, number
 
     def _with_one_hots(self, features: Tensor, last_action: Tensor) -> Tensor:
         """Return the same by products: on a GPU the gradient of many look-ups waits for the host (pytorch #82886)."""
@@ -269,6 +286,7 @@ class RNNAgent(RecurrentAgent):
     """
 
     reads_inferences = True
+    continuous = True  # knows of actions only how many numbers they have
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__(config, info)

@@ -1,12 +1,13 @@
 """Agents without memory: the feed-forward agent, and actors and critics of DDPG.
 
 DDPG: Lillicrap et al. 2016, arXiv:1509.02971. As in the published snakes baseline (docs/snakes.md), and unlike in
-MADDPG, a critic reads the observation and the action of its own agent only. BiCNet (Peng et al. 2017, arXiv:1703.10069)
-lets agents communicate through a bidirectional LSTM over the agents in their order.
+MADDPG, a `DDPGCritic` reads the observation and the action of its own agent only. BiCNet (Peng et al. 2017,
+arXiv:1703.10069) lets agents communicate through a bidirectional LSTM over the agents in their order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -59,12 +60,18 @@ class FFAgent(Agent):
     talks: ClassVar[bool] = False
     samples: ClassVar[bool] = False
     reads_inferences: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
 
     def __init__(self, config: Config, info: EnvInfo) -> None:
         super().__init__()
         self.n_agents = info.n_agents
         self.n_inferred = n_inferred(config, info.layout)
-        self.trunk = Trunk(info.obs_dim + self.n_inferred, info.n_actions, config, info, self.talks)
+        self.trunk = Trunk(info.obs_dim + self.n_inferred, self.n_outputs(info), config, info, self.talks)
+
+    @staticmethod
+    def n_outputs(info: EnvInfo) -> int:
+        """Return the numbers per agent that the agent computes."""
+        return info.n_actions
 
     def init_hidden(self, n_slots: int) -> Tensor:
         """Return an empty hidden state, [B, n, 0]."""
@@ -107,20 +114,57 @@ class DDPGCritic(nn.Module):
 
     def __init__(self, config: Config, info: EnvInfo, talks: bool) -> None:
         super().__init__()
-        self.trunk = Trunk(info.obs_dim + info.n_actions, 1, config, info, talks)
+        self.trunk = Trunk(info.obs_dim + info.action_dim, 1, config, info, talks)
 
     def forward(self, inputs: AgentInputs, actions: Tensor) -> Tensor:
-        """Return [S, n] from the agents' inputs and action vectors [S, n, A] (probabilities or one-hots)."""
+        """Return [S, n] from the agents' inputs and action vectors [S, n, A] (probabilities, one-hots or numbers)."""
         # DDPG's critic reads actions as vectors, so that their gradient exists.
         features = torch.cat([inputs.features, actions], dim=-1)
         return self.trunk(features, inputs.last_action).squeeze(-1)
 
 
+class JointCritic(nn.Module):
+    """Q_i of each agent from the observations and the actions of all (MADDPG, Lowe et al. 2017, arXiv:1706.02275).
+
+    Agent i's own observation and action come first; weights are shared.
+    """
+
+    def __init__(self, config: Config, info: EnvInfo) -> None:
+        super().__init__()
+        self.trunk = Trunk((info.n_agents + 1) * (info.obs_dim + info.action_dim), 1, config, info)
+
+    def forward(self, inputs: AgentInputs, actions: Tensor, others: Tensor | None = None) -> Tensor:
+        """Return [S, n]. actions: [S, n, A]. others: what the other agents do, [S, n, A]; None: `actions`."""
+        n, features = actions.shape[1], inputs.features
+        seen = features.flatten(1).unsqueeze(1).expand(-1, n, -1)
+        # MADDPG, eq. 5: only agent i's action is its policy's, the others are those of the replay.
+        own = torch.eye(n, dtype=torch.bool, device=actions.device).unsqueeze(-1)
+        joint = torch.where(own, actions.unsqueeze(2), (actions if others is None else others).unsqueeze(1)).flatten(2)
+        return self.trunk(torch.cat([features, actions, seen, joint], dim=-1), inputs.last_action).squeeze(-1)
+
+
+class TwinCritics(nn.Module):
+    """Two critics, of which targets take the smaller value (TD3, Fujimoto et al. 2018, arXiv:1802.09477)."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(make() for _ in range(2))
+
+    def forward(self, *given: object) -> Tensor:
+        """Return the values of both, [2, S, n]."""
+        return torch.stack([critic(*given) for critic in self.each])
+
+
 class DDPGAgent(FFAgent):
-    """Logits of all actions from one agent's observation alone."""
+    """Logits of all actions from one agent's observation alone; of continuous actions tanh^-1 in half widths."""
 
     samples: ClassVar[bool] = True
     reads_inferences: ClassVar[bool] = False
+
+    @staticmethod
+    def n_outputs(info: EnvInfo) -> int:
+        """Return the length of an action vector."""
+        return info.action_dim
 
     @classmethod
     def new_critic(cls, config: Config, info: EnvInfo) -> DDPGCritic:

@@ -140,6 +140,14 @@ class MemoryReconstructor(Reconstructor):
         slots = torch.as_tensor(np.flatnonzero(which), device=self.device)
         self._hidden = self._hidden.index_copy(0, slots, self.agent.init_hidden(len(slots)))
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return the memories."""
+        return {"hidden": self._hidden.clone()}
+
+    def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
+        """Continue from a `snapshot` of as many slots."""
+        self._hidden = snapshot["hidden"].to(self._hidden)
+
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
         after = self.agent.step(AgentInputs(obs.to(self._hidden.dtype), actions), self._hidden)[1]
         self._hidden = torch.where(played[:, None, None], after, self._hidden)

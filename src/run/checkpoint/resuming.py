@@ -297,7 +297,10 @@ def require_free_token(config: Config, state: str = "exists already") -> None:
 ADDED_ARGS: dict[str, dict[str, Any]] = {"skirmish": {"sight_range": 9, "start": "formation"}}
 """The same as `ADDED` for `env_args`, by environment."""
 
-ADDED_INSIDE: dict[str, dict[str, Any]] = {"mask_predictor_config": {"kind": "masked"}}
+ADDED_INSIDE: dict[str, dict[str, Any]] = {
+    "mask_predictor_config": {"kind": "masked"},
+    "learner_args": {"joint": False, "twin": False, "target_noise": 0.0, "target_noise_clip": 0.5, "policy_delay": 1},
+}
 """The same for keys of sections."""
 
 

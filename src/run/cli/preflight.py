@@ -59,7 +59,7 @@ def preflight(
     config = with_fitting(config, found)
     plan = tried(found, make_plan, config)
     from omagd.run.cli.trial import check_given
-    from omagd.run.training.checks import check_stages, with_maps
+    from omagd.run.training.checks import check_actions, check_stages, with_maps
 
     tried(found, check_stages, config)
     for package in ("wandb", "tensorboard"):
@@ -72,7 +72,8 @@ def preflight(
         config = tried(found, _with_longest_end, config, info) or config
         _check_training(config, plan, info, found)
     checked, known = None, info or stand_in(config)
-    if known is not None and (known.layout is not None or not _needs_units(config)):
+    plays = known is not None and tried(found, check_actions, config, known)
+    if known is not None and plays and (known.layout is not None or not _needs_units(config)):
         checked = tried(found, check_given, config, known, found)
     if plan is not None:
         tried(found, _check_token, config, plan)
@@ -327,12 +328,15 @@ def listing() -> str:
     from omagd.envs.battle.maps import MAPS
     from omagd.envs.smax import MapName as SMAX_MAPS
     from omagd.envs.task_sets import NAMED as SETS
+    from omagd.envs.worlds import LBF_MAPS, RWARE_MAPS, MpeMap
 
     lines = [_paragraph("--config", config_names("algs")), _paragraph("--env-config", config_names("envs"))]
     lines += [_paragraph(key, registry_of(package).names()) for key, package in (NAMED | OF_SECTIONS).items()]
     shown = "3m_mixed_sight6", "3m_hidden"  # of the starts and sights that the name of any map can have
     lines.append(_paragraph("env_args.map_name (skirmish)", [*SETS, *MAPS, *shown]))
     lines.append(_paragraph("env_args.map_name (smax)", list(get_args(SMAX_MAPS))))
+    for env, maps in {"lbf": (*LBF_MAPS, "..."), "mpe": get_args(MpeMap), "rware": (*RWARE_MAPS, "...")}.items():
+        lines.append(_paragraph(f"env_args.map_name ({env})", list(maps)))
     return "\n".join(lines) + "\n"
 
 

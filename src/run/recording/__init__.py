@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omagd.utils.registry import Registry
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # A writer is called as write(recording, path, agent) and returns the path; agent: the one whose view is shown.
 WRITERS: Registry[Callable[..., Path]] = Registry(
@@ -16,4 +20,9 @@ WRITERS: Registry[Callable[..., Path]] = Registry(
         "gif": "omagd.lab.watch.formats:write_gif",
         "png": "omagd.lab.watch.formats:write_png",
     },
+)
+
+# Called as draw(frame); returns pixels, [height, width, 3] uint8.
+RENDER_MODES: Registry[Callable[..., np.ndarray]] = Registry(
+    "render_mode", "omagd.render_modes", lazy={"rgb_array": "omagd.lab.watch.drawing:pixels"}
 )

@@ -22,6 +22,63 @@ Views = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 """Nodes [n, N, D] that the agents see, those with guesses, and which ones [n, N] are guesses."""
 
 
+class Viewer:
+    """Says what the agents of slot 0 see and guess, without changing what they do.
+
+    Args:
+        policy: a controller, or scripts. info: facts of what it plays.
+    """
+
+    def __init__(self, policy: Policy, info: EnvInfo) -> None:
+        self._info = info
+        self._reconstructor: Reconstructor | None = getattr(policy, "reconstructor", None)
+        self._memory = _memory_of(policy, info)
+        self._read: Any = getattr(policy, "read", None)  # of controllers; scripts read `obs`
+        self._made: Reconstruction | None = None  # by the memory, of the last tick
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the episode."""
+        self._last_action = np.full((1, self._info.n_agents), -1)
+        if self._memory is not None:
+            self._memory.begin(1)
+
+    def follow(self, tick: Tick, decision: Decision) -> None:
+        """Remember what the agents of the slot have seen and done; once for each tick."""
+        self._made = None
+        if self._memory is not None and tick.active[0]:
+            seen = tick.observation.obs[:1], tick.step[:1], None, self._last_action
+            self._made = self._memory.step(*seen)
+            self._last_action = decision.actions[:1].copy()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the memory."""
+        memory = {} if self._memory is None else self._memory.snapshot()
+        return {"memory": memory, "last_action": self._last_action.copy()}
+
+    def load_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Restore a `snapshot`."""
+        self._made, self._last_action = None, snapshot["last_action"].copy()
+        if self._memory is not None:
+            self._memory.load_snapshot(snapshot["memory"])
+
+    def views(self, tick: Tick, decision: Decision) -> Views | None:
+        """Return what the agents see and guess at the tick followed last; None where observations have no units."""
+        layout, shown = self._info.layout, tick.observation
+        if layout is None:
+            return None
+        obs = shown.obs if self._read is None else self._read(shown)
+        nodes = obs_to_nodes(np.array(obs[0]), layout)
+        if (by := self._made) is not None:
+            return nodes, obs_to_nodes(by.obs[0].cpu().numpy(), layout), by.guessed[0].cpu().numpy()
+        fills = self._reconstructor
+        if fills is None or (stored := decision.extras.get(fills.field)) is None:
+            return nodes, None, None
+        data = {"obs": obs[:1], fills.field: stored[:1]}
+        made, guessed = fills.restore({name: torch.from_numpy(np.array(value)) for name, value in data.items()})
+        return nodes, obs_to_nodes(made[0].cpu().numpy(), layout), guessed[0].cpu().numpy()
+
+
 class Recorder:
     """Acts as `policy` and records slot 0 of `env`.
 
@@ -36,13 +93,9 @@ class Recorder:
     def __init__(self, policy: Policy, env: BatchedEnv, info: EnvInfo, name: str, most: int = 10) -> None:
         self._policy, self._env, self._info, self._name, self._most = policy, env, info, name, most
         self._logits = bool(getattr(policy, "outputs_logits", False))
-        self._reconstructor: Reconstructor | None = getattr(policy, "reconstructor", None)
-        self._memory = _memory_of(policy, info)
-        self._read: Any = getattr(policy, "read", None)  # of controllers; scripts read `obs`
+        self._viewer = Viewer(policy, info)
         self._found: list[tuple[Frame, list[Moment]]] = []
         self._open: list[Moment] = []
-        self._made: Reconstruction | None = None  # by the memory, of the last tick
-        self._forget()
         self.episodes: list[Episode] = []
 
     @property
@@ -54,20 +107,14 @@ class Recorder:
         """Prepare for B = `n_slots` slots."""
         self._policy.begin(n_slots)
         self._open = []
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forget what the recorded slot has remembered."""
-        self._last_action = np.full((1, self._info.n_agents), -1)
-        if self._memory is not None:
-            self._memory.begin(1)
+        self._viewer.forget()
 
     def reset(self, which: np.ndarray) -> None:
         """Reset the memory of the slots `which` [B] bool, where episodes start."""
         self._policy.reset(which)
         if which[0]:
             self._open = []
-            self._forget()
+            self._viewer.forget()
 
     def refresh(self) -> None:
         """Use the newest weights."""
@@ -84,11 +131,7 @@ class Recorder:
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Choose actions as the policy does, and record the moment."""
         decision = self._policy.act(tick, explore)
-        self._made = None
-        if self._memory is not None and tick.active[0]:
-            seen = tick.observation.obs[:1], tick.step[:1], None, self._last_action
-            self._made = self._memory.step(*seen)
-            self._last_action = decision.actions[:1].copy()
+        self._viewer.follow(tick, decision)
         if tick.active[0] and (self._open or len(self._found) < self._most + LOST_IN_A_ROW):
             self._record(tick, decision)
         return decision
@@ -114,7 +157,7 @@ class Recorder:
             kept += 1
 
     def _record(self, tick: Tick, decision: Decision) -> None:
-        views = self._views(tick, decision)  # first: the observation is valid until the environment's next call
+        views = self._viewer.views(tick, decision)  # first: the observation is valid until the environment's next call
         frame = self._env.frame(0)
         n = frame.scene.teams.count(0)
         available = tick.observation.avail_actions[0, :n]
@@ -126,7 +169,7 @@ class Recorder:
         self._open.append(
             Moment.model_construct(
                 **parts,
-                actions=decision.actions[0, :n].tolist(),
+                actions=decision.actions[0, :n].tolist() if self._info.box is None else [],
                 values=self._values(decision, available, n),
                 seen=seen,
                 beliefs=beliefs,
@@ -135,30 +178,13 @@ class Recorder:
 
     def _values(self, decision: Decision, available: np.ndarray, n: int) -> list[list[Number | None]]:
         """Return the policy's values of the available actions, [n][A]."""
-        if decision.values is None:
+        if decision.values is None or self._info.box is not None:
             return []
         values = np.asarray(decision.values[0, :n], np.float64)
         if self._logits:
-            with np.errstate(invalid="ignore"):  # of a diverged policy
-                values = np.exp(log_softmax(values, available))
+            values = probabilities(values, available)
         rows = zip(np.round(values, 4).tolist(), available.tolist(), strict=True)
         return [[number_of(value) if may else None for value, may in zip(row, mask, strict=True)] for row, mask in rows]
-
-    def _views(self, tick: Tick, decision: Decision) -> Views | None:
-        """Return what the agents see and guess; None where observations have no units."""
-        layout, shown = self._info.layout, tick.observation
-        if layout is None:
-            return None
-        obs = shown.obs if self._read is None else self._read(shown)
-        nodes = obs_to_nodes(np.array(obs[0]), layout)
-        if (by := self._made) is not None:
-            return nodes, obs_to_nodes(by.obs[0].cpu().numpy(), layout), by.guessed[0].cpu().numpy()
-        fills = self._reconstructor
-        if fills is None or (stored := decision.extras.get(fills.field)) is None:
-            return nodes, None, None
-        data = {"obs": obs[:1], fills.field: stored[:1]}
-        made, guessed = fills.restore({name: torch.from_numpy(np.array(value)) for name, value in data.items()})
-        return nodes, obs_to_nodes(made[0].cpu().numpy(), layout), guessed[0].cpu().numpy()
 
 
 def seen_and_believed(layout: EntityLayout, views: Views, frame: Frame) -> tuple[list[str], list[list[Belief]]]:
@@ -182,6 +208,12 @@ def seen_and_believed(layout: EntityLayout, views: Views, frame: Frame) -> tuple
         share = number_of(health[i, node].item()) if known else None
         beliefs[i].append((unit, x, y, share))
     return seen, beliefs
+
+
+def probabilities(logits: np.ndarray, available: np.ndarray) -> np.ndarray:
+    """Return the probabilities of actions, [n, A], 0 where one is not available [n, A]."""
+    with np.errstate(invalid="ignore"):  # of a diverged policy
+        return np.exp(log_softmax(logits, available))
 
 
 def _memory_of(policy: Any, info: EnvInfo) -> MemoryReconstructor | None:

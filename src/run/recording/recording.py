@@ -5,6 +5,7 @@ Letters: n agents, U units (the agents first), A actions, T steps.
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import math
@@ -15,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from omagd.envs.frames import AGENTS, OPPONENTS, THINGS, Scene
+from omagd.envs.frames import AGENTS, LARGEST_PICTURE, OPPONENTS, THINGS, Scene
 from omagd.run.recording import WRITERS
 from omagd.utils.errors import UserError
 from omagd.utils.storage import replace_file
@@ -62,6 +63,7 @@ class Moment(_Part):
     bodies: list[list[float]] = []
     marked: list[int] = []
     score: list[float] = []
+    picture: str = ""
     actions: list[int] = []
     values: list[list[Number | None]] = []
     seen: list[str] = []
@@ -107,7 +109,18 @@ def _belongs(moment: Moment, scene: Scene) -> bool:
         and all(0 <= unit < units and moment.alive[unit] for unit in moment.marked)
         and all(action >= 0 for action in moment.actions)
         and all(0 <= unit < units for unit, *_ in beliefs)
+        and (not moment.picture or _is_small_png(moment.picture))
     )
+
+
+def _is_small_png(picture: str) -> bool:
+    """Return whether this is the beginning of a PNG of a size that is drawn, in base64."""
+    try:
+        head = base64.b64decode(picture, validate=True)[:24]
+    except ValueError:
+        return False
+    sides = int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
+    return head.startswith(b"\x89PNG\r\n\x1a\n") and 0 < min(sides) <= max(sides) <= LARGEST_PICTURE
 
 
 def _shows_a_unit(moment: Moment, x0: float, y0: float, x1: float, y1: float) -> bool:

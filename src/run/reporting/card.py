@@ -234,7 +234,7 @@ def _game(args: BaseModel, module: str) -> str:
         return game_name(build_of(args.game_version))  # type: ignore[attr-defined]
     if module == "omagd.envs.smax":
         return f"jaxmarl {version('jaxmarl')}"
-    package = args.package if module == "omagd.envs.adapters" else module.partition(".")[0]  # type: ignore[attr-defined]
+    package = getattr(args, "package", module.partition(".")[0])  # of environments of other packages
     if package == "omagd":
         return f"omagd {omagd.__version__}"
     found = packages_distributions().get(package, [])

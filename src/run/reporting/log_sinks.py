@@ -16,6 +16,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -244,12 +245,15 @@ COLUMNS = {
 """Columns of the console's table for each clock, and patterns of what they show: the first value that a record has."""
 
 WIDTH = 13  # of a column
+LEAST_SECONDS, LEAST_OF_ALL = 3.0, 0.05
+"""Time between two lines: at least so long, and this share of the time so far; 20 lines a minute, 100 in an hour."""
 
 
 class ConsoleSink(Sink):
-    """Prints one line per record through Python's `logger`, below the names of its columns; all with `log_detail=full`.
+    """Prints lines of values through Python's `logger`, below the names of their columns; all with `log_detail=full`.
 
-    Win rate, return and length are those of the last greedy test, or of training where nothing is tested.
+    Records that follow within a short time share a line; the last one of a stage has one. Win rate, return and length
+    are those of the last greedy test, or of training where nothing is tested.
     """
 
     name = "console"
@@ -257,13 +261,31 @@ class ConsoleSink(Sink):
     def __init__(self, logger: logging.Logger) -> None:
         self.logger = logger
         self._columns: dict[str, tuple[str, ...]] = {}
+        self._held: Record | None = None  # not printed so far
+        self._began, self._printed = math.inf, -math.inf
 
     def _log(self, record: Record) -> None:
         config = self.facts.config
         if config.get("log_detail") == "full" or config.get("evaluate"):
             self.logger.info("%s", render_block(record, self.facts))
             return
-        values = record.values.items()
+        held, now = self._held, time.monotonic()
+        if held is not None and held.stage == record.stage:
+            record = replace(record, values={**held.values, **record.values})
+        elif held is not None:
+            self._line(held)
+        self._held, self._began = record, min(self._began, now)
+        rest = max(LEAST_SECONDS, LEAST_OF_ALL * (now - self._began)) - (now - self._printed)
+        if rest <= 0 or record.t >= self.facts.totals.get(record.clock, math.inf):
+            self._printed = now
+            self._line(record)
+
+    def _close(self, exit_state: str) -> None:
+        if self._held is not None:
+            self._line(self._held)
+
+    def _line(self, record: Record) -> None:
+        self._held, config, values = None, self.facts.config, record.values.items()
         shown = {name: next((value for key in keys for found, value in values if fnmatchcase(found, key)), None)
                  for name, keys in COLUMNS[record.clock].items()}  # fmt: skip
         # These come with the first update.

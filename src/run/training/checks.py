@@ -229,6 +229,25 @@ def _text(shape: tuple[int, ...]) -> str:
     return f"[{', '.join('H' if size == -1 else str(size) for size in shape)}]"
 
 
+def check_actions(config: Config, info: EnvInfo) -> bool:
+    """Return True; reject continuous actions for learners and agents of discrete ones. Errors: UserError."""
+    if info.box is None:
+        return True
+    if not getattr(learner_class(config.learner), "continuous", False):
+        raise UserError(
+            f"learner={config.learner}: learns values of discrete actions, and those of env={config.env} are"
+            " continuous. Use --config=mappo, ippo, maddpg or matd3"
+        )
+    if config.use_graph_reconstruction:
+        raise UserError(f"use_graph_reconstruction=True: reads discrete actions, and those of env={config.env} are not")
+    kind, owner = agents.REGISTRY.get(config.agent), f"agent={config.agent}"
+    if not getattr(kind, "continuous", False) and not is_plugin(kind):
+        raise UserError(
+            f"{owner}: is of discrete actions, and those of env={config.env} are not. Use agent=n_rnn or ff"
+        )
+    return True
+
+
 @together
 def check_groups(config: Config, info: EnvInfo) -> Iterator[str]:
     """Reject keys of groups that contradict one another, the learner or the environment. Errors: UserError."""

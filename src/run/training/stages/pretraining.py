@@ -275,7 +275,8 @@ class PretrainStage(Stage):
             width = Codec({name: fields[name] for name in training_fields(config)}).width
             need, room = width * (info.episode_limit + 1) * episodes / GIGABYTE, room_for_episodes(config, dist)
             why = why or (f"{need:.2f} GB of episodes do not fit into {room:.2f} GB" if need > room else "")
-        if why:
+        # The same on all ranks, whose free memory differs: fixed shapes sum gradients in another way than DDP.
+        if why := max(dist.gather(why)):
             self.session.logger.info(f"{self.name}: updates are not CUDA graphs, which is slower: {why}")
             return None, EpisodeBuffer(episodes)
         return FixedUpdates(cast(Any, self.learner)), ResidentBuffer(episodes, dist.device, info.episode_limit + 1)

@@ -1,0 +1,324 @@
+"""Level-based foraging (LBF), particle worlds (MPE) and the warehouse (RWARE) by the names of their maps.
+
+The rules are those of lbforaging, mpe2 and rware, which are extras. Shapes: n agents, m foods or landmarks, U = n + m.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from omagd.config.env_info import EntityLayout, StateLayout
+from omagd.envs.adapters import Foreign, GymmaEnv, PettingZooEnv, Rewards
+from omagd.envs.frames import AGENTS, THINGS, Frame, Scene, rounded, unit_names
+
+FORAGING = r"(?:(\d{1,2})s-)?(\d{1,2})x\2-(\d{1,2})p-(\d{1,2})f((?:-coop|-ind|-pen)*)"
+LBF_MAPS = ("8x8-2p-3f", "2s-8x8-2p-2f-coop", "10x10-3p-3f", "15x15-3p-5f", "15x15-4p-3f", "15x15-4p-5f")
+RWARE_MAPS = ("tiny-2ag", "tiny-2ag-hard", "tiny-4ag", "small-4ag", "medium-6ag-easy", "large-8ag")
+"""Examples: every name of this form can be played."""
+MpeMap = Literal[
+    "simple_v3", "simple_spread_v3", "simple_tag_v3", "simple_adversary_v3", "simple_push_v3", "simple_crypto_v3",
+    "simple_reference_v3", "simple_speaker_listener_v4", "simple_world_comm_v3", "simple_formation_v1",
+    "simple_line_v1", "collect_treasure_v1",
+]  # fmt: skip
+SPREAD, CELLS = "simple_spread_v3", 10.0
+"""Its world has units; cells of a picture for a unit of length."""
+MOVES = ("stay", "left", "right", "down", "up")
+
+
+class LbfArgs(Rewards):
+    """Arguments of `lbf`; the others go to lbforaging's constructor.
+
+    Attributes:
+        map_name: `<size>x<size>-<agents>p-<foods>f`. `2s-` before it: one sees 2 cells far. Behind it `-coop`: foods
+            that up to three must lift together; `-ind`: of level 1; `-pen`: an attempt that fails costs 0.1.
+        time_limit: steps of an episode, which terminates then.
+    """
+
+    map_name: str = "8x8-2p-3f"
+    time_limit: int = Field(default=50, ge=1)
+
+    @property
+    def path(self) -> str:
+        """Package."""
+        return "lbforaging"
+
+
+class MpeArgs(Rewards):
+    """Arguments of `mpe`; the others go to the constructor of the world, such as `N` and `max_cycles`.
+
+    Attributes:
+        map_name: the world.
+    """
+
+    map_name: MpeMap = SPREAD
+
+    @property
+    def path(self) -> str:
+        """Import path."""
+        return f"mpe2.{self.map_name}"
+
+
+class RwareArgs(Rewards):
+    """Arguments of `rware`; the others go to rware's constructor.
+
+    Attributes:
+        map_name: `<tiny, small, medium or large>-<agents>ag`, with nothing, `-easy` or `-hard` behind it.
+        time_limit: steps of an episode.
+    """
+
+    map_name: str = "tiny-2ag"
+    time_limit: int = Field(default=500, ge=1)
+
+    @property
+    def path(self) -> str:
+        """Gymnasium id."""
+        return f"rware:rware-{self.map_name}-v2"
+
+
+class Units(NamedTuple):
+    """All units at one moment, agents first.
+
+    Attributes:
+        place: [U, 2], x to the right, y up. there: [U] bool. features: [U, f], for all who see the unit.
+        hidden: [U, h], in the state only. own: [n, o], for the agent itself only. sees: [n, U] bool.
+    """
+
+    place: np.ndarray
+    there: np.ndarray
+    features: np.ndarray
+    hidden: np.ndarray
+    own: np.ndarray
+    sees: np.ndarray
+
+
+class _WithUnits(Foreign):
+    """Observations of units: foods or landmarks, then the other agents, then the agent's own features.
+
+    Block of a unit: 1, dx and dy over `_scale`, features; zeros if unseen or gone. State: for each unit, agents first,
+    1, x and y over `_scale`, features, hidden ones.
+    """
+
+    _scale: float
+    layout: EntityLayout | None = None
+    state_layout: StateLayout
+
+    def _measure_units(self, units: Units, cells: float) -> None:
+        """Set sizes. cells: of a picture, for a unit of length."""
+        n, total = len(units.own), len(units.place)
+        others = np.arange(n - 1) + (np.arange(n - 1) >= np.arange(n)[:, None])
+        self._order = np.concatenate([np.tile(np.arange(n, total), (n, 1)), others], 1)  # [n, U - 1]
+        block, own = 3 + units.features.shape[1], units.own.shape[1]
+        sight = self._scale * cells
+        self.layout = EntityLayout(
+            0, total - n, block, n - 1, block, own, position=(1, 2), health=-1, sight=sight
+        )  # fmt: skip
+        row = block + units.hidden.shape[1]
+        self.state_layout = StateLayout(n, row, total - n, row)
+        self.sizes = [self.layout.obs_dim] * n
+
+    def _see_units(self, units: Units) -> None:
+        """Keep what follows from the units until somebody asks for it."""
+        n, there = len(units.own), units.there[:, None]
+        rows = np.concatenate([there, units.place / self._scale, units.features, units.hidden], 1) * there
+        blocks = np.tile(rows[:, : rows.shape[1] - units.hidden.shape[1]], (n, 1, 1))
+        blocks[..., 1:3] -= rows[:n, None, 1:3]
+        blocks *= there
+        self._units, self._blocks, self._state = units, blocks, rows.ravel()
+        self._obs = self._of_units(units.sees)
+        self._avail = np.ones((n, max(self.n_actions)), bool)
+
+    def _of_units(self, shown: np.ndarray) -> np.ndarray:
+        """Return observations [n, obs_dim] float32 of the units `shown` [n, U] bool."""
+        n = len(shown)
+        seen = (self._blocks * shown[..., None])[np.arange(n)[:, None], self._order]
+        return np.concatenate([seen.reshape(n, -1), self._units.own], 1, dtype=np.float32)
+
+    def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
+        """Return [n, obs_dim] float32."""
+        unlimited = no_range_limit and self.layout is not None
+        return self._of_units(np.ones_like(self._units.sees)) if unlimited else super().get_obs()
+
+    def get_state(self) -> np.ndarray:
+        """Return [state_dim] float32."""
+        return super().get_state() if self.layout is None else self._state.astype(np.float32)
+
+    def _state_size(self) -> int:
+        return super()._state_size() if self.layout is None else self.state_layout.width
+
+    def get_env_info(self) -> dict[str, Any]:
+        """Return sizes, with the layouts where there are some."""
+        facts = super().get_env_info()
+        if self.layout is not None:
+            facts |= {
+                "obs_component": self.layout.obs_component, "entity_position": self.layout.position,
+                "entity_health": self.layout.health, "entity_sight": self.layout.sight,
+                "n_normal_actions": max(self.n_actions), "state_layout": self.state_layout,
+            }  # fmt: skip
+        return facts
+
+
+class Lbf(_WithUnits, GymmaEnv):
+    """Agents of levels gather foods of levels; those who lift a food together need its level in all.
+
+    Features of a unit: its level. Own: x and y over the size of the field, level. An agent sees what lbforaging shows.
+    """
+
+    args_model = LbfArgs
+
+    def _make(self) -> Any:
+        from lbforaging.foraging import ForagingEnv  # registered ids have at most 4 foods
+
+        found = re.fullmatch(FORAGING, self.args.map_name)
+        if found is None:
+            raise self._wrong("must be of the form 8x8-2p-3f: a square, agents, foods (docs/lbf.md)")
+        sight, size, n, m, more = found.groups()
+        settings = {
+            "players": int(n), "max_num_food": int(m), "field_size": (int(size), int(size)),
+            "sight": int(sight or size), "force_coop": "-coop" in more, "penalty": 0.1 * ("-pen" in more),
+            "min_player_level": 1, "max_player_level": 2, "min_food_level": 1,
+            "max_food_level": 1 if "-ind" in more else None, "max_episode_steps": self.args.time_limit,
+        }  # fmt: skip
+        env = ForagingEnv(**{**settings, **self._own})
+        env._make_gym_obs = tuple  # nobody reads what it observes, which takes most of its time
+        return env
+
+    def _measure(self) -> None:
+        super()._measure()
+        self._scale = float(self.env.sight)
+        self._start(0)
+        self._stale = self.args.new_each_episode  # old places change the next start
+        self._measure_units(self._look(), 1.0)
+
+    def _start(self, seed: int) -> None:
+        """Start an episode of `env`; its foods keep their order, in which some may be missing for lack of room."""
+        self.env.reset(seed=seed)
+        found = np.argwhere(self.env.field)
+        self._foods = np.concatenate([found, np.full((self.env.max_num_food - len(found), 2), -1)])
+        self._levels = np.where(self._foods[:, 0] < 0, 0, self.env.field[tuple(self._foods.T)])
+
+    def _begin(self, seed: int) -> None:
+        self._start(seed)
+        self._keep((), {})
+
+    def _keep(self, obs: Any, info: Any) -> None:
+        self._see_units(self._look())
+
+    def _look(self) -> Units:
+        players, sight, size = self.env.players, self.env.sight, self.env.rows
+        cells = np.concatenate([np.array([player.position for player in players]), self._foods])  # row, column
+        n, own = len(players), cells[: len(players)]
+        first = np.maximum(own - sight, 0)
+        last = np.repeat((first + 2 * sight)[:, None], len(cells), 1)  # lbforaging's rule for agents
+        last[:, n:] = (own + sight)[:, None]
+        sees = ((cells >= first[:, None]) & (cells <= last)).all(-1)
+        there = np.ones(len(cells), bool)
+        there[n:] = (self._foods[:, 0] >= 0) & (self.env.field[tuple(self._foods.T)] > 0)
+        place = np.stack([cells[:, 1], size - 1 - cells[:, 0]], 1).astype(float)
+        levels = np.concatenate([[player.level for player in players], self._levels])[:, None]
+        return Units(place, there, levels, np.empty((len(cells), 0)), np.hstack([place[:n] / size, levels[:n]]), sees)
+
+    def get_frame(self) -> Frame:
+        """Return agents and foods in their cells."""
+        units, n, size = self._units, self.n_agents, float(self.env.rows)
+        kinds = [f"{'agent' if i < n else 'food'} of level {level:.0f}" for i, level in enumerate(units.features[:, 0])]
+        sight = self._scale if self._scale < size else 0.0
+        actions = ("stay", "north", "south", "west", "east", "lift")
+        x0, x1 = -0.5, size - 0.5
+        return _frame("f", kinds, units.place, units.there, n, (x0, x0, x1, x1), actions, sight)
+
+
+class Mpe(_WithUnits, PettingZooEnv):
+    """Particles that move, talk, chase or cover landmarks. `simple_spread_v3` has units, the other worlds have not.
+
+    Own features: velocity and place. Hidden: velocity. `num_agent_neighbors` and `num_landmark_neighbors`, of mpe2,
+    limit what is seen to the nearest.
+    """
+
+    args_model = MpeArgs
+
+    def _measure(self) -> None:
+        super()._measure()
+        if self.args.map_name == SPREAD:
+            self._scale = 1.0
+            self._measure_units(self._look(), CELLS)
+
+    def _keep(self, seen: Any, infos: Any) -> None:
+        if self.layout is None:
+            super()._keep(seen, infos)
+            return
+        self._playing = list(self.env.agents)
+        self._see_units(self._look())
+
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        """Play [n] actions; in a world of units without PettingZoo's loop over agents, which takes half of the time."""
+        if self.layout is None:
+            return super().step(actions)
+        raw = self.env.unwrapped
+        raw.current_actions[:] = actions.tolist()
+        raw._execute_world_step()
+        raw.steps += 1
+        self._see_units(self._look())
+        late = raw.steps >= raw.max_cycles
+        results = {name: value for info in raw.infos.values() for name, value in info.items()}
+        rewards = [raw.rewards[name] for name in self.names]
+        return self._result(rewards, not late and raw.scenario.is_terminal(raw.world), late, results)
+
+    def _look(self) -> Units:
+        world, scenario = self.env.unwrapped.world, self.env.unwrapped.scenario
+        n, everything = len(world.agents), [*world.agents, *world.landmarks]
+        place, speed = (np.array([getattr(one.state, name) for one in everything]) for name in ("p_pos", "p_vel"))
+        sees = np.ones((n, len(place)), bool)
+        for part, most in ((slice(n), scenario.num_agent_neighbors), (slice(n, None), scenario.num_landmark_neighbors)):
+            if most is not None:
+                away = np.linalg.norm(place - place[:n, None], axis=-1)
+                away[np.arange(n), np.arange(n)] = np.inf
+                sees[:, part] = away[:, part].argsort(1).argsort(1) < most
+        nothing = np.empty((len(everything), 0))
+        return Units(place, np.ones(len(place), bool), nothing, speed, np.hstack([speed[:n], place[:n]]), sees)
+
+    def get_frame(self) -> Frame:
+        """Return agents and landmarks."""
+        world = self.env.unwrapped.world
+        landmarks = [one for one in world.landmarks if not getattr(one, "boundary", False)]
+        kinds = ["adversary" if getattr(one, "adversary", False) else "agent" for one in world.agents]
+        place = CELLS * np.array([one.state.p_pos for one in (*world.agents, *landmarks)])
+        there = np.array([getattr(one, "alive", True) for one in (*world.agents, *landmarks)])
+        bounds, actions = (
+            (-100.0, -100.0, 100.0, 100.0),
+            MOVES[: max(self.n_actions)] if max(self.n_actions) == 5 else (),
+        )
+        return _frame("l", kinds + ["landmark"] * len(landmarks), place, there, self.n_agents, bounds, actions)
+
+
+class Rware(GymmaEnv):
+    """Robots carry the shelves that are asked for to the goals. 71 features without units."""
+
+    args_model = RwareArgs
+
+    def get_frame(self) -> Frame:
+        """Return robots, the shelves that are asked for, and goals."""
+        env = self.env.unwrapped
+        cells = [(one.x, one.y) for one in (*env.agents, *env.request_queue)] + list(env.goals)
+        kinds = ["robot"] * self.n_agents + ["shelf"] * len(env.request_queue) + ["goal"] * len(env.goals)
+        high, wide = env.grid_size
+        place = np.array([(x, high - 1 - y) for x, y in cells], float)
+        actions = ("stay", "forward", "left", "right", "load")
+        bounds = (-0.5, -0.5, wide - 0.5, high - 0.5)
+        return _frame("s", kinds, place, np.ones(len(cells), bool), self.n_agents, bounds, actions)
+
+
+def _frame(
+    letter: str, kinds: list[str], place: np.ndarray, there: np.ndarray, n: int,
+    bounds: tuple[float, float, float, float], actions: tuple[str, ...], sight: float = 0.0,
+) -> Frame:  # fmt: skip
+    """Return agents, first in `kinds`, and things, whose names begin with a letter. place: [U, 2] in cells."""
+    m = len(kinds) - n
+    ids = (*unit_names(n, 0), *(f"{letter}{i}" for i in range(m)))
+    teams, names = (AGENTS,) * n + (THINGS,) * m, ("agents", "opponents", kinds[-1].split()[0] + "s")
+    scene = Scene(ids, teams, tuple(kinds), names, actions, sight=(sight,) * n, bounds=bounds)
+    x, y = map(rounded, place.T)
+    return Frame(scene, x, y, there.tolist())
