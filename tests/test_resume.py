@@ -257,7 +257,7 @@ def test_a_longer_run_continues_from_a_finished_one_with_its_whole_state(whole, 
     past = reproducible_lines(whole.path)
     assert reproducible_lines(longer.path)[: len(past)] == past
     assert longer.episode_log(0).read_text().startswith(whole.episode_log(0).read_text())
-    assert f"stage3, t_env {earlier['t_env']:,}" in log_of(longer)
+    assert f"training, t_env {earlier['t_env']:,}" in log_of(longer)
 
 
 def test_a_state_of_agents_that_read_something_else_cannot_go_on(whole, tmp_path):

@@ -89,8 +89,10 @@ def next_steps(summary: Summary) -> list[str]:
     with suppress(UserError):  # there is no run in results/
         here = "" if newest_run("report") == folder else here
     page = {f"report{here}": "curves, settings and times on one page"}
-    if summary.get("exit_state") != "completed" or summary.get("kind") == "evaluation":
-        return _commands(page if stages else {})
+    if summary.get("kind") == "evaluation" or not stages:
+        return []
+    if summary.get("exit_state") != "completed":
+        return _commands(page)
     if "stage3" in stages:
         saved = stages["stage3"].get("files", {}).get("agent")
         team = {f"watch{here}": "a battle in your browser", f"evaluate{here}": "more greedy episodes"}
@@ -101,7 +103,7 @@ def next_steps(summary: Summary) -> list[str]:
     paths = {"pretrained_tokenizer_path": tokenizer, "pretrained_mask_predictor_path": predictor}
     words = [f"{key}={shlex.quote(str(path))}" for key, path in paths.items() if path]
     again = f"the same command with reconstructer_stage={'stage3' if predictor else 'stage2'}"
-    return [" ".join([again, *words])] * bool(words) + _commands(page if stages else {})
+    return [" ".join([again, *words])] * bool(words) + _commands(page)
 
 
 def _commands(about: Mapping[str, str]) -> list[str]:
