@@ -231,15 +231,19 @@ def test_what_cannot_be_captured_is_learned_from_packed_batches(graphs, caplog, 
 
 
 def test_a_graph_learns_what_ddpg_learns(graphs):
-    """With noise that is another one in each update, and targets that follow each."""
-    made = [make_ddpg(Dist(device=DEVICE), torch.float32, device=DEVICE, **DDPG["gumbel in parts"]) for _ in range(2)]
-    graph, plain = map(FixedUpdates, made)
+    """With noise that is another one in each update, and targets that follow each, as on a CPU."""
+    made = [
+        make_ddpg(Dist(device=to), torch.float32, device=to, **DDPG["gumbel in parts"]) for to in (DEVICE,) * 2 + (CPU,)
+    ]
+    graph, plain, on_cpu = map(FixedUpdates, made)
     plain._capture = lambda shape, draw, inputs: plain._aside(draw, inputs)
-    buffer = steps_replay(DEVICE, longest=6)
+    buffers = {to: steps_replay(to, longest=6) for to in (DEVICE, CPU)}
     for indices in draws(WARM_UP + 3):
-        for each in (graph, plain):
-            each.update(buffer.fixed(indices), episodes=0)
+        for each in (graph, plain, on_cpu):
+            each.update(buffers[each._device].fixed(indices), episodes=0)
     assert graphs.made == 1 and equal_weights(graph, plain)
+    for name, value in state_of(made[2]).items():
+        torch.testing.assert_close(state_of(made[0])[name].to(CPU), value, atol=1e-3, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(
