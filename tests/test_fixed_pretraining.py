@@ -10,13 +10,13 @@ import torch
 from ddp_harness import run_ranks
 from graph_toys import INFO, graph_learner, toy_config, toy_episodes
 from q_toys import equal, state_of
-from simulated_gpu import DEVICE, simulated_gpu
+from simulated_gpu import DEVICE, simulated_gpu, simulated_graphs
 
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.pretraining import few
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.resident.replay import ResidentBuffer
-from omagd.resident.updates import FixedUpdates
+from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.run.training.build import new_predictor, new_tokenizer
 from omagd.utils.dist_utils import Dist
 
@@ -68,12 +68,8 @@ def test_updates_are_those_of_packed_batches(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_waits_for_nothing_and_copies_nothing_but_its_inputs(case: str) -> None:
     """So a graph of it can be captured. Dead codes are looked for between updates, and the host waits then."""
-    config = toy_config(**CASES[case], tokenizer_config__revive_interval=0)
     with simulated_gpu() as gpu:
-        tokenizer, dist = new_tokenizer(config, INFO, DEVICE), Dist(device=DEVICE)
-        made: Any = TokenizerLearner(tokenizer, config, INFO, dist)
-        if "stage2" in case:
-            made = PredictorLearner(new_predictor(config, INFO, DEVICE), tokenizer, config, INFO, dist)
+        made = on_a_gpu(case, tokenizer_config__revive_interval=0)
         buffer, updates = stored(DEVICE), FixedUpdates(made)
         updates.update(buffer.fixed(draws(1)[1]), episodes=0)
         gpu.waits.clear()
@@ -83,6 +79,38 @@ def test_an_update_waits_for_nothing_and_copies_nothing_but_its_inputs(case: str
         gpu.sent.clear()
         made.learn_fixed(draw, inputs)
         assert not gpu.sent, gpu.sent
+
+
+def on_a_gpu(case: str, **changes: Any) -> Any:
+    config, dist = toy_config(**CASES[case], **changes), Dist(device=DEVICE)
+    torch.manual_seed(0)
+    tokenizer = new_tokenizer(config, INFO, DEVICE)
+    if "stage1" in case:
+        return TokenizerLearner(tokenizer, config, INFO, dist)
+    return PredictorLearner(new_predictor(config, INFO, DEVICE), tokenizer, config, INFO, dist)
+
+
+@pytest.mark.parametrize("case", ["stage1", "stage2 in parts"])
+def test_a_graph_learns_what_its_update_learns(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With codes that are revived between replays. Without memory for it, packed batches are learned from."""
+    with simulated_graphs():
+        graph, plain, short = (FixedUpdates(on_a_gpu(case)) for _ in range(3))
+        monkeypatch.setattr(plain, "_capture", lambda shape, draw, inputs: plain._aside(draw, inputs))
+        buffer, (_, drawn) = stored(DEVICE), draws(1)
+        for number in range(WARM_UP + 3):
+            for each in (graph, plain, short):
+                if each is short and number == WARM_UP:
+                    monkeypatch.setattr(short, "_aside", no_memory)
+                each.update(buffer.fixed(drawn), episodes=0)
+        assert [shape.graph is None for shape in graph._shapes.values()] == [False]
+        states = [{n: v.to(CPU) for n, v in state_of(each._learner).items()} for each in (graph, plain, short)]
+    assert equal(*states[:2]) and short._packs
+    for name, value in states[1].items():
+        torch.testing.assert_close(states[2][name], value, atol=1e-4, rtol=0, msg=name)
+
+
+def no_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory for the same update without a graph")
 
 
 def test_updates_have_few_shapes() -> None:

@@ -68,7 +68,7 @@ def test_a_batch_of_fixed_shape_repeats_closing_rows(kind):
 )
 def test_six_updates_are_those_of_packed_batches(method, kind):
     """The same episodes, targets copied on the way; statistics, weights, optimizer and targets."""
-    config = toy_config(**METHODS[method], target_update_updates=4)
+    config = toy_config(**METHODS[method], target_update_interval=200)
     assert_equal_updates([make_learner(config, dtype=kind) for _ in range(2)], replay(), kind)
 
 
@@ -82,9 +82,9 @@ def assert_equal_updates(learners: list[Any], buffer: Any, kind: torch.dtype) ->
     packed, fixed = learners
     start, draws_of = state_of(packed), FixedUpdates(fixed)
     tolerance = {"atol": 1e-10, "rtol": 0} if kind is torch.float64 else {"atol": 3e-4, "rtol": 1e-2}
-    for indices in draws(6):
-        wanted = packed.update(buffer.batch(indices), episodes=0)
-        found = draws_of.update(buffer.fixed(indices), episodes=0)
+    for number, indices in enumerate(draws(6), start=1):
+        wanted = packed.update(buffer.batch(indices), episodes=50 * number)
+        found = draws_of.update(buffer.fixed(indices), episodes=50 * number)
         assert list(found) == list(wanted)
         for name, (total, count) in wanted.items():
             assert float(found[name][1]) == float(count), name
@@ -163,14 +163,25 @@ def test_a_graph_learns_what_its_update_learns(graphs, method, kind):
     """Replayed for other episodes, with targets copied in between; the first update of a graph counts once."""
     graph, plain = both_kinds(**{"cheap": CHEAP, **METHODS}[method], target_update_updates=4)
     buffer, drawn = replay(DEVICE, longest=6, kind=kind), draws(WARM_UP + 3)
-    for indices in drawn:
-        found, wanted = (each.update(buffer.fixed(indices), episodes=0) for each in (graph, plain))
+    both = [[each.update(buffer.fixed(indices), episodes=0) for indices in drawn] for each in (graph, plain)]
+    for found, wanted in zip(*both, strict=True):  # a later replay changes no earlier statistics
         assert {name: (float(a), float(b)) for name, (a, b) in found.items()} == {
             name: (float(a), float(b)) for name, (a, b) in wanted.items()
         }
     assert graphs.made == 1
     assert equal_weights(graph, plain)
     assert graph._steps[0].dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
+
+
+def test_a_graph_learns_what_an_on_policy_update_learns(graphs):
+    """Minibatches and learning rate follow the number of updates, which the host counts."""
+    graph, plain = both_kinds(**ON_POLICY["mappo"])
+    buffer = replay(DEVICE, longest=6)
+    for indices in draws(WARM_UP + 3):
+        for each in (graph, plain):
+            each.update(buffer.whole(indices), episodes=0)
+    assert graphs.made == 1 and equal_weights(graph, plain)
+    assert graph._learner.updates == plain._learner.updates > 0
 
 
 def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
@@ -221,15 +232,17 @@ def test_what_cannot_be_captured_is_learned_from_packed_batches(graphs, caplog, 
 
 @pytest.mark.parametrize("method", ["gumbel in parts", "matd3"])
 def test_a_graph_learns_what_ddpg_learns(graphs, method):
-    """With noise that is another one in each update, and targets that follow each."""
-    made = [make_ddpg(Dist(device=DEVICE), torch.float32, device=DEVICE, **DDPG[method]) for _ in range(2)]
-    graph, plain = map(FixedUpdates, made)
+    """With noise that is another one in each update, and targets that follow each, as on a CPU."""
+    made = [make_ddpg(Dist(device=to), torch.float32, device=to, **DDPG[method]) for to in (DEVICE, DEVICE, CPU)]
+    graph, plain, on_cpu = map(FixedUpdates, made)
     plain._capture = lambda shape, draw, inputs: plain._aside(draw, inputs)
-    buffer = steps_replay(DEVICE, 6, **DDPG[method])
+    buffers = {to: steps_replay(to, 6, **DDPG[method]) for to in (DEVICE, CPU)}
     for indices in draws(WARM_UP + 3):
-        for each in (graph, plain):
-            each.update(buffer.fixed(indices), episodes=0)
+        for each in (graph, plain, on_cpu):
+            each.update(buffers[each._device].fixed(indices), episodes=0)
     assert graphs.made == 1 and equal_weights(graph, plain)
+    for name, value in state_of(made[2]).items():
+        torch.testing.assert_close(state_of(made[0])[name].to(CPU), value, atol=1e-3, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize(

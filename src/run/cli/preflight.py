@@ -23,7 +23,7 @@ from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Co
 from omagd.run.cli import Found, tried
 from omagd.run.launchers import Plan, make_plan
 from omagd.utils.errors import Mistakes, Unchecked, UserError, foreign, require_extra
-from omagd.utils.registry import Registry
+from omagd.utils.registry import Registry, is_plugin
 
 
 @dataclass(frozen=True)
@@ -287,15 +287,20 @@ OF_LOSS = {
     "tokens": ("graph_pretrain_eval_episodes", "pretrained_tokenizer_path", "tokenizer_config"),
 }
 
+OF_RUNNERS = {"resident_slots": "resident", "ticks_per_iteration": "ticks"}
+"""Keys of one runner."""
+
 
 def unread(config: Config, given: Collection[str], read: set[str] | None) -> Iterator[str]:
     """Yield a warning about the given keys that no part of this run reads. read: by its parts; None: not known."""
     parts = " ".join(f"{key}={getattr(config, key)}" for key in ("learner", "mac", "agent", "mixer"))
     of_graphs = {key for key in given if key.startswith(OF_GRAPHS) and not key.startswith(OF_LOSS[config.belief_loss])}
+    of_others = {key for key in given if OF_RUNNERS.get(key, config.runner) != config.runner}
     unused: dict[str, Collection[str]] = {
         parts: (OF_PARTS & set(given)) - read if read is not None else (),
         "use_graph_reconstruction=False": of_graphs if not config.use_graph_reconstruction else (),
         "belief_loss=none": OF_HEAD & set(given) if config.belief_loss == "none" else (),
+        f"runner={config.runner}": of_others if not is_plugin(registry_of("omagd.runners").get(config.runner)) else (),
     }
     for why, keys in unused.items():
         if keys:
