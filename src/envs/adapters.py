@@ -17,7 +17,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -350,7 +350,7 @@ class PettingZooEnv(Foreign):
     which nobody plays. Masks: `action_mask` in the observation (with `observation`) or in the infos.
     """
 
-    args_model = RewardArgs
+    args_model: ClassVar[type[ForeignArgs]] = RewardArgs
 
     def _measure(self) -> None:
         from gymnasium import spaces
@@ -423,7 +423,7 @@ class GymmaEnv(Foreign):
     Tuple spaces with a part for each agent; `step` takes and returns a value for each agent.
     """
 
-    args_model = RewardArgs
+    args_model: ClassVar[type[ForeignArgs]] = RewardArgs
 
     def __new__(cls, args: Any) -> Any:
         """Return PettingZoo's environment for a key that begins with `pz-`, as EPyMARL does."""

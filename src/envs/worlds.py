@@ -6,7 +6,7 @@ The rules are those of lbforaging, mpe2 and rware, which are extras. Shapes: n a
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -24,8 +24,10 @@ MpeMap = Literal[
     "simple_reference_v3", "simple_speaker_listener_v4", "simple_world_comm_v3", "simple_formation_v1",
     "simple_line_v1", "collect_treasure_v1",
 ]  # fmt: skip
-SPREAD, CELLS = "simple_spread_v3", 10.0
-"""Its world has units; cells of a picture for a unit of length."""
+SPREAD: Final = "simple_spread_v3"
+"""The world of MPE that has units."""
+CELLS = 10.0
+"""Cells of a picture for a unit of length of MPE."""
 MOVES = ("stay", "left", "right", "down", "up")
 
 
@@ -287,10 +289,7 @@ class Mpe(_WithUnits, PettingZooEnv):
         kinds = ["adversary" if getattr(one, "adversary", False) else "agent" for one in world.agents]
         place = CELLS * np.array([one.state.p_pos for one in (*world.agents, *landmarks)])
         there = np.array([getattr(one, "alive", True) for one in (*world.agents, *landmarks)])
-        bounds, actions = (
-            (-100.0, -100.0, 100.0, 100.0),
-            MOVES[: max(self.n_actions)] if max(self.n_actions) == 5 else (),
-        )
+        bounds, actions = (-100.0, -100.0, 100.0, 100.0), MOVES if max(self.n_actions) == len(MOVES) else ()
         return _frame("l", kinds + ["landmark"] * len(landmarks), place, there, self.n_agents, bounds, actions)
 
 
