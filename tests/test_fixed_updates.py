@@ -230,6 +230,21 @@ def test_what_cannot_be_captured_is_learned_from_packed_batches(graphs, caplog, 
     assert "packed batches" in record.message and reason in record.message and "\n" not in record.message
 
 
+def test_a_plugin_that_reads_packings_as_documented_learns_from_packed_batches(graphs, monkeypatch):
+    class Own(NQLearner):
+        def targets(self, q, inputs, batch, state):
+            assert torch.tensor(batch.sample_index)[batch.packing.episode].shape == batch["reward"].shape
+            return super().targets(q, inputs, batch, state)
+
+    monkeypatch.setitem(LEARNERS._objects, "own", Own)
+    (own, _), (plain, _) = both_kinds(**CHEAP, learner="own"), both_kinds(**CHEAP)
+    buffer = replay(DEVICE, longest=6)
+    for indices in draws(2):
+        own.update(buffer.fixed(indices), episodes=0)
+        plain._learner.update(buffer.batch(indices), episodes=0)
+    assert equal_weights(own, plain)
+
+
 @pytest.mark.parametrize("method", ["gumbel in parts", "matd3"])
 def test_a_graph_learns_what_ddpg_learns(graphs, method):
     """With noise that is another one in each update, and targets that follow each, as on a CPU."""

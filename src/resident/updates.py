@@ -114,7 +114,7 @@ class FixedUpdates:
                 return self._capture(shape, draw, inputs)
             shape.done += 1
             return self._aside(draw, inputs)
-        except torch.OutOfMemoryError as problem:  # before the step; packed batches have fewer rows
+        except (RuntimeError, IndexError) as problem:  # no memory, or a plug-in that cannot read these batches
             if self._ranks > 1:  # which would wait for sums that this one has had
                 raise
             self._give_up(problem)
