@@ -183,7 +183,7 @@ class Config(Frozen):
     torch_threads: Size  # torch's CPU threads in each process
     cpu_inference: bool  # agents act with a copy on the CPU: for small agents, where a GPU waits for each step
     buffer_cpu_only: bool | None  # keep the replay in main memory; None: unless it fits into the GPU's free memory
-    graph_updates: bool | None  # replay: updates as CUDA graphs; None: on a GPU; False if its memory is short
+    graph_updates: bool | None  # updates of fixed shapes, CUDA graphs on a GPU; None: on a GPU
     deterministic: bool  # on GPUs: use only algorithms that give the same bits each time; slower
     precision: Literal["float32", "bf16"]  # precision of matrix products in updates; weights stay float32
     acting_precision: Literal["float32", "bf16"]  # precision of the frozen predictor while acting
