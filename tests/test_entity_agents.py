@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_rejected(name):
                 agent_of({"agent": name, **updates}, info)
 
 
-@pytest.mark.parametrize("name", AGENTS.names())
+@pytest.mark.parametrize("name", [name for name in AGENTS.names() if name != "tarmac"])  # which rejects it
 def test_agents_that_share_nothing_equal_the_same_networks_one_by_one(name):
     config, batch = toy_config(agent=name, share_parameters=False), Seen()
     torch.manual_seed(0)

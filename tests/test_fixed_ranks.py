@@ -51,7 +51,7 @@ def as_graphs(rank: int, dist: Dist, kinds: tuple[str, ...]) -> Any:
     found: dict[Any, Any] = {}
     there = Simulated(rank, dist.world_size, DEVICE, dist.waits)
     with simulated_graphs():
-        buffer, drawn = replay(DEVICE, LONGEST[rank], rank=rank), draws(3 * WARM_UP + 6, rank)
+        buffer, drawn = replay(DEVICE, LONGEST[rank], rank=rank), draws(2 * WARM_UP + 4, rank)
         for kind in kinds:
             for how in ("plain", "graphs", "one gives up"):
                 updates = FixedUpdates(make_learner(toy_config(**METHODS[kind]), there, device=DEVICE))
@@ -86,7 +86,7 @@ def test_two_ranks_learn_what_one_process_learns_from_the_union():
 
 
 def test_graphs_of_two_ranks_learn_the_same_bits_and_wait_for_no_rank_without_one():
-    kinds = KINDS[:2]
+    kinds = ("all beliefs in parts",)
     ranks = run_ranks(as_graphs, kinds)
     for kind in kinds:
         plain = ranks[0][kind, "plain"]

@@ -261,7 +261,8 @@ def test_a_graph_learns_what_ddpg_learns(graphs, method):
 
 
 @pytest.mark.parametrize(
-    "method", ["qmix", "beliefs", "graphs", "units", "in parts", "central weights", "qplex", *ON_POLICY]
+    "method",
+    ["qmix", "beliefs", "graphs", "units", "in parts", "central weights", "qplex", "hpn_mappo", "rloo", "pqn"],
 )
 def test_an_update_waits_for_nothing_on_a_gpu(method):
     """So a graph of it can be captured; the simulated GPU counts waits and copies."""
