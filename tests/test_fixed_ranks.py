@@ -18,7 +18,7 @@ from omagd.utils.dist_utils import Dist
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.processes
-KINDS = ("qmix", "all beliefs in parts", "optimistic weights")
+KINDS = ("all beliefs in parts", "optimistic weights")
 UPDATES = 20
 LONGEST = (6, 12)  # so ranks have other shapes, and make graphs at other times
 

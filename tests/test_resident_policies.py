@@ -31,12 +31,12 @@ def config_of(preset: str, **updates: Any) -> Config:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_it_learns_from_what_a_device_has_played(preset, tmp_path):
-    """Where episodes wait changes nothing, and their log-probabilities are those of the agent that played them."""
+    """Log-probabilities are those of the agent that played; updates of fixed shapes learn what packed ones do."""
     found = []
-    for in_main_memory in (True, False):
-        config = config_of(preset, buffer_cpu_only=in_main_memory)
+    for fixed in (False, True):
+        config = config_of(preset, graph_updates=fixed)
         preflight(config)
-        stage = stage_of(config, tmp_path / f"{in_main_memory}")
+        stage = stage_of(config, tmp_path / f"{fixed}")
         stage.collect()
         batch = stage.data.buffer.batch(range(len(stage.data.buffer)))
         assert batch.packing.n_episodes == 8
@@ -53,4 +53,5 @@ def test_it_learns_from_what_a_device_has_played(preset, tmp_path):
         assert any(not torch.equal(weights[name], value) for name, value in before.items())
         found.append(weights)
         stage.session.close()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, atol=1e-3, rtol=0, msg=name)
