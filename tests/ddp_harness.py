@@ -56,11 +56,9 @@ def run_ranks(function: RankFunction, payload: Any = None, world_size: int = 2) 
 
 
 def main(folder: Path) -> None:
-    """Do what `run_phases` has asked for."""
     function, phases = torch.load(folder / "asked.pt", weights_only=False)
     rendezvous, most = open_rendezvous(0), max(world_size for world_size, _ in phases)
-    given = function, phases, rendezvous.port, folder
-    torch.multiprocessing.start_processes(_work, args=given, nprocs=most, join=True, start_method="fork")
+    torch.multiprocessing.start_processes(_work, (function, phases, rendezvous.port, folder), most, start_method="fork")
 
 
 if __name__ == "__main__":
