@@ -1,13 +1,14 @@
-"""A process that starts the commands of one pytest process.
+"""A process that starts the commands of a test session, for all of its pytest processes.
 
 `python src/main.py …` is forked from here, where its packages are loaded already: that saves each command some seconds
 and changes nothing else (arguments, variables, folder, session and exit code are its own), except that pictures of
-curves are empty. With `FORK_RANKS` in its environment its ranks are forked too. Every other command is executed as it
-is. Linux only.
+curves are empty. With `FORK_RANKS` in its environment its ranks are forked too. So is `ddp_harness.py`. Every other
+command is executed as it is. Linux only.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -19,17 +20,22 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from functools import cache
+import uuid
 from pathlib import Path
 from typing import Any
 
 MAIN = str(Path(__file__).resolve().parents[1] / "src" / "main.py")
+RANKS = str(Path(__file__).resolve().with_name("ddp_harness.py"))
+SCRIPTS = ([MAIN], [RANKS])
+ADDRESS = "OMAGD_TEST_COMMANDS"  # variable: the name of the server's socket, which is no file
 LONGEST = 1 << 20
 # What a command that was started with other values of these would see must be read when Python or torch starts.
 FORK_RANKS = "OMAGD_TEST_FORK_RANKS"
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "CUDA_", "MALLOC_", "TORCH_")
+_ours: list[subprocess.Popen[bytes]] = []
 
 
 class Command:
@@ -43,10 +49,13 @@ class Command:
         self._out, out = os.pipe()
         self._err, err = os.pipe()
         self._status, status = os.pipe()
-        _, connection = _server(os.getpid())
         request = json.dumps({"command": command, "cwd": str(cwd), "env": env}).encode()
-        socket.send_fds(connection, [request], [out, err, status])
-        self.pid = int(connection.recv(LONGEST))
+        if ADDRESS not in os.environ:  # without the conftest.py of this folder
+            share()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect("\0" + os.environ[ADDRESS])
+            socket.send_fds(connection, [request], [out, err, status])
+            self.pid = int(connection.recv(LONGEST))
         for end in (out, err, status):
             os.close(end)
         self.returncode: int | None = None
@@ -90,23 +99,21 @@ class Command:
         return self.returncode
 
 
-@cache
-def _server(owner: int) -> tuple[subprocess.Popen, socket.socket]:
-    """Start the server of the process `owner`; return it and a connection to it."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
-    with theirs:
-        server = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+def share() -> None:
+    """Start a server for this process and those that inherit its environment; it ends with this process."""
+    os.environ[ADDRESS] = f"omagd-{uuid.uuid4().hex}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind("\0" + os.environ[ADDRESS])
+        listening.listen()
+        _ours.append(subprocess.Popen(
+            [sys.executable, __file__, str(listening.fileno())], pass_fds=[listening.fileno()], stdin=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
-        )  # fmt: skip
-    return server, ours
+        ))  # fmt: skip
 
 
-def serve(connection: socket.socket) -> None:
-    """Start what is asked for until the other side is gone; `reaper.py` ends what still runs then."""
-    import omagd.run.reporting.sacred_record  # noqa: F401 (imported here once, for all commands)
+def load() -> None:
+    """Import what all runs need; not before one is asked for."""
+    import omagd.run.reporting.sacred_record  # noqa: F401
     from omagd.envs.battle.skirmish_env import SkirmishEnv
     from omagd.run.launch.processes import MODULES
 
@@ -114,28 +121,35 @@ def serve(connection: socket.socket) -> None:
         importlib.import_module(name)
     SkirmishEnv.engine()  # loads its kernels
 
+
+def serve(listening: socket.socket) -> None:
+    """Start what is asked for until the session is over; `reaper.py` ends what still runs then."""
     at_start = _read_at_start(dict(os.environ))
     running: dict[int, tuple[int, int]] = {}  # pidfd -> process id, where its exit code goes
     while True:
-        for ready in select.select([connection, *running], [], [])[0]:
-            if ready is not connection:
+        for ready in select.select([sys.stdin, listening, *running], [], [])[0]:
+            if ready is sys.stdin:
+                return
+            if ready is not listening:
                 _report(ready, *running.pop(ready))
                 continue
+            connection, _ = listening.accept()
             request, ends, _, _ = socket.recv_fds(connection, LONGEST, 3)
-            if not request:
-                return
             asked = json.loads(request)
+            if warm := asked["command"][1:2] in SCRIPTS and _read_at_start(asked["env"]) == at_start:
+                load()
             pid = os.fork()
             if pid == 0:
-                connection.close()
+                listening.close()
                 for pidfd, (_, status) in running.items():
                     os.close(pidfd)
                     os.close(status)
-                _become(asked, ends, warm=_read_at_start(asked["env"]) == at_start)
+                _become(asked, ends, warm)
             running[os.pidfd_open(pid)] = (pid, ends[2])
             for end in ends[:2]:
                 os.close(end)
-            connection.send(str(pid).encode())
+            with connection:
+                connection.send(str(pid).encode())
 
 
 def _read_at_start(env: dict[str, str]) -> dict[str, str]:
@@ -152,7 +166,7 @@ def _report(pidfd: int, pid: int, end: int) -> None:
 
 
 def _become(asked: dict[str, Any], ends: list[int], warm: bool) -> None:
-    """Be the command: execute it, or run `src/main.py` in this process."""
+    """Be the command: execute it, or run `src/main.py` or `ddp_harness.py` in this process."""
     os.setsid()
     for number, end in enumerate((os.open(os.devnull, os.O_RDONLY), *ends[:2])):
         os.dup2(end, number)
@@ -161,19 +175,19 @@ def _become(asked: dict[str, Any], ends: list[int], warm: bool) -> None:
     try:
         os.chdir(asked["cwd"])
         command, env = asked["command"], asked["env"]
-        if not (warm and command[0] == sys.executable and command[1:2] == [MAIN]):
+        if not (warm and command[0] == sys.executable):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             os.execvpe(command[0], command, env)
         os.environ.clear()
         os.environ.update(env)
-        sys.argv, sys.path[0] = command[1:], str(Path(MAIN).parent)
+        sys.argv, sys.path[0] = command[1:], str(Path(command[1]).parent)
         sys.path[1:1] = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry not in {"", *sys.path}]
         from omagd.run.launch import processes
 
         processes.STARTED_BY = os.getppid()
         if env.get(FORK_RANKS):
             processes.start_method, processes.preload = lambda: "fork", lambda config: None
-        runpy.run_path(MAIN, run_name="__main__")
+        runpy.run_path(command[1], run_name="__main__")
         code: Any = 0
     except SystemExit as end_of_main:
         code = end_of_main.code
@@ -182,7 +196,17 @@ def _become(asked: dict[str, Any], ends: list[int], warm: bool) -> None:
         code = 1
     if isinstance(code, str):
         sys.stderr.write(code + "\n")
-    sys.exit(code if isinstance(code, int) or code is None else 1)
+    _end((code or 0) if isinstance(code, int) or code is None else 1)
+
+
+def _end(code: int) -> None:
+    """End as Python does, but take no module apart: that would copy all memory of the process this one is forked of."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads, or it is closed
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

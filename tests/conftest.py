@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import command_server
 import pytest
 import sc2_stand_in
 from command_harness import end_what_goes_on, train
@@ -26,6 +27,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 watch_this_session()
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    command_server.share()
 
 
 @pytest.hookimpl(hookwrapper=True)

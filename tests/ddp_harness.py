@@ -6,37 +6,28 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
+from command_harness import PYTHON, Started
+from command_server import RANKS
 
-from omagd.run.launch.processes import MODULES
 from omagd.utils.dist_utils import Dist, cleanup_distributed, open_rendezvous, setup_distributed
 
 RankFunction = Callable[[int, Dist, Any], Any]
 Phases = Sequence[tuple[int, Any]]
 
 
-# One import of torch serves all ranks of a test session; each would spend seconds on its own.
-HOW = "forkserver" if sys.platform == "linux" else "spawn"
-forkserver.set_forkserver_preload([*MODULES])
-
-
-def _work(
-    rank: int, function: RankFunction, phases: Phases, port: int, folder: str, environment: dict[str, str]
-) -> None:
+def _work(rank: int, function: RankFunction, phases: Phases, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ.update(environment)  # the server has that of its own start
     for number, (world_size, payload) in enumerate(phases):
         if rank >= world_size:
             continue
         setup_distributed(rank, world_size, "gloo", port, timeout_minutes=3, hosted=True, attempt=number)
         try:
             result = function(rank, Dist(rank, world_size), payload)
-            torch.save(result, Path(folder) / f"{number}_{rank}.pt")
+            torch.save(result, folder / f"{number}_{rank}.pt")
         finally:
             cleanup_distributed()
 
@@ -44,14 +35,15 @@ def _work(
 def run_phases(function: RankFunction, phases: Phases) -> list[list[Any]]:
     """Return what `function(rank, dist, payload)` returned for each (world size, payload), in rank order.
 
-    One phase follows another in the same processes, each with a process group of its own. `function` must stand at the
-    top level of a test module, payloads and results must be picklable. One call costs about a second: put many
-    checks into one. Errors: a rank's error, with its traceback.
+    One phase follows another in the same processes, each with a process group of its own; the module of `function` is
+    imported once. It must stand at the top level of a test module, payloads and results must be picklable. One call
+    costs about a second: put many checks into one. Errors: a rank's error, with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous, most = open_rendezvous(0), max(world_size for world_size, _ in phases)
-        given = function, phases, rendezvous.port, folder, dict(os.environ)
-        multiprocessing.start_processes(_work, args=given, nprocs=most, join=True, start_method=HOW)
+        torch.save((function, phases), Path(folder) / "asked.pt")
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        ended = Started([PYTHON, RANKS, folder], Path.cwd(), PYTHONPATH=path).wait(600)
+        assert ended.code == 0, ended.text
         return [
             [torch.load(Path(folder) / f"{number}_{rank}.pt", weights_only=False) for rank in range(world_size)]
             for number, (world_size, _) in enumerate(phases)
@@ -61,3 +53,13 @@ def run_phases(function: RankFunction, phases: Phases) -> list[list[Any]]:
 def run_ranks(function: RankFunction, payload: Any = None, world_size: int = 2) -> list[Any]:
     """Return the results of the only phase: see `run_phases`."""
     return run_phases(function, [(world_size, payload)])[0]
+
+
+def main(folder: Path) -> None:
+    function, phases = torch.load(folder / "asked.pt", weights_only=False)
+    rendezvous, most = open_rendezvous(0), max(world_size for world_size, _ in phases)
+    torch.multiprocessing.start_processes(_work, (function, phases, rendezvous.port, folder), most, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

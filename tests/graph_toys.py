@@ -50,12 +50,7 @@ def toy_modules(config: Config, dtype: torch.dtype = torch.float32, seed: int = 
     return tokenizer, predictor
 
 
-def graph_learner(
-    stage: str,
-    dtype: torch.dtype = torch.float64,
-    dist: Dist | None = None,
-    **changes: Any,
-) -> Any:
+def graph_learner(stage: str, dtype: torch.dtype = torch.float64, dist: Dist | None = None, **changes: Any) -> Any:
     """Return the learner of "stage1" or "stage2" over fresh modules."""
     config = toy_config(**changes)
     tokenizer, predictor = toy_modules(config, dtype)

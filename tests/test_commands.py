@@ -230,7 +230,7 @@ def test_documented_commands_resolve_as_they_stand(command, request, tmp_path, m
 def test_documented_commands_run(command, tmp_path, venv):
     program = [PYTHON, MAIN] if command.program == "main" else [str(ROOT / command.program)]
     words = [*command.arguments, *["with"] * (command.program == "main" and "with" not in command.arguments)]
-    place = {"ENV_CONFIG": "skirmish", "CUDA_VISIBLE_DEVICES": "", "VENV": str(venv), "NUM_GPUS": "2", **FORKED}
+    place = {"ENV_CONFIG": "skirmish", "VENV": str(venv), "NUM_GPUS": "2", **FORKED}
     run_command([*program, *words, *budgets_of(words)], tmp_path, **{**command.variables, **place})
     folders = {path.parent for path in tmp_path.rglob("summary.json") if "sacred" not in path.parts}
     assert {summary_of(folder)["exit_state"] for folder in folders} == {"completed"}

@@ -39,6 +39,7 @@ from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 torch.set_num_threads(1)
 pytestmark = pytest.mark.processes
 PLAIN = {"learner": "nq_learner_ddp", "target_update_updates": 5}
+PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}
 Q = {
     "qmix": PLAIN,
     "alone": {**PLAIN, "mixer": "none", "agent": "ff"},
@@ -48,36 +49,23 @@ Q = {
     "team": {**PLAIN, "use_team_obs": True},
     "belief": {**PLAIN, "belief_loss": "features", "belief_every": 3, "belief_units": "all", "accumulate": 2},
     "qplex": {**PLAIN, "mixer": "qplex", "mixer_args": {"n_heads": 2}},
-}
-Q |= {
     "central weights": {**PLAIN, "learner": "wqmix_learner_ddp", "learner_args": {"weighting": "central"}},
     "PQN": {"learner": "pqn_learner_ddp", "use_layer_norm": True, "learner_args": {"epochs": 2, "minibatches": 3}},
-}
-PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}
-Q |= {
     "PPO": {**PPO, "t_max": 400, "learner_args": {"epochs": 2, "critic": "set", "value_clip": 0.01, "anneal_lr": True}},
     "PPO in groups": {**PPO, "learner": "rloo_learner", "learner_args": {"epochs": 2, "minibatches": 2}},
     # More minibatches than some ranks have episodes.
     "PPO belief": {
-        **PPO,
-        "belief_loss": "features",
-        "belief_weight": 0.5,
-        "belief_every": 2,
-        "accumulate": 2,
+        **PPO, "belief_loss": "features", "belief_weight": 0.5, "belief_every": 2, "accumulate": 2,
         "learner_args": {"epochs": 2, "minibatches": 3},
     },
     "PPO continuous": {
-        **PPO,
-        "action_selector": "tanh_gaussian",
+        **PPO, "action_selector": "tanh_gaussian",
         "learner_args": {"epochs": 2, "minibatches": 2, "critic": "observation"},
     },
     "PPO apart": {
-        **PPO,
-        "share_parameters": False,
-        "accumulate": 2,
-        "learner_args": {"epochs": 2, "critic": "observation"},
+        **PPO, "share_parameters": False, "accumulate": 2, "learner_args": {"epochs": 2, "critic": "observation"},
     },
-}
+}  # fmt: skip
 FIXED = " of fixed shapes"
 Q |= {kind + FIXED: Q[kind] for kind in ("PPO", "PPO in groups", "PPO belief", "PPO continuous", "PQN")}
 SINGLE = {"alone", "graph", "flat_graph", "team", "qplex", "PPO apart", "stage2 matched", "stage2 GRU"}
@@ -89,12 +77,8 @@ for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything regi
 DDPG = {"DDPG": {}, "DDPG bicnet": {"agent": "bicnet"}, "DDPG parts": {"gumbel_softmax": True, "accumulate": 3}}
 MATD3 = {"joint": True, "twin": True, "target_noise": 0.2, "policy_delay": 2}
 DDPG["DDPG continuous"] = {"learner_args": MATD3, "accumulate": 2}
-STAGES = {
-    "stage1": {"tokenizer_config__dead_code_threshold": 0.6},
-    "stage2": {},
-    "stage2 matched": {"matching": "type"},
-    "stage2 GRU": {"use_gru": True},
-}
+STAGES = {"stage1": {"tokenizer_config__dead_code_threshold": 0.6}, "stage2": {}}
+STAGES |= {"stage2 matched": {"matching": "type"}, "stage2 GRU": {"use_gru": True}}
 compared = {updates.get("kind", "masked") for name, updates in STAGES.items() if name.startswith("stage2")}
 others = {f"stage2 {kind}": {"kind": kind} for kind in sorted({*PREDICTORS.names()} - compared)}
 STAGES, SINGLE = STAGES | others, SINGLE | others.keys()
@@ -166,10 +150,8 @@ def episodes_of(kind, rank, update):
         return random_steps(1000 * update + rank, [6, 2, 1][rank], info=steps_info(kind))
     if kind in Q:
         sight = 99 if (rank, update) in {(1, 0), (2, 4)} else 0.8  # then this rank sees all units
-        alone = (rank, update) == (2, 3) and kind.removesuffix(FIXED) in {
-            "PPO in groups",
-            "PQN",
-        }  # without a step on this rank
+        # without a step on this rank
+        alone = (rank, update) == (2, 3) and kind.removesuffix(FIXED) in {"PPO in groups", "PQN"}
         numbered = enumerate([0] if alone else LENGTHS[rank])
         made = [played(kind, 1000 * update + 100 * rank + i, k, i % 2 == 1, sight=sight) for i, k in numbered]
         # The first rank has a group of three and one of two, the last has an episode without others.
@@ -292,10 +274,8 @@ def test_ranks_are_equal_bit_for_bit_and_train_and_resume_like_one_process(ranks
 
 
 def test_codes_are_revived_in_these_updates(ranks):
-    sizes, codes = (
-        torch.stack([state[f"tokenizer.{name}"] for state in ranks[0]["stage1"]])
-        for name in ("cluster_size", "codebook")
-    )
+    names, states = ("cluster_size", "codebook"), ranks[0]["stage1"]
+    sizes, codes = (torch.stack([state[f"tokenizer.{name}"] for state in states]) for name in names)
     grown = (sizes[1:] > 2 * sizes[:-1]) & ((codes[1:] - codes[:-1]).norm(dim=-1) > 1e-3)
     assert grown.any(-1).sum() >= 2
 

@@ -22,10 +22,7 @@ from omagd.utils.packing import Packing
 
 torch.set_num_threads(1)
 NAMES = [name for name in AGENTS.names() if plays_any_map(AGENTS.get(name))]
-VARIANTS = [
-    *({"agent": name} for name in NAMES),
-    *({"agent": name, "obs_last_action": False} for name in NAMES),
-]
+VARIANTS = [*({"agent": name} for name in NAMES), *({"agent": name, "obs_last_action": False} for name in NAMES)]
 PACKING = Packing((4, 2, 1))
 ROWS, N, M, NORMAL, OTHERS = 7, 3, 3, 6, 2
 OF_STATE = StateLayout(n_allies=N, ally_dim=4, n_enemies=M, enemy_dim=3, last_actions=NORMAL + M)

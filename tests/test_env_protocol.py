@@ -33,6 +33,7 @@ SMALL_ARGS = {
     "skirmish": {"map_name": "3m", "obs_last_action": True, "obs_timestep_number": True},
     "lbf": {"map_name": "2s-8x8-2p-2f-coop"},
     "mpe": {"num_agent_neighbors": 1},
+    "rware": {"time_limit": 50},
     "sc2_v2": {"reward_scale_fix": True, "conic_fov": True},
 }
 # `sc2_v2` plays on a stand-in for the game; `sc2` differs from it in rules that test_smac_parity.py checks.

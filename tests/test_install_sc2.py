@@ -17,10 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PASSWORD = "iagreetotheeula"
 LIST = [line.split() for line in (ROOT / "scripts" / "sc2_maps.txt").read_text().splitlines() if line[0] != "#"]
 NOT_HERE = [name for name in ("curl", "unzip", "zip", "sha256sum") if shutil.which(name) is None]
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(bool(NOT_HERE), reason=f"not installed: {NOT_HERE}"),
-]
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(NOT_HERE), reason=f"not installed: {NOT_HERE}")]
 
 
 class Files(http.server.BaseHTTPRequestHandler):

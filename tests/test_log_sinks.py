@@ -15,7 +15,6 @@ import pytest
 import torch
 import wandb
 from sockets import wait_until
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb_files import assert_recorded_once, history, offline_files, records_in, rows_of
 
 from omagd.config.loading import resolve
@@ -175,6 +174,8 @@ def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run
     def write(saved, *values):
         logs = [("stage3", t, {"loss": loss}) for t, loss in values] + [("stage1", 20, {"eval/graph_loss": 0.25})]
         return log_to(["tensorboard"], logs, RunFacts(tmp_path, saved=saved))
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # a second, in one process
 
     def read(stage, name):
         events = EventAccumulator(str(tmp_path / "tb" / stage))

@@ -25,12 +25,7 @@ from omagd.run.launchers import (
     without_tasks,
 )
 from omagd.utils import dist_utils
-from omagd.utils.dist_utils import (
-    cleanup_distributed,
-    setup_distributed,
-    unwrap_model,
-    wrap_model_ddp,
-)
+from omagd.utils.dist_utils import cleanup_distributed, setup_distributed, unwrap_model, wrap_model_ddp
 from omagd.utils.errors import UserError
 
 NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES"}
