@@ -128,15 +128,18 @@ def test_the_options_of_plot_reach_the_figure(tmp_path, drawn, monkeypatch, caps
         assert main(["plot", "runs", *words]) == 0
     plain, iqms, wall = drawn
     assert [[panel.statistic for panel in each[0]] for each in (plain, iqms)] == [["mean", "mean", "iqm"], ["iqm"] * 3]
-    assert (plain[1].x, wall[1].x) == ("environment steps", "wall-clock hours")
-    assert (plain[0][0].lines[0].x[-1], wall[0][0].lines[0].x[-1]) == pytest.approx((STEPS[-1], STEPS[-1] / 360_000))
+    assert (plain[1].x, wall[1].x) == ("environment steps", "wall-clock minutes")
+    assert (plain[0][0].lines[0].x[-1], wall[0][0].lines[0].x[-1]) == pytest.approx((STEPS[-1], STEPS[-1] / 100))
     assert plain[1].unit and plain[1].groups == ("lr=0.001", "lr=0.005")
     assert plain[2].startswith("Mean on a map, IQM over maps, 2 seeds per map; band: 95 %")
     assert main(["plot", "runs", "--metric", "return"]) == 0
     assert not drawn[-1][1].unit and "over maps: shares of each map's range" in drawn[-1][2]
     make_run(tmp_path / "cpu" / "one", (0.0, 0.2), more={"cpu_seconds": [0.0, 600.0]})
     assert main(["plot", "cpu", "--x", "cpu"]) == 0
-    assert drawn[-1][0][0].lines[0].x == pytest.approx([0, 1 / 6]) and drawn[-1][1].x == "CPU hours"
+    assert drawn[-1][0][0].lines[0].x == pytest.approx([0, 600]) and drawn[-1][1].x == "CPU minutes"
+    make_run(tmp_path / "long" / "one", (0.0, 0.2), more={"cpu_seconds": [0.0, 7200.0]})
+    assert main(["plot", "long", "--x", "cpu"]) == 0
+    assert (drawn[-1][1].x, drawn[-1][1].seconds) == ("CPU hours", 3600)
     assert main(["plot", "runs", "--x", "cpu"]) == 2
     assert "have no cpu_seconds" in capsys.readouterr().err
 

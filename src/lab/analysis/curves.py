@@ -27,7 +27,7 @@ class Line:
     """One group in a panel.
 
     Attributes:
-        x, y: points [k]; x in steps or hours. band: ends of their intervals, each [k], if all maps have two seeds.
+        x, y: points [k]; x in steps or seconds. band: ends of their intervals, each [k], if all maps have two seeds.
         seeds: number of runs on each map, smallest and largest. rest: points (x, y) that only some seeds reached.
     """
 
@@ -37,6 +37,11 @@ class Line:
     band: Interval | None
     seeds: tuple[int, int]
     rest: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def times(self) -> list[np.ndarray]:
+        """All x: of the line, and of `rest`."""
+        return [self.x] if self.rest is None else [self.x, self.rest[0]]
 
 
 @dataclass(frozen=True)
@@ -216,7 +221,7 @@ def _line(
         steps, seconds, values = run.test_curve(metric, "wall" if axis == "steps" else axis)
         if axis != "steps" and np.isnan(seconds).any():
             raise UserError(f"--x={axis}: tests of {run.label} have no {axis}_seconds. Use --x=steps")
-        curves.append((steps if axis == "steps" else seconds / 3600, _scaled(run, values, scale)))
+        curves.append((steps if axis == "steps" else seconds, _scaled(run, values, scale)))
     x, table = _on_one_axis(curves)
     sizes = [len(part) for part in parts]
     columns = np.split(table, np.cumsum(sizes)[:-1], axis=1)

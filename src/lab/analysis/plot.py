@@ -20,7 +20,7 @@ from omagd.lab.analysis.statistics import FEW, FEW_SEEDS
 from omagd.utils.errors import UserError
 
 LOG = logging.getLogger("omagd")
-AXES = {"steps": "environment steps", "wall": "wall-clock hours", "cpu": "CPU hours"}
+AXES = {"steps": "environment steps", "wall": "wall-clock", "cpu": "CPU"}
 """What is on the x axis, by the value of `--x`."""
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333", "#882255")
@@ -98,9 +98,12 @@ def drawing(
 ) -> dict[str, bytes]:
     """Return the figure of panels as PNG and SVG. clock: of the x axis, as for `--x`."""
     unit, labels = curves.ranges(found, metric) is None, tuple(group.label for group in found)
-    return render(
-        panels, Axes(AXES[clock], _label(metric), labels, clock != "steps", unit), caption(panels, found), marked
-    )
+    x, seconds = AXES[clock], 0
+    if clock != "steps":
+        longest = max(part.max(initial=0) for panel in panels for line in panel.lines for part in line.times)
+        name, seconds = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
+        x = f"{x} {name}"
+    return render(panels, Axes(x, _label(metric), labels, seconds, unit), caption(panels, found), marked)
 
 
 def caption(panels: Sequence[Panel], found: Sequence[Group]) -> str:
@@ -130,14 +133,14 @@ class Axes:
     """What the axes of all panels show.
 
     Attributes:
-        x, y: labels. groups: labels of all groups: a group has one colour in all figures. hours: the x axis is time.
-            unit: values are shares from 0 to 1.
+        x, y: labels. groups: labels of all groups: a group has one colour in all figures. seconds: of a unit of
+            the x axis, 0 if it is not time. unit: values are shares from 0 to 1.
     """
 
     x: str
     y: str
     groups: tuple[str, ...]
-    hours: bool = False
+    seconds: int = 0
     unit: bool = False
 
 
@@ -203,14 +206,15 @@ def _styles() -> Iterator[tuple[str, Any]]:
 def _draw_lines(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axes: Axes) -> None:
     for line in panel.lines:
         colour, dash = styles[line.label]
+        x, *rest_x = (part / (axes.seconds or 1) for part in line.times)
         if panel.held_out and len(styles) <= len(COLOURS):  # with more groups dashes tell these apart
             dash = DASHES[1]
-        marker = "o" if len(line.x) <= FEW_POINTS else ""
-        (drawn,) = axis.plot(line.x, line.y, color=colour, ls=dash, lw=1.2, marker=marker, ms=2.2)
+        marker = "o" if len(x) <= FEW_POINTS else ""
+        (drawn,) = axis.plot(x, line.y, color=colour, ls=dash, lw=1.2, marker=marker, ms=2.2)
         if line.band is not None:
-            axis.fill_between(line.x, *line.band, color=colour, alpha=0.16, lw=0)
+            axis.fill_between(x, *line.band, color=colour, alpha=0.16, lw=0)
         if line.rest is not None:
-            axis.plot(*line.rest, color=colour, ls=(0, (1, 2)), lw=0.9)
+            axis.plot(*rest_x, line.rest[1], color=colour, ls=(0, (1, 2)), lw=0.9)
         drawn.set_zorder(3)
     if axes.unit or panel.normalised:
         axis.set_ylim(-0.03, 1.03)
@@ -225,7 +229,7 @@ def _dress(axis: Any, axes: Axes) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(length=2, width=0.5)
     axis.xaxis.set_major_locator(MaxNLocator(4))
-    axis.xaxis.set_major_formatter("{x:g}" if axes.hours else EngFormatter(sep=""))
+    axis.xaxis.set_major_formatter("{x:g}" if axes.seconds else EngFormatter(sep=""))
 
 
 def _legend(figure: Any, names: dict[str, str], styles: dict[str, tuple[str, Any]]) -> None:
