@@ -21,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from omagd.utils.waits import Waits, exchange
 
+# On purpose: see `_beside`.
+warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
+
 T = TypeVar("T")
 DEFAULT_PORT = 12355
 Store = dist.Store
@@ -299,14 +302,28 @@ def wrap_model_ddp(
     with warnings.catch_warnings():
         # torch 2.13 warns about a new name for this flag, which older supported versions do not have.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
-        return DistributedDataParallel(
-            model,
-            device_ids=[device_id] if on_gpu else None,
-            broadcast_buffers=False,
-            find_unused_parameters=find_unused_parameters,
-            bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=True,
-        )
+        with _beside(device_id) if on_gpu else nullcontext():
+            return DistributedDataParallel(
+                model,
+                device_ids=[device_id] if on_gpu else None,
+                broadcast_buffers=False,
+                find_unused_parameters=find_unused_parameters,
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=True,
+            )
+
+
+@contextmanager
+def _beside(device_id: int | None) -> Iterator[None]:
+    """Launch the block's work on a stream of its own; what comes after it waits for it.
+
+    Gradients accumulate on the stream on which DDP is made, and no CUDA graph can hold work of the default stream.
+    """
+    usual, own = torch.cuda.current_stream(device_id), torch.cuda.Stream(device_id)
+    own.wait_stream(usual)
+    with torch.cuda.stream(own):
+        yield
+    usual.wait_stream(own)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
