@@ -16,6 +16,7 @@ from torch import Tensor
 
 from omagd.learners.policy_learner import Advantages, PolicyArgs, PolicyLearner
 from omagd.modules.agents.agent import AgentInputs
+from omagd.modules.ops import add_at
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, PackedBatch, td_lambda_targets
 
@@ -97,6 +98,6 @@ def minus_others(score: Tensor, group: Tensor, others: Tensor) -> Tensor:
     score: [B]. group: [B] int64, equal for scores that are compared. others: [B] int64, number of the others.
     """
     # RLOO (Kool et al. 2019): the mean of the others, as (sum of the group - own) / (K - 1).
-    total = score.new_zeros(len(group)).index_add(0, group, score)[group]
+    total = add_at(torch.zeros_like(score), group, score)[group]
     count = others.to(score.dtype)
     return torch.where(count > 0, score - (total - score) / count.clamp(min=1), 0.0)

@@ -27,7 +27,7 @@ from omagd.learners.protocol import Draw
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
 from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
-from omagd.modules.ops import autocast_bf16
+from omagd.modules.ops import add_at, autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import generator
@@ -108,8 +108,7 @@ class TokenizerLoss(LossModule):
     @staticmethod
     def _per_graph(nodes: Nodes, weight: Tensor) -> Tensor:
         """Return for each node the sum of `weight` [P] over its graph, [P]; 1 for one that does not count."""
-        total = weight.new_zeros(len(nodes.graphs)).index_add_(0, nodes.graph, weight)
-        return total[nodes.graph].clamp(min=1)
+        return add_at(weight.new_zeros(len(nodes.graphs)), nodes.graph, weight)[nodes.graph].clamp(min=1)
 
 
 class TokenizerLearner(GraphLearner):

@@ -27,6 +27,16 @@ SMALL = 1 << 28  # products of fewer float operations stay with torch: oneDNN's 
 warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk of memory")
 
 
+def add_at(total: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """Add the rows of `values` [M, ...] to those of `total` [n, ...] that `index` [M] names; return `total`.
+
+    The same bits at every run.
+    """
+    if total.is_cuda:  # there `index_add_` adds in any order; `index_put_` sorts first
+        return total.index_put_((index,), values, accumulate=True)
+    return total.index_add_(0, index, values)
+
+
 def is_only(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Return whether a module and all its parts are of these classes, not of subclasses, and have no forward hooks."""
     parts = [module]  # `module.modules()` takes several times as long, and this is asked at every tick

@@ -28,6 +28,7 @@ from torch import Tensor
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
 from omagd.modules.graph_reconstructers.predictor import last_seen_step
+from omagd.modules.ops import add_at
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
@@ -190,8 +191,8 @@ def fit_baselines(training: Batches, validation: Batches, info: EnvInfo, dist: D
         extremes = torch.maximum(extremes, torch.stack(found))
         where = cases.living
         flat = (cases.agent[where] * shape[1] + cases.node[where]) * shape[2] + cases.step[where].clamp(max=limit)
-        total.index_add_(0, flat, cases.truth[where].double())
-        count.index_add_(0, flat, torch.ones_like(flat, dtype=torch.float64)[:, None])
+        add_at(total, flat, cases.truth[where].double())
+        add_at(count, flat, torch.ones_like(flat, dtype=torch.float64)[:, None])
     slot_mean, map_constant = _means(dist.sum(total).view(*shape, -1), dist.sum(count).view(*shape, 1))
     bounds = torch.from_numpy(np.stack(dist.gather(extremes.numpy())).max(0)).to(dist.device)
     bounds = torch.where(bounds.isfinite(), bounds * torch.tensor([-1.0, 1.0]).view(2, 1, 1).to(bounds), 0.0)

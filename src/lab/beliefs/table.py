@@ -17,6 +17,7 @@ from torch import Tensor
 from omagd.config.env_info import ALLY, ENEMY, EntityLayout
 from omagd.lab.beliefs.baselines import BASELINES, SIMPLE, Baselines, Cases, cases_of
 from omagd.modules.graph_reconstructers.reconstructor import Belief
+from omagd.modules.ops import add_at
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
@@ -95,7 +96,7 @@ class BeliefSums:
         self.sums["dead"] += marks.T @ torch.stack([dead, dead * taken], dim=1)
         # Reliability (Naeini et al. 2015): of units with p(dead) = 0.8, are 80 % dead?
         in_bin = (p * BINS).long().clamp(0, BINS - 1)
-        self.sums["bins"].index_add_(0, in_bin, torch.stack([torch.ones_like(p), p, dead], dim=1))
+        add_at(self.sums["bins"], in_bin, torch.stack([torch.ones_like(p), p, dead], dim=1))
 
     def _marks(self, cases: Cases) -> Tensor:
         """Return which cases [M, R] belong to each row, as float64. The dead have no type."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EntityLayout
 from omagd.config.schema import TokenizerConfig
 from omagd.modules.graph_reconstructers.graphs import feature_mask
-from omagd.modules.ops import FastLinear
+from omagd.modules.ops import FastLinear, add_at
 
 DISTANCES = 2**18  # distances between nodes and codes that a CPU computes at once
 SMOOTHING = 1e-5  # Laplace smoothing of the EMA counts: no division by zero for an unused code
@@ -137,13 +137,8 @@ class Tokenizer(nn.Module):
         if counted is not None:
             one, encoded = one * counted, encoded * counted[:, None]
         # `bincount` would make the host wait for the largest id.
-        counts, total = one.new_zeros(self.n_codes).index_add_(0, ids, one), torch.zeros_like(self.codebook)
-        if total.is_cuda:  # there `index_add_` adds in any order, and two runs would differ
-            # Sorted sums: the same bits at every run.
-            total.index_put_((ids,), encoded, accumulate=True)
-        else:
-            total.index_add_(0, ids, encoded)
-        return CodeSums(counts, total)
+        counts = one.new_zeros(self.n_codes).index_add_(0, ids, one)
+        return CodeSums(counts, add_at(torch.zeros_like(self.codebook), ids, encoded))
 
     @torch.no_grad()
     def move(self, sums: CodeSums, finite: Tensor | None = None) -> None:
