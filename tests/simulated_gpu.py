@@ -28,6 +28,30 @@ WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_sel
 WAITS |= {aten._unique2.default, aten.equal.default, aten.repeat_interleave.Tensor}
 
 
+def gru_cell(of_x: Tensor, of_h: Tensor, h: Tensor, b_x: Tensor, b_h: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next state, and what the backward pass needs, as torch's operation for CUDA does."""
+    x_r, x_z, x_n = (of_x + b_x).chunk(3, dim=1)
+    h_r, h_z, m = (of_h + b_h).chunk(3, dim=1)
+    r, z = (x_r + h_r).sigmoid(), (x_z + h_z).sigmoid()
+    n = (x_n + r * m).tanh()
+    return n + z * (h - n), torch.cat([r, z, n, h, m], dim=1)
+
+
+def gru_cell_backward(grad: Tensor, kept: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    """Return the gradients of both products and of the state."""
+    assert not has_bias
+    r, z, n, h, m = kept.chunk(5, dim=1)
+    of_n, of_z = grad * (1 - z) * (1 - n * n), grad * (h - n) * z * (1 - z)
+    of_r = of_n * m * r * (1 - r)
+    return torch.cat([of_r, of_z, of_n], dim=1), torch.cat([of_r, of_z, of_n * r], dim=1), grad * z, None, None
+
+
+# Operations that no CPU has.
+ONLY_ON_GPUS = {
+    aten._thnn_fused_gru_cell.default: gru_cell, aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
+}  # fmt: skip
+
+
 class OnGPU(Tensor):
     """A tensor on the simulated GPU. value: the same on the CPU."""
 
@@ -129,9 +153,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], waits: Counter[str] | Non
     given = _inside(args)
     for graph in RECORDING:
         graph.keep(func, given)
-    out = func(*given, **inside)
+    work = ONLY_ON_GPUS.get(func, func)
+    out = work(*given, **inside)
     for graph in RECORDING:
-        graph.work.append((func, given, inside, out))
+        graph.work.append((work, given, inside, out))
     if there:
         out = _mapped(lambda leaf: OnGPU(leaf) if isinstance(leaf, Tensor) else leaf, out)
     if func is aten._to_copy.default or not ours:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from q_toys import INFO, toy_config
+from simulated_gpu import DEVICE, simulated_gpu
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -80,6 +81,28 @@ def test_compiled_gru_equals_a_cell_in_values_and_gradients(monkeypatch, lengths
         assert max(relative(a, b) for a, b in zip(got, wanted, strict=True)) < 1e-6
         with torch.no_grad():
             assert torch.equal(gru(x, packing, start), out)
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_gradients_of_equal_episodes_on_a_gpu_are_those_of_the_cpu(starts):
+    steps, rows, inputs, size = 7, 5, 6, 8
+
+    def made(device):
+        drawn, shapes = torch.Generator().manual_seed(1), [(steps * rows, inputs), (rows, size)]
+        shapes += [(3 * size, inputs), (3 * size, size), (3 * size,), (3 * size,)]
+        x, start, *weights = (torch.randn(s, generator=drawn, dtype=torch.float64).to(device) for s in shapes)
+        given = [value.requires_grad_() for value in (x, start, *weights) if starts or value is not start]
+        out = ops.gru(x, start if starts else None, [rows] * steps, *weights)
+        (out * torch.arange(out.numel(), device=device).view(out.shape).sin()).sum().backward()
+        return out.grad_fn.name(), [out.detach().cpu(), *(value.grad.cpu() for value in given)]
+
+    with simulated_gpu():
+        name, found = made(DEVICE)
+        values = torch.ones(3, device=DEVICE, requires_grad=True)
+        summed = ops.add_at(torch.zeros(1, device=DEVICE), torch.tensor([0, 0, 0], device=DEVICE), values)
+        assert "IndexPut" in summed.grad_fn.name(), "sums have one order"
+    assert "CuDNNUnroll" in name
+    assert max(map(relative, found, made("cpu")[1])) < 1e-12
 
 
 @pytest.mark.usefixtures("always")

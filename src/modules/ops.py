@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from omagd.modules.kernels import kernels_for, transformer
-from omagd.modules.kernels.gru import Unroll
+from omagd.modules.kernels.gru import CuDNNUnroll, Unroll
 from omagd.modules.kernels.linear import LookupReLU, Mix, OneDNNLinear, prefers_onednn
 from omagd.utils.packing import Packing
 from omagd.utils.registry import require_step
@@ -140,6 +140,8 @@ def _fast_gru(x: Tensor, before: Tensor | None, rows: list[int], *weights: Tenso
     if x.device.type not in {"cpu", "cuda"}:
         return None
     start = x.new_zeros(1, rows[0], size) if before is None else before.to(x.dtype)[None]
+    if rows[0] == rows[-1] and x.device.type == "cuda" and torch.is_grad_enabled():
+        return cast(Tensor, CuDNNUnroll.apply(x, start, *weights))  # type: ignore[no-untyped-call]
     # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps what
     # backward needs), bidirectional.
     more = start, list(weights), True, 1, 0.0, torch.is_grad_enabled(), False

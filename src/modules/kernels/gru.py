@@ -1,4 +1,4 @@
-"""The GRU over packed rows with its own backward pass, its elementwise work in Numba kernels; CPUs, float32.
+"""The GRU over packed rows with its own backward pass: on CPUs in float32 by Numba kernels, on GPUs by torch's.
 
 Its equations are those of `ops.gru`; m = W_hn h + b_hn is the hidden part of the candidate n ("inner").
 Backward, with g = dL/dh' (from the output of this step and from the next step); d_y is the gradient of the sum inside
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from omagd.modules.kernels import arrays
 
+aten = torch.ops.aten
 ROWS_AT_ONCE = 2048  # rows that pass through a step together, so that its data stays in a core's cache
 
 Groups = list[tuple[int, list[list[slice]]]]
@@ -114,6 +115,41 @@ class Unroll(torch.autograd.Function):
             None, None, for_x, for_start if ctx.starts else None, for_ih.roll(-size, 0), for_hh,
             for_bias[: 3 * size].roll(-size), for_bias[size:],
         )  # fmt: skip
+
+
+class CuDNNUnroll(torch.autograd.Function):
+    """All steps of the GRU by cuDNN, for steps of equally many rows, with a backward pass of our own; GPUs.
+
+    cuDNN's own backward adds the gradients of biases in one slow kernel: half of an update of QMIX on 5m_vs_6m.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Tensor:
+        """Return [T rows, H] from x [T rows, input_dim] and start [1, rows, H]."""
+        # Arguments as in `ops`; nothing is kept for a backward pass.
+        more = [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, False, False, False
+        out = torch._VF.gru(x.unflatten(0, (-1, start.shape[1])), start, *more)[0].flatten(0, 1)
+        ctx.save_for_backward(x, start, out, w_ih, w_hh, b_ih, b_hh)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, before, the weights and the biases from grad_out [T rows, H], last step first."""
+        x, start, out, w_ih, w_hh, b_ih, b_hh = ctx.saved_tensors
+        rows = start.shape[1]
+        before = torch.cat([start[0], out[:-rows]])
+        # All states are known, so the gates of all steps are computed together.
+        gates = aten._thnn_fused_gru_cell(x @ w_ih.t(), before @ w_hh.t(), before, b_ih, b_hh)[1]
+        carried = torch.zeros_like(start[0])
+        of_x, of_h = [], []
+        for grad, of_step in zip(reversed(grad_out.split(rows)), reversed(gates.split(rows)), strict=True):
+            for_x, for_h, past, *_ = aten._thnn_fused_gru_cell_backward(grad + carried, of_step, False)
+            carried = torch.addmm(past, for_h, w_hh)
+            of_x.append(for_x)
+            of_h.append(for_h)
+        by_x, by_h = torch.cat(of_x[::-1]), torch.cat(of_h[::-1])
+        return by_x @ w_ih, carried[None], by_x.t() @ x, by_h.t() @ before, by_x.sum(0), by_h.sum(0)
 
 
 def _groups(rows: list[int]) -> Groups:
