@@ -7,9 +7,10 @@ import pytest
 import torch
 from simulated_gpu import DEVICE, simulated_gpu
 
-from omagd.components.episode_buffer import EpisodeBuffer
+from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
+from omagd.resident import replay
 from omagd.resident.replay import BlockEpisode, ResidentBuffer
-from omagd.utils.packing import EpisodeMeta
+from omagd.utils.packing import EpisodeMeta, RecordedEpisode, Rows
 
 ROWS, AGENTS, ACTIONS = 7, 2, 11
 
@@ -43,23 +44,25 @@ def assert_same_batches(one: EpisodeBuffer, other: EpisodeBuffer) -> None:
 
 
 @pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("capacity", [3, 8, 40])
+@pytest.mark.parametrize("capacity", [3, 8, 40, UNLIMITED])
 def test_batches_are_those_of_the_ordinary_buffer(capacity, full):
     """Before and after the buffer is full, with rounds that are larger than it, and with single episodes."""
     plain, resident = EpisodeBuffer(capacity), ResidentBuffer(capacity, "cpu", ROWS)
     for seed in range(7):
-        episodes = block_of(seed, full=full)
-        added = [episodes, [*episodes[:2], *block_of(90 + seed, 3, full=full)], episodes[1:4]][seed % 3]
+        episodes = block_of(seed, 5 if seed % 4 else 50, full=full)
+        steps = [RecordedEpisode({name: rows[:1] for name, rows in e.items()}, e.meta) for e in episodes]
+        added = [episodes, [*episodes[:2], *block_of(90 + seed, 3, full=full)], episodes[1:4], steps][seed % 4]
         for buffer in (plain, resident):
             buffer.add(added)
         assert_same_batches(plain, resident)
 
 
 @pytest.mark.parametrize("name", ["obs", "avail_actions"])
-def test_a_field_that_breaks_its_rule_is_kept_as_it_is(name):
+def test_a_field_that_breaks_its_rule_is_kept_as_it_is(name, monkeypatch):
+    monkeypatch.setattr(replay, "TOGETHER", 2)
     plain, resident = EpisodeBuffer(8), ResidentBuffer(8, "cpu", ROWS)
     rounds = [block_of(0), block_of(1), block_of(2)]
-    rounds[1][0].block[name][:, 0] = 3
+    rounds[1][0][name][0] = 3
     for episodes in rounds:
         for buffer in (plain, resident):
             buffer.add(episodes)
@@ -97,3 +100,9 @@ def test_episodes_of_the_cpu_are_sent_together_and_those_of_another_gpu_rejected
             buffer.add(block_of(0, device=DEVICE))
     same = expected.sample(4, np.random.default_rng(0))
     assert all(torch.equal(batch[name].value, same[name]) for name in same.data)
+
+
+def test_rows_are_made_of_plain_numbers_and_sliced():
+    rows = Rows(lambda *row: row, np.arange(3), ["a", "b", "c"])
+    assert [*rows[1:]] == [(1, "b"), (2, "c")]
+    assert type(rows[0][0]) is int

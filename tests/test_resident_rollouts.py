@@ -210,6 +210,9 @@ def test_actions_that_are_not_available_are_an_error(monkeypatch):
     monkeypatch.setattr(loop, "play", lambda *_: loop.game.faults.fill_(True))
     with pytest.raises(RuntimeError, match="given actions that are not available"):
         plays.run(mac, explore=None)
+    monkeypatch.setattr(loop, "play", lambda *_: (loop.game.faults.zero_(), loop.round.results.fill_(torch.nan)))
+    with pytest.raises(RuntimeError, match="not finite"):
+        plays.run(mac, explore=None)
 
 
 def test_acting_reads_the_weights_at_every_tick():

@@ -51,13 +51,17 @@ class EpisodeBuffer:
     def __len__(self) -> int:
         return len(self._records)
 
+    def _stored(self, place: int) -> Tensor:
+        """Return the records of an episode, [L + 1, R]."""
+        return self._records[place]
+
     @property
     def episodes(self) -> tuple[Episode, ...]:
         """All episodes, oldest first; read-only. A field is decoded on each access."""
         if self._codec is None:
             return ()
         places = map(self._place, range(len(self)))
-        return tuple(StoredEpisode(self._codec, self._records[i], self._meta[i]) for i in places)
+        return tuple(StoredEpisode(self._codec, self._stored(i), self._meta[i]) for i in places)
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Add episodes (tensors [L + 1, ...]), oldest first. Errors: ValueError unless all have the same fields."""
@@ -90,11 +94,15 @@ class EpisodeBuffer:
         assert self._codec is not None
         records, fits = self._codec.encode(episode)
         if broken := [name for name, kept in fits.items() if not kept]:
-            old, self._codec = self._codec, self._codec.without(broken)
-            for i, stored in enumerate(self._records):
-                self._records[i] = self._codec.encode(StoredEpisode(old, stored, self._meta[i]))[0].to(self.device)
+            self._recode(self._codec.without(broken))
             records, _ = self._codec.encode(episode)
         return records.to(self.device)
+
+    def _recode(self, codec: Codec) -> None:
+        """Encode all stored episodes as `codec` does."""
+        assert self._codec is not None
+        episodes = [StoredEpisode(self._codec, self._stored(i), self._meta[i]) for i in range(len(self))]
+        self._codec, self._records = codec, [codec.encode(episode)[0].to(self.device) for episode in episodes]
 
     def _put(self, records: Tensor, meta: EpisodeMeta) -> None:
         self.added += 1
@@ -107,13 +115,13 @@ class EpisodeBuffer:
 
     def _place(self, index: int) -> int:
         """Return where an episode (0: the oldest) is stored. Errors: IndexError."""
-        if not -len(self._records) <= index < len(self._records):
-            raise IndexError(f"no episode {index} among {len(self._records)}")
-        return (self._oldest + index) % len(self._records)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"no episode {index} among {len(self)}")
+        return (self._oldest + index) % len(self)
 
     def draw(self, batch_size: int, rng: np.random.Generator) -> Sequence[int]:
         """Draw the indices of `batch_size` different episodes, all equally likely. Errors: ValueError for too few."""
-        return rng.choice(len(self._records), size=batch_size, replace=False).tolist()
+        return rng.choice(len(self), size=batch_size, replace=False).tolist()
 
     def sample(self, batch_size: int, rng: np.random.Generator) -> PackedBatch:
         """Draw `batch_size` different episodes and return them packed. Errors: ValueError when there are too few."""
@@ -142,7 +150,7 @@ class EpisodeBuffer:
         """Return the stored episodes from the `number`-th ever added on."""
         first = min(max(number, self.added - len(self)), self.added)
         places = [self._place(i) for i in range(first - (self.added - len(self)), len(self))]
-        records, meta = tuple(self._records[i] for i in places), tuple(self._meta[i] for i in places)
+        records, meta = tuple(map(self._stored, places)), tuple(self._meta[i] for i in places)
         return EpisodeRange(first, self._codec, records, meta)
 
     def restore(self, ranges: Iterable[EpisodeRange], added: int) -> None:

@@ -11,14 +11,16 @@ from functools import cached_property, partial
 from itertools import groupby
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from omagd.components.episode_buffer import TOGETHER, UNLIMITED, EpisodeBuffer
 from omagd.components.episode_codec import Codec, EpisodeRange, Spec
-from omagd.utils.packing import UNKNOWN, Episode, EpisodeMeta, PackedBatch, Packing, few, meta_of, time_order
+from omagd.utils.packing import UNKNOWN, Episode, EpisodeMeta, PackedBatch, Packing, Rows, few, meta_of, time_order
 
 ROUNDING = 8  # rows of batches of fixed shapes are a multiple: few shapes, and little more than the longest episode
+AT_ONCE = 2**28  # bytes of a block that are encoded together on a GPU
 ROOM = 16  # episodes for which a buffer without limit has memory at first
 
 
@@ -28,6 +30,8 @@ class BlockEpisode(Mapping[str, Tensor]):
     Args:
         block: tensors by name. place: of the episode in them. rows: L + 1. meta: where it comes from.
     """
+
+    __slots__ = ("block", "place", "rows", "meta")
 
     def __init__(self, block: Episode, place: int, rows: int, meta: EpisodeMeta) -> None:
         self.block, self.place, self.rows, self.meta = block, place, rows, meta
@@ -40,6 +44,24 @@ class BlockEpisode(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.block)
+
+
+class BlockEpisodes(Rows[BlockEpisode]):
+    """Episodes of one block, each made when it is asked for: rounds have thousands.
+
+    Args:
+        block: see `BlockEpisode`. places, rows: [k] int64. meta: k origins.
+    """
+
+    def __init__(self, block: Episode, places: np.ndarray, rows: np.ndarray, meta: Sequence[EpisodeMeta]) -> None:
+        super().__init__(partial(BlockEpisode, block), places, rows, meta)
+        self.block, self.places, self.rows, self.meta = block, places, rows, meta
+
+    @classmethod
+    def of(cls, episodes: Sequence[BlockEpisode]) -> BlockEpisodes:
+        """Return some episodes of one block together."""
+        numbers = np.array([(episode.place, episode.rows) for episode in episodes])
+        return cls(episodes[0].block, numbers[:, 0], numbers[:, 1], [episode.meta for episode in episodes])
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,70 +121,87 @@ class ResidentBuffer(EpisodeBuffer):
         super().__init__(capacity, torch.empty(0, device=device).device)  # with its number, which "cuda" lacks
         self._rows = rows
         self._room = ROOM if capacity == UNLIMITED else capacity  # episodes for which there is memory
-        self._memory: Tensor | None = None  # allocated with the first episode; `_records` are views of it
+        self._memory: Tensor | None = None  # [room, T, R], allocated with the first episode
+        self._lengths = np.zeros(self._room, np.int64)  # rows of the episode at each place
         self._counted: tuple[Hashable, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self._meta)
+
+    def _stored(self, place: int) -> Tensor:
+        return self._allocated()[place, : self._lengths[place]]
 
     def add(self, episodes: Iterable[Episode]) -> None:
         """Add episodes, oldest first; those of one block are encoded together, where the buffer is.
 
         Errors: ValueError for a block on another GPU, which would come through the host.
         """
+        if isinstance(episodes, BlockEpisodes):
+            if len(episodes) and not self._add_block(episodes):
+                super().add(episodes)
+            return
         for key, found in groupby(episodes, key=lambda e: id(e.block) if isinstance(e, BlockEpisode) else None):
-            group = list(found)
-            if key is None or not self._add_block(cast(list[BlockEpisode], group)):
-                super().add(group)
+            if key is None:
+                super().add(found)
+            else:
+                self.add(BlockEpisodes.of(cast(list[BlockEpisode], list(found))))
 
-    def _add_block(self, episodes: list[BlockEpisode]) -> bool:
+    def _add_block(self, episodes: BlockEpisodes) -> bool:
         """Add episodes of one block; return False, with nothing changed, where their fields cannot be encoded so."""
-        for value in episodes[0].block.values():
+        for value in episodes.block.values():
             if value.device.type != "cpu" and value.device != self.device:
                 raise ValueError(f"episodes on {value.device} cannot be stored on {self.device}")
-        block = {name: value.to(self.device, non_blocking=True) for name, value in episodes[0].block.items()}
+        block = {name: value.to(self.device, non_blocking=True) for name, value in episodes.block.items()}
         spec: Spec = {name: (value.dtype, tuple(value.shape[2:])) for name, value in block.items()}
-        codec, (count, rows) = self._codec or Codec(spec), next(iter(block.values())).shape[:2]
+        codec, rows = self._codec or Codec(spec), next(iter(block.values())).shape[1]
         if spec != codec.spec or rows != self._rows:
             return False
-        firsts = range(0, count, TOGETHER)
-        parts = [codec.encode({n: v[i : i + TOGETHER].flatten(0, 1) for n, v in block.items()}) for i in firsts]
-        fits = [kept for _, of_part in parts for kept in of_part.values()]
+        kept = slice(-self.capacity, None)
+        size = sum(value[0].nbytes for value in block.values())  # of an episode
+        together = TOGETHER if self.device.type == "cpu" else max(1, AT_ONCE // size)
+        parts: list[Tensor] = []
+        fits: list[Tensor] = []
+        for some in self._index(episodes.places[kept]).split(together):
+            records, of_part = codec.encode({n: v.index_select(0, some).flatten(0, 1) for n, v in block.items()})
+            parts.append(records.view(-1, rows, codec.width))
+            fits += of_part.values()
         if fits and not bool(torch.stack(fits).all()):  # the one value that the host reads
             return False
         self._codec = codec
-        encoded = torch.cat([records for records, _ in parts]).view(count, rows, codec.width)
-        chosen = encoded.index_select(0, self._index([episode.place for episode in episodes]))
-        self._write(chosen, [(episode.rows, episode.meta) for episode in episodes])
+        self.added += max(0, len(episodes) - self.capacity)
+        places = self._index(self._take(episodes.rows[kept], episodes.meta[kept])).split(together)
+        for some, records in zip(places, parts, strict=True):
+            self._allocated().index_copy_(0, some, records)
         return True
 
     def _put_together(self, episodes: list[Episode]) -> None:
         if episodes:
             joined = {name: torch.cat([episode[name] for episode in episodes]) for name in episodes[0]}
-            records = self._encode(joined).unflatten(0, (len(episodes), -1))
-            self._write(records, [(records.shape[1], meta_of(episode)) for episode in episodes])
-
-    def _write(self, records: Tensor, origins: Sequence[tuple[int, EpisodeMeta]]) -> None:
-        """Store the newest of some episodes. records: [E, T' or T, R]. origins: number of rows and origin of each."""
-        kept = origins[-self.capacity :]
-        self.added += len(origins) - len(kept)
-        places = self._index([self._next(*origin) for origin in kept])
-        self._allocated()[:, : records.shape[1]].index_copy_(0, places, records[-len(kept) :])
+            records = self._encode(joined).unflatten(0, (len(episodes), -1))[-self.capacity :]
+            self.added += len(episodes) - len(records)
+            places = self._take(np.full(len(records), records.shape[1]), [*map(meta_of, episodes)][-self.capacity :])
+            self._allocated()[:, : records.shape[1]].index_copy_(0, self._index(places), records)
 
     def _put(self, records: Tensor, meta: EpisodeMeta) -> None:
-        self._records[self._next(len(records), meta)].copy_(records)
+        place = int(self._take(np.array([len(records)]), [meta])[0])
+        self._stored(place).copy_(records)
 
-    def _next(self, rows: int, meta: EpisodeMeta) -> int:
-        """Return the place of the next episode, after noting its origin and number of rows."""
-        self.added += 1
-        if len(self._records) < self.capacity:
-            place = len(self._records)
-            if place == self._room:
-                self._room *= 2
-                self._move()
-            self._records.append(self._allocated()[place, :rows])
-            self._meta.append(meta)
-            return place
-        place, self._oldest = self._oldest, (self._oldest + 1) % self.capacity
-        self._records[place], self._meta[place] = self._allocated()[place, :rows], meta
-        return place
+    def _take(self, rows: np.ndarray, meta: Sequence[EpisodeMeta]) -> np.ndarray:
+        """Return the places of the next k ≤ capacity episodes, after noting their origins and numbers of `rows`."""
+        before = len(self)
+        after = min(before + len(rows), self.capacity)
+        if after > self._room:
+            self._room = max(after, 2 * self._room)
+            self._lengths = np.pad(self._lengths, (0, self._room - len(self._lengths)))
+            self._move()
+        places = (self._oldest + before + np.arange(len(rows))) % self.capacity
+        self._oldest = (self._oldest + before + len(rows) - after) % self.capacity
+        self._lengths[places] = rows
+        self._meta += [UNKNOWN] * (after - before)
+        for place, each in zip(places.tolist(), meta, strict=True):
+            self._meta[place] = each
+        self.added += len(rows)
+        return places
 
     def _allocated(self) -> Tensor:
         assert self._codec is not None
@@ -173,18 +212,18 @@ class ResidentBuffer(EpisodeBuffer):
 
     def _move(self) -> None:
         """Move what is stored to memory of the size that is needed now."""
-        memory = self._allocated()
+        stored = self._memory
+        if stored is not None:
+            self._allocated()[: len(stored)].copy_(stored)
+
+    def _recode(self, codec: Codec) -> None:
+        super()._recode(codec)
+        self._allocated()  # also where nothing is stored
         for place, records in enumerate(self._records):
-            self._records[place] = memory[place, : len(records)].copy_(records)
+            self._stored(place).copy_(records)
+        self._records = []
 
-    def _encode(self, episode: Episode) -> Tensor:
-        """Return an episode's records; where that changes the encoding of all, they move to other memory."""
-        encoded = super()._encode(episode)
-        if self._memory is not None and self._codec is not None and self._memory.shape[2] != self._codec.width:
-            self._move()
-        return encoded
-
-    def _index(self, places: Sequence[int] | Tensor) -> Tensor:
+    def _index(self, places: np.ndarray | Tensor) -> Tensor:
         return torch.as_tensor(places).to(self.device, non_blocking=True)
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
@@ -194,7 +233,7 @@ class ResidentBuffer(EpisodeBuffer):
     def _found(self, indices: Sequence[int]) -> tuple[list[int], list[int], list[EpisodeMeta]]:
         """Return places, numbers of rows and origins of episodes."""
         places = [self._place(i) for i in indices]
-        return places, [len(self._records[place]) for place in places], [self._meta[place] for place in places]
+        return places, self._lengths[places].tolist(), [self._meta[place] for place in places]
 
     def _packed(self, places: Sequence[int], lengths: Sequence[int], meta: Sequence[EpisodeMeta]) -> PackedBatch:
         assert self._codec is not None
@@ -249,7 +288,7 @@ class ResidentBuffer(EpisodeBuffer):
         """
         key = of, self.added, self.layout()
         if self._counted is None or self._counted[0] != key:
-            lengths, found = torch.tensor([len(records) for records in self._records]), []
+            lengths, found = torch.from_numpy(self._lengths[: len(self)]), []
             for place in torch.arange(len(lengths)).split(TOGETHER):
                 found.append(of(self.at(self._index(place), self._index(lengths[place]), self._rows)))
             self._counted = key, torch.cat(found).cpu()
@@ -288,7 +327,7 @@ class StagedBuffer(EpisodeBuffer):
     def fixed(self, indices: Sequence[int]) -> FixedDraw:
         """Return the episodes at `indices` (0: the oldest) as a batch of fixed shapes, until the next call."""
         assert self._codec is not None
-        records = [self._records[self._place(i)] for i in indices]
+        records = [self._stored(self._place(i)) for i in indices]
         return self._stage.sent(self._codec, records, partial(self.batch, indices))
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:

@@ -6,8 +6,9 @@ is read between two ticks. Shapes: B slots, E episodes of a round, L the step li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import product
 from typing import Any, cast
 
@@ -31,11 +32,11 @@ from omagd.modules.graph_reconstructers import REGISTRY as PREDICTORS
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.resident.graphs import Captured
 from omagd.resident.reconstruction import ResidentReconstruction
-from omagd.resident.replay import BlockEpisode
+from omagd.resident.replay import BlockEpisodes
 from omagd.runners.rollout import OF_TASKS, Rollout, row_fields
 from omagd.runners.runner import Runner
 from omagd.utils.errors import UserError
-from omagd.utils.packing import EpisodeMeta
+from omagd.utils.packing import EpisodeMeta, Rows
 from omagd.utils.seeding import NO_GROUP, Origins
 
 RETURN, LENGTH, END, RESULTS = range(4)
@@ -385,33 +386,35 @@ class ResidentRunner(Runner):
         """Return what was played: the host reads the results of a round at once."""
         rollout, of, names = Rollout(), loops[0].round, loops[0].game.results
         faults = torch.cat([loop.game.faults for loop in loops]).any()
-        results = torch.cat([faults.double().unsqueeze(0), of.results[:-1].flatten()]).tolist()
+        results = torch.cat([faults.double().unsqueeze(0), of.results[:-1].flatten()]).cpu().numpy()
         if results[0]:
             raise RuntimeError("runner=resident: the environment was given actions that are not available")
-        found = np.array(results[1:]).reshape(of.episodes, -1)
-        order = found[:, END].argsort(kind="stable")
-        found, slot_of, seed_of = found[order], (order % self.env.n_slots).tolist(), origins.seed[order].tolist()
-        lengths, places = found[:, LENGTH].astype(np.int64).tolist(), order.tolist()
-        values = {"return": found[:, RETURN], "ep_length": found[:, LENGTH]}
-        values |= {name: found[:, RESULTS + i] for i, name in enumerate(names)}
+        found = results[1:].reshape(of.episodes, -1)
         if not np.isfinite(found).all():
             raise RuntimeError("runner=resident: a return or a result is not finite")
-        rollout.n_episodes, rollout.steps = len(found), sum(lengths)
-        tasks, columns = origins.task[order], {"slot": slot_of, "seed": seed_of, "length": lengths}
+        order = found[:, END].argsort(kind="stable")
+        found, lengths = found[order], found[order, LENGTH].astype(np.int64)
+        values = {"return": found[:, RETURN], "ep_length": found[:, LENGTH]}
+        values |= {name: found[:, RESULTS + i] for i, name in enumerate(names)}
+        rollout.n_episodes, rollout.steps = len(found), int(lengths.sum())
+        slots, seeds = order % self.env.n_slots, origins.seed[order]
+        tasks, groups = origins.task[order], origins.group[order]
+        columns: dict[str, Sequence[Any] | np.ndarray] = {"slot": slots, "seed": seeds, "length": lengths}
         if self.info.tasks:
             columns["task"] = [self.info.tasks[task] for task in tasks]
-        columns |= {name: values[name].tolist() for name in ("return", *names)}
+        columns |= {name: values[name] for name in ("return", *names)}
         for task, name in product(np.unique(tasks) if self.info.tasks else (), OF_TASKS):
             values[f"{self.info.tasks[task]}/{name}"] = values[name][tasks == task]
         # Sums in the order of the episodes, as those of other runners.
         rollout.stats = {name: (float(np.add.accumulate(v)[-1]), float(len(v))) for name, v in values.items()}
-        rollout.log = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rollout.log = Rows(partial(_entry, tuple(columns)), *columns.values())
         if of.rows:
-            group_of = ["" if group == NO_GROUP else str(group) for group in origins.group[order].tolist()]
-            metas = map(EpisodeMeta, slot_of, seed_of, tasks.tolist(), group_of, values["battle_won"].tolist())
-            block = of.block
-            rollout.episodes = [
-                BlockEpisode(block, place, length + 1, meta)
-                for place, length, meta in zip(places, lengths, metas, strict=True)
-            ]
+            names_of = {group: str(group) for group in np.unique(groups).tolist()} | {NO_GROUP: ""}
+            metas = Rows(EpisodeMeta, slots, seeds, tasks, [*map(names_of.get, groups.tolist())], values["battle_won"])
+            rollout.episodes = BlockEpisodes(of.block, order, lengths + 1, metas)
         return rollout
+
+
+def _entry(names: Sequence[str], *row: float | int | str) -> dict[str, float | int | str]:
+    """Return an entry of `Rollout.log`."""
+    return dict(zip(names, row, strict=True))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,12 +37,12 @@ class Rollout:
         log: one entry for each episode, in order: slot, reset seed, length, return, results; all finite.
     """
 
-    episodes: list[Episode] = field(default_factory=list)
+    episodes: Sequence[Episode] = field(default_factory=list)
     n_episodes: int = 0
     steps: int = 0
     lost: int = 0
     stats: dict[str, tuple[float, float]] = field(default_factory=dict)
-    log: list[dict[str, float | int | str]] = field(default_factory=list)
+    log: Sequence[dict[str, float | int | str]] = field(default_factory=list)
 
     def count(self, name: str, value: float) -> None:
         """Add one episode's `value` to the stats; NaN means unknown and is left out."""
@@ -66,7 +66,11 @@ class Rollout:
         for name, value in results.items():
             if math.isfinite(value):
                 entry.setdefault(name, value)
-        self.log.append(entry)
+        cast(list[Any], self.log).append(entry)
+
+    def keep(self, episode: Episode) -> None:
+        """Take a finished episode."""
+        cast(list[Any], self.episodes).append(episode)
 
 
 SEEN = ("obs", "state", "avail_actions", "full_obs")
@@ -500,7 +504,7 @@ class RolloutLoop:
 
     def _episode_ended(self, recorder: Recorder, slot: int, length: int, outcome: float) -> None:
         meta = replace(self.meta(slot), outcome=outcome)
-        self.rollout.episodes.append(RecordedEpisode(recorder.take(slot, length), meta))
+        self.rollout.keep(RecordedEpisode(recorder.take(slot, length), meta))
 
 
 def do_nothing(*_: object) -> None:

@@ -113,7 +113,7 @@ class StepLoop(RolloutLoop):
     def _rows_written(self, recorder: Recorder, slots: np.ndarray, steps: np.ndarray) -> None:
         later = slots[steps > 0]
         for slot, rows in zip(later.tolist(), recorder.latest(later, steps[steps > 0]), strict=True):
-            self.rollout.episodes.append(RecordedEpisode(rows, self.meta(slot)))
+            self.rollout.keep(RecordedEpisode(rows, self.meta(slot)))
 
     def _episode_ended(self, recorder: Recorder, slot: int, length: int, outcome: float) -> None:
         """Do nothing: all steps have been returned."""

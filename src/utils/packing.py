@@ -8,13 +8,16 @@ is one contiguous block of `batch_sizes[t]` rows. S is the number of rows of all
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,36 @@ class EpisodeMeta:
 
 
 UNKNOWN = EpisodeMeta()
+
+
+class Rows(Sequence[T]):
+    """Objects that are made when they are asked for. make: from a row of `columns`, all of one length."""
+
+    def __init__(self, make: Callable[..., T], *columns: Sequence[Any] | np.ndarray) -> None:
+        self._make, self._columns = make, columns
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __eq__(self, other: object) -> bool:
+        return [*self] == [*other] if isinstance(other, Sequence) else NotImplemented
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._make, *(_plain(column) for column in self._columns))
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Rows[T]:
+        if isinstance(index, slice):
+            return Rows(self._make, *(column[index] for column in self._columns))
+        return self._make(*(_plain(column[index]) for column in self._columns))
+
+
+def _plain(value: Any) -> Any:
+    """Return an array's elements, or a NumPy number, as Python's."""
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,21 @@ class JsonLinesSink(Sink):
 
     def _log(self, record: Record) -> None:
         line = {"stage": record.stage, record.clock: record.t, **record.values}
-        self._file.write((json.dumps(plain(line), allow_nan=False) + "\n").encode())
+        self._file.write((_line(line) + "\n").encode())
 
     def _close(self, exit_state: str) -> None:
         self._file.close()
+
+
+_encode = json.JSONEncoder(allow_nan=False).encode
+
+
+def _line(values: Mapping[str, Any]) -> str:
+    """Return values as strict JSON; plain numbers, which rounds have by the thousand, are not converted first."""
+    try:
+        return _encode(values)
+    except (TypeError, ValueError):
+        return _encode(plain(values))
 
 
 class EpisodeLog:
@@ -98,7 +109,7 @@ class EpisodeLog:
 
     def write(self, episodes: Iterable[Mapping[str, Any]], **common: Any) -> None:
         """Write episodes, each with the `common` values in front."""
-        lines = [json.dumps(plain({**common, **episode, **common}), allow_nan=False) for episode in episodes]
+        lines = [_line({**common, **episode, **common}) for episode in episodes]
         if lines:
             self._file.write(("\n".join(lines) + "\n").encode())
 
