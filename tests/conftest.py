@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import command_server
@@ -44,6 +44,20 @@ def pytest_collection_modifyitems(items):
     """Begin with the files that start most processes: where files are dealt to workers, the last ones are short."""
     started = Counter(item.path for item in items if item.get_closest_marker("processes"))
     items.sort(key=lambda item: -started[item.path])
+
+
+def pytest_terminal_summary(terminalreporter):
+    """End `./run_tests.sh --gpu` with a table: a line for each check."""
+    outcomes, counts, seconds = ("passed", "failed", "error", "skipped"), defaultdict(Counter), Counter()
+    for outcome in outcomes:
+        for report in terminalreporter.stats.get(outcome, []):
+            if report.nodeid.startswith("tests/gpu/"):
+                name = report.nodeid.partition("[")[0]
+                counts[name][outcome] += 1
+                seconds[name] += getattr(report, "duration", 0.0)
+    for name, of in sorted(counts.items()):
+        said = ", ".join(f"{of[outcome]} {outcome}" for outcome in outcomes if of[outcome])
+        terminalreporter.write_line(f"{name:<105} {said:>12} {seconds[name]:6.0f} s")
 
 
 @pytest.fixture(autouse=True)
