@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures one GPU, every row of the table in benchmarks/README.md, in at most 5 minutes; keeps JSON lines.
 #
-#   benchmarks/gpu.sh [--pymarl3 PATH]
+#   benchmarks/gpu.sh [--pymarl3 PATH] [--epymarl PATH]
 #   DEVICE=cpu SMALL=1 benchmarks/gpu.sh        (a dry run without a card)
 #
 # Variables: DEVICE (cuda or cpu), PYTHON, OUT (file of the lines: benchmarks/results/gpu.jsonl), SMALL=1 (small sizes).
@@ -14,11 +14,12 @@ cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
 DEVICE=${DEVICE:-cuda}
 OUT=${OUT:-benchmarks/results/gpu.jsonl}
 SMALL=${SMALL:-0}
-peer=() failed=0 seconds=295
+pymarl3=() epymarl=() failed=0 seconds=295
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
-        --pymarl3) [ $# -ge 2 ] || fail "$1 needs a path"; peer=(--peer "$2"); shift 2 ;;
+        --pymarl3) [ $# -ge 2 ] || fail "$1 needs a path"; pymarl3=(--peer "$2"); shift 2 ;;
+        --epymarl) [ $# -ge 2 ] || fail "$1 needs a path"; epymarl=(--peer "$2"); shift 2 ;;
         *) fail "$1: not understood; see $0 --help" ;;
     esac
 done
@@ -57,43 +58,45 @@ bench() { # limit, script, arguments
     row "$1" "$venv_python" "benchmarks/$2" --device "$DEVICE" "${@:3}"
 }
 
-train() { # limit, what it is, arguments of main.py: a run; what its records say about speed, memory and winning
+train() { # limit, what it is, arguments of main.py: a run; what its records say about speed and memory
     rm -rf "$scratch/runs"
     row "$1" "$venv_python" -c '
 import json, pathlib, subprocess, sys
 what, folder, *command = sys.argv[1:]
 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-rows = [json.loads(line) for line in open(pathlib.Path(folder, "run", "metrics.jsonl"))]
-won = next((r for r in rows if r.get("test_battle_won_mean", 0) >= 0.9), {})
-last = {k: round(v, 4) for k, v in rows[-1].items() if k.startswith(("time/", "memory/", "gpu/")) or k == "steps_per_second"}
-found = {"work": what, "t_env": rows[-1]["t_env"], "wall_seconds": round(rows[-1]["wall_seconds"], 1)}
-found |= {"seconds_to_win_90": round(won["wall_seconds"], 1), "steps_to_win_90": won["t_env"]} if won else {}
-print(json.dumps(found | last))' "$2" "$scratch/runs" "$venv_python" src/main.py "$3" --env-config=skirmish with \
-        "use_cuda=$use_cuda" "local_results_path=$scratch/runs" unique_token=run save_model=False log_memory_usage=True "${@:4}"
+last = json.loads(pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
+kept = {k: round(v, 4) for k, v in last.items() if k.startswith(("time/", "memory/", "gpu/")) or k == "steps_per_second"}
+print(json.dumps({"work": what, "t_env": last["t_env"], "wall_seconds": round(last["wall_seconds"], 1)} | kept))' \
+        "$2" "$scratch/runs" "$venv_python" src/main.py "$3" --env-config=skirmish with "use_cuda=$use_cuda" \
+        "local_results_path=$scratch/runs" unique_token=run save_model=False log_memory_usage=True "${@:4}"
 }
 
-use_cuda=True maps="3m 5m_vs_6m" battles="4096 16384" many=4096 batch=128 updates=20 t_max=2500000 interval=62500
+use_cuda=True maps="3m 5m_vs_6m" battles="4096 16384" many=16384 some=4096 batch=128 updates=20 t_max=20000
+interval=50000
 [ "$DEVICE" = cuda ] || use_cuda=False
-if [ "$SMALL" = 1 ]; then maps=3m battles=16 many=16 batch=8 updates=2 t_max=4000 interval=4000; fi
-few=(--batch "$batch" --parallel-up-to 0)
+if [ "$SMALL" = 1 ]; then maps=3m battles=16 many=16 some=16 batch=8 updates=2 t_max=4000 interval=4000; fi
+few=(--batch "$batch" --parallel-up-to 0 --rounds 3)
 
 for map in $maps; do
-    bench 40 qmix_update.py --map "$map" --lengths play --batch "$batch" --updates "$updates" "${peer[@]}"
+    sizes=(--map "$map" --lengths play --updates "$updates")
+    bench 40 qmix_update.py "${sizes[@]}" --batch "$batch" "${pymarl3[@]}"
+    bench 40 ppo_update.py "${sizes[@]}" "${epymarl[@]}"
     # shellcheck disable=SC2086
-    bench 75 resident.py --map "$map" --slots $battles "${few[@]}"
+    bench 60 resident.py --map "$map" "${few[@]}" --slots $battles
+    bench 40 resident.py --map "$map" "${few[@]}" --slots $((2 * many)) -- "resident_slots=$many"
 done
-bench 40 qmix_update.py --map "$map" --lengths play --batch "$batch" --updates "$updates" --precision bf16 "${peer[@]}"
+bench 40 qmix_update.py "${sizes[@]}" --batch "$batch" --precision bf16 "${pymarl3[@]}"
 for config in gnn_qmix omagd_small; do
-    bench 50 resident.py --map "$map" --slots "$many" --config "$config" --rounds 3 "${few[@]}"
+    bench 50 resident.py --map "$map" --slots "$some" --config "$config" "${few[@]}"
 done
-resident=(runner=resident buffer_cpu_only=False "batch_size_run=$((many / 8))" "t_max=$t_max" "test_interval=$interval")
-train 50 "qmix_fast on 3m, resident" --config=qmix_fast env_args.map_name=3m "${resident[@]}"
+row 75 "$venv_python" benchmarks/time_to_win.py runner=resident "batch_size_run=$((some / 8))" \
+    updates_per_iteration=64 "test_interval=$interval" "use_cuda=$use_cuda" --limit 20
 [ "$DEVICE" = cpu ] || train 40 "qmix on 3m, one rank by NCCL" --config=qmix env_args.map_name=3m run=ddp world_size=1 \
-    dist_backend=nccl t_max=20000
+    dist_backend=nccl "t_max=$t_max"
 train 40 "qmix on 3m, two ranks by gloo" --config=qmix env_args.map_name=3m run=ddp world_size=2 dist_backend=gloo \
-    "t_max=$((t_max < 20000 ? t_max : 20000))"
+    "t_max=$t_max"
 if "$venv_python" -c 'import jaxmarl' 2>/dev/null; then
-    bench 60 resident.py --env smax --map 3m --slots "$many" --rounds 3 "${few[@]}"
+    bench 60 resident.py --env smax --map 3m --slots "$some" "${few[@]}"
 fi
 printf '%d row(s) failed after %d s; kept in %s\n' "$failed" "$SECONDS" "$OUT" >&2
 exit "$failed"

@@ -23,20 +23,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from qmix_update import MAPS, Episodes, measure, padded
+from qmix_update import MAPS, Episodes, measure, of_graphs, padded
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.ppo_learner import PPOLearner
+from omagd.resident.replay import ResidentBuffer
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 
 WIDTH = 128
 
 
-def ours(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Callable[[int], object]:
-    """Return a function that does one update of packed batch number i."""
+def new_learner(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> PPOLearner:
+    """Return our learner, and note the probabilities of actions in the episodes."""
     given = {
         "env_args.map_name": info.map_name, "rnn_hidden_dim": WIDTH, "obs_last_action": False,
         "learner_args.epochs": options.epochs, "learner_args.minibatches": 1, "learner_args.critic_hidden": WIDTH,
@@ -46,8 +47,20 @@ def ours(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) ->
     learner.warm_up()
     for episode in (episode for batch in batches for episode in batch):
         episode["log_prob"] = -episode["avail_actions"].sum(-1).float().log()
-    packed = [pack_episodes(batch).to(device) for batch in batches]
+    return learner
+
+
+def ours(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Callable[[int], object]:
+    """Return a function that does one update of packed batch number i."""
+    learner = new_learner(options, batches, info)
+    packed = [pack_episodes(batch).to(options.device) for batch in batches]
     return lambda i: learner.update(packed[i], episodes=0)
+
+
+def ours_graph(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Callable[[int], object]:
+    """Return a function that does the same from a replay in the device's memory, by a CUDA graph."""
+    learner = new_learner(options, batches, info)
+    return of_graphs(learner, batches, info, torch.device(options.device), ResidentBuffer.whole)
 
 
 def peers(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Callable[[int], object]:
@@ -79,8 +92,8 @@ def peers(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -
 def make_update(
     name: str, options: argparse.Namespace, batches: list[Episodes], info: EnvInfo
 ) -> Callable[[int], object]:
-    """Return our learner's update of batch number i (`name` "ours") or EPyMARL's."""
-    return (ours if name == "ours" else peers)(options, batches, info)
+    """Return our learner's update of batch number i (`name` "ours", "ours_graph") or EPyMARL's."""
+    return {"ours": ours, "ours_graph": ours_graph}.get(name, peers)(options, batches, info)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.nq_learner import NQLearner
-from omagd.resident.replay import ResidentBuffer
+from omagd.resident.replay import FixedDraw, ResidentBuffer
 from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.run.training.device import keep_freed_memory
 from omagd.utils.dist_utils import Dist
@@ -123,15 +123,27 @@ def ours_graph(
 ) -> Callable[[int], object]:
     """Return a function that does the same from a replay in the device's memory, by updates of fixed shapes."""
     config = resolve("qmix", "skirmish", {"env_args.map_name": info.map_name, **keys})
-    where, size = torch.device(device), len(batches[0])
+    where = torch.device(device)
     learner = NQLearner(BasicMAC(config, info, where), config, info, Dist(device=where))
     learner.warm_up()
-    replay, updates = ResidentBuffer(size * len(batches), where, info.episode_limit + 1), FixedUpdates(learner)
+    return of_graphs(learner, batches, info, where, ResidentBuffer.fixed)
+
+
+def of_graphs(
+    learner: Any, batches: list[Episodes], info: EnvInfo, device: torch.device,
+    read: Callable[[ResidentBuffer, Sequence[int]], FixedDraw],
+) -> Callable[[int], object]:  # fmt: skip
+    """Return a function that does the update of batch number i as a graph. read: draws episodes of a replay."""
+    size = len(batches[0])
+    replay, updates = ResidentBuffer(size * len(batches), device, info.episode_limit + 1), FixedUpdates(learner)
     replay.add(episode for batch in batches for episode in batch)
-    for _ in range(WARM_UP + 1):  # then all graphs are there
-        for i in range(len(batches)):
-            updates.update(replay.fixed(range(i * size, (i + 1) * size)), episodes=0)
-    return lambda i: updates.update(replay.fixed(range(i * size, (i + 1) * size)), episodes=0)
+
+    def update(i: int) -> object:
+        return updates.update(read(replay, range(i * size, (i + 1) * size)), episodes=0)
+
+    for number in range((WARM_UP + 1) * len(batches)):  # then all graphs are there
+        update(number % len(batches))
+    return update
 
 
 def peers(path: Path, batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu") -> Callable[[int], object]:
@@ -246,11 +258,12 @@ def measure(options: argparse.Namespace, info: EnvInfo, lengths: str, make: Make
     """Return medians, peaks of memory and ratios for episodes of such `lengths`. make: builds the updates."""
     spawn = multiprocessing.get_context("spawn")
     pipes = {}
-    names = ["ours"] if options.device == "cpu" or make is not make_update else ["ours", "ours_graph"]
+    names = ["ours"] if options.device == "cpu" else ["ours", "ours_graph"]
     names += [] if not options.peer else ["peer", "peer_kept"] if options.device == "cpu" else ["peer"]
     for name in names:
         pipes[name], far = spawn.Pipe()
         spawn.Process(target=work, args=(far, options, info, lengths, name, make), daemon=True).start()
+        far.close()  # one that fails ends this process, too
     times: dict[str, list[float]] = {name: [] for name in pipes}
     first, last = -n_batches(info), min(options.updates, MOST_UPDATES.get(info.map_name, options.updates))
     for number in range(first, last):

@@ -3,18 +3,19 @@
     python benchmarks/resident.py --device cuda [--map 5m_vs_6m] [--slots 1024 4096 16384] [--rounds 5] [--updates 4]
     python benchmarks/resident.py --device cuda --config omagd_small        (untrained modules reconstruct)
     python benchmarks/resident.py --device cuda --env smax --map 3m         (JAX for CUDA; no row of battles alone)
+    python benchmarks/resident.py --device cuda --slots 16384 -- resident_slots=4096
     python benchmarks/resident.py --device cpu --slots 64 --rounds 2        (a trial without a GPU)
 
-For each number of battles, one JSON line with the medians of the rounds in steps per second of the wall clock:
+For each number of episodes of a round, played at once unless `resident_slots` is less, one JSON line with the medians
+of the rounds in steps per second of the wall clock:
 
     battles     observed (everything), random available actions, played, restarted; no agent
     played      whole rounds of `runner=resident` with the agents of `--config`
     trained     the same, stored in the replay on the device, then so many updates of `batch_size` episodes, of fixed
                 shapes (`graph_updates`), which are CUDA graphs on a GPU
-    trained_packed   the same with updates of packed batches (`graph_updates=False`)
     parallel    whole rounds of `runner=parallel` on the processor, with the agent on the device
 
-Also seconds of one update of both kinds, and megabytes of the device. Without the device, it prints `not run`.
+Also seconds of one update, and megabytes of the device. Without the device, it prints `not run`.
 `qmix_update.py --device cuda --peer PATH` times updates beside PyMARL3's.
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from omagd import controllers, runners
 from omagd.components.action_selectors import EpsilonGreedy
@@ -119,14 +121,17 @@ class Training:
     """A runner with its controller, replay and learner.
 
     Args:
-        runner: its name. slots: battles. arguments: as of the command line. fixed: whether updates have fixed shapes.
+        runner: its name. slots: battles. arguments: as of the command line.
     """
 
-    def __init__(self, runner: str, slots: int, arguments: argparse.Namespace, fixed: bool = False) -> None:
+    def __init__(self, runner: str, slots: int, arguments: argparse.Namespace) -> None:
         device = torch.device(arguments.device)
         sizes = {"batch_size_run": slots, "batch_size": arguments.batch, "updates_per_iteration": arguments.updates}
         updates = {"runner": runner, "buffer_cpu_only": False, "buffer_size": max(5000, 2 * slots), **sizes}
         updates["env_args.map_name"] = arguments.map
+        for word in arguments.keys:
+            key, _, value = word.partition("=")
+            updates[key] = yaml.safe_load(value)
         if arguments.env == "smax":
             updates["env_args.jax_platform"] = device.type
         config = resolve(config=arguments.config, env_config=arguments.env, updates=updates)
@@ -134,9 +139,9 @@ class Training:
         torch.manual_seed(0)
         self.mac = controllers.REGISTRY.get(config.mac)(config, env.info, device, untrained(config, env.info, device))
         self.learner = NQLearner(self.mac, config, env.info, Dist(device=device))
-        self.learns: Any = FixedUpdates(self.learner) if fixed else self.learner
+        self.learns = FixedUpdates(self.learner)
         buffer = ResidentBuffer(config.buffer_size, device, env.info.episode_limit + 1)
-        self.data = ReplayData(config, np.random.default_rng(0), buffer, buffer.fixed if fixed else buffer.batch)
+        self.data = ReplayData(config, np.random.default_rng(0), buffer, buffer.fixed)
         self.runner = runners.REGISTRY.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
         self.explore = Exploration(0.5, np.random.default_rng(0))
 
@@ -176,15 +181,14 @@ def measure(slots: int, arguments: argparse.Namespace) -> dict[str, Any]:
     device, rounds = torch.device(arguments.device), arguments.rounds
     clock = Clock(device)
     row: dict[str, Any] = {"config": arguments.config, "env": arguments.env, "map": arguments.map}
-    row["battles_at_once"] = slots
+    row |= {"episodes": slots, **({"keys": arguments.keys} if arguments.keys else {})}
     if arguments.env == "skirmish":
         row["battles"] = round(speed(clock, battles_alone(arguments.map, slots, device), rounds))
-    for kind, fixed in (("_packed", False), ("", True)):
-        training = Training("resident", slots, arguments, fixed)
-        row["played"] = round(speed(clock, training.play, rounds))
-        row[f"trained{kind}"] = round(speed(clock, training.learn, rounds))
-        seconds = statistics.median(clock(training.update)[0] for _ in range(rounds))
-        row[f"update_seconds{kind}"] = round(seconds / arguments.updates, 5)
+    training = Training("resident", slots, arguments)
+    row["played"] = round(speed(clock, training.play, rounds))
+    row["trained"] = round(speed(clock, training.learn, rounds))
+    seconds = statistics.median(clock(training.update)[0] for _ in range(rounds))
+    row["update_seconds"] = round(seconds / arguments.updates, 5)
     if slots <= arguments.parallel_up_to:
         row["parallel"] = round(speed(clock, Training("parallel", slots, arguments).play, rounds))
     if device.type == "cuda":
@@ -204,6 +208,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="episodes of an update")
     parser.add_argument("--updates", type=int, default=4, help="of a round")
     parser.add_argument("--parallel-up-to", type=int, default=1024, help="most battles with which parallel is timed")
+    parser.add_argument(
+        "keys", nargs="*", metavar="key=value", help="of the configuration, such as resident_slots=4096"
+    )
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("not run: there is no CUDA device")

@@ -38,6 +38,7 @@ SMALL: dict[str, str] = {
     "scripted.py": "--maps 3m --episodes 2",
     "resident.py": "--device cpu --map 3m --slots 4 --rounds 1 --updates 1 --batch 4",
     "snakes.py scripts": "--games 1 --out OUT --pictures OUT",
+    "time_to_win.py": "--map 3m --rate 0 batch_size_run=4 test_nepisode=4 test_interval=20 --seeds 1",
     "two_ranks.py": "--maps 3m --batch 4 --turns 1 --calls 1",
     "whole_loop.py": "--map 3m --t-max 60",
 }
