@@ -75,6 +75,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "qplex": {"mixer": "qplex", "mixer_args": {"n_heads": 2}},
     "recomputed": {"enable_gradient_checkpointing": True, "td_lambda": 0.8},
     "qatten": {"mixer": "qatten", "mixer_args": {"n_heads": 2}},
+    "images": {"agent": "cnn_rnn", "td_lambda": 0.8},
     "talking": {"agent": "tarmac", "td_lambda": 0.8},
     "attention": {"agent": "attention_rnn", "obs_agent_id": False, "rnn_hidden_dim": 8},
 }  # fmt: skip

@@ -114,6 +114,16 @@ class Pursuit:
         """Nothing to release."""
 
 
+class Filmed(Pursuit):
+    """It shows the place as the grey of a picture."""
+
+    def get_obs(self) -> list:
+        return [np.full((3, 2, 1), 51 * self.place, np.uint8)] * 2
+
+    def get_env_info(self) -> dict:
+        return {**super().get_env_info(), "obs_shape": (3, 2, 1)}
+
+
 class Seeded(Pursuit):
     """Its constructor takes the seed, as SMAC's does."""
 
@@ -158,16 +168,18 @@ class Reach:
         self.goal = {name: self.rng.uniform(-1, 1, box.shape).astype(np.float32) for name, box in self.boxes.items()}
         return dict(self.goal), {name: {} for name in self.agents}
 
+    def _reward(self, name: str, action: np.ndarray) -> float:
+        low, high = self.boxes[name].low, self.boxes[name].high
+        middle, half = (high + low) / 2, (high - low) / 2
+        return -float(np.square((action - middle) / half - 0.7 * self.goal[name]).sum())
+
     def reset(self, seed: int | None = None, options: None = None) -> tuple[dict, dict]:
         self.rng, self.t, self.agents = np.random.default_rng(seed), 0, list(self.possible_agents)
         return self._look()
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
-        assert all(actions[name] in box for name, box in self.boxes.items()), actions
-        rewards = {}
-        for name, box in self.boxes.items():
-            middle, half = (box.high + box.low) / 2, (box.high - box.low) / 2
-            rewards[name] = -float(np.square((actions[name] - middle) / half - 0.7 * self.goal[name]).sum())
+        assert all(actions[name] in self.action_space(name) for name in self.possible_agents), actions
+        rewards = {name: self._reward(name, action) for name, action in actions.items()}
         self.t += 1
         over = dict.fromkeys(self.agents, self.t >= self.steps)
         seen, infos = self._look()
@@ -178,11 +190,39 @@ class Reach:
         """Nothing to release."""
 
 
-class ReachOfGymnasium(gymnasium.Env):
-    """`Reach` with a Gymnasium id, in EPyMARL's convention: a part for each agent."""
+class Figures(Reach):
+    """Each agent sees a cross, an X, a T or an L, somewhere in its picture and in some colour, and should say which."""
 
-    def __init__(self) -> None:
-        self.world = Reach()
+    figures = (0o272, 0o525, 0o722, 0o447)  # bits of 3 x 3 pixels, 5 of them set
+
+    def __init__(self, steps: int = 4, size: int = 6) -> None:
+        super().__init__(steps)
+        self.size = size
+
+    def observation_space(self, name: str) -> spaces.Space:
+        return spaces.Box(0, 255, (self.size, self.size, 3), np.uint8)
+
+    def action_space(self, name: str) -> spaces.Space:
+        return spaces.Discrete(4)
+
+    def _look(self) -> tuple[dict, dict]:
+        seen = {name: np.zeros((self.size, self.size, 3), np.uint8) for name in self.possible_agents}
+        self.goal = {name: int(self.rng.integers(4)) for name in seen}
+        for name, picture in seen.items():
+            row, column, colour = self.rng.integers([self.size - 2, self.size - 2, 3])
+            bits = f"{self.figures[self.goal[name]]:09b}"
+            picture[row : row + 3, column : column + 3, colour] = 255 * np.array([*map(int, bits)]).reshape(3, 3)
+        return seen, {name: {} for name in self.agents}
+
+    def _reward(self, name: str, action: int) -> float:
+        return float(action == self.goal[name])
+
+
+class OfGymnasium(gymnasium.Env):
+    """`Reach` and `Figures` with a Gymnasium id, in EPyMARL's convention: a part for each agent."""
+
+    def __init__(self, world: type = Reach) -> None:
+        self.world = world()
         names = self.world.possible_agents
         self.observation_space = spaces.Tuple([self.world.observation_space(name) for name in names])
         self.action_space = spaces.Tuple([self.world.action_space(name) for name in names])
@@ -196,4 +236,5 @@ class ReachOfGymnasium(gymnasium.Env):
         return obs, rewards, ended, truncated, {}
 
 
-gymnasium.register("Reach-v0", entry_point=ReachOfGymnasium)
+gymnasium.register("Reach-v0", entry_point=OfGymnasium)
+gymnasium.register("Figures-v0", entry_point=OfGymnasium, kwargs={"world": Figures})

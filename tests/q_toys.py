@@ -30,6 +30,7 @@ from omagd.utils.packing import Episode, pack_episodes
 LAYOUT = EntityLayout(move_dim=4, n_enemies=3, enemy_dim=5, n_allies=2, ally_dim=5, own_dim=1)
 UNITS = StateLayout(n_allies=3, ally_dim=1, n_enemies=3, enemy_dim=1)
 INFO = EnvInfo("toy", "toy", 3, 9, LAYOUT.obs_dim, 7, 12, n_normal_actions=6, layout=LAYOUT, state_layout=UNITS)
+INFO = replace(INFO, image=(5, 6, 1))  # for agents that read images
 BOXED = replace(INFO, n_actions=4, box=ActionBox.of(np.tile([-1.0, 0.0], (3, 1)), np.tile([3.0, 1.0], (3, 1))))
 SMALL: dict[str, Any] = {"rnn_hidden_dim": 8, "gnn_hidden_dim": 8, "mixing_embed_dim": 4, "hypernet_embed": 6}
 

@@ -31,6 +31,7 @@ from omagd.utils.packing import pack_episodes
 
 torch.set_num_threads(1)
 REACH = "--env-config=pettingzoo with env_args.key=foreign_worlds:Reach use_cuda=False".split()
+FIGURES = "env_args.key=foreign_worlds:Figures agent=cnn_rnn"
 SMALL = "test_nepisode=64 rnn_hidden_dim=32 save_model=False".split()
 BOX = BOXED.box
 RNG = np.random.default_rng(0)
@@ -218,6 +219,7 @@ def test_a_place_that_is_shown_is_reached(name, tmp_path):
         ("--config=ippo", "action_selector=tanh_gaussian", "runner=stream", "env_args.common_reward=False"),
         ("--config=mappo", "share_parameters=False", "env_processes=True"),
         ("--config=matd3",),
+        ("--config=qmix", *FIGURES.split()),
     ],
 )
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(words, tmp_path):
@@ -239,6 +241,11 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(words, tmp_path):
         ("mappo action_selector=greedy", "env=pettingzoo has continuous actions. Use action_selector=gaussian"),
         ("mappo runner=resident", "runner=resident: env=pettingzoo cannot be played on a device"),
         ("maddpg gumbel_softmax=True", "gumbel_softmax=True: is for discrete actions"),
+        ("mappo agent=cnn_rnn", "agent=cnn_rnn reads images, and env=pettingzoo shows none. Use agent=n_rnn"),
+        (
+            f"vdn {FIGURES} env_args.size=4",
+            "agent_args.layers: a kernel of 3 finds 2x2 pixels of an image of 4x4. Give",
+        ),
         ("mappo env_args.mixed=True", "some agents have Box actions and others Discrete"),
     ],
 )

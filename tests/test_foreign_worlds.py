@@ -22,6 +22,7 @@ WORLDS = {
     "gymma pz-mpe-simple-spread-v3": {"common_reward": False},
     "pettingzoo mpe2.simple_speaker_listener_v4": {"reward_scalarisation": "mean", "max_cycles": 7},
     "pettingzoo foreign_worlds:Leaving": {},
+    "pettingzoo foreign_worlds:Figures": {},
     "pymarl foreign_worlds:Pursuit": {"size": 500},
     "pymarl foreign_worlds:Seeded": {},
     "lbf": {"map_name": "2s-8x8-2p-2f-coop", "time_limit": 12},

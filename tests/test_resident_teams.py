@@ -33,7 +33,7 @@ GRAPHS = [
 ]  # fmt: skip
 FLAT = [{"agent": "ff", "obs_last_action": False}, {"share_parameters": False}, {"agent": "hpn_rnn"}]
 FLAT += [{"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}]
-NO_TEAM = {"ddpg", "bicnet"}  # of mac=ddpg_mac
+NO_TEAM = {"ddpg", "bicnet", "cnn_rnn"}  # of mac=ddpg_mac; reads images
 
 
 def words(options: dict) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -199,7 +200,8 @@ class ActionBox:
         return self.clip(center + half * drawn)
 
 
-_NOT_SHAPES = {"scripted_policies", "has_win", "agent_rewards", "state_layout", "tasks", "n_training", "padded", "box"}
+_NOT_SHAPES = {"scripted_policies", "has_win", "agent_rewards", "state_layout", "tasks", "n_training", "padded"}
+_NOT_SHAPES |= {"box", "image"}
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,7 @@ class EnvInfo:
         n_training: number of tasks that are trained on, the first ones; the others are for tests.
         padded: whether some tasks are smaller than the sizes here.
         box: bounds of continuous actions; None: actions are numbers from 0 to A - 1.
+        image: height, width and channels, where observations are images; they are flat rows of pixels, in that order.
     """
 
     name: str
@@ -241,6 +244,7 @@ class EnvInfo:
     n_training: Count = 0
     padded: bool = False
     box: ActionBox | None = None
+    image: tuple[Size, Size, Size] | None = None
 
     @property
     def action_dim(self) -> int:
@@ -251,7 +255,8 @@ class EnvInfo:
     def sizes(self) -> str:
         """The sizes in words; also what the score of a run is, where it is not the win rate."""
         actions = f"{self.n_actions} actions" if self.box is None else f"continuous actions of {self.box.dim} numbers"
-        units = f"{self.n_agents} agents, {actions}, observation {self.obs_dim}, state {self.state_dim}"
+        seen = "x".join(map(str, self.image or (self.obs_dim,)))
+        units = f"{self.n_agents} agents, {actions}, observation {seen}, state {self.state_dim}"
         score = "" if self.has_win else "; no battle_won, so the score is the return"
         return f"{units}, at most {self.episode_limit} steps{score}"
 
@@ -280,4 +285,6 @@ class EnvInfo:
             raise ValueError("an impossible size")
         if (box := info.box) is not None and {len(row) for end in (box.low, box.high) for row in end} != {box.dim}:
             raise ValueError("bounds of another size")
+        if info.image is not None and math.prod(info.image) != info.obs_dim:
+            raise ValueError("an image of another size")
         return info

@@ -2,6 +2,7 @@
 
 Arguments that a class here does not have go to the environment's own constructor.
 Observations of different sizes are padded with zeros, and actions that an agent does not have are never available.
+Images, if all agents see such of one size, are flattened, and bytes become numbers from 0 to 1.
 Shapes: n agents, A actions (of the agent that has most), d numbers of continuous actions (likewise).
 """
 
@@ -110,10 +111,11 @@ class RewardArgs(Rewards, AdapterArgs):
 class Foreign(MultiAgentEnv):
     """Base of the adapters. Some environments keep something of the last episode; hence a new one for each.
 
-    A subclass sets `n_agents`, `episode_limit`, `sizes` (of observations) and, by `_set_actions`, `n_actions` (of each
-    agent) from `env`.
+    A subclass sets `n_agents`, `episode_limit` and, by `_set_actions` and `_set_observations`, `n_actions` and `sizes`
+    (of each agent) from `env`.
 
     Attributes:
+        image: (H, W, C) of what every agent sees; None where it is no image.
         boxes: spaces of continuous actions, of each agent; none: actions are discrete.
     """
 
@@ -122,6 +124,7 @@ class Foreign(MultiAgentEnv):
     episode_limit: int
     sizes: list[int]
     n_actions: list[int]
+    image: tuple[int, ...] | None = None
     boxes: Sequence[Any] = ()
 
     def __init__(self, args: Any) -> None:
@@ -160,6 +163,14 @@ class Foreign(MultiAgentEnv):
             raise self._wrong("some agents have Box actions and others Discrete: only one kind at once is supported")
         else:
             self.n_actions = [2 * max(space.low.size for space in self.boxes)] * len(acts)
+
+    def _set_observations(self, seen: Sequence[Any]) -> None:
+        """Set what agents observe from their spaces."""
+        from gymnasium import spaces
+
+        self._spaces, self.sizes = seen, [spaces.flatdim(space) for space in seen]
+        shapes = {space.shape if isinstance(space, spaces.Box) else () for space in seen}
+        self.image = next((shape for shape in shapes if len(shapes) == 1 and len(shape) == 3), None)
 
     def _played(self, actions: np.ndarray) -> list[Any]:
         """Return each agent's action as its space has it, from [n] or [n, d]."""
@@ -223,7 +234,7 @@ class Foreign(MultiAgentEnv):
             "map_name": self.args.given[1],
             "n_agents": self.n_agents,
             "n_actions": max(self.n_actions),
-            "obs_shape": max(self.sizes),
+            "obs_shape": self.image or max(self.sizes),
             "state_shape": self._state_size(),
             "episode_limit": self.episode_limit,
             "agent_rewards": not self.args.common_reward,
@@ -326,11 +337,18 @@ def _results(info: Mapping[Any, Any]) -> dict[str, Any]:
     return {(f"env_{name}" if RESERVED.fullmatch(name) else name): value for name, value in named.items()}
 
 
+def _vector(value: Any) -> np.ndarray:
+    """Return an array as a vector; bytes of images, which have at least three dimensions, as numbers from 0 to 1."""
+    array = np.asarray(value)
+    # As Mnih et al. 2015 do: inputs of about 1 suit the initial weights.
+    return array.ravel() / np.float32(255) if array.ndim > 2 and array.dtype == np.uint8 else array.ravel()
+
+
 def _flat(space: Any, value: Any) -> np.ndarray:
     """Return an observation as a vector; boxes, which most are, without Gymnasium's slower `flatten`."""
     from gymnasium.spaces import Box, flatten
 
-    return np.ravel(value) if isinstance(space, Box) else np.asarray(flatten(space, value))
+    return _vector(value) if isinstance(space, Box) else np.asarray(flatten(space, value))
 
 
 def _imported(path: str) -> Any:
@@ -362,18 +380,15 @@ class PettingZooEnv(Foreign):
             )
         self.n_agents = len(self.names)
         self._set_actions([self.env.action_space(name) for name in self.names])
-        self._spaces = []
-        for name in self.names:
-            seen = self.env.observation_space(name)
-            inner = seen.spaces.get("observation") if isinstance(seen, spaces.Dict) else None
-            self._spaces.append(seen if inner is None else inner)
-        self.sizes = [spaces.flatdim(space) for space in self._spaces]
+        seen = [self.env.observation_space(name) for name in self.names]
+        inner = [space.spaces.get("observation") if isinstance(space, spaces.Dict) else None for space in seen]
+        self._set_observations([own or space for own, space in zip(inner, seen, strict=True)])
         self.episode_limit = self._limit(getattr(self.env.unwrapped, "max_cycles", None))
         self._own_state = 0
         self._begin(0)
         self._stale = self.args.new_each_episode
         with suppress(AttributeError, NotImplementedError):  # it has no state
-            if not np.array_equal(state := np.ravel(self.env.state()), super().get_state()):
+            if not np.array_equal(state := _vector(self.env.state()), super().get_state()):
                 self._own_state = state.size
 
     def _make(self) -> Any:
@@ -411,7 +426,7 @@ class PettingZooEnv(Foreign):
 
     def get_state(self) -> np.ndarray:
         """Return the environment's state; all observations in a row where it has none or the same."""
-        return np.asarray(self.env.state(), np.float32).ravel() if self._own_state else super().get_state()
+        return _vector(self.env.state()).astype(np.float32) if self._own_state else super().get_state()
 
     def _state_size(self) -> int:
         return self._own_state or super()._state_size()
@@ -436,8 +451,8 @@ class GymmaEnv(Foreign):
         if not isinstance(seen, spaces.Tuple) or not isinstance(acts, spaces.Tuple):
             raise self._wrong("its spaces are not tuples with a part for each agent: it is for one agent")
         self._set_actions(list(acts))
-        self.n_agents, self._spaces = len(acts), list(seen)
-        self.sizes = [spaces.flatdim(space) for space in seen]
+        self._set_observations(list(seen))
+        self.n_agents = len(acts)
         self.episode_limit = self._limit(getattr(self.env.spec, "max_episode_steps", None))
 
     def _make(self) -> Any:
@@ -497,11 +512,11 @@ class PyMARLEnv(Foreign):
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
         """Return [n, obs_dim] float32."""
-        return np.asarray(self.env.get_obs(), np.float32)
+        return np.stack([_vector(seen) for seen in self.env.get_obs()]).astype(np.float32)
 
     def get_state(self) -> np.ndarray:
         """Return [state_dim] float32."""
-        return np.asarray(self.env.get_state(), np.float32)
+        return _vector(self.env.get_state()).astype(np.float32)
 
     def get_avail_actions(self) -> np.ndarray:
         """Return [n, A] bool."""

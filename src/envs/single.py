@@ -22,8 +22,9 @@ FACTS = ("n_agents", "n_actions", "obs_shape", "state_shape", "episode_limit")
 def env_info_from_dict(name: str, map_name: str | None, facts: dict[str, Any]) -> EnvInfo:
     """Return the sizes in the dictionary of SMAC's `get_env_info()`; an `env_info` in it is returned as it is.
 
-    facts: `obs_component` gives the entity layout. `entity_position` and `entity_health` may give the columns of
-        (dx, dy) and health in a unit's block; default: SMAC's. `entity_sight`: what (dx, dy) are divided by, in cells.
+    facts: `obs_shape` of three sizes is that of images, (H, W, C). `obs_component` gives the entity layout.
+        `entity_position` and `entity_health` may give the columns of (dx, dy) and health in a unit's block; default:
+        SMAC's. `entity_sight`: what (dx, dy) are divided by, in cells.
         `entity_healer` may give the column of the agent's own block that is 1 for agents that heal; `entity_types`:
         where the one-hot type begins in an ally's and in an enemy's block, and its length. `state_layout` is the layout
         of a state of units.
@@ -57,12 +58,13 @@ def _sized(name: str, map_name: str | None, facts: dict[str, Any]) -> EnvInfo:
     box = None if facts.get("action_bounds") is None else ActionBox.of(*facts["action_bounds"])
     if box is not None and (len(box.low), 2 * box.dim) != (int(facts["n_agents"]), int(facts["n_actions"])):
         raise ValueError("action_bounds [n, d] need n_agents = n and n_actions = 2 d")
+    seen: Any = tuple(map(int, np.atleast_1d(facts["obs_shape"])))
     return EnvInfo(
         name=name,
         map_name=str(map_name or facts.get("map_name") or name),
         n_agents=int(facts["n_agents"]),
         n_actions=int(facts["n_actions"]),
-        obs_dim=int(np.prod(facts["obs_shape"])),
+        obs_dim=int(np.prod(seen)),
         state_dim=int(np.prod(facts["state_shape"])),
         episode_limit=int(facts["episode_limit"]),
         n_normal_actions=int(facts.get("n_normal_actions", 0)),
@@ -72,6 +74,7 @@ def _sized(name: str, map_name: str | None, facts: dict[str, Any]) -> EnvInfo:
         agent_rewards=bool(facts.get("agent_rewards", False)),
         state_layout=facts.get("state_layout"),
         box=box,
+        image=seen if len(seen) == 3 else None,
     )
 
 
@@ -143,7 +146,7 @@ class BatchedAsSingle(MultiAgentEnv):
         """Return SMAC's dictionary; entries about entities only if there is a layout."""
         info = self.env.info
         facts: dict[str, Any] = {
-            "n_agents": info.n_agents, "n_actions": info.n_actions, "obs_shape": info.obs_dim,
+            "n_agents": info.n_agents, "n_actions": info.n_actions, "obs_shape": info.image or info.obs_dim,
             "state_shape": info.state_dim, "episode_limit": info.episode_limit, "map_name": info.map_name,
             "has_win": info.has_win,
         }  # fmt: skip

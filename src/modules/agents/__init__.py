@@ -10,6 +10,7 @@ REGISTRY: Registry[type] = Registry(
     lazy={
         "rnn": "omagd.modules.agents.agent:RNNAgent",
         "n_rnn": "omagd.modules.agents.agent:NRNNAgent",
+        "cnn_rnn": "omagd.modules.agents.cnn_agent:CNNAgent",
         "tarmac": "omagd.modules.agents.tarmac_agent:TarMACAgent",
         "ff": "omagd.modules.agents.ff_agent:FFAgent",
         "ddpg": "omagd.modules.agents.ff_agent:DDPGAgent",

@@ -80,6 +80,7 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
     keep_freed_memory()
     raise_limit(files_needed(workers_of(config), dist.world_size))
     limit_memory(dist.device, config.max_memory_per_gpu_gb)
+    torch.backends.cudnn.deterministic = True  # else gradients of convolutions are sums in any order
     torch.backends.cudnn.allow_tf32 = False  # by default cuDNN's GRU rounds float32 to TF32, as no other product does
     folder = RunFolder(path)
     with deterministic_algorithms(config.deterministic), rank_at_work(folder):
