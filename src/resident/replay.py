@@ -156,20 +156,18 @@ class ResidentBuffer(EpisodeBuffer):
         codec, rows = self._codec or Codec(spec), next(iter(block.values())).shape[1]
         if spec != codec.spec or rows != self._rows:
             return False
-        kept = slice(-self.capacity, None)
         size = sum(value[0].nbytes for value in block.values())  # of an episode
         together = TOGETHER if self.device.type == "cpu" else max(1, AT_ONCE // size)
         parts: list[Tensor] = []
         fits: list[Tensor] = []
-        for some in self._index(episodes.places[kept]).split(together):
+        for some in self._index(episodes.places[-self.capacity :]).split(together):
             records, of_part = codec.encode({n: v.index_select(0, some).flatten(0, 1) for n, v in block.items()})
             parts.append(records.view(-1, rows, codec.width))
             fits += of_part.values()
         if fits and not bool(torch.stack(fits).all()):  # the one value that the host reads
             return False
         self._codec = codec
-        self.added += max(0, len(episodes) - self.capacity)
-        places = self._index(self._take(episodes.rows[kept], episodes.meta[kept])).split(together)
+        places = self._index(self._take(episodes.rows, episodes.meta)).split(together)
         for some, records in zip(places, parts, strict=True):
             self._allocated().index_copy_(0, some, records)
         return True
@@ -177,18 +175,18 @@ class ResidentBuffer(EpisodeBuffer):
     def _put_together(self, episodes: list[Episode]) -> None:
         if episodes:
             joined = {name: torch.cat([episode[name] for episode in episodes]) for name in episodes[0]}
-            records = self._encode(joined).unflatten(0, (len(episodes), -1))[-self.capacity :]
-            self.added += len(episodes) - len(records)
-            places = self._take(np.full(len(records), records.shape[1]), [*map(meta_of, episodes)][-self.capacity :])
-            self._allocated()[:, : records.shape[1]].index_copy_(0, self._index(places), records)
+            records = self._encode(joined).unflatten(0, (len(episodes), -1))
+            places = self._index(self._take(np.full(len(records), records.shape[1]), [*map(meta_of, episodes)]))
+            self._allocated()[:, : records.shape[1]].index_copy_(0, places, records[-len(places) :])
 
     def _put(self, records: Tensor, meta: EpisodeMeta) -> None:
         place = int(self._take(np.array([len(records)]), [meta])[0])
         self._stored(place).copy_(records)
 
     def _take(self, rows: np.ndarray, meta: Sequence[EpisodeMeta]) -> np.ndarray:
-        """Return the places of the next k ≤ capacity episodes, after noting their origins and numbers of `rows`."""
-        before = len(self)
+        """Return the places of the newest of some episodes, after noting their origins and numbers of `rows`."""
+        self.added += len(rows)
+        rows, meta, before = rows[-self.capacity :], meta[-self.capacity :], len(self)
         after = min(before + len(rows), self.capacity)
         if after > self._room:
             self._room = max(after, 2 * self._room)
@@ -200,7 +198,6 @@ class ResidentBuffer(EpisodeBuffer):
         self._meta += [UNKNOWN] * (after - before)
         for place, each in zip(places.tolist(), meta, strict=True):
             self._meta[place] = each
-        self.added += len(rows)
         return places
 
     def _allocated(self) -> Tensor:
