@@ -22,7 +22,7 @@ def add_example(folder: Path = EXAMPLE) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     groups = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"]
-    for package in ("envs", "learners", "controllers", "modules.agents", "modules.mixers"):
+    for package in ("envs", "learners", "controllers", "modules.mixers"):
         points = groups.get(f"omagd.{package.removeprefix('modules.')}", {})
         import_module(f"omagd.{package}").REGISTRY._lazy.update(points)
     graph_reconstructers.REGISTRY._lazy.update(groups.get("omagd.predictors", {}))
