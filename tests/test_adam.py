@@ -8,12 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from omagd.learners.synced_optimizer import Adam
+from omagd.learners.synced_optimizer import Adam, RMSprop
 
 
 def parameters() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(*shape, generator=generator).requires_grad_() for shape in ((7, 3), (3,), (5, 1, 2))]
+
+
+def test_rmsprop_takes_pymarls_steps():
+    ours, torchs = parameters(), parameters()
+    steps(RMSprop(ours, lr=0.01), ours, 0, 20)
+    steps(torch.optim.RMSprop(torchs, lr=0.01, alpha=0.99, eps=1e-5), torchs, 0, 20)
+    for one, other in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 def steps(optimizer: torch.optim.Optimizer, weights: list[Tensor], first: int, n: int) -> None:

@@ -43,7 +43,8 @@ PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}
 Q = {
     "qmix": PLAIN,
     "alone": {**PLAIN, "mixer": "none", "agent": "ff"},
-    "parts": {**PLAIN, "accumulate": 3},  # the second rank has two episodes, so two parts
+    # The second rank has two episodes, so two parts.
+    "parts": {**PLAIN, "accumulate": 3, "q_lambda": True, "optimizer": "rmsprop"},
     "graph": {**PLAIN, **GRAPH, "mac": "gnn_graph_mac", "agent": "gnn_rnn"},
     "flat_graph": {**PLAIN, **GRAPH, "mac": "n_graph_mac", "learner": "nq_graph_learner_ddp", "mixer": "vdn"},
     "team": {**PLAIN, "use_team_obs": True},

@@ -80,7 +80,8 @@ RUNS: dict[str, Run] = {
         makes=("wandb/offline-run*/*.wandb",),
     ),
     "16 bits, in processes": Run(
-        "qmix", "matrix_game", TINY, NETWORKS, t_max=16, precision="bf16", acting_precision="bf16",
+        "qmix", "matrix_game", TINY, NETWORKS, t_max=16, precision="bf16", acting_precision="bf16", q_lambda=True,
+        optimizer="rmsprop",
         runner="stream", env_processes=True, lr_scaling="sqrt",
     ),
     "on the agents' device": Run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,6 +59,14 @@ def lambda_returns(reward, terminated, values, gamma, td_lambda):
         weights = [(1 - td_lambda) * td_lambda**i for i in range(len(n_step) - 1)]
         result.append(np.dot([*weights, td_lambda ** len(weights)], n_step))
     return result
+
+
+def corrected_returns(reward, terminated, values, gamma, td_lambda, taken):
+    """Q(lambda): the value of the action taken, and the sum of (gamma lambda)^k times the TD error k steps later."""
+    ends = [gamma * (1 - end) for end in terminated]
+    errors = [r + ends[k] * values[k + 1] - taken[k] for k, r in enumerate(reward)]
+    times = [(gamma * td_lambda) ** k for k in range(len(reward))]
+    return [taken[t] + np.dot(times[: len(reward) - t], errors[t:]) for t in range(len(reward))]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -143,15 +152,19 @@ def reference_stats(learner, episodes):
         q, target_q = (reference_values(agent, episode) for agent in (learner.mac.agent, learner.target_agent))
         choosing = q if learner.config.double_q else target_q
         best = choosing.masked_fill(episode["avail_actions"] == 0, -1e9).argmax(-1)
-        joint = q.gather(-1, episode["actions"].long().unsqueeze(-1)).squeeze(-1)
+        joint, of_targets = (x.gather(-1, episode["actions"].long().unsqueeze(-1)).squeeze(-1) for x in (q, target_q))
         values = target_q.gather(-1, best.unsqueeze(-1)).squeeze(-1)
         if not alone:
             joint = reference_mix(learner.mixer, joint, episode["state"]).unsqueeze(-1)
-            values = reference_mix(learner.target_mixer, values, episode["state"]).unsqueeze(-1)
+            values, of_targets = (
+                reference_mix(learner.target_mixer, x, episode["state"]).unsqueeze(-1) for x in (values, of_targets)
+            )
         reward = episode.get("agent_reward", episode["reward"].unsqueeze(-1).expand_as(joint))
-        for of_agent, rewards, bootstrap in zip(joint.t(), reward.t().tolist(), values.t().tolist(), strict=True):
+        of_agents = (joint.t(), reward.t().tolist(), values.t().tolist(), of_targets.t().tolist())
+        for of_agent, rewards, bootstrap, old in zip(*of_agents, strict=True):
             taken.append(of_agent[:-1])
-            targets += lambda_returns(rewards[:-1], episode["terminated"].tolist(), bootstrap, 0.99, 0.6)
+            made = partial(corrected_returns, taken=old) if learner.config.q_lambda else lambda_returns
+            targets += made(rewards[:-1], episode["terminated"].tolist(), bootstrap, 0.99, 0.6)
     taken, targets = torch.cat(taken), torch.tensor(targets)
     loss, per_agent = 0.5 * (taken - targets).square().mean(), 1 if alone else INFO.n_agents
     means = {"q_taken_mean": taken.mean() / per_agent, "target_mean": targets.mean() / per_agent}
@@ -159,8 +172,8 @@ def reference_stats(learner, episodes):
 
 
 UPDATES = [
-    {}, {"double_q": False}, {"grad_norm_clip": 0.5}, {"mixer": "none"}, {"mixer": "vdn"},
-    {"learner": "pqn_learner", "learner_args": {"epochs": 1, "minibatches": 1}},
+    {}, {"q_lambda": True}, {"q_lambda": True, "mixer": "none"}, {"double_q": False}, {"grad_norm_clip": 0.5},
+    {"mixer": "none"}, {"mixer": "vdn"}, {"learner": "pqn_learner", "learner_args": {"epochs": 1, "minibatches": 1}},
 ]  # fmt: skip
 
 

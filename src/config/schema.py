@@ -140,8 +140,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "mask_predictor_config": MaskPredictorConfig,
 }
 OF_PARTS = frozenset(
-    "mixer mixing_embed_dim hypernet_embed gnn_hidden_dim gnn_layer_num use_layer_norm use_orthogonal tau"
-    " critic_lr gumbel_softmax td_lambda double_q target_update_interval target_update_updates".split()
+    "mixer mixing_embed_dim hypernet_embed gnn_hidden_dim gnn_layer_num use_layer_norm use_orthogonal optimizer tau"
+    " critic_lr gumbel_softmax td_lambda q_lambda double_q target_update_interval target_update_updates".split()
 )
 """Keys that only learners, agents and mixers read, each its own ones."""
 OF_HEAD = frozenset({"belief_weight", "belief_units", "belief_every"})
@@ -224,8 +224,10 @@ class Config(Frozen):
     updates_per_iteration: Size  # updates after one episode in each battle slot (runner=ticks: after the ticks)
     gamma: Unit  # discount per environment step
     td_lambda: Unit  # 0: one-step targets, 1: full returns
+    q_lambda: bool  # nq_learner: targets corrected for actions that were not greedy, where replayed ones mislead
     double_q: bool  # the online agent chooses the action that the target network values (double Q-learning)
-    lr: Rate  # learning rate of Adam in stage 3
+    optimizer: Literal["adam", "rmsprop"]  # of Q-learning; rmsprop: as PyMARL's, to compare with its results
+    lr: Rate  # learning rate in stage 3
     critic_lr: Rate | None  # ddpg: learning rate of the critic; None: lr
     tau: Annotated[float, Field(gt=0.0, le=1.0)]  # ddpg: rate of the soft target updates
     gumbel_softmax: bool  # ddpg: straight-through Gumbel-softmax actions instead of the softmax

@@ -17,7 +17,15 @@ from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts
 from omagd.learners.protocol import Data, Draw, SavesParts
-from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, copy_if_finite, lr_scale
+from omagd.learners.synced_optimizer import (
+    OPTIMIZERS,
+    SKIPPED,
+    AgentLoss,
+    Stats,
+    SyncedOptimizer,
+    copy_if_finite,
+    lr_scale,
+)
 from omagd.modules import mixers
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
@@ -126,7 +134,7 @@ class QLearner(SavesParts):
         loss = self.make_loss()
         loss.belief = self.belief = belief_loss(config, mac)
         lr = config.lr * lr_scale(config, dist.world_size)
-        self.optimizer = Adam(loss.parameters(), lr=lr)
+        self.optimizer = OPTIMIZERS[config.optimizer](loss.parameters(), lr=lr)
         self.step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
 
     def make_loss(self) -> QLoss:
@@ -175,9 +183,12 @@ class QLearner(SavesParts):
     def targets(self, q: Tensor, inputs: AgentInputs, batch: PackedBatch, state: Tensor) -> Tensor:
         """Return the target of every row, [S], or [S, n] without a mixer, from the trained agent's values [S, n, A]."""
 
-    def td_targets(self, values: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the TD(lambda) targets of values [S], or [S, n] without a mixer: those of the next state's actions."""
-        return batch_targets(values, batch, self.config.gamma, self.config.td_lambda)
+    def td_targets(self, values: Tensor, batch: PackedBatch, taken: Tensor | None = None) -> Tensor:
+        """Return the TD(lambda) targets of values [S], or [S, n] without a mixer: those of the next state's actions.
+
+        taken: of the actions that were taken, where Q(lambda) corrects by them.
+        """
+        return batch_targets(values, batch, self.config.gamma, self.config.td_lambda, taken)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
@@ -246,10 +257,12 @@ class NQLearner(QLearner):
         # Each agent's own argmax is part of that of Q_tot, since mixers are monotonic (QMIX, eq. 4 and 5).
         # Double DQN, eq. 4: what one network overestimates, the other one need not.
         best = greedy_actions(q if self.config.double_q else target_q, batch["avail_actions"])
+        # v(s) = Q_tot'(s, a*), the team's value; with `mixer=none` each agent's own.
+        actions = [best, batch["actions"].long()] if self.config.q_lambda else [best]
+        inputs_of = (MixerInputs(target_q, chosen, batch["avail_actions"], state) for chosen in actions)
         with autocast_bf16(self.device, bf16):
-            # v(s) = Q_tot'(s, a*), the team's value; with `mixer=none` each agent's own.
-            values = mix(self.target_mixer, MixerInputs(target_q, best, batch["avail_actions"], state)).to(q.dtype)
-        return self.td_targets(values, batch)
+            values, *taken = [mix(self.target_mixer, each).to(q.dtype) for each in inputs_of]
+        return self.td_targets(values, batch, *taken)
 
     def saved(self) -> dict[str, Any]:
         """Return also the target networks."""

@@ -18,7 +18,9 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import EpisodeMeta, PackedBatch
 
 Data = Literal["replay", "on_policy"]
-NO_TARGETS = dict.fromkeys(("double_q", "target_update_interval", "target_update_updates"), "has no target networks")
+NO_TARGETS = dict.fromkeys(
+    ("double_q", "q_lambda", "target_update_interval", "target_update_updates"), "has no target networks"
+)
 """Keys of target networks, and why a learner without them rejects values other than the defaults (`unread`)."""
 
 

@@ -111,14 +111,34 @@ class Adam(_base):
     each process. Nothing here compiles an optimizer, so these methods call the functions inside the wrappers.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float, eps: float = 1e-8) -> None:
-        super().__init__(parameters, lr=lr, eps=eps, fused=True)
+    def __init__(
+        self, parameters: Iterable[Tensor], lr: float, eps: float = 1e-8, betas: tuple[float, float] = (0.9, 0.999)
+    ) -> None:
+        super().__init__(parameters, lr=lr, eps=eps, betas=betas, fused=True)
 
     step = torch.no_grad()(inspect.unwrap(_base.step))
     zero_grad = inspect.unwrap(_base.zero_grad)
     add_param_group = inspect.unwrap(_base.add_param_group)
     state_dict = inspect.unwrap(_base.state_dict)
     load_state_dict = inspect.unwrap(_base.load_state_dict)
+
+
+class RMSprop(Adam):
+    """RMSprop (Tieleman and Hinton 2012) as PyMARL sets it: v = .99 v + .01 g², w = w - lr g / (sqrt(v) + 1e-5).
+
+    That is Adam without momentum and without its correction of the first steps, so torch's fused kernel computes it.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
+        super().__init__(parameters, lr=lr, eps=1e-5, betas=(0.0, 0.99))
+        for weight in self.param_groups[0]["params"]:
+            zeros = (torch.zeros_like(weight, memory_format=torch.preserve_format) for _ in range(2))
+            # Adam divides v by 1 - .99^step, which is 1 from the start at such a number of steps.
+            step = torch.full((), 1e5, device=weight.device)
+            self.state[weight] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *zeros), strict=True))
+
+
+OPTIMIZERS: dict[str, type[Adam]] = {"adam": Adam, "rmsprop": RMSprop}
 
 
 def copy_if_finite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:

@@ -301,20 +301,23 @@ def rewards_of_agents(batch: PackedBatch) -> Tensor:
     return batch["agent_reward"] if "agent_reward" in batch else batch["reward"].unsqueeze(-1)
 
 
-def batch_targets(values: Tensor, batch: PackedBatch, gamma: float, td_lambda: float) -> Tensor:
+def batch_targets(
+    values: Tensor, batch: PackedBatch, gamma: float, td_lambda: float, taken: Tensor | None = None
+) -> Tensor:
     """Return the lambda-returns of every row of a batch: of the team, or of each agent from `rewards_of_agents`.
 
-    values: [S], the team's, or [S, n], one per agent. Returns their shape and type.
+    values: [S], the team's, or [S, n], one per agent. taken: as in `td_lambda_targets`. Returns their shape and type.
     """
     reward, terminated = batch["reward"], batch["terminated"].to(values.dtype)
     if values.dim() > 1:
         reward, terminated = rewards_of_agents(batch), terminated.unsqueeze(-1)
-    return td_lambda_targets(reward.to(values.dtype), terminated, values, batch.packing, gamma, td_lambda)
+    return td_lambda_targets(reward.to(values.dtype), terminated, values, batch.packing, gamma, td_lambda, taken)
 
 
 def td_lambda_targets(
-    reward: Tensor, terminated: Tensor, values: Tensor, packing: Packing, gamma: float, td_lambda: float
-) -> Tensor:
+    reward: Tensor, terminated: Tensor, values: Tensor, packing: Packing, gamma: float, td_lambda: float,
+    taken: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the lambda-return of every step, [S]; closing rows hold 0.
 
     G(t) = r(t) + gamma (1 - terminated(t)) ((1 - lambda) v(t+1) + lambda G(t+1))   (Sutton and Barto 2018, eq. 12.18)
@@ -323,11 +326,16 @@ def td_lambda_targets(
 
     reward, terminated: [S], what followed the action of each row. values: [S], v of the observation in each row. With
     one value per agent, values are [S, n], and reward and terminated broadcast to them.
+    taken: None, or q of the action that each row took, in the shape of values; then lambda weighs v + G - q in place of
+        G: Q(lambda) with off-policy corrections (Harutyunyan et al. 2016, arXiv:1602.04951, eq. 4).
     """
     closing = packing.closing.to(values.device, non_blocking=True).view(-1, *[1] * (values.dim() - 1))
     later = values[packing.next_row.to(values.device, non_blocking=True)]  # v(t+1)
     # After a terminal step there is no value; an episode that was only cut off has one at its end.
     keep = gamma * (1.0 - terminated)
+    if taken is not None:  # v(t+1) - q(t+1): what exploring, or an older policy, lost there; nothing was taken at ends
+        lost = (values - taken).masked_fill(closing, 0)
+        reward = reward + td_lambda * keep * lost[packing.next_row.to(values.device, non_blocking=True)]
     targets = torch.where(closing, values, reward + (1.0 - td_lambda) * keep * later)
     weight = (td_lambda * keep).masked_fill(closing, 0)  # of G(t+1) in G(t)
     sums = _step_by_step if values.device.type == "cpu" else by_doubling

@@ -242,7 +242,7 @@ MUST_AGREE: dict[str, Callable[[Any], Any]] = {
     "learner": lambda name: str(name).removesuffix("_ddp"),  # two names of one learner
     "group_size": int, "n_starts": lambda count: count is None, "reconstructor_refresh": bool, "truth_until": bool,
     "fill_unseen": lambda fill: fill == "none", "use_graph_reconstruction": bool, "use_full_obs": bool,
-    "use_team_obs": bool, "belief_loss": str,
+    "use_team_obs": bool, "belief_loss": str, "optimizer": str,
 }  # fmt: skip
 """What must be equal in two runs, if one goes on with the other's state of stage 3: a function of each key's value."""
 
@@ -256,7 +256,7 @@ ADDED: dict[str, Any] = {
     "balance_tasks_across_gpus": True, "min_tasks_per_gpu": 1, "sync_every_n_steps": 5,
     "graph_pretrain_test_episodes": 128, "resident_slots": None,
     "graph_pretrain_patience": 0, "reconstructor_refresh": 0, "reconstructor_refresh_updates": 50,
-    "graph_pretrain_policy_path": "", "graph_pretrain_policy_share": 0.5,
+    "graph_pretrain_policy_path": "", "graph_pretrain_policy_share": 0.5, "q_lambda": False, "optimizer": "adam",
 }  # fmt: skip
 """Keys that earlier versions did not have, with the values by which their runs went: these are not hashed.
 Some are gone again (`REMOVED`): runs that had them at these values keep their identity."""
