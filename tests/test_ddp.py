@@ -142,7 +142,8 @@ def blank(episodes):
 def played(kind, *what, sight=0.8):
     """Return a random episode; of "team" and "belief" one in which agents see parts of `full_obs`."""
     if kind != "team" and "belief" not in kind:
-        return random_episode(*what, info=BOXED if "continuous" in kind else INFO)
+        made = random_episode(*what, info=BOXED if "continuous" in kind else INFO)
+        return {**made, "weight": torch.full_like(made["reward"], what[0] % 3 + 0.5)} if kind == "parts" else made
     return foggy(random_episode(*what), dead=kind != "team", sight=sight)
 
 

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from omagd.components.data import PrioritisedReplay
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.components.episode_codec import MARK, Codec, load_range, spec_of
+from omagd.config.loading import resolve
 from omagd.utils.errors import UserError
 from omagd.utils.packing import (
     UNKNOWN,
+    WEIGHT,
     Episode,
     EpisodeMeta,
     PackedBatch,
@@ -177,6 +180,32 @@ def test_draws_are_uniform_and_without_replacement():
     assert ((counts - expected) ** 2 / expected).sum() < 37
     with pytest.raises(ValueError, match="larger sample"):
         buffer.draw(13, rng)
+
+
+def test_prioritised_draws_follow_the_errors_and_their_weights_undo_it():
+    """The third episode has nine times the error of the others; new ones get the largest, also in place of old ones."""
+    config = resolve("qmix", "matrix_game", {"batch_size": 4, "updates_per_iteration": 300, "per_alpha": 0.5})
+    buffer, places = EpisodeBuffer(5), []
+    read = lambda drawn: buffer.batch(places.append(drawn) or drawn)  # noqa: E731
+    errors = lambda: torch.tensor([9.0 if meta.slot == 2 else 1.0 for meta in batch.meta])  # noqa: E731
+    data = PrioritisedReplay(config, np.random.default_rng(0), buffer, read, errors)
+    for name in (0, 1, 2, 0, 1):  # `made_up` counts slots modulo 3
+        data.add([made_up(name, 1 + name)])
+    for batch in data.batches():
+        assert WEIGHT in batch
+    np.testing.assert_allclose(data.priorities, [1, 1, 9, 1, 1], atol=1e-5)
+    places.clear()
+    for batch in data.batches():
+        alike = np.where([meta.slot == 2 for meta in batch.meta], (5 * 3 / 7) ** -0.4, (5 * 1 / 7) ** -0.4)
+        np.testing.assert_allclose(batch[WEIGHT], alike[batch.packing.episode], rtol=1e-5)
+    np.testing.assert_allclose(
+        np.bincount(np.concatenate(places)) / 1200, [1 / 7, 1 / 7, 3 / 7, 1 / 7, 1 / 7], atol=0.02
+    )
+    data.add([made_up(0), made_up(1)])
+    np.testing.assert_allclose(data.priorities, [9, 1, 1, 9, 9], atol=1e-5)
+    data.priorities = data.priorities[3:]  # a run that was resumed by other ranks
+    next(data.batches())
+    np.testing.assert_allclose(data.priorities, [9, 9, 9, 9, 9], atol=1e-5)
 
 
 @pytest.mark.parametrize("change", [{}, {"state": torch.zeros(5, 3).double()}])

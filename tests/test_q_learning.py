@@ -42,7 +42,7 @@ from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils import packing as of_packing
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import Packing, pack_episodes, td_lambda_targets
+from omagd.utils.packing import WEIGHT, Packing, pack_episodes, td_lambda_targets
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -236,6 +236,26 @@ def test_parts_of_a_batch_add_up_to_the_whole(parts):
     configs = [toy_config(grad_norm_clip=1e9, accumulate=count, batch_size=128) for count in (1, parts)]
     whole, of_parts = (gradients_of(make_learner(config, dtype=torch.float64), episodes) for config in configs)
     torch.testing.assert_close(of_parts, whole, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("given", [{}, {"mixer": "none", "accumulate": 3}, {"learner": "wqmix_learner"}])
+def test_weights_count_episodes_and_their_errors_come_back(given):
+    episodes, weights = [random_episode(i, length) for i, length in enumerate([5, 9, 3, 1])], [0.5, 2.0, 1.0, 0.25]
+    config = toy_config(grad_norm_clip=1e9, **given)
+    found = [gradients_of(make_learner(config, dtype=torch.float64), [episode])[0] for episode in episodes]
+    total = sum(w * (len(e["reward"]) - 1) for w, e in zip(weights, episodes, strict=True))
+    shares = [w * (len(e["reward"]) - 1) / total for w, e in zip(weights, episodes, strict=True)]
+    wanted = [sum(s * g for s, g in zip(shares, of_all, strict=True)) for of_all in zip(*found, strict=True)]
+    weighted = [{**e, WEIGHT: torch.full_like(e["reward"], w)} for w, e in zip(weights, episodes, strict=True)]
+    learner, batch = make_learner(config, dtype=torch.float64), pack_episodes(weighted)
+    torch.testing.assert_close(gradients_of(learner, weighted)[0], wanted, atol=1e-12, rtol=1e-9)
+    # One step long: the only episode whose squared error tells the absolute one.
+    of_last = make_learner(config, dtype=torch.float64)
+    loss, _ = of_last.update(pack_episodes(episodes[-1:]), episodes=0)["loss_td"]
+    n_steps = torch.tensor(batch.packing.lengths) - 1
+    assert learner.errors().shape == n_steps.shape and (learner.errors() > 0).all()
+    if given == {}:
+        assert float(learner.errors()[-1]) == pytest.approx(float(2 * loss) ** 0.5, rel=1e-5)
 
 
 def test_warm_up_and_a_batch_without_a_step_change_nothing():

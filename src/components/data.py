@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.schema import Config
-from omagd.utils.packing import UNKNOWN, Episode, RecordedEpisode, meta_of
+from omagd.utils.packing import UNKNOWN, WEIGHT, Episode, PackedBatch, RecordedEpisode, meta_of
 
 Read = Callable[[Sequence[int]], Any]
 """Returns what a learner takes, from the places of episodes in a buffer."""
+
+LEAST = 1e-6  # priority beside the error: an episode without one can be drawn again
 
 
 class ReplayData:
@@ -53,6 +58,55 @@ class ReplayData:
         """Yield `updates_per_iteration` batches of `batch_size` episodes."""
         draws = (self.buffer.draw(self._batch_size, self._rng) for _ in range(self.batches_per_iteration))
         return map(self._read, draws)
+
+
+class PrioritisedReplay(ReplayData):
+    """`ReplayData` that draws an episode the more often, the larger its error was when it was last learned from.
+
+    Schaul et al. 2016 (arXiv:1511.05952, section 3.3 and 3.4), by episodes: P(i) = p_i^α / sum_j p_j^α, where p_i is
+    what `errors` returns, and for a new episode the largest one that is stored. The weights (1 / (N P(i)))^β correct
+    for it. The loss is their weighted mean, so it needs no largest weight, which ranks would have to agree on.
+
+    Args:
+        config, rng, buffer: as there. read: returns packed batches. errors: of the episodes of the last batch.
+    """
+
+    def __init__(
+        self, config: Config, rng: np.random.Generator, buffer: EpisodeBuffer, read: Read, errors: Callable[[], Tensor]
+    ) -> None:
+        super().__init__(config, rng, buffer, read)
+        self._alpha, self._beta, self._errors = config.per_alpha, config.per_beta, errors
+        self.priorities = np.empty(0)  # oldest first; without those of episodes that a resumed run has from elsewhere
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        """Store episodes as the likeliest ones."""
+        before = self.buffer.added
+        super().add(episodes)
+        self._follow(self.buffer.added - before)
+
+    def _follow(self, added: int = 0) -> None:
+        """Let there be a priority for each stored episode, of which so many are new."""
+        known, stored = self.priorities, len(self.buffer)
+        fill = known.max() if len(known) else 1.0
+        lacking = max(0, stored - len(known) - added)
+        self.priorities = np.pad(known, (lacking, added), constant_values=fill)[-stored:]
+
+    def batches(self) -> Iterator[PackedBatch]:
+        """Yield `updates_per_iteration` batches with `weight` in each row; each is learned from before the next."""
+        self._follow()
+        for _ in range(self.batches_per_iteration):
+            shares = self.priorities**self._alpha
+            upto = shares.cumsum()
+            # One from each of equal parts of the sum, as in their appendix B.2.1.
+            places = (np.arange(self._batch_size) + self._rng.random(self._batch_size)) / self._batch_size * upto[-1]
+            drawn = upto.searchsorted(places, side="right").clip(max=len(upto) - 1)
+            batch: PackedBatch = self._read(drawn.tolist())
+            drawn = drawn[[*batch.sample_index]]
+            weights = (len(shares) * shares[drawn] / upto[-1]) ** -self._beta
+            rows = torch.from_numpy(weights.astype(np.float32))[batch.packing.episode]
+            yield replace(batch, data={**batch.data, WEIGHT: rows.to(batch.device)})
+            found = self._errors().cpu().numpy()
+            self.priorities[drawn] = np.where(np.isfinite(found), found + LEAST, self.priorities[drawn])
 
 
 class OnPolicyData:

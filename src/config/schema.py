@@ -101,7 +101,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "reconstructor_refresh_updates": (50, TRACKER_LEFT),
     "compile": (False, "it brought 2 % of an update; leave it out"),
     "num_workers": (0, "it brought 2 % of an update; leave it out"),
-    "use_per": (False, "prioritised replay is not implemented; leave it out"),
     "n_starts": (None, NO_SKIPPING),
     "rollout_skip_threshold": (None, NO_SKIPPING),
     "early_stop_percentage": (1.0, "with it a run could not be repeated; leave it out"),
@@ -200,6 +199,9 @@ class Config(Frozen):
     env_processes: bool  # each battle in its own process; False: batched environments run in the rank's process
     ticks_per_iteration: Size  # runner=ticks: steps of every battle between updates; more where updates take too long
     buffer_size: Many  # episodes in the replay buffer (runner=ticks: steps); the newest ones
+    use_per: bool  # replay draws episodes by their errors (prioritised), where few of them teach something
+    per_alpha: Unit  # use_per: exponent of the errors; 0: all alike
+    per_beta: Unit  # use_per: exponent of the weights that correct for it; 1: no bias
     t_max: Count  # environment steps over all ranks after which stage 3 ends
     max_episodes: Many | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
     task_weights: dict[str, Weight]  # map: its weight among the episodes; others weigh 1

@@ -29,10 +29,10 @@ from omagd.learners.synced_optimizer import (
 from omagd.modules import mixers
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
-from omagd.modules.ops import autocast_bf16
+from omagd.modules.ops import add_at, autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing, batch_targets
+from omagd.utils.packing import WEIGHT, PackedBatch, Packing, batch_targets
 from omagd.utils.registry import described
 
 MakeTargets = Callable[[Tensor], Tensor]
@@ -44,7 +44,7 @@ class Transitions:
 
     Args:
         actions: [S, n] int64. avail_actions: [S, n, A], 0 where an action was unavailable. state: [S, state_dim].
-        valid_mask: [S] bool, False in closing rows. packing: of the rows.
+        valid_mask: [S] bool, False in closing rows. packing: of the rows. weight: [S], how much each counts, or None.
     """
 
     actions: Tensor
@@ -52,6 +52,12 @@ class Transitions:
     state: Tensor
     valid_mask: Tensor
     packing: Packing
+    weight: Tensor | None = None
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """Return how much each row counts in the loss, [S], 0 in closing rows."""
+        valid = self.valid_mask.to(dtype)
+        return valid if self.weight is None else valid * self.weight.to(dtype)
 
 
 class QLoss(AgentLoss):
@@ -63,7 +69,12 @@ class QLoss(AgentLoss):
     Args:
         agent, mixer: trained; every parameter takes part in every forward.
         bf16: whether matrix products use bf16.
+
+    Attributes:
+        errors: where it is a list, each forward appends sum_t |error| / sqrt(T) of its episodes, [B], as PyMARL2 does.
     """
+
+    errors: list[Tensor] | None = None
 
     def __init__(self, agent: nn.Module, mixer: nn.Module, bf16: bool = False) -> None:
         super().__init__(agent, bf16)
@@ -97,10 +108,13 @@ class QLoss(AgentLoss):
         if losses.shape != error.shape:  # another one would be broadcast, and the sum be wrong
             shapes = f"{list(losses.shape)}, not a loss of each error, {list(error.shape)}"
             raise UserError(f"{described(type(self))}: error_loss returned {shapes}")
-        loss = (losses * valid_mask).sum() / n_values
+        weights = taken.weights(joint.dtype)
+        loss = (losses * weights.view(valid_mask.shape)).sum() / n_values
         with torch.no_grad():
-            count = valid_mask.sum()
-            per_agent = count * q.shape[1]
+            if self.errors is not None:
+                self.errors.append(_of_episodes(error, taken.packing))
+            count = weights.sum()
+            per_agent = valid_mask.sum() * q.shape[1]
             stats = {
                 "loss_td": (loss.detach(), count),
                 "td_error_abs": (loss.detach(), count),
@@ -112,6 +126,13 @@ class QLoss(AgentLoss):
     def error_loss(self, error: Tensor, values: MixerInputs) -> Tensor:
         """Return the loss of each TD error, [S] or [S, n]. values: of the actions, with gradients."""
         return 0.5 * error.square()
+
+
+def _of_episodes(error: Tensor, packing: Packing) -> Tensor:
+    """Return sum_t |error| / sqrt(T) of each episode, [B], from errors [S] or [S, n], of which the mean counts."""
+    of_rows = error.abs().flatten(1).mean(dim=1) if error.dim() > 1 else error.abs()
+    steps = torch.tensor(packing.lengths).sub(1).clamp(min=1).to(error)
+    return add_at(torch.zeros_like(steps), packing.episode.to(error.device), of_rows) / steps.sqrt()
 
 
 class QLearner(SavesParts):
@@ -131,7 +152,7 @@ class QLearner(SavesParts):
         self.mac, self.config, self.info = mac, config, info
         self.device = dist.device
         self.mixer: nn.Module = mixers.REGISTRY.build(config.mixer, config, info).to(self.device, mac.dtype)
-        loss = self.make_loss()
+        self.loss = loss = self.make_loss()
         loss.belief = self.belief = belief_loss(config, mac)
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = OPTIMIZERS[config.optimizer](loss.parameters(), lr=lr)
@@ -176,7 +197,8 @@ class QLearner(SavesParts):
         inputs = self.mac.inputs(batch)
         state = batch["state"].to(self.mac.dtype)
         actions = batch["actions"].long()
-        taken = Transitions(actions, batch["avail_actions"], state, batch.valid_mask, batch.packing)
+        weight = batch[WEIGHT] if WEIGHT in batch else None
+        taken = Transitions(actions, batch["avail_actions"], state, batch.valid_mask, batch.packing, weight)
         return inputs, taken, lambda q: self.targets(q, inputs, batch, state)
 
     @abstractmethod
@@ -229,11 +251,23 @@ class NQLearner(QLearner):
 
         episodes: collected so far by all ranks. Returns sums and counts of this rank; grad_norm is the global one.
         """
-        # The number of valid steps, known without waiting for the device.
+        # The number of valid steps, known without waiting for the device; with weights their sum.
         count = torch.tensor(len(batch.packing.step) - batch.packing.n_episodes)
-        stats = self.learn(count, [part.to(self.device) for part in batch.split(self.config.accumulate)])
+        if WEIGHT in batch:
+            count = (batch[WEIGHT] * batch.valid_mask).sum()
+            self.loss.errors = []
+        parts = batch.split(self.config.accumulate)
+        stats = self.learn(count, [part.to(self.device) for part in parts])
         self.finish(episodes)
         return stats
+
+    def errors(self) -> Tensor:
+        """Return the error of each episode of the last batch that had weights, [B], in the order of its packing."""
+        found = self.loss.errors or []
+        ordered = torch.empty(sum(map(len, found)), device=self.device)
+        for place, part in enumerate(found):
+            ordered[place :: len(found)] = part
+        return ordered
 
     def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
         """Return the numbers of the drawn episodes."""

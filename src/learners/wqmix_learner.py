@@ -86,11 +86,12 @@ class WeightedLoss(QLoss):
             return kept[0]
 
         loss, stats = super().forward(inputs, taken, targets_and_weights, cases)
-        mask = taken.valid_mask.to(joint.dtype)
-        # Q* has no constraint, so it can fit every joint action: its loss needs no weights.
-        central = 0.5 * ((joint - kept[0]) * mask).square().sum()
+        weights = taken.weights(joint.dtype)
+        error = (joint - kept[0]) * taken.valid_mask.to(joint.dtype)
+        # Q* has no constraint, so it can fit every joint action: its loss needs no weights of actions.
+        central = 0.5 * (error.square() * weights).sum()
         both = loss + central if loss.dim() == 0 else torch.stack([loss[0] + central, loss[1]])
-        return both, {**stats, "loss_central": (central.detach(), mask.sum())}
+        return both, {**stats, "loss_central": (central.detach(), weights.sum())}
 
     def _joint(self, q: Tensor, actions: Tensor, taken: Transitions) -> Tensor:
         values = MixerInputs(q, actions, taken.avail_actions, taken.state)

@@ -39,6 +39,7 @@ def why_packed(config: Config, kind: type[Any] | None = None) -> str:
     problems = {
         "graph_updates=False": config.graph_updates is False,
         f"{kind.__name__ if kind else f'learner={config.learner}'} has no update of fixed shapes": not fixed,
+        "use_per=True draws by the errors of the update before": kind is None and config.use_per,
         # Groups of the same size are solved together, and each batch has other ones.
         "mask_predictor_config.matching=type matches units": kind is not None
         and config.mask_predictor_config.matching == "type",

@@ -373,7 +373,7 @@ KEYS = (
     Row("hypernet_layers", why="Leave it out: hypernetworks have 2 layers"),
     Row("abs", why="Leave it out: qmix is always monotonic"),
     Row("gain", why="Leave it out: use_orthogonal=True has a gain of its own"),
-    Row("per_alpha per_beta return_priority", why="Leave it out: prioritised replay is not implemented"),
+    Row("return_priority", why="Leave it out: use_per=True draws by errors"),
     Row("hpn_hyper_dim", "agent_args.hyper_dim", why="of agent=hpn_rnn"),
     Row("hpn_head_num hpn_hyper_activation", why="Leave it out: agent=hpn_rnn has one head and ReLU"),
     Row("hypergroup", why="Leave it out: groups of runs come from their configuration"),

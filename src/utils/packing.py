@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+WEIGHT = "weight"
+"""Field of a batch that says how much each row counts, [S] float; without it all count alike."""
 
 
 @dataclass(frozen=True)

@@ -243,6 +243,7 @@ MUST_AGREE: dict[str, Callable[[Any], Any]] = {
     "group_size": int, "n_starts": lambda count: count is None, "reconstructor_refresh": bool, "truth_until": bool,
     "fill_unseen": lambda fill: fill == "none", "use_graph_reconstruction": bool, "use_full_obs": bool,
     "use_team_obs": bool, "belief_loss": str, "optimizer": str,
+    "use_per": bool,
 }  # fmt: skip
 """What must be equal in two runs, if one goes on with the other's state of stage 3: a function of each key's value."""
 
@@ -257,6 +258,7 @@ ADDED: dict[str, Any] = {
     "graph_pretrain_test_episodes": 128, "resident_slots": None,
     "graph_pretrain_patience": 0, "reconstructor_refresh": 0, "reconstructor_refresh_updates": 50,
     "graph_pretrain_policy_path": "", "graph_pretrain_policy_share": 0.5, "q_lambda": False, "optimizer": "adam",
+    "per_alpha": 0.6, "per_beta": 0.4,
 }  # fmt: skip
 """Keys that earlier versions did not have, with the values by which their runs went: these are not hashed.
 Some are gone again (`REMOVED`): runs that had them at these values keep their identity."""
@@ -338,7 +340,7 @@ def _unlike(config: Config, found: Checkpoint) -> str:
     saved = read_entry(RunFolder(found.path.parents[1]).config_json)
     if found.manifest["stage"] != "stage3" or "learner" not in saved:
         return ""
-    theirs, ours = {**ADDED, **saved}, with_removed(config.model_dump())
+    theirs, ours = {"use_per": False, **ADDED, **saved}, with_removed(config.model_dump())
     return next(
         (
             f"{key}={theirs[key]}, not {ours[key]}"

@@ -29,7 +29,7 @@ from omagd.run.run_folder import plain
 from omagd.utils.errors import UserError, together, unknown_name
 from omagd.utils.registry import is_plugin, owner_of
 
-REPLAY_KEYS = ("buffer_size", "updates_per_iteration")
+REPLAY_KEYS = ("buffer_size", "updates_per_iteration", "use_per")
 """Keys of replay: on-policy learners reject values other than the defaults."""
 
 EPSILON_KEYS = ("epsilon_start", "epsilon_finish", "epsilon_anneal_time", "epsilon_speed")
@@ -157,6 +157,8 @@ def check_data(config: Config) -> Iterator[str]:
     if learner.data == "replay":
         if config.batch_size > config.buffer_size:
             yield f"batch_size={config.batch_size}: must be at most buffer_size={config.buffer_size}"
+        if config.use_per and not hasattr(learner, "errors"):
+            yield f"use_per=True: {given} does not tell the errors of episodes. Use learner=nq_learner"
         return
     if runners.REGISTRY.get(config.runner).unit != "episodes":
         yield f"runner={config.runner}: {given} learns from whole episodes. Use runner=parallel, episode or stream"

@@ -12,7 +12,7 @@ import torch
 
 from omagd import runners
 from omagd.components.action_selectors import epsilon_at
-from omagd.components.data import DataSource, GroupData, OnPolicyData, Read, ReplayData
+from omagd.components.data import DataSource, GroupData, OnPolicyData, PrioritisedReplay, Read, ReplayData
 from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
 from omagd.controllers.types import Exploration, Policy
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
@@ -91,7 +91,11 @@ class RLStage(Stage):
             read = buffer.batch
         if on_policy:
             return (GroupData if config.group_size > 1 else OnPolicyData)(config, buffer, read)
-        return ReplayData(config, self.rng("replay"), buffer, read)
+        if not config.use_per:
+            return ReplayData(config, self.rng("replay"), buffer, read)
+        data = PrioritisedReplay(config, self.rng("replay"), buffer, read, cast(Any, self.learner).errors)
+        self.register("priorities", Attribute(data, "priorities"), "rank")
+        return data
 
     def _on_device(self, capacity: int, on_policy: bool) -> tuple[EpisodeBuffer, Read]:
         """Return what holds episodes for batches that are on a device or have fixed shapes, and what reads a batch."""
@@ -242,6 +246,7 @@ class RLStage(Stage):
             before = learner.updates if counting else 0
             self.learned.add(self.health.note(self._learns.update(batch, episodes=self.clock.episodes)))
             self.clock.updates += learner.updates - before if counting else self._steps_per_batch
+        next(batches, None)  # the last batch has been learned from
 
     def advance(self) -> None:
         """Add what all ranks have played to the clock."""
