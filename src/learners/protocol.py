@@ -49,8 +49,8 @@ class Learner(Trainable, Protocol):
     Optional: `args_model`, a pydantic model of the keys in `learner_args`; a static method
     `how_targets_move(config, environments) -> str`, a few words about target updates for the log;
     `register_state(register)`, which calls `Checkpointer.register` for state that is not the same on all ranks;
-    `needs_groups`, True for a learner that cannot have `group_size=1`; and `precisions`, the values of the key
-    `precision` that it supports, by default all.
+    `needs_groups`, True for a learner that cannot have `group_size=1`; `precisions`, the values of the key `precision`
+    that it supports, by default all; and `errors() -> Tensor`, those of the last batch's episodes, [B], for `use_per`.
 
     Attributes:
         data: "replay" learns from batches sampled from the replay buffer; "on_policy" from the episodes that were
