@@ -66,7 +66,7 @@ def clean():
     reset_text_log()
     yield
     if "jax" in sys.modules:  # imported by a test: its collection must not lose the signals of later tests
-        from omagd.envs.smax import leave_collection_to_xla
+        from omagd.envs.jax_env import leave_collection_to_xla
 
         leave_collection_to_xla()
     reset_text_log()

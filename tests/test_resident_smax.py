@@ -53,7 +53,7 @@ def test_values_pass_without_a_copy(env):
     assert battles._to_jax(battles._chosen).unsafe_buffer_pointer() == battles._chosen.data_ptr()
     assert battles._to_jax(battles._active).unsafe_buffer_pointer() == battles._active.data_ptr()
     battles.reset(torch.ones(SLOTS, dtype=torch.bool), torch.arange(SLOTS) + (5 << 40))
-    array = battles._program.view(battles._state)["others"]
+    array = battles._program.view(battles._state)["obs"]
     assert battles._to_torch(array).data_ptr() == array.unsafe_buffer_pointer()
     words = np.asarray(battles._keys).astype(np.int64)
     assert (words[:, 0] << 32 | words[:, 1]).tolist() == [(5 << 40) + slot for slot in range(SLOTS)]

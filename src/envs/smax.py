@@ -6,28 +6,14 @@ https://github.com/FLAIROx/JaxMARL), used as a library.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import io
-import os
-import platform
-import sys
-import zlib
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
 from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, rounded, unit_names
-from omagd.envs.protocol import BatchedEnv, Observation, ResidentGame, StepResult, random_actions, require_available
-from omagd.utils.compiling import user_cache
-from omagd.utils.errors import require_extra
-
-if TYPE_CHECKING:
-    import torch
+from omagd.envs.jax_env import JaxArgs, JaxEnv, Program, import_jax, import_jaxmarl
 
 UNIT_DIM = 13
 N_TYPES = 6
@@ -43,7 +29,7 @@ MapName = Literal[
 ]  # fmt: skip
 
 
-class SmaxArgs(BaseModel):
+class SmaxArgs(JaxArgs):
     """Arguments of `smax`.
 
     Attributes:
@@ -54,8 +40,6 @@ class SmaxArgs(BaseModel):
         see_enemy_actions: observations include the enemies' last moves and targets.
         attack_mode: target selection of the scripted enemy.
         walls_cause_death: a unit that touches the edge of the map dies.
-        jax_platform: JAX platform, unless the variable JAX_PLATFORMS is set.
-        jax_threads: threads of JAX on a CPU, unless the variable PJRT_NPROC is set.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -66,99 +50,46 @@ class SmaxArgs(BaseModel):
     see_enemy_actions: bool = True
     attack_mode: Literal["closest", "random"] = "closest"
     walls_cause_death: bool = True
-    jax_platform: Literal["cpu", "cuda"] = "cpu"
-    jax_threads: int = Field(default=1, ge=1)
 
 
-def _cache_dir() -> Path:
-    """Return the folder of compiled programs in the user's cache, one for each CPU type."""
-    cpu = platform.machine() + platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text().splitlines()
-        cpu += "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
-    return user_cache("jax", f"{zlib.crc32(cpu.encode()):08x}")
-
-
-def _import_jax(args: SmaxArgs) -> Any:
-    """Import JAX, configured once per process. Errors: UserError without the extra."""
-    require_extra("env=smax", "smax", "jax", "jaxmarl")
-    os.environ.setdefault("JAX_PLATFORMS", args.jax_platform)
-    os.environ.setdefault("PJRT_NPROC", str(args.jax_threads))
-    # JAX would take three quarters of a GPU's memory, which torch uses too.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    jax: Any = import_module("jax")
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(_cache_dir()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    leave_collection_to_xla()
-    return jax
-
-
-def leave_collection_to_xla() -> None:
-    """Let Python collect garbage without JAX, which XLA also does whenever it runs a program.
-
-    JAX's callback runs in whichever thread Python collects. It has crashed there (jax issue 15810), and the exception
-    of a signal that arrives in it is lost: a run that is asked to stop would go on.
-    """
-    gc.callbacks[:] = [call for call in gc.callbacks if getattr(call, "__name__", "") != "_xla_gc_callback"]
-
-
-def _import_smax() -> tuple[Any, Any]:
-    """Import the game without its output; return its class and its function from map names to scenarios."""
-    # The import prints, and its optional part "mabrax" replaces sys.stdout: block that part.
-    optional = "jaxmarl.environments.mabrax"
-    blocked = optional not in sys.modules
-    if blocked:
-        sys.modules[optional] = None  # type: ignore[assignment]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            from jaxmarl.environments.smax import HeuristicEnemySMAX, map_name_to_scenario
-    finally:
-        if blocked:
-            del sys.modules[optional]
-    return HeuristicEnemySMAX, map_name_to_scenario
-
-
-class Program:
-    """Compiled functions on a batch of SMAX states: `reset`, `advance`, `view`."""
+class Battles(Program):
+    """SMAX on JAX."""
 
     def __init__(self, args: SmaxArgs) -> None:
-        self.jax = jax = _import_jax(args)
-        self.tree = jax.tree_util
-        game, scenario = _import_smax()
+        super().__init__(import_jax(args, "smax"))
+        import_jaxmarl()
+        from jaxmarl.environments.smax import HeuristicEnemySMAX, map_name_to_scenario
+
         keys = {"max_steps", "see_enemy_actions", "attack_mode", "walls_cause_death"}
-        self.env = game(scenario=scenario(args.map_name), **args.model_dump(include=keys))
+        scenario = map_name_to_scenario(args.map_name)
+        self.env = HeuristicEnemySMAX(scenario=scenario, **args.model_dump(include=keys))
+        self._continuing = args.continuing_episode
         self.n, self.m = self.env.num_allies, self.env.num_enemies
         allies = [[a for a in range(self.n) if a != i] for i in range(self.n)]
         self.others = np.array([[*range(self.n, self.n + self.m), *allies[i]] for i in range(self.n)])
-        self.reset = jax.jit(jax.vmap(lambda old, key, which: self._choose(which, self.env.reset(key)[1], old)))
-        self.advance = jax.jit(jax.vmap(self._advance_one))
-        self.view = jax.jit(jax.vmap(self._view_one))
 
-    def blank(self, n_slots: int) -> Any:
-        """Return a batch of zero states, for the first reset to overwrite."""
-        shapes = self.jax.eval_shape(self.env.reset, np.zeros(2, np.uint32))[1]
-        return self.jax.tree.map(lambda leaf: np.zeros((n_slots, *leaf.shape), leaf.dtype), shapes)
+    def _start_one(self, key: Any) -> Any:
+        return self.env.reset(key)[1]
 
-    def _advance_one(self, old: Any, key: Any, actions: Any, active: Any) -> tuple[Any, Any, Any]:
+    def _advance_one(self, old: Any, key: Any, actions: Any, active: Any) -> tuple[Any, dict[str, Any]]:
         """Play one step. Its random key follows from the episode's key and the step number."""
         jax = self.jax
         step_key = jax.random.fold_in(key, old.state.step)
         chosen = {agent: actions[i] for i, agent in enumerate(self.env.agents)}
         _, new, rewards, dones, _ = self.env.step_env(step_key, old, chosen)
-        return self._choose(active, new, old), rewards[self.env.agents[0]], dones["__all__"]
-
-    def _choose(self, which: Any, new: Any, old: Any) -> Any:
-        # The conversion removes JAX's "weak" types, which would make JAX compile every function twice.
-        where, convert = self.jax.numpy.where, self.jax.lax.convert_element_type
-        return self.jax.tree.map(lambda a, b: convert(where(which, a, b), b.dtype), new, old)
+        over, alive = dones["__all__"], new.state.unit_alive
+        allies, enemies = alive[: self.n].sum(), alive[self.n :].sum()
+        return self._choose(active, new, old), {
+            "reward": rewards[self.env.agents[0]], "over": over,
+            "truncated": over & (allies > 0) & (enemies > 0) & self._continuing,
+            "battle_won": (enemies == 0) & (allies > 0), "dead_allies": self.n - allies,
+            "dead_enemies": self.m - enemies,
+        }  # fmt: skip
 
     def _view_one(self, state: Any) -> dict[str, Any]:
-        """Return the features of one battle.
+        """Return what is shown, `own` features [n + m, 10] and who is `alive` [n + m].
 
-        others: [n, m + n - 1, 13], features of enemies, then allies, without the sight limit. seen: [n, m + n - 1]
-        bool, within sight. own: [n + m, 10]. avail: [n, A]. alive: [n + m]. step: [].
+        `full` has no sight mask: to widen the sight range would rescale positions and help the scripted enemy.
         """
         jax, jnp, env, s = self.jax, self.jax.numpy, self.env, state.state
         me = jnp.arange(self.n)
@@ -167,17 +98,20 @@ class Program:
         distance = jnp.linalg.norm(s.unit_positions[self.others] - s.unit_positions[: self.n, None], axis=-1)
         sight = env.unit_type_sight_ranges[s.unit_types[: self.n]]
         avail = env.get_avail_actions(state)
+        others = jnp.where(exists[..., None], features, 0.0)
+        seen = exists & (distance < sight[:, None])
+        own = jax.vmap(env._get_own_features, (None, 0))(s, jnp.arange(self.n + self.m))
+
+        def row(units: Any) -> Any:
+            return jnp.concatenate([units.reshape(self.n, -1), own[: self.n]], 1)
+
         return {
-            "others": jnp.where(exists[..., None], features, 0.0),
-            "seen": exists & (distance < sight[:, None]),
-            "own": jax.vmap(env._get_own_features, (None, 0))(s, jnp.arange(self.n + self.m)),
-            "avail": jnp.stack([avail[agent] for agent in env.agents]).astype(bool),
-            "alive": s.unit_alive,
-            "step": s.step,
-        }
+            "obs": row(jnp.where(seen[..., None], others, 0.0)), "full": row(others), "state": own.ravel(),
+            "avail": jnp.stack([avail[agent] for agent in env.agents]).astype(bool), "own": own, "alive": s.unit_alive,
+        }  # fmt: skip
 
 
-class SmaxEnv(BatchedEnv):
+class SmaxEnv(JaxEnv):
     """Allies against JaxMARL's scripted enemy.
 
     Observation: per enemy, then per other ally: health, dx, dy (over the sight range), last move (2), last target,
@@ -187,12 +121,12 @@ class SmaxEnv(BatchedEnv):
     """
 
     args_model = SmaxArgs
-    divisible = False  # JAX would compile in each process, for one battle at a time
+    results = ("battle_won", "dead_allies", "dead_enemies")
+    resident = JaxEnv.resident
 
     def __init__(self, args: SmaxArgs, n_slots: int) -> None:
-        self.args = args
-        self.n_slots = n_slots
-        self._program = program = Program(args)
+        self.args, self.reward_scale = args, args.reward_scale
+        self._begin(program := Battles(args), n_slots)
         n, m = program.n, program.m
         types = {"ally_types": UNIT_DIM - N_TYPES, "enemy_types": UNIT_DIM - N_TYPES, "n_types": N_TYPES}
         layout = EntityLayout(0, m, UNIT_DIM, n - 1, UNIT_DIM, OWN_DIM, position=(1, 2), health=0, **types)
@@ -202,60 +136,13 @@ class SmaxEnv(BatchedEnv):
             layout=layout, scripted_policies=("random", "attack_nearest"),
             state_layout=StateLayout(n, OWN_DIM, m, OWN_DIM),
         )  # fmt: skip
-        self._keys = np.zeros((n_slots, 2), np.uint32)
-        self._set_state(program.blank(n_slots))
-
-    def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
-        """Start new battles in the slots `which`; the key of slot b is `seeds[b]` as two 32-bit words."""
-        words = np.stack([np.asarray(seeds, np.int64) >> 32, np.asarray(seeds, np.int64) & 0xFFFFFFFF], 1)
-        self._keys[which] = words[which].astype(np.uint32)
-        self._set_state(self._program.reset(self._state, self._keys.copy(), np.asarray(which, bool)))
-
-    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        """Play `actions` in the active slots."""
-        active = np.asarray(active, bool)
-        require_available(self.info.name, self._view["avail"], actions, active)
-        chosen = np.asarray(actions, np.int32)
-        state, reward, done = self._program.advance(self._state, self._keys.copy(), chosen, active)
-        self._set_state(state)
-        n = self.info.n_agents
-        alive = self._view["alive"]
-        allies, enemies = alive[:, :n].sum(1), alive[:, n:].sum(1)
-        terminated = active & np.asarray(done)
-        truncated = terminated & (allies > 0) & (enemies > 0) & self.args.continuing_episode
-        info = {
-            "battle_won": terminated & (enemies == 0) & (allies > 0),
-            "dead_allies": terminated * (n - allies),
-            "dead_enemies": terminated * (self._program.m - enemies),
-            "episode_limit": truncated,
-        }
-        return StepResult(
-            reward=np.where(active, np.asarray(reward) * self.args.reward_scale, 0.0).astype(np.float32),
-            terminated=terminated,
-            truncated=truncated,
-            info={name: value.astype(np.float32) for name, value in info.items()},
-        )
-
-    def observe(self, full: bool = False) -> Observation:
-        """Return observations; `full_obs` has the same features without the sight mask.
-
-        Widening the sight range instead would rescale positions and help the scripted enemy.
-        """
-        view, b, n = self._view, self.n_slots, self.info.n_agents
-        own = view["own"][:, :n]
-        seen = np.where(view["seen"][..., None], view["others"], np.float32(0.0))
-        obs = np.concatenate([seen.reshape(b, n, -1), own], 2)
-        everything = np.concatenate([view["others"].reshape(b, n, -1), own], 2) if full else None
-        return Observation(obs, view["own"].reshape(b, -1).copy(), view["avail"].copy(), everything)
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
         """Return [B, n] actions: "random", or "attack_nearest", which knows the positions of all enemies."""
-        if policy not in self.info.scripted_policies:
+        if policy != "attack_nearest":
             return super().scripted_actions(policy, rng)
         view, n = self._view, self.info.n_agents
         avail = view["avail"]
-        if policy == "random":
-            return random_actions(avail, rng)
         size = np.array([self._program.env.map_width, self._program.env.map_height], np.float32)
         position = view["own"][:, :, 1:3] * size
         way = position[:, None, n:] - position[:, :n, None]
@@ -293,41 +180,3 @@ class SmaxEnv(BatchedEnv):
         )
         alive, health = s.unit_alive.tolist(), rounded(s.unit_health)
         return Frame(scene, rounded(x), rounded(y), alive, health, targets=targets.tolist())
-
-    @staticmethod
-    def why_not_resident(args: SmaxArgs, on_gpu: bool) -> str:
-        """Return what is missing where JAX would not play where agents act; empty if nothing."""
-        wanted, given = "cuda" if on_gpu else "cpu", os.environ.get("JAX_PLATFORMS")
-        name = "env_args.jax_platform" if given is None else "JAX_PLATFORMS"
-        found = (given or args.jax_platform).split(",")[0]
-        where = "a GPU" if on_gpu else "the CPU"
-        return "" if found == wanted else f"needs {name}={wanted}, not {found}, where agents act on {where}"
-
-    def resident(self, device: torch.device, n_slots: int) -> ResidentGame:
-        """Return `n_slots` battles of the same map on a device."""
-        from omagd.envs.smax_resident import ResidentSmax
-
-        given = self.args.reward_scale, self.args.continuing_episode
-        return ResidentSmax(self._program, self.info, n_slots, device, *given)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the keys and all parts of the state by path."""
-        leaves, name = self._program.tree.tree_leaves_with_path(self._state), self._program.tree.keystr
-        return {"keys": self._keys.copy(), "state": {name(path): np.array(leaf) for path, leaf in leaves}}
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        """Continue from `snapshot`."""
-        state, name = snapshot["state"], self._program.tree.keystr
-        self._set_state(self._program.tree.tree_map_with_path(lambda path, _: state[name(path)], self._state))
-        self._keys = np.array(snapshot["keys"])
-
-    def _set_state(self, state: Any) -> None:
-        self._state = state
-        self._seen: dict[str, np.ndarray] | None = None
-
-    @property
-    def _view(self) -> dict[str, np.ndarray]:
-        """Features of the current state, computed on first use."""
-        if self._seen is None:
-            self._seen = {name: np.asarray(value) for name, value in self._program.view(self._state).items()}
-        return self._seen

@@ -232,8 +232,6 @@ def _game(args: BaseModel, module: str) -> str:
         from omagd.envs.sc2.install import build_of
 
         return game_name(build_of(args.game_version))  # type: ignore[attr-defined]
-    if module == "omagd.envs.smax":
-        return f"jaxmarl {version('jaxmarl')}"
     package = getattr(args, "package", module.partition(".")[0])  # of environments of other packages
     if package == "omagd":
         return f"omagd {omagd.__version__}"
