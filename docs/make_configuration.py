@@ -191,7 +191,8 @@ SHARED: dict[str, tuple[type[BaseModel], str]] = {
     "sc2": (BattleArgs, f"every key of `skirmish` but {OWN}, with the same defaults"),
     "sc2_v2": (SmacArgs, "every other key of `sc2`, with the same defaults"),
     "pettingzoo": (RewardArgs, "the keys of `gymma`"),
-    **dict.fromkeys(("lbf", "mpe", "rware"), (Rewards, "the keys of `gymma` but `key`")),
+    **dict.fromkeys(("lbf", "mpe", "rware"), (RewardArgs, "the keys of `gymma` but `key`")),
+    "jaxmarl": (Rewards, "`common_reward`, `reward_scalarisation` and `time_limit` of `gymma`"),
     "pymarl": (AdapterArgs, "`key` and `new_each_episode` of `gymma`"),
 }
 

@@ -40,9 +40,10 @@ from omagd.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CONFIGS = ROOT / "docs" / "python_api.md", ROOT / "src" / "config"
-# Environments of this repository; installed packages may add others. SMAX takes long to compile; `sc2_v2` differs from
+# Environments of this repository; installed packages may add others. JAX takes long to compile; `sc2_v2` differs from
 # `sc2` in rules alone.
-OWN_ENVS = sorted({name for name, where in ENVS._lazy.items() if where.startswith("omagd.")} - {"smax", "sc2_v2"})
+NOT_HERE = {"smax", "jaxmarl", "sc2_v2"}
+OWN_ENVS = sorted({name for name, where in ENVS._lazy.items() if where.startswith("omagd.")} - NOT_HERE)
 SMALL = {key: parse_value(text) for key, text in (budget.split("=") for budget in BUDGETS)}
 
 

@@ -85,8 +85,8 @@ def test_a_run_leaves_its_files_and_a_record_of_sacred(run, ranks, stages, facts
 def why_not(command: Documented) -> str:
     """Return why a documented command cannot be tried here, or nothing."""
     text = " ".join([*command.arguments, *command.variables.values()])
-    if "--env-config=smax" in text and importlib.util.find_spec("jaxmarl") is None:
-        return "the extra smax is not installed"
+    if ("--env-config=smax" in text or "--env-config=jaxmarl" in text) and importlib.util.find_spec("jaxmarl") is None:
+        return "the extra smax or jaxmarl is not installed"
     if "sc2" in text:
         return "needs StarCraft II"
     if "soft_qmix" in text or "crossroads" in text:

@@ -30,6 +30,7 @@ SLOTS = 4
 SMALL_ARGS = {
     **foreign_worlds.SMALL,
     "smax": {"map_name": "3m", "max_steps": 30},
+    "jaxmarl": {"key": "MPE_simple_speaker_listener_v4", "max_steps": 9, "time_limit": 5},
     "skirmish": {"map_name": "3m", "obs_last_action": True, "obs_timestep_number": True},
     "lbf": {"map_name": "2s-8x8-2p-2f-coop"},
     "mpe": {"num_agent_neighbors": 1},
@@ -69,8 +70,8 @@ def game(tmp_path_factory) -> Iterator[None]:
 
 @pytest.fixture(params=NAMES)
 def name(request) -> str:
-    if request.param == "smax" and find_spec("jaxmarl") is None:
-        pytest.skip("the extra [smax] is not installed")
+    if request.param in ("smax", "jaxmarl") and find_spec("jaxmarl") is None:
+        pytest.skip(f"the extra [{request.param}] is not installed")
     return request.param
 
 
@@ -179,8 +180,8 @@ def test_an_episode_follows_from_its_seed_and_its_actions(name, seeded):
 
 
 def test_a_batch_is_many_single_battles(name, seeded):
-    if name == "smax":
-        pytest.skip("test_smax.py compares a batch with a single battle, without compiling one")
+    if name in ("smax", "jaxmarl"):
+        pytest.skip(f"test_{name}.py compares a batch with a single battle, without compiling one")
     seeds, single = [21, 22, 23, 24], _build(name, 1)
     _assert_same(_play(seeded, seeds), [_play(single, [seed])[0] for seed in seeds])
 

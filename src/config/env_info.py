@@ -29,7 +29,7 @@ Size = Annotated[int, Field(ge=1, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
-ADAPTERS = ("gymma", "pettingzoo", "pymarl")
+ADAPTERS = ("gymma", "pettingzoo", "pymarl", "jaxmarl")
 """Environments whose map is `env_args.key`, as in EPyMARL; `key` of another one means something else."""
 
 

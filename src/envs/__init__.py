@@ -10,6 +10,7 @@ REGISTRY: Registry[type] = Registry(
     lazy={
         "skirmish": "omagd.envs.battle.skirmish_env:SkirmishEnv",
         "smax": "omagd.envs.smax:SmaxEnv",
+        "jaxmarl": "omagd.envs.jaxmarl_env:JaxMarlEnv",
         "sc2": "omagd.envs.sc2.sc2_env:SC2Env",
         "sc2_v2": "omagd.envs.sc2.sc2_env:SC2V2Env",
         "snakes_3v3": "omagd.envs.snakes.snakes_env:Snakes3v3",

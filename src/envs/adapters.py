@@ -33,16 +33,10 @@ EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "p
 """Packages that an extra of this one installs."""
 
 
-class ForeignArgs(BaseModel):
-    """Arguments of all environments of other packages; those that have no name here go to the constructor.
-
-    Attributes:
-        new_each_episode: make a new environment for each episode, which then follows from its seed and its actions.
-            False suits dear constructors: one object plays all episodes, and a run that is resumed may differ.
-    """
+class OutsideArgs(BaseModel):
+    """Arguments of all environments of other packages; those that have no name here go to the constructor."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    new_each_episode: bool = True
 
     @property
     def own(self) -> dict[str, Any]:
@@ -63,6 +57,17 @@ class ForeignArgs(BaseModel):
     def package(self) -> str:
         """Package of the environment, whose version belongs to results."""
         return re.split("[:.]", self.path)[0]
+
+
+class ForeignArgs(OutsideArgs):
+    """Arguments of all environments that are objects of their own.
+
+    Attributes:
+        new_each_episode: make a new environment for each episode, which then follows from its seed and its actions.
+            False suits dear constructors: one object plays all episodes, and a run that is resumed may differ.
+    """
+
+    new_each_episode: bool = True
 
 
 class AdapterArgs(ForeignArgs):
@@ -90,7 +95,7 @@ class AdapterArgs(ForeignArgs):
         return f"{package}.{name.replace('-', '_')}"
 
 
-class Rewards(ForeignArgs):
+class Rewards(OutsideArgs):
     """Arguments of environments that reward each agent, named as EPyMARL's.
 
     Attributes:
@@ -108,7 +113,38 @@ class RewardArgs(Rewards, AdapterArgs):
     """Arguments of `gymma` and `pettingzoo`; the others go to the environment's constructor."""
 
 
-class Foreign(MultiAgentEnv):
+class Explained:
+    """What an environment of another package does wrong, in one line that names its key. args: its arguments."""
+
+    args: Any
+
+    @contextmanager
+    def _in_one_line(self) -> Iterator[None]:
+        """Turn any fault of the environment in the block into one line; a missing package names its extra."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as problem:  # noqa: BLE001 (constructors of other people)
+            said = f"{type(problem).__name__}: {' '.join(str(problem).split())}".rstrip(". :")
+            names = (str(getattr(each, "name", "")).partition(".")[0] for each in causes(problem))
+            extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
+            fix = f" Install it: {install(extra)}" if extra else ""
+            fix = " Give module:Class" if self.args.given[1].endswith(".py") else fix
+            raise self._wrong(f"{said}.{fix}") from None
+
+    def _wrong(self, what: str) -> UserError:
+        return UserError(f"env_args.{'='.join(self.args.given)}: {what}")
+
+    def _limit(self, declared: Any) -> int:
+        """Return the step limit: the given one, else what the environment declares."""
+        limit = self.args.time_limit or declared
+        if not limit:
+            raise self._wrong("it declares no step limit. Give env_args.time_limit=…")
+        return int(limit)
+
+
+class Foreign(Explained, MultiAgentEnv):
     """Base of the adapters. Some environments keep something of the last episode; hence a new one for each.
 
     A subclass sets `n_agents`, `episode_limit` and, by `_set_actions` and `_set_observations`, `n_actions` and `sizes`
@@ -187,24 +223,6 @@ class Foreign(MultiAgentEnv):
         """Keep what agents observe, and what they can do, until they are asked for."""
         raise NotImplementedError
 
-    @contextmanager
-    def _in_one_line(self) -> Iterator[None]:
-        """Turn any fault of the environment in the block into one line; a missing package names its extra."""
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as problem:  # noqa: BLE001 (constructors of other people)
-            said = f"{type(problem).__name__}: {' '.join(str(problem).split())}".rstrip(". :")
-            names = (str(getattr(each, "name", "")).partition(".")[0] for each in causes(problem))
-            extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
-            fix = f" Install it: {install(extra)}" if extra else ""
-            fix = " Give module:Class" if self.args.given[1].endswith(".py") else fix
-            raise self._wrong(f"{said}.{fix}") from None
-
-    def _wrong(self, what: str) -> UserError:
-        return UserError(f"env_args.{'='.join(self.args.given)}: {what}")
-
     def reset(self, *, seed: int) -> None:
         """Start an episode."""
         if self._stale:
@@ -252,13 +270,6 @@ class Foreign(MultiAgentEnv):
 
     def _state_size(self) -> int:
         return sum(self.sizes)
-
-    def _limit(self, declared: Any) -> int:
-        """Return the step limit: the given one, else what the environment declares."""
-        limit = self.args.time_limit or declared
-        if not limit:
-            raise self._wrong("it declares no step limit. Give env_args.time_limit=…")
-        return int(limit)
 
     def _see(self, obs: Sequence[Any], masks: Sequence[Any]) -> None:
         """Keep padded observations and masks; `masks` holds None where all of an agent's actions are available."""

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from omagd.config.env_info import EntityLayout, StateLayout
-from omagd.envs.adapters import Foreign, GymmaEnv, PettingZooEnv, Rewards
+from omagd.envs.adapters import Foreign, ForeignArgs, GymmaEnv, PettingZooEnv, Rewards
 from omagd.envs.frames import AGENTS, THINGS, Frame, Scene, rounded, unit_names
 
 FORAGING = r"(?:(\d{1,2})s-)?(\d{1,2})x\2-(\d{1,2})p-(\d{1,2})f((?:-coop|-ind|-pen)*)"
@@ -31,7 +31,7 @@ CELLS = 10.0
 MOVES = ("stay", "left", "right", "down", "up")
 
 
-class LbfArgs(Rewards):
+class LbfArgs(Rewards, ForeignArgs):
     """Arguments of `lbf`; the others go to lbforaging's constructor.
 
     Attributes:
@@ -49,7 +49,7 @@ class LbfArgs(Rewards):
         return "lbforaging"
 
 
-class MpeArgs(Rewards):
+class MpeArgs(Rewards, ForeignArgs):
     """Arguments of `mpe`; the others go to the constructor of the world, such as `N` and `max_cycles`.
 
     Attributes:
@@ -64,7 +64,7 @@ class MpeArgs(Rewards):
         return f"mpe2.{self.map_name}"
 
 
-class RwareArgs(Rewards):
+class RwareArgs(Rewards, ForeignArgs):
     """Arguments of `rware`; the others go to rware's constructor.
 
     Attributes:

@@ -410,7 +410,8 @@ class ResidentRunner(Runner):
         rollout.log = Rows(partial(_entry, tuple(columns)), *columns.values())
         if of.rows:
             names_of = {group: str(group) for group in np.unique(groups).tolist()} | {NO_GROUP: ""}
-            metas = Rows(EpisodeMeta, slots, seeds, tasks, [*map(names_of.get, groups.tolist())], values["battle_won"])
+            won = values.get("battle_won", np.full(len(found), np.nan))
+            metas = Rows(EpisodeMeta, slots, seeds, tasks, [*map(names_of.get, groups.tolist())], won)
             rollout.episodes = BlockEpisodes(of.block, order, lengths + 1, metas)
         return rollout
 

@@ -28,7 +28,7 @@ INSTALL = "pip install -e . -c constraints.txt"
 GAME = ("pysc2", "s2clientprotocol", "protobuf", "websocket-client", "absl-py")
 GET_MAPS = f"{INSTALL_GAME} --maps-only"
 GIGABYTE = 2.0**30
-WORLDS = {"lbf": "lbforaging", "mpe": "mpe2", "rware": "rware"}
+WORLDS = {"lbf": "lbforaging", "mpe": "mpe2", "rware": "rware", "jaxmarl": "jaxmarl"}
 """Environments that are an extra of the same name, and its package."""
 EXTRAS = ("full", "smax", "gpu", *WORLDS)
 MORE_ROOM = "give local_results_path=… on a disk with enough space"

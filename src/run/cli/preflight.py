@@ -331,6 +331,7 @@ def registry_of(package: str) -> Registry[Any]:
 def listing() -> str:
     """Return all names that the command line accepts, one paragraph per kind (`--list`)."""
     from omagd.envs.battle.maps import MAPS
+    from omagd.envs.jaxmarl_env import KEYS
     from omagd.envs.smax import MapName as SMAX_MAPS
     from omagd.envs.task_sets import NAMED as SETS
     from omagd.envs.worlds import LBF_MAPS, RWARE_MAPS, MpeMap
@@ -342,6 +343,7 @@ def listing() -> str:
     lines.append(_paragraph("env_args.map_name (smax)", list(get_args(SMAX_MAPS))))
     for env, maps in {"lbf": (*LBF_MAPS, "..."), "mpe": get_args(MpeMap), "rware": (*RWARE_MAPS, "...")}.items():
         lines.append(_paragraph(f"env_args.map_name ({env})", list(maps)))
+    lines.append(_paragraph("env_args.key (jaxmarl)", [*KEYS, "..."]))
     return "\n".join(lines) + "\n"
 
 
