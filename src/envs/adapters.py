@@ -16,7 +16,7 @@ import random
 import re
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Literal
 
@@ -199,19 +199,23 @@ class Foreign(Explained, MultiAgentEnv):
             raise self._wrong("some agents have Box actions and others Discrete: only one kind at once is supported")
         else:
             self.n_actions = [2 * max(space.low.size for space in self.boxes)] * len(acts)
+        own = _first([space.low.size for space in self.boxes] or self.n_actions)
+        self._all = np.tile(own, 2) if self.boxes else own  # means and deviations of the numbers that the agent has
+        self._all.flags.writeable = False  # of all steps
 
     def _set_observations(self, seen: Sequence[Any]) -> None:
         """Set what agents observe from their spaces."""
         from gymnasium import spaces
 
-        self._spaces, self.sizes = seen, [spaces.flatdim(space) for space in seen]
+        self._flat, self.sizes = [_flattener(space) for space in seen], [spaces.flatdim(space) for space in seen]
+        self._inside = _first(self.sizes)
         shapes = {space.shape if isinstance(space, spaces.Box) else () for space in seen}
         self.image = next((shape for shape in shapes if len(shapes) == 1 and len(shape) == 3), None)
 
     def _played(self, actions: np.ndarray) -> list[Any]:
         """Return each agent's action as its space has it, from [n] or [n, d]."""
         if not self.boxes:
-            return [int(action) for action in actions]
+            return list(actions.tolist())
         pairs = zip(self.boxes, actions, strict=True)
         return [own[: space.low.size].reshape(space.shape).astype(space.dtype) for space, own in pairs]
 
@@ -240,7 +244,7 @@ class Foreign(Explained, MultiAgentEnv):
 
     def get_state(self) -> np.ndarray:
         """Return all observations in a row, without padding."""
-        return np.concatenate(self._seen)
+        return self._row
 
     def get_avail_actions(self) -> np.ndarray:
         """Return [n, A] bool."""
@@ -273,17 +277,18 @@ class Foreign(Explained, MultiAgentEnv):
 
     def _see(self, obs: Sequence[Any], masks: Sequence[Any]) -> None:
         """Keep padded observations and masks; `masks` holds None where all of an agent's actions are available."""
-        self._obs = np.zeros((self.n_agents, max(self.sizes)), np.float32)
-        self._avail = np.zeros((self.n_agents, max(self.n_actions)), bool)
-        self._seen = [np.zeros(size) if seen is None else seen for size, seen in zip(self.sizes, obs, strict=True)]
-        for i, (seen, mask) in enumerate(zip(self._seen, masks, strict=True)):
-            if np.size(seen) != self.sizes[i]:
-                raise self._wrong(f"agent {i} observes {np.size(seen)} numbers, and its space has {self.sizes[i]}")
-            self._obs[i, : self.sizes[i]] = seen
-            if self.boxes and mask is None:  # means and deviations of the numbers that the agent has
-                self._avail[i].reshape(2, -1)[:, : self.boxes[i].low.size] = True
-            else:
-                self._avail[i, : self.n_actions[i]] = True if mask is None else mask
+        seen = [np.zeros(size) if own is None else own for own, size in zip(obs, self.sizes, strict=True)]
+        if (found := [own.size for own in seen]) != self.sizes:
+            i = next(i for i, size in enumerate(self.sizes) if found[i] != size)
+            raise self._wrong(f"agent {i} observes {found[i]} numbers, and its space has {self.sizes[i]}")
+        self._row = np.concatenate(seen)
+        self._obs = np.zeros(self._inside.shape, np.float32)
+        self._obs[self._inside] = self._row
+        self._avail = self._all
+        if any(mask is not None for mask in masks):
+            self._avail = self._all.copy()
+            for own, mask, count in zip(self._avail, masks, self.n_actions, strict=True):
+                own[:count] = own[:count] if mask is None else mask
 
     def _result(
         self, rewards: Any, ended: bool, truncated: bool, results: Mapping[str, Any]
@@ -291,7 +296,9 @@ class Foreign(Explained, MultiAgentEnv):
         """Return a step's result: one reward, the step limit, and what the environment says about the episode."""
         self._steps += 1
         late = self._steps >= self.episode_limit
-        each = np.broadcast_to(np.asarray(rewards, np.float64), self.n_agents if np.ndim(rewards) else ())
+        each = np.asarray(rewards, np.float64)
+        if each.ndim and each.shape != (self.n_agents,):
+            each = np.broadcast_to(each, self.n_agents)
         if self.args.reward_scalarisation == "mean" and self.args.common_reward and each.ndim:
             each = each / self.n_agents
         info = _results(results)
@@ -330,8 +337,16 @@ class Foreign(Explained, MultiAgentEnv):
         self.env.close()
 
 
+def _first(counts: Sequence[int]) -> np.ndarray:
+    """Return where the first `counts` numbers of each row are, [rows, the most] bool."""
+    found: np.ndarray = np.arange(max(counts)) < np.array(counts)[:, None]
+    return found
+
+
 def _ended(terminated: Any, truncated: Any) -> tuple[bool, bool]:
     """Return whether an episode has ended, and whether it was only cut off; flags of one or of all agents."""
+    if terminated is False and truncated is False:  # of most steps
+        return False, False
     over = bool(np.all(np.logical_or(terminated, truncated)))
     cut = over and bool(np.any(np.logical_and(truncated, np.logical_not(terminated))))
     return over and not cut, cut
@@ -355,11 +370,11 @@ def _vector(value: Any) -> np.ndarray:
     return array.ravel() / np.float32(255) if array.ndim > 2 and array.dtype == np.uint8 else array.ravel()
 
 
-def _flat(space: Any, value: Any) -> np.ndarray:
-    """Return an observation as a vector; boxes, which most are, without Gymnasium's slower `flatten`."""
+def _flattener(space: Any) -> Callable[[Any], np.ndarray]:
+    """Return what makes vectors of observations; of boxes, which most are, without Gymnasium's slower `flatten`."""
     from gymnasium.spaces import Box, flatten
 
-    return _vector(value) if isinstance(space, Box) else np.asarray(flatten(space, value))
+    return _vector if isinstance(space, Box) else lambda value: np.asarray(flatten(space, value))
 
 
 def _imported(path: str) -> Any:
@@ -415,11 +430,11 @@ class PettingZooEnv(Foreign):
     def _keep(self, seen: Mapping[str, Any], infos: Mapping[str, Any]) -> None:
         self._playing = list(self.env.agents)
         obs, masks = [], []
-        for name, space, count in zip(self.names, self._spaces, self.n_actions, strict=True):
+        for name, flat, count in zip(self.names, self._flat, self.n_actions, strict=True):
             one, mask = seen.get(name), infos.get(name, {}).get("action_mask")
             if isinstance(one, Mapping) and "observation" in one:
                 mask, one = one.get("action_mask", mask), one["observation"]
-            obs.append(None if one is None else _flat(space, one))
+            obs.append(None if one is None else flat(one))
             mask = None if self.boxes else mask
             masks.append(mask if name in self._playing else np.arange(count) == 0)
         self._see(obs, masks)
@@ -474,7 +489,7 @@ class GymmaEnv(Foreign):
     def _keep(self, obs: Any, info: Mapping[str, Any]) -> None:
         given = info if isinstance(info, Mapping) else {}
         masks = [None] * self.n_agents if self.boxes else given.get("action_mask", [None] * self.n_agents)
-        self._see([_flat(space, one) for space, one in zip(self._spaces, obs, strict=True)], masks)
+        self._see([flat(one) for flat, one in zip(self._flat, obs, strict=True)], masks)
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play [n] actions."""

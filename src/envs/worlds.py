@@ -131,7 +131,7 @@ class _WithUnits(Foreign):
         blocks *= there
         self._units, self._blocks, self._state = units, blocks, rows.ravel()
         self._obs = self._of_units(units.sees)
-        self._avail = np.ones((n, max(self.n_actions)), bool)
+        self._avail = self._all
 
     def _of_units(self, shown: np.ndarray) -> np.ndarray:
         """Return observations [n, obs_dim] float32 of the units `shown` [n, U] bool."""

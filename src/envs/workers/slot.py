@@ -120,6 +120,11 @@ class EnvSlot:
         flags: only zeros and ones are valid. Errors: UserError for a wrong shape or non-numbers.
         """
         row = self._row[key]
+        if (type(value) is np.ndarray and value.dtype == row.dtype and value.shape == row.shape) or (
+            type(value) is bool and flags and not row.shape
+        ):  # as most are; for these the checks would take most of the time
+            row[...] = value
+            return
         array, wrong = numeric_array(value, row.shape)
         if flags and not wrong and array.dtype != bool and not zeros_and_ones(array).all():
             wrong = f"holds {array[~zeros_and_ones(array)][0]}, not 0 or 1"
