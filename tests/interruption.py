@@ -31,7 +31,8 @@ COMMAND = (
     "--config=qmix", "--env-config=matrix_game", "with", "run=default", "use_cuda=False", "batch_size_run=2",
     "batch_size=4", "buffer_size=6", "t_max=40", "updates_per_iteration=1", "rnn_hidden_dim=8", "mixing_embed_dim=4",
     "hypernet_embed=4", "test_nepisode=2", "test_interval=20", "log_interval=4", "runner_log_interval=4",
-    "learner_log_interval=4", "save_model_interval=20", "checkpoint_interval=0", "auto_resume=True",
+    "learner_log_interval=4", "absolute_episodes=4", "save_model_interval=20", "checkpoint_interval=0",
+    "auto_resume=True",
 )  # fmt: skip
 SAVED_AT = 11
 """Iteration of the newest checkpoint of `torn`."""

@@ -66,7 +66,7 @@ RUNS: dict[str, Run] = {
         double_q=False, lr=1e-4, grad_norm_clip=1.0, target_update_interval=3, mixer="vdn", agent="rnn",
         obs_agent_id=False, obs_last_action=False, accumulate=2, use_tensorboard=True, profile=True,
         log_video=True, log_memory_usage=True, log_detail="full", distributed_debug=True, epsilon_start=0.9,
-        epsilon_finish=0.1, epsilon_anneal_time=50,
+        epsilon_finish=0.1, epsilon_anneal_time=50, absolute_episodes=3,
         save_model_interval=10, max_checkpoints_to_keep=3, keep_checkpoints=True,
         auto_resume=True, auto_resume_wait=0.1, resume="lossy",
         share_parameters=False, buffer_cpu_only=False, cpu_inference=True, env_args={"payoff": "monotonic"},

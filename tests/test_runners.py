@@ -25,6 +25,7 @@ from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.envs.protocol import LOST_IN_A_ROW
 from omagd.run.run_folder import RunFolder
+from omagd.run.training import evaluate
 from omagd.run.training.build import PURPOSES, build_session
 from omagd.run.training.evaluate import greedy_episodes
 from omagd.runners.rollout import Recorder
@@ -174,6 +175,26 @@ def test_test_episodes_are_played_greedily_and_as_many_in_each_slot():
     assert set(policy.explored) == {None}
     assert runner.stream.state_dict()["played"] == [3] * 4
     assert {"test_return_mean", "test_ep_length_mean", "test_battle_won_mean"} <= values.keys()
+
+
+def test_the_absolute_metric_is_of_the_weights_of_the_best_test(monkeypatch):
+    agent = torch.nn.Linear(1, 1, bias=False)
+
+    def play(session, mac, wanted, log=None, recorder=None):
+        (log or list)([{"return": float(agent.weight), "length": wanted}] * 2)
+        return {"test_return_mean": float(agent.weight)}
+
+    monkeypatch.setattr(evaluate, "greedy_episodes", play)
+    config = SimpleNamespace(absolute_episodes=320, test_nepisode=32, log_video=False)
+    tests = evaluate.Tests(SimpleNamespace(config=config, dist=Dist()), SimpleNamespace(agent=agent))
+    for t_env, weight in enumerate((1.0, 3.0, 2.0)):
+        torch.nn.init.constant_(agent.weight, weight)
+        tests.begin()
+        tests.play(t_env, "a test", ends=t_env == 2)
+    values, raw = tests.absolute()
+    assert values == {"absolute_return_mean": 3.0}
+    assert raw == {"t_env": 1, "length": [320, 320], "return": [3.0, 3.0]}
+    assert float(agent.weight) == 2.0, "the run's own weights are back"
 
 
 def test_rows_of_running_episodes_come_back_with_the_policys_own_fields():

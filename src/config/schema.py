@@ -275,6 +275,7 @@ class Config(Frozen):
     mask_predictor_config: MaskPredictorConfig
 
     test_nepisode: Size  # greedy episodes of a test over all ranks; rounded up to whole rounds of all slots
+    absolute_episodes: Tests  # greedy episodes of the best test's weights at the end: Gorsane et al.'s absolute metric
     test_interval: Count  # environment steps over all ranks between tests; also at the start and at the end
     log_detail: Literal["line", "full"]  # the console's log: one line each, or every value
     log_interval: Count  # environment steps over all ranks between logs

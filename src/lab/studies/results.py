@@ -79,12 +79,14 @@ def line_of(
 
 
 def _stage(stage: dict[str, Any]) -> dict[str, Any]:
-    """Return what the line keeps of a stage; `beliefs`: the errors by class of units; `seconds`: of its last start."""
+    """Return what the line keeps of a stage; `beliefs`: the errors by class of units; `seconds`: of its last start.
+
+    `absolute`: the episodes of the absolute metric.
+    """
     phases = stage.get("phases")
     seconds = phases.get("wall") if isinstance(phases, dict) else None
-    kept: dict[str, Any] = {part: stage[part] for part in ("clock", "values", "beliefs") if part in stage}
-    if "beliefs" in kept:
-        kept["beliefs"] = _shorter(kept["beliefs"])
+    kept: dict[str, Any] = {part: stage[part] for part in ("clock", "values", "beliefs", "absolute") if part in stage}
+    kept |= {part: _shorter(kept[part]) for part in ("beliefs", "absolute") if part in kept}
     return {**kept, **({"seconds": seconds} if is_number(seconds) else {})}
 
 

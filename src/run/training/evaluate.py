@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import apply_texts, read_saved, validate
@@ -57,14 +59,15 @@ def policy_name(config: Config, step_folder: Path) -> str:
 
 
 def greedy_episodes(
-    session: Session, mac: MAC, wanted: int, log_at: int | None = None, recorder: Recorder | None = None
-) -> dict[str, float]:
+    session: Session, mac: MAC, wanted: int,
+    log: Callable[[Sequence[Mapping[str, Any]]], object] | None = None, recorder: Recorder | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Play at least `wanted` greedy episodes, equally many in each slot of all ranks; return `test_*` means.
 
     Of a task set: so many on each map. `test/<map>/*` are means of one map; `test_*` are means over the maps that are
     trained on, `test_held_out_*` over the others.
-    log_at: `t_env` with which episodes are written to `episodes/`; None to write none. recorder: of `mac`, plays in its
-    place and keeps the episodes of the first slot.
+    log: called with this rank's episodes. recorder: of `mac`, plays in its place and keeps the episodes of the first
+    slot.
     """
     runner, info, metrics = session.runners["test"], session.info, Metrics()
     for _ in each_map(runner, info):
@@ -77,8 +80,8 @@ def greedy_episodes(
         )
         if recorder is not None:
             recorder.take(rollout.log)
-        if log_at is not None:  # before the sum: after it rank 0 reads the lines of all ranks
-            session.episode_log.write(rollout.log, t_env=log_at)
+        if log is not None:  # before the sum: after it rank 0 reads the lines of all ranks
+            log(rollout.log)
         metrics.add(means(rollout.stats, "test"), prefix="" if info.tasks else "test_")
     values = metrics.reduce(session.dist)
     return values if not info.tasks else {**values, **_means_over_maps(values, info)}
@@ -109,6 +112,13 @@ def means(stats: dict[str, tuple[float, float]], purpose: str = "train") -> dict
 BEST_OF = ("test_battle_won_mean", "test_return_mean")
 """Metrics whose best values are kept. The first one that an environment has is the score of the run."""
 
+KEPT = ("task", "length", "return", "battle_won")
+"""What is kept of the episodes of the absolute metric, where an environment reports it."""
+
+
+def _copied(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
 
 class Tests:
     """Plays tests and keeps what they gave.
@@ -117,14 +127,16 @@ class Tests:
         session: of the run. mac: the team that is tested.
 
     Attributes:
-        last: step and metrics of the last test. best: the best values so far. played, improved: whether there was a
-            test in this iteration, and whether its score was the best so far.
+        last: step and metrics of the last test. best: the best values so far. best_agent: step and weights of the test
+            with the best score, for `absolute_episodes`. played, improved: whether there was a test in this iteration,
+            and whether its score was the best so far.
     """
 
     def __init__(self, session: Session, mac: MAC) -> None:
         self.session, self.mac = session, mac
         self.last: tuple[int, dict[str, float]] = (-1, {})
         self.best: dict[str, float] = {}
+        self.best_agent: tuple[int, dict[str, Tensor]] = (-1, {})
         self.played = self.improved = False
         self._video: Recording | None = None  # of a test, to be shown with its log
 
@@ -148,8 +160,25 @@ class Tests:
         for name in BEST_OF:
             if name in values:
                 self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
+        if self.improved and session.config.absolute_episodes:
+            self.best_agent = (t_env, _copied(self.mac.agent))
         wanted = recorder is not None and recorder.episodes and (self.improved or ends)
         self._video = Recording(episodes=recorder.episodes) if recorder is not None and wanted else None
+
+    def absolute(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Play `absolute_episodes` episodes with the weights of the best test; return means, and the episodes by rank.
+
+        Source: Gorsane et al. 2022, Towards a Standardised Performance Evaluation Protocol for Cooperative MARL.
+        """
+        session, agent, own = self.session, self.mac.agent, list[Mapping[str, Any]]()
+        last, (t_env, best) = _copied(agent), self.best_agent
+        agent.load_state_dict(best)
+        values = greedy_episodes(session, self.mac, session.config.absolute_episodes, own.extend)
+        agent.load_state_dict(last)
+        raw = {name: [episode[name] for episode in own] for name in KEPT if own and name in own[0]}
+        ranks = session.dist.gather(raw)
+        facts = {"t_env": t_env, **{name: [value for rank in ranks for value in rank[name]] for name in raw}}
+        return {f"absolute_{name.removeprefix('test_')}": value for name, value in values.items()}, facts
 
     def results(self) -> dict[str, float]:
         """Return the metrics of the last test and the best of all tests."""
@@ -232,7 +261,7 @@ def evaluate(session: Session) -> StageResult:
     records = config.save_replay and session.dist.is_main
     recorder = Recorder(mac, session.env, info, policy_name(config, folder)) if records else None
     wanted = config.eval_report_episodes or config.test_nepisode
-    values = greedy_episodes(session, mac, wanted, t_env, recorder=recorder)
+    values = greedy_episodes(session, mac, wanted, partial(session.episode_log.write, t_env=t_env), recorder)
     values.update(session.failure_counts())
     session.logger.log(values, stage="stage3", clock="t_env", t=t_env)
     if recorder is not None:

@@ -74,6 +74,8 @@ class RLStage(Stage):
         ]
         self.register("last_test", Attribute(self.tests, "last"))
         self.register("best", Attribute(self.tests, "best"))
+        if config.absolute_episodes:
+            self.register("best_agent", Attribute(self.tests, "best_agent"))
         self.register("ready", Attribute(self, "_ready"))
         self.register("seconds", self._stopwatch)
         for shaper in self.shapers:  # after the clock, from which the level of opponents follows
@@ -336,9 +338,14 @@ class RLStage(Stage):
         if judged.values:
             self.log({f"policy/{name}": value for name, value in judged.values.items()})
             values.update({f"policy_{name}": value for name, value in judged.values.items()})
+        absolute: dict[str, Any] = {}
+        if self.session.config.absolute_episodes:
+            found, absolute["absolute"] = self.tests.absolute()
+            self.log(found)
+            values.update(found)
         models = {"agent": str(saved)} if saved.is_dir() else {}
         self._synchronise(self.shapers)
-        facts = {**self._facts(), **({"beliefs": judged.table} if judged.table else {})}
+        facts = {**self._facts(), **absolute, **({"beliefs": judged.table} if judged.table else {})}
         return StageResult(self.name, self.clock.state_dict(), values, {**models, **judged.files}, facts)
 
     def so_far(self) -> StageResult:
