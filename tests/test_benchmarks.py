@@ -15,11 +15,13 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from command_budgets import BUDGETS
 
+from omagd.lab.studies.spec import config_of, load
 from omagd.run.cli.main import main
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -103,3 +105,28 @@ def test_a_command_of_the_page_runs(command, monkeypatch, tmp_path):
         runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
     except SystemExit as end:
         assert not end.code
+
+
+def test_the_tables_of_the_benchmark_follow_from_the_lines_of_its_studies():
+    page = importlib.import_module("make_benchmark")
+
+    def line(arm: str, map_name: str, score: float, **more: str) -> dict[str, Any]:
+        values = {"absolute_return_mean": score, "test_return_mean": -1.0}
+        stages = {"stage3": {"values": values}}
+        return {"arm": arm, "map": map_name, "summary": {"stages": stages}, "tests": {"cpu_seconds": [0, 120]}, **more}
+
+    lines = [line("qmix", name, score) for name, score in zip("aaaab", (0.0, 0.4, 0.6, 9.0, 1.0), strict=True)]
+    lines += [line("vdn", "a", 0.2, code="Peer 1")]
+    rows = [
+        re.split(r" *\| *", row)[1:-1] for row in page.table(lines, ["qmix", "vdn"], ["a", "b"], "return").splitlines()
+    ]
+    assert rows[2][0] == "`qmix`" and rows[2][1].startswith("0.500 [") and rows[2][2] == "1.000"
+    assert rows[2][-2:] == ["5", "2.0"]
+    assert rows[3:] == [["`vdn`", "-", "-", "-", "-", "-"], ["`vdn`, Peer 1", "0.200", "-", "-", "1", "2.0"]]
+
+
+@pytest.mark.parametrize("file", sorted((BENCHMARKS / "studies").glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_study_of_the_benchmark_has_the_learners_that_are_compared_and_the_absolute_metric(file):
+    jobs = load(file).jobs
+    assert {job.arm for job in jobs} == set("qmix vdn iql qplex mappo ippo pqn_vdn".split())
+    assert {config_of(job).absolute_episodes for job in jobs[::10]} == {320}
