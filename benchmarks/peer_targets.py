@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,18 +32,41 @@ MAPS = {
     "simple_spread_v3": ("mpe", "pz-mpe-simple-spread-v3", 25),
 }
 """Environment of the line, EPyMARL's key, and steps of an episode, by map."""
+START = """
+import runpy, sys, types
+sys.modules["smaclite"] = types.ModuleType("smaclite")
+try:
+    import mpe2
+    sys.modules["pettingzoo.mpe"] = mpe2
+    import gymnasium, envs.pz_wrapper
+    make = {"lib_name": "mpe", "env_name": "simple_spread_v3"}
+    gymnasium.register("pz-mpe-simple-spread-v3", "envs.pz_wrapper:PettingZooWrapper", kwargs=make)
+except ImportError:
+    pass
+sys.argv[0] = "src/main.py"
+runpy.run_path("src/main.py", run_name="__main__")
+"""
+"""Starts EPyMARL without a package that these tasks do not need, and with MPE where it is since it left PettingZoo."""
 NAME, WHEN = "test_return_mean", "test_return_mean_T"
 
 
 def run(options: argparse.Namespace, config: str, words: list[str], folder: Path) -> dict[str, list[Any]]:
     """Run EPyMARL once and return what Sacred kept of it, by name. Errors: RuntimeError with the end of its output."""
-    keys = [f"local_results_path={folder}", "use_cuda=False", "use_tensorboard=False", *words]
-    command = [sys.executable, "src/main.py", f"--config={config}", "--env-config=gymma", "with", *keys]
-    done = subprocess.run(command, cwd=options.epymarl, capture_output=True, text=True, check=False)
-    found = list(folder.glob("sacred/**/info.json"))
+    shutil.copytree(options.epymarl / "src", folder / "src")  # it writes beside its code
+    keys = ["use_cuda=False", "use_tensorboard=False", *words]
+    command = [sys.executable, "-c", START, f"--config={config}", "--env-config=gymma", "with", *keys]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": "src"}, capture_output=True, text=True, check=False
+    )
+    found = list(folder.glob("results/sacred/**/info.json"))
     if done.returncode or not found:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     return dict(json.loads(max(found, key=lambda path: path.stat().st_mtime).read_text()))
+
+
+def numbers(values: list[Any]) -> list[float]:
+    """Return numbers, which Sacred keeps as they are or, of NumPy, in dictionaries."""
+    return [float(value["value"] if isinstance(value, dict) else value) for value in values]
 
 
 def target(options: argparse.Namespace, config: str, map_name: str, seed: int) -> dict[str, Any]:
@@ -54,14 +79,14 @@ def target(options: argparse.Namespace, config: str, map_name: str, seed: int) -
     with tempfile.TemporaryDirectory() as place:
         info = run(options, config, [*task, *steps, *saves], Path(place, "train"))
         spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-        curve = [float(getattr(value, "get", {}.get)("value", value)) for value in info[NAME]]
+        curve = numbers(info[NAME])
         best = max(range(len(curve)), key=curve.__getitem__)
-        (models,) = Path(place, "train", "models").iterdir()
+        (models,) = Path(place, "train", "results", "models").iterdir()
         played = ["evaluate=True", f"checkpoint_path={models}", f"load_step={max(1, info[WHEN][best])}"]
         played += ["runner=episode", "batch_size_run=1", f"test_nepisode={options.episodes}"]
         again = run(options, config, [*task, *played], Path(place, "play"))
     cpu = spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime
-    values = {"absolute_return_mean": float(again[NAME][-1])}
+    values = {"absolute_return_mean": numbers(again[NAME])[-1]}
     return {
         "study": "targets", "arm": config, "env": env, "map": map_name, "seed": seed, "code": code(options.epymarl),
         "words": [*task, *steps], "machine": platform.processor() or platform.machine(), "finished": time.time(),
