@@ -339,8 +339,7 @@ class Foreign(Explained, MultiAgentEnv):
 
 def _first(counts: Sequence[int]) -> np.ndarray:
     """Return where the first `counts` numbers of each row are, [rows, the most] bool."""
-    found: np.ndarray = np.arange(max(counts)) < np.array(counts)[:, None]
-    return found
+    return np.asarray(np.arange(max(counts)) < np.array(counts)[:, None])
 
 
 def _ended(terminated: Any, truncated: Any) -> tuple[bool, bool]:

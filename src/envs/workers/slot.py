@@ -120,9 +120,8 @@ class EnvSlot:
         flags: only zeros and ones are valid. Errors: UserError for a wrong shape or non-numbers.
         """
         row = self._row[key]
-        if (type(value) is np.ndarray and value.dtype == row.dtype and value.shape == row.shape) or (
-            type(value) is bool and flags and not row.shape
-        ):  # as most are; for these the checks would take most of the time
+        plain = type(value) is np.ndarray and value.dtype == row.dtype and value.shape == row.shape
+        if plain or (type(value) is bool and flags and not row.shape):  # most; their checks would take most of the time
             row[...] = value
             return
         array, wrong = numeric_array(value, row.shape)

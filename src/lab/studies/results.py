@@ -79,10 +79,7 @@ def line_of(
 
 
 def _stage(stage: dict[str, Any]) -> dict[str, Any]:
-    """Return what the line keeps of a stage; `beliefs`: the errors by class of units; `seconds`: of its last start.
-
-    `absolute`: the episodes of the absolute metric.
-    """
+    """Return what the line keeps of a stage; `beliefs`: the errors by class of units; `seconds`: of its last start."""
     phases = stage.get("phases")
     seconds = phases.get("wall") if isinstance(phases, dict) else None
     kept: dict[str, Any] = {part: stage[part] for part in ("clock", "values", "beliefs", "absolute") if part in stage}
