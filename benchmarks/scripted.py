@@ -29,23 +29,22 @@ from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.battle.units import UNIT_ID
 from omagd.utils.seeding import generator, stream_seed
 
-Cell = tuple[float, float, float]  # win rate, mean return, mean length
+Cell = tuple[float, float]  # win rate, mean return
 
 
 def play(map_name: str, policy: str, episodes: int, seed: int) -> Cell:
-    """Play `episodes` battles side by side; return win rate, mean return, mean length."""
+    """Play `episodes` battles side by side; return win rate and mean return."""
     env = SkirmishEnv(SkirmishArgs(map_name=map_name), episodes)
     rng = np.random.default_rng(stream_seed(seed, "script"))
     active = np.ones(episodes, bool)
     env.reset(active, np.array([stream_seed(seed, "battle", slot) for slot in range(episodes)]))
-    won, total, length = np.zeros(episodes, bool), np.zeros(episodes), np.zeros(episodes)
+    won, total = np.zeros(episodes, bool), np.zeros(episodes)
     while active.any():
-        length += active
         result = env.step(env.scripted_actions(policy, rng), active)
         won |= result.info["battle_won"]
         total += result.reward
         active &= ~result.terminated
-    return float(won.mean()), float(total.mean()), float(length.mean())
+    return float(won.mean()), float(total.mean())
 
 
 def look(env: object, everyone: list, geometry: Geometry) -> Scene:
@@ -70,19 +69,19 @@ def look(env: object, everyone: list, geometry: Geometry) -> Scene:
     return Scene(units, geometry, np.array([env.get_avail_actions()], dtype=bool))
 
 
-def play_on_smaclite(env: object, policy: str, limit: int, seed: int) -> tuple[bool, float, int]:
-    """Play one battle; return whether it was won, the return and the length."""
+def play_on_smaclite(env: object, policy: str, limit: int, seed: int) -> tuple[bool, float]:
+    """Play one battle; return whether it was won, and the return."""
     env.reset(seed=seed % 2**31)
     everyone = [*env.agents.values(), *env.enemies.values()]
     geometry, rng = Geometry(1, env.n_agents, env.n_enemies), generator(seed, "script")
     total = 0.0
-    for step in range(1, limit + 1):
+    for _ in range(limit):
         actions = choose(policy, look(env, everyone, geometry), rng)[0]
         _, reward, done, _, info = env.step([int(action) for action in actions])
         total += float(reward)
         if done:
-            return bool(info["battle_won"]), total, step
-    return False, total, limit
+            return bool(info["battle_won"]), total
+    return False, total
 
 
 def on_skirmish(args: argparse.Namespace) -> Iterator[tuple[str, list[Cell]]]:
@@ -119,7 +118,7 @@ def main() -> None:
     table, start = [f"| map | {' | '.join(args.policies)} |", "|---|" + "---|" * len(args.policies)], time.monotonic()
     print(*table, sep="\n", flush=True)
     for name, cells in (on_skirmish if args.on == "skirmish" else on_smaclite)(args):
-        table.append(f"| {name} | " + " | ".join(f"{won:.2f} ({total:.1f}, {n:.0f})" for won, total, n in cells) + " |")
+        table.append(f"| {name} | " + " | ".join(f"{won:.2f} ({total:.1f})" for won, total in cells) + " |")
         print(table[-1], flush=True)
     print(f"\n{args.episodes} battles per cell, seed {args.seed}, {time.monotonic() - start:.0f} s")
     if args.into:

@@ -171,7 +171,7 @@ class Tests:
         """
         session, agent, own = self.session, self.mac.agent, list[Mapping[str, Any]]()
         last, (t_env, best) = _copied(agent), self.best_agent
-        agent.load_state_dict(best)
+        agent.load_state_dict(best or last)  # none where scores are NaN, or earlier starts kept none
         values = greedy_episodes(session, self.mac, session.config.absolute_episodes, own.extend)
         agent.load_state_dict(last)
         raw = {name: [episode[name] for episode in own] for name in KEPT if own and name in own[0]}
