@@ -183,11 +183,11 @@ def test_draws_are_uniform_and_without_replacement():
 
 
 def test_prioritised_draws_follow_the_errors_and_their_weights_undo_it():
-    """The third episode has nine times the error of the others; new ones get the largest, also in place of old ones."""
+    """The third has nine times the error, one is not finite; new ones get the largest, also in place of old ones."""
     config = resolve("qmix", "matrix_game", {"batch_size": 4, "updates_per_iteration": 300, "per_alpha": 0.5})
     buffer, places = EpisodeBuffer(5), []
     read = lambda drawn: buffer.batch(places.append(drawn) or drawn)  # noqa: E731
-    errors = lambda: torch.tensor([9.0 if meta.slot == 2 else 1.0 for meta in batch.meta])  # noqa: E731
+    errors = lambda: torch.tensor([(1.0, torch.nan, 9.0)[meta.slot] for meta in batch.meta])  # noqa: E731
     data = PrioritisedReplay(config, np.random.default_rng(0), buffer, read, errors)
     for name in (0, 1, 2, 0, 1):  # `made_up` counts slots modulo 3
         data.add([made_up(name, 1 + name)])

@@ -247,15 +247,16 @@ def test_weights_count_episodes_and_their_errors_come_back(given):
     shares = [w * (len(e["reward"]) - 1) / total for w, e in zip(weights, episodes, strict=True)]
     wanted = [sum(s * g for s, g in zip(shares, of_all, strict=True)) for of_all in zip(*found, strict=True)]
     weighted = [{**e, WEIGHT: torch.full_like(e["reward"], w)} for w, e in zip(weights, episodes, strict=True)]
-    learner, batch = make_learner(config, dtype=torch.float64), pack_episodes(weighted)
-    torch.testing.assert_close(gradients_of(learner, weighted)[0], wanted, atol=1e-12, rtol=1e-9)
-    # One step long: the only episode whose squared error tells the absolute one.
-    of_last = make_learner(config, dtype=torch.float64)
-    loss, _ = of_last.update(pack_episodes(episodes[-1:]), episodes=0)["loss_td"]
-    n_steps = torch.tensor(batch.packing.lengths) - 1
-    assert learner.errors().shape == n_steps.shape and (learner.errors() > 0).all()
-    if given == {}:
-        assert float(learner.errors()[-1]) == pytest.approx(float(2 * loss) ** 0.5, rel=1e-5)
+    learner, seen = make_learner(config, dtype=torch.float64), []
+    of_errors = learner.loss.error_loss
+    learner.loss.error_loss = lambda error, values: seen.append(error) or of_errors(error, values)
+    grads, stats = gradients_of(learner, weighted)
+    torch.testing.assert_close(grads, wanted, atol=1e-12, rtol=1e-9)
+    assert float(stats["loss_td"][1]) == pytest.approx(total)
+    # sum_t |error| / sqrt(T): lengths differ, so an error at another episode's place would change this sum.
+    n_steps = torch.tensor(pack_episodes(weighted).packing.lengths) - 1
+    found = sum(error.detach().abs().sum() / error.shape[1:].numel() for error in seen)
+    assert float(learner.errors() @ n_steps.sqrt()) == pytest.approx(float(found), rel=1e-5)
 
 
 def test_warm_up_and_a_batch_without_a_step_change_nothing():

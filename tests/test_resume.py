@@ -96,6 +96,9 @@ def test_a_run_that_is_interrupted_again_and_again_ends_with_the_same_bits(words
     assert clock == summary_of(whole.path)["stages"]["stage3"]["clock"]
     assert len(reproducible_lines(whole.path)) >= 4
     assert len(folder.episode_log(0).read_text().splitlines()) == clock["episodes"]
+    if "use_per=True" in words:  # which differ, since the last batches of iterations told their errors
+        priorities = read_checkpoint(folders(folder.checkpoints)[0]).of_rank(0)["stage"]["priorities"]
+        assert len(set(priorities)) > 1
 
 
 def assert_summary_of_what_was_reached(folder: RunFolder) -> None:
@@ -263,9 +266,12 @@ def test_a_longer_run_continues_from_a_finished_one_with_its_whole_state(whole, 
 def test_a_state_of_agents_that_read_something_else_cannot_go_on(whole, tmp_path):
     old = RunFolder(shutil.copytree(whole.path, tmp_path / "old"))
     old.config_json.write_text(json.dumps({**json.loads(old.config_json.read_text()), "fill_unseen": "last_seen"}))
-    for folder, key, value, ours in ((whole, "use_team_obs", False, True), (old, "fill_unseen", "last_seen", "none")):
-        given = config(tmp_path, f"checkpoint_path={folder.checkpoints}", "t_max=700", "use_team_obs=True")
-        with pytest.raises(UserError, match=f"a state with {key}={value}, not {ours}. Give {folder.path}/models"):
+    for folder, word, theirs in (
+        (whole, "use_team_obs=True", "use_team_obs=False, not True"), (old, "lr=0.002", "fill_unseen=last_seen, not n"),
+        (whole, "optimizer=rmsprop", "optimizer=adam, not r"), (whole, "use_per=True", "use_per=False, not True"),
+    ):  # fmt: skip
+        given = config(tmp_path, f"checkpoint_path={folder.checkpoints}", "t_max=700", word)
+        with pytest.raises(UserError, match=f"a state with {theirs}.*Give {folder.path}/models"):
             whole_state(given, id)
 
 
