@@ -191,6 +191,7 @@ def test_a_wrong_path_or_value_hides_no_other_mistake(capsys, empty_folder):
         ("--config=mine.yaml", "critic_lr"),
         ("--config=omagd_small with graph_lr=0.1", ""),
         ("--config=qmix with resident_slots=4", "resident_slots"),
+        ("--config=qmix with per_alpha=0.9", "per_alpha"),
         ("--config=qmix with belief_weight=2 belief_every=1", "belief_every, belief_weight"),
         ("--config=qmix with belief_loss=features belief_weight=2 graph_pretrain_eval_episodes=4", ""),
         ("--config=qmix with belief_loss=features graph_lr=0.1 graph_updates=False", "graph_lr"),

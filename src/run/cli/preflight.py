@@ -300,6 +300,7 @@ def unread(config: Config, given: Collection[str], read: set[str] | None) -> Ite
         parts: (OF_PARTS & set(given)) - read if read is not None else (),
         "use_graph_reconstruction=False": of_graphs if not config.use_graph_reconstruction else (),
         "belief_loss=none": OF_HEAD & set(given) if config.belief_loss == "none" else (),
+        "use_per=False": {"per_alpha", "per_beta"} & set(given) if not config.use_per else (),
         f"runner={config.runner}": of_others if not is_plugin(registry_of("omagd.runners").get(config.runner)) else (),
     }
     for why, keys in unused.items():
