@@ -152,14 +152,14 @@ def test_one_start_names_every_mistake_and_its_remedy(capsys, empty_folder):
     remedies = {
         "more.yaml: unknown key 'n_envs'": "batch_size_run", "learner=q_learner": "nq_learner",
         "action_selector=soft_policies": "softmax", "unknown key 'hidden_dim'": "'rnn_hidden_dim'",
-        "'optim_eps'": "rmsprop", "'target_update_interval_or_tau'": "target_update_interval (", "'use_rnn'": "agent=ff",
+        "'optim_eps'": "rmsprop", "'target_update_interval_or_tau'": "target_update_interval (",
         "'agent_output_type'": "Leave it out", "duplicate key 'optimizer'": "Give it once", "mixer=None": "'none'",
         "lr=fast": "a number", "batch_size=64": "at most buffer_size=32", "n_codes=1": "at least 2",
         "'tokenizer_config.n_code'": "'tokenizer_config.n_codes'", "epsilon_finish=2": "at most 1",
         "seeds=1,1": "Give each once", "agent=rnn_ns": "rnn", "env_args.map ": "'env_args.map_name'",
         "env_args.move_amount=far": "a number", "learner_args.clip ": "learner=nq_learner", "with lr:": "key=value",
         "action_selector=softmax": "epsilon_greedy", "test_nepisode=1": "at most 1000000",
-        "local_results_path=": "not empty",
+        "local_results_path=": "not empty", "'use_rnn'": "agent=ff",
     }  # fmt: skip
     found = {start: [line for line in lines if start in line] for start in remedies}
     assert {start: len(each) for start, each in found.items()} == dict.fromkeys(remedies, 1), lines
