@@ -39,6 +39,13 @@ def test_a_missing_extra_is_reported_in_one_line(monkeypatch):
     assert caught.value.render() == 'error: env=jaxmarl needs jax, jaxmarl: pip install "omagd[jaxmarl]"'
 
 
+def test_a_device_that_jax_has_not_is_reported_in_one_line(monkeypatch):
+    jax = pytest.importorskip("jax", reason="the extra [jaxmarl] is not installed")
+    monkeypatch.setattr(jax, "devices", lambda: (_ for _ in ()).throw(RuntimeError("no GPU")))
+    with pytest.raises(UserError, match="JAX has no such device here"):
+        make_env("smax", {}, 1, processes=False)
+
+
 @cache
 def made(key: str) -> JaxMarlEnv:
     """Return a world, compiled once."""

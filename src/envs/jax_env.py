@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from omagd.envs.protocol import BatchedEnv, Observation, ResidentGame, StepResult, random_actions, require_available
 from omagd.utils.compiling import user_cache
-from omagd.utils.errors import require_extra
+from omagd.utils.errors import UserError, require_extra
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ def _cache_dir() -> Path:
 
 
 def import_jax(args: JaxArgs, name: str) -> Any:
-    """Import JAX for the environment `name`, configured once per process. Errors: UserError without its extra."""
+    """Import JAX for the environment `name`, configured once per process. Errors: UserError without extra or device."""
     require_extra(f"env={name}", name, "jax", "jaxmarl")
     os.environ.setdefault("JAX_PLATFORMS", args.jax_platform)
     os.environ.setdefault("PJRT_NPROC", str(args.jax_threads))
@@ -68,6 +68,12 @@ def import_jax(args: JaxArgs, name: str) -> Any:
         jax.config.update("jax_compilation_cache_dir", str(_cache_dir()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     leave_collection_to_xla()
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError):  # of a JAX without CUDA, and of one that finds no GPU
+        given = os.environ["JAX_PLATFORMS"]
+        how = "Install it (docs/gpu.md), or give cpu"
+        raise UserError(f"env_args.jax_platform or JAX_PLATFORMS={given}: JAX has no such device here. {how}") from None
     return jax
 
 
