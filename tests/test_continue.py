@@ -206,6 +206,14 @@ def test_moments_of_other_parameters_are_rejected(tmp_path):
 
 
 @pytest.mark.processes
+def test_a_run_without_the_absolute_metric_goes_on_with_it(qmix_run, tmp_path):
+    step = int(find_step_folder(str(qmix_run)).name)
+    more = (f"checkpoint_path={qmix_run}", f"t_max={step + 60}", "absolute_episodes=2")
+    stage = launch(qmix(tmp_path, *more), "on")["stages"]["stage3"]
+    assert stage["absolute"]["t_env"] > step
+    assert len(stage["absolute"]["return"]) == 2
+
+
 def test_nothing_is_played_where_t_max_has_been_reached(qmix_run, tmp_path):
     step = int(find_step_folder(str(qmix_run)).name)
     reached = f"t_max={step}: already reached, checkpoint_path=.* is at {step:,} steps. Give a larger t_max"

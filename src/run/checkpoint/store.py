@@ -91,9 +91,13 @@ class Attribute:
         setattr(self.owner, self.name, state)
 
 
+NO_AGENT: tuple[int, dict[str, Any], tuple[float, ...]] = (-1, {}, (-math.inf,))
+"""Step, weights and values of the best test before there is one, or without `absolute_episodes`."""
+
+
 def upgraded(shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shared state of a stage as this version reads it: earlier versions wrote none of these three."""
-    return {"health": [0, 0, 0], "opponents": {}, "tested": {}, **shared}
+    """Return the shared state of a stage as this version reads it: others wrote none of these."""
+    return {"health": [0, 0, 0], "opponents": {}, "tested": {}, "best_agent": NO_AGENT, **shared}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from omagd.config.loading import apply_texts, read_saved, validate
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.envs import REGISTRY as ENVS
-from omagd.run.checkpoint.store import StageResult
+from omagd.run.checkpoint.store import NO_AGENT, StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.recording.recorder import Recorder
 from omagd.run.recording.recording import Recording, save_recording
@@ -126,16 +126,16 @@ class Tests:
         session: of the run. mac: the team that is tested.
 
     Attributes:
-        last: step and metrics of the last test. best: the best values so far. best_agent: step and weights of the test
-            with the best score, for `absolute_episodes`. played, improved: whether there was a test in this iteration,
-            and whether its score was the best so far.
+        last: step and metrics of the last test. best: the best values so far. best_agent: step, weights and values of
+            the best test, for `absolute_episodes`; of equal win rates, that with the higher return. played, improved:
+            whether there was a test in this iteration, and whether its score was the best so far.
     """
 
     def __init__(self, session: Session, mac: MAC) -> None:
         self.session, self.mac = session, mac
         self.last: tuple[int, dict[str, float]] = (-1, {})
         self.best: dict[str, float] = {}
-        self.best_agent: tuple[int, dict[str, Tensor]] = (-1, {})
+        self.best_agent = NO_AGENT
         self.played = self.improved = False
         self._video: Recording | None = None  # of a test, to be shown with its log
 
@@ -159,8 +159,9 @@ class Tests:
         for name in BEST_OF:
             if name in values:
                 self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
-        if self.improved and session.config.absolute_episodes:
-            self.best_agent = (t_env, _copied(self.mac.agent))
+        reached = tuple(values[name] for name in BEST_OF if name in values)
+        if session.config.absolute_episodes and reached > self.best_agent[2]:
+            self.best_agent = (t_env, _copied(self.mac.agent), reached)
         wanted = recorder is not None and recorder.episodes and (self.improved or ends)
         self._video = Recording(episodes=recorder.episodes) if recorder is not None and wanted else None
 
@@ -170,14 +171,14 @@ class Tests:
         Source: Gorsane et al. 2022, Towards a Standardised Performance Evaluation Protocol for Cooperative MARL.
         """
         session, agent, own = self.session, self.mac.agent, list[Mapping[str, Any]]()
-        last, (t_env, best) = _copied(agent), self.best_agent
-        agent.load_state_dict(best or last)  # none where scores are NaN, or earlier starts kept none
+        last, (t_env, best, _) = _copied(agent), self.best_agent
+        agent.load_state_dict(best or last)  # none where scores are NaN
         values = greedy_episodes(session, self.mac, session.config.absolute_episodes, own.extend)
         agent.load_state_dict(last)
         raw = {name: [episode[name] for episode in own] for name in KEPT if own and name in own[0]}
         ranks = session.dist.gather(raw)
         facts = {"t_env": t_env, **{name: [value for rank in ranks for value in rank[name]] for name in raw}}
-        return {f"absolute_{name.removeprefix('test_')}": value for name, value in values.items()}, facts
+        return {name.replace("test", "absolute", 1): value for name, value in values.items()}, facts
 
     def results(self) -> dict[str, float]:
         """Return the metrics of the last test and the best of all tests."""
