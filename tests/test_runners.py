@@ -181,8 +181,8 @@ def test_the_absolute_metric_is_of_the_weights_of_the_best_test(monkeypatch):
     agent = torch.nn.Linear(1, 1, bias=False)
 
     def play(session, mac, wanted, log=len, recorder=None):
-        log([{"return": float(agent.weight), "length": wanted}] * 2)
-        return {"test_battle_won_mean": 0.0, "test_return_mean": float(agent.weight)}
+        log([{"return": agent.weight.item(), "length": wanted}] * 2)
+        return {"test_battle_won_mean": 0.0, "test_return_mean": agent.weight.item()}
 
     monkeypatch.setattr(evaluate, "greedy_episodes", play)
     config = SimpleNamespace(absolute_episodes=320, test_nepisode=32, log_video=False)
@@ -194,7 +194,7 @@ def test_the_absolute_metric_is_of_the_weights_of_the_best_test(monkeypatch):
     values, raw = tests.absolute()
     assert values == {"absolute_battle_won_mean": 0.0, "absolute_return_mean": 3.0}, "returns decide between win rates"
     assert raw == {"t_env": 1, "length": [320, 320], "return": [3.0, 3.0]}
-    assert float(agent.weight) == 2.0, "the run's own weights are back"
+    assert agent.weight.item() == 2.0, "the run's own weights are back"
 
 
 def test_rows_of_running_episodes_come_back_with_the_policys_own_fields():
