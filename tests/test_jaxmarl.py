@@ -31,12 +31,13 @@ WORLDS = {
 }
 
 
-def test_a_missing_extra_is_reported_in_one_line(monkeypatch):
+@pytest.mark.parametrize(("env", "args"), [("jaxmarl", {"key": "hanabi"}), ("smax", {"map_name": "3m"})])
+def test_a_missing_extra_is_reported_in_one_line(env, args, monkeypatch):
     for name in ("jax", "jaxmarl"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError) as caught:
-        make_env("jaxmarl", {"key": "hanabi"}, 1, processes=False)
-    assert caught.value.render() == 'error: env=jaxmarl needs jax, jaxmarl: pip install "omagd[jaxmarl]"'
+        make_env(env, args, 1, processes=False)
+    assert caught.value.render() == f'error: env={env} needs jax, jaxmarl: pip install "omagd[{env}]"'
 
 
 def test_a_device_that_jax_has_not_is_reported_in_one_line(monkeypatch):

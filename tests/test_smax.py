@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import gc
-import sys
 
 import numpy as np
 import pytest
 
-from omagd.envs.factory import make_env
 from omagd.envs.smax import OWN_DIM, STOP, UNIT_DIM, SmaxArgs, SmaxEnv
-from omagd.utils.errors import UserError
 
 ALL = np.ones(4, bool)
-
-
-def test_a_missing_extra_is_reported_in_one_line(monkeypatch):
-    for name in ("jax", "jaxmarl"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError) as caught:
-        make_env("smax", {"map_name": "3m"}, 1, processes=False)
-    assert caught.value.render() == 'error: env=smax needs jax, jaxmarl: pip install "omagd[smax]"'
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ class JaxMarlEnv(Explained, JaxEnv):
     """An environment of JaxMARL: flattened, padded observations; the state is all of them in a row."""
 
     args_model = JaxMarlArgs
-    resident = JaxEnv.resident
+    resident = JaxEnv.resident  # `plays_here` asks the class itself for it
 
     def __init__(self, args: JaxMarlArgs, n_slots: int) -> None:
         self.args = args

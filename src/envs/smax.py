@@ -122,7 +122,7 @@ class SmaxEnv(JaxEnv):
 
     args_model = SmaxArgs
     results = ("battle_won", "dead_allies", "dead_enemies")
-    resident = JaxEnv.resident
+    resident = JaxEnv.resident  # `plays_here` asks the class itself for it
 
     def __init__(self, args: SmaxArgs, n_slots: int) -> None:
         self.args, self.reward_scale = args, args.reward_scale

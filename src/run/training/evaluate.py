@@ -60,7 +60,7 @@ def policy_name(config: Config, step_folder: Path) -> str:
 
 def greedy_episodes(
     session: Session, mac: MAC, wanted: int,
-    log: Callable[[Sequence[Mapping[str, Any]]], object] = len, recorder: Recorder | None = None,
+    log: Callable[[Sequence[Mapping[str, Any]]], object] | None = None, recorder: Recorder | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Play at least `wanted` greedy episodes, equally many in each slot of all ranks; return `test_*` means.
 
@@ -80,7 +80,8 @@ def greedy_episodes(
         )
         if recorder is not None:
             recorder.take(rollout.log)
-        log(rollout.log)  # before the sum: after it rank 0 reads the lines of all ranks
+        if log is not None:
+            log(rollout.log)  # before the sum: after it rank 0 reads the lines of all ranks
         metrics.add(means(rollout.stats, "test"), prefix="" if info.tasks else "test_")
     values = metrics.reduce(session.dist)
     return values if not info.tasks else {**values, **_means_over_maps(values, info)}
