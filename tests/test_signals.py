@@ -11,7 +11,17 @@ from contextlib import nullcontext, suppress
 import pytest
 
 from omagd.run import signals
-from omagd.run.signals import Stopped, deferred, saving, stop_now, stop_requested, stop_wanted, stoppable, uninterrupted
+from omagd.run.signals import (
+    Stopped,
+    ask_to_end,
+    deferred,
+    saving,
+    stop_now,
+    stop_requested,
+    stop_wanted,
+    stoppable,
+    uninterrupted,
+)
 
 
 def send(number: int = signal.SIGTERM) -> None:
@@ -84,17 +94,22 @@ def test_files_are_written_before_a_signal_counts(seconds):
     assert done == ["written"]
 
 
-def test_a_deferred_sigterm_is_raised_at_the_end_of_the_iteration():
+@pytest.mark.parametrize(("number", "tells"), [(signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGINT, False)])
+def test_a_deferred_signal_is_raised_at_the_end_of_the_iteration(number, tells, capfd):
     done = []
-    with pytest.raises(Stopped) as stopped, stoppable(), deferred(5.0):
+    with pytest.raises(Stopped) as stopped, stoppable(), deferred(5.0, tells=tells):
         assert not stop_wanted()
-        send()
+        send(number)
         assert stop_wanted()
         with uninterrupted():
-            send()
+            send(number)
         done.append("saved")
         stop_now()
-    assert (done, stopped.value.exit_code, signal.getitimer(signal.ITIMER_REAL)[0]) == (["saved"], 143, 0.0)
+    assert (done, stopped.value.exit_code, signal.getitimer(signal.ITIMER_REAL)[0]) == (["saved"], 128 + number, 0.0)
+    assert capfd.readouterr().err.count("Ctrl-C") == (tells and number == signal.SIGINT)
+
+
+def test_a_signal_is_not_deferred_for_ever():
     with pytest.raises(Stopped), stoppable(), deferred(5.0):
         send()  # raised at the end of the block
     with pytest.raises(ZeroDivisionError), stoppable(), deferred(5.0):
@@ -122,16 +137,16 @@ def test_the_save_gets_its_time(received):
     assert done == ["saved"]
 
 
-def test_an_interrupt_a_repeated_signal_and_a_foreign_alarm_are_not_deferred(monkeypatch):
+def test_a_repeated_signal_the_end_of_the_launcher_and_a_foreign_alarm_are_not_deferred(monkeypatch):
     monkeypatch.setattr(signals, "PATIENCE_SECONDS", 0.05)
-    cases = ((signal.SIGINT,), 130), ((signal.SIGTERM, signal.SIGTERM), 143), ((signal.SIGALRM,), 142)
+    cases = ((signal.SIGINT, signal.SIGINT), 130), ((None,), 130), ((signal.SIGALRM,), 142)
     for held in (nullcontext, uninterrupted):
         for numbers, code in cases:
             done = []
             with pytest.raises(Stopped) as stopped, stoppable(), deferred(50.0), held():
                 for number in numbers:
                     time.sleep(0.1)
-                    send(number)
+                    send(number) if number else ask_to_end("the launcher has ended")
                 done.append("continued")
             assert stopped.value.exit_code == code
             assert bool(done) == (held is uninterrupted and len(numbers) == 1), "a second signal interrupts it"

@@ -18,24 +18,25 @@ from typing import Any
 
 from omagd.utils.errors import drop_lost_output
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAVING = frozenset({signal.SIGTERM, signal.SIGHUP})
-"""Signals after which a run saves at the end of the iteration: from a batch system or a closed terminal."""
+SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""Signals after which a run saves at the end of the iteration: Ctrl-C, a batch system, a closed terminal."""
 
 PATIENCE_SECONDS = 2.0
 """Repeated signals within this time are ignored: Ctrl-C arrives from the terminal and from the parent process."""
 
 BOUNDARY_SECONDS = 10.0
-"""Longest delay of a SIGTERM or SIGHUP until the end of an iteration."""
+"""Longest delay of a signal until the end of an iteration."""
 
 STARTED_BY = os.getppid()
 """The parent process at import; if it changes later, the parent has ended."""
+
+WAITING = b"\nCtrl-C: the run saves and ends, in some seconds; again: at once\n"
 
 CLOSING_SECONDS = 20.0
 """Longest time to close everything after an error or after the launcher has ended."""
 
 SAVING_SECONDS = 20.0
-"""Longest duration of the save after SIGTERM or SIGHUP."""
+"""Longest duration of the save after a signal."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -67,7 +68,8 @@ class _Received:
     Attributes:
         error: raised instead of `Stopped`, if set. cause: sender of the signal, if known.
         number, at: first signal and its time. held: within `uninterrupted`. seconds: given by `deferred`, 0 outside.
-        late: `seconds` have passed while signals were held. raised: the `Stopped` that a handler has raised.
+        tells: Ctrl-C is answered on the terminal. late: `seconds` have passed while signals were held.
+        raised: the `Stopped` that a handler has raised.
     """
 
     number: int | None = None
@@ -76,13 +78,14 @@ class _Received:
     cause: str = ""
     held: bool = False
     seconds: float = 0.0
+    tells: bool = False
     late: bool = False
     raised: weakref.ref[Stopped] | None = None
 
     @property
     def waits(self) -> bool:
         """Whether the received signal may wait for the end of an iteration."""
-        return self.seconds > 0 and self.number in SAVING
+        return self.seconds > 0 and self.number in SIGNALS and not self.cause
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.error is not None:
@@ -95,6 +98,8 @@ class _Received:
             self.number, self.at = number, now
             if self.waits:
                 signal.setitimer(signal.ITIMER_REAL, self.seconds)
+                if self.tells and number == signal.SIGINT:
+                    os.write(2, WAITING)
                 return
             if self.held:
                 return
@@ -161,7 +166,7 @@ def raise_in_main_thread(error: Exception) -> None:
 
 
 def ask_to_end(cause: str) -> None:
-    """Send this process SIGINT; `cause` is shown to the user. For any thread."""
+    """Send this process a SIGINT that is not deferred; `cause` is shown to the user. For any thread."""
     _received.cause = cause
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -210,19 +215,19 @@ def uninterrupted() -> Iterator[None]:
 
 
 @contextmanager
-def deferred(seconds: float = BOUNDARY_SECONDS) -> Iterator[None]:
-    """Delay SIGTERM and SIGHUP until the end of an iteration; SIGINT still raises immediately.
+def deferred(seconds: float = BOUNDARY_SECONDS, *, tells: bool = False) -> Iterator[None]:
+    """Delay a signal until the end of an iteration.
 
     At the end of an iteration the caller checks `stop_wanted`, saves and calls `stop_now`. Otherwise `Stopped` is
     raised after `seconds`, or at the end of the block. A second signal seconds later raises immediately. No effect
-    outside `stoppable` and outside the main thread.
+    outside `stoppable` and outside the main thread. tells: answer Ctrl-C on the terminal at once.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) != _received.handle:
         yield
         return
     alarm = signal.signal(signal.SIGALRM, _received.too_late)
-    _received.seconds, _received.late = seconds, False
+    _received.seconds, _received.tells, _received.late = seconds, tells, False
     try:
         yield
         if _received.waits:
@@ -234,7 +239,7 @@ def deferred(seconds: float = BOUNDARY_SECONDS) -> Iterator[None]:
 
 
 def stop_wanted() -> bool:
-    """Return whether a SIGTERM or SIGHUP is pending; it then waits for the save. Call it once for each iteration."""
+    """Return whether a signal is pending; it then waits for the save. Call it once for each iteration."""
     if _received.waits:
         saving()
     return _received.waits

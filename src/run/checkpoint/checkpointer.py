@@ -122,8 +122,8 @@ class Checkpointer:
         self._registered[scope][name] = stateful
 
     def until_boundary(self) -> AbstractContextManager[None]:
-        """Return the context in which SIGTERM waits a little for the end of an iteration."""
-        return deferred() if self.enabled else nullcontext()
+        """Return the context in which a signal waits a little for the end of an iteration."""
+        return deferred(tells=self.dist.is_main) if self.enabled else nullcontext()
 
     def ask(self) -> None:
         """Begin to ask all ranks whether to save this iteration, and whether it is the last one."""

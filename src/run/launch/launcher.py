@@ -35,7 +35,7 @@ from omagd.run.launch.watchdog import (
 from omagd.run.launchers import Plan, is_main, local_rank, make_plan
 from omagd.run.reporting.card import read_card
 from omagd.run.run_folder import RUN_FILE, RunFolder, keep_json, read_entry
-from omagd.run.signals import SAVING, Stopped, stop_requested, stoppable, uninterrupted
+from omagd.run.signals import SIGNALS, Stopped, stop_requested, stoppable, uninterrupted
 from omagd.run.training.experiment import first_summary, run_experiment
 from omagd.utils.dist_utils import Dist, open_rendezvous
 from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, RunFailed, UserError, drop_lost_output, exit_line
@@ -334,14 +334,14 @@ def verdict(failed: Mapping[int, int], found: list[dict[str, Any]], world_size: 
         failed: exit code by rank, in order of time. found: `Ranks.errors`. world_size: number of ranks.
     """
     codes = set(failed.values())
-    if len(failed) == world_size > 1 and codes <= {128 + number for number in SAVING}:
+    if len(failed) == world_size > 1 and codes <= {128 + number for number in SIGNALS}:
         return Verdict(Stopped(min(codes) - 128))  # one received a signal and all stopped together
     if found and found[0]["hung"]:
         return Verdict(found[0]["error"])
     for rank, code in _silent_causes(failed, found).items():
         if code == 128 + signal.SIGINT:
             return Verdict(Stopped(signal.SIGINT))
-        number = -code if code < 0 else code - 128 if code - 128 in SAVING else 0
+        number = -code if code < 0 else code - 128 if code - 128 in SIGNALS else 0
         if not number:
             return Verdict(RankFailed(f"rank {rank} ended with exit code {code} without an error message; {ENDED}"))
         killed = f"rank {rank} was killed by {signal.Signals(number).name}"

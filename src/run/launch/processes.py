@@ -21,8 +21,8 @@ from omagd.run.launchers import WATCHED, in_group
 from omagd.run.signals import (
     BOUNDARY_SECONDS,
     CLOSING_SECONDS,
-    SAVING,
     SAVING_SECONDS,
+    SIGNALS,
     STARTED_BY,
     ask_to_end,
     uninterrupted,
@@ -76,14 +76,14 @@ def preload(config: Config) -> None:
 
 @contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """Block SIGTERM and SIGHUP in a process started within the block: the ranks' exit codes come through it.
+    """Block `SIGNALS` in a process started within the block: the ranks' exit codes come through it.
 
-    A closed terminal and some batch systems signal the whole process group. Ranks unblock both in `stoppable`.
+    A closed terminal and some batch systems signal the whole process group. Ranks unblock them in `stoppable`.
     """
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()  # its start would unblock SIGTERM
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SAVING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ class Ranks:
     """Rank processes of this host.
 
     Args:
-        saves: on SIGTERM and SIGHUP ranks save a checkpoint at the end of their iteration, so they get time for it.
+        saves: after a signal ranks save a checkpoint at the end of their iteration, so they get time for it.
         sacred: the Sacred run that records the scalars of rank 0, or None.
 
     Attributes:
@@ -190,8 +190,7 @@ class Ranks:
     def forward(self, number: int) -> None:
         """Send a signal to all ranks and give them time to end."""
         self._send(number)
-        saving = self.saves and number in SAVING
-        self._join(BOUNDARY_SECONDS + SAVING_SECONDS if saving else GRACE_SECONDS)
+        self._join(BOUNDARY_SECONDS + SAVING_SECONDS if self.saves else GRACE_SECONDS)
 
     def end(self) -> None:
         """End all running ranks by SIGTERM, then SIGKILL; after a hang by SIGKILL only."""
