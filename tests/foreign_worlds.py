@@ -65,6 +65,48 @@ class Leaving:
         self.closed = True
 
 
+class Sloppy(Leaving):
+    """It ends as `how` says: what PettingZoo allows, or what people get wrong."""
+
+    def __init__(self, how: str, **given: str) -> None:
+        super().__init__(**given)
+        self.how = how
+
+    def observation_space(self, name: str) -> spaces.Space:
+        space = super().observation_space(name)
+        return spaces.Dict({**space.spaces, "goal": spaces.Box(0, 1, (2,))}) if self.how == "goal" else space
+
+    def step(self, actions: dict) -> tuple:
+        own = {name: action for name, action in actions.items() if name in self.agents}
+        seen, rewards, ended, cut, infos = super().step(own)
+        if self.how in ("stays", "both"):
+            self.agents = list(self.possible_agents)
+            ended = dict.fromkeys(self.agents, self.t == 4)
+            cut = {name: over and self.how == "both" for name, over in ended.items()}
+            return self._look()[0], dict.fromkeys(self.agents, 1.0), ended, cut, {}
+        if self.how == "goal":
+            seen = {name: {**one, "goal": np.ones(2, np.float32)} for name, one in seen.items()}
+        changed = {
+            "lost": (seen, rewards, ended, cut, {**infos, "kind": {**infos["kind"], "lost": 1}}),
+            "no infos": (seen, rewards, ended, cut, None),
+            "four values": (seen, rewards, ended, infos),
+            "rewards": (seen, {**rewards, "kind": [1.0, 2.0]}, ended, cut, infos),
+            "mask": (
+                {**seen, "kind": {**seen["kind"], "action_mask": np.ones(1, np.int8)}},
+                rewards,
+                ended,
+                cut,
+                infos,
+            ),
+        }
+        return changed.get(self.how, (seen, rewards, ended, cut, infos))
+
+    def reset(self, seed: int | None = None, options: None = None) -> tuple[dict, dict]:
+        seen, infos = super().reset(seed, options)
+        more = {"goal": np.ones(2, np.float32)} if self.how == "goal" else {}
+        return {name: {**one, **more} for name, one in seen.items()}, infos
+
+
 class Painted(Leaving):
     """It draws the time, if its constructor is told to."""
 

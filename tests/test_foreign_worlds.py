@@ -154,7 +154,44 @@ def test_agents_that_leave_see_nothing_and_play_nothing(end, masks):
     assert [rows[0].tolist() for rows in avail[:3]] == [[1, 1, 0], [1, 1, 1], [1, 0, 0]]
     assert [row.tolist() for row in rewards] == [[1, 2], [3, 1], [0, 2], [0, 1]]
     assert log[5::7][3] == (end == "truncated")
+    last = env.observe().avail_actions[0]
+    assert last[1].tolist() == ([1, 1, 0] if end == "truncated" else [1, 0, 0]), "a target that bootstraps needs all"
     assert log[-1]["score"] == 7.0 and log[-1]["env_return"] == 1.0
+
+
+def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
+    script = [(0, 1), (2, 0), (0, 1), (0, 0)]
+    for how in ("stays", "both"):
+        log = played(made("pettingzoo foreign_worlds:Sloppy", how=how), 8, script)
+        assert (
+            log[3::6]
+            == [
+                2.0,
+                2.0,
+                2.0,
+                2.0,
+            ]
+            and log[4::6][3]
+            and not log[5::6][3]
+        ), "what terminates does not bootstrap"
+    assert played(made("pettingzoo foreign_worlds:Sloppy", how="lost"), 8, script)[-1]["env_lost"] == 1.0
+    assert played(made("pettingzoo foreign_worlds:Sloppy", how="no infos"), 8, script)[-1] == {}
+    goal = made("pettingzoo foreign_worlds:Sloppy", how="goal")
+    assert goal.info.obs_dim == 3 + 4 + 2, "its mask, a part of it here, and the goal"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("four values", "step() returned 4 values, not 5"),
+        ("rewards", "what step() returned does not fit: ValueError"),
+        ("mask", "agent 1's action_mask has the shape (1,), not (2,)"),
+    ],
+)
+def test_what_a_step_returns_and_nobody_can_read_is_one_line(how, words):
+    with pytest.raises(UserError) as caught:
+        played(made("pettingzoo foreign_worlds:Sloppy", how=how), 8, [(0, 1)])
+    assert f"env_args.key=foreign_worlds:Sloppy: {words}" in str(caught.value)
 
 
 def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
@@ -185,6 +222,8 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there"),
         ("pymarl collections:Counter", {}, "it has no reset"),
         ("lbf", {"map_name": "8x9-2p-3f"}, "must be of the form 8x8-2p-3f"),
+        ("lbf", {"map_name": "8x8-0p-3f"}, "must be of the form 8x8-2p-3f"),
+        ("lbf", {"observe_agent_levels": False}, "which only --env-config=gymma reads"),
         ("rware", {"map_name": "huge-2ag"}, "`rware-huge-2ag` doesn't exist"),
         ("mpe", {"M": 3}, "unexpected keyword argument 'M'"),
     ],
@@ -219,8 +258,11 @@ def test_rewards_of_single_agents_need_a_learner_that_reads_them(capsys):
     words = (
         "--env-config=gymma --dry-run with env_args.key=pz-mpe-simple-spread-v3 env_args.common_reward=False".split()
     )
-    assert [main([f"--config={name}", *words]) for name in ("iql", "ippo", "vdn")] == [0, 0, 2]
-    assert "mixer=vdn learns one reward. Use mixer=none or PPO" in capsys.readouterr().err
+    for name, of_team in (("vdn", "mixer=vdn"), ("pqn_vdn", "mixer=vdn"), ("mappo", "learner_args.critic=state")):
+        assert main([f"--config={name}", *words]) == 2
+        assert f"{of_team} learns from one reward. Use --config=iql" in capsys.readouterr().err
+    assert [main([f"--config={name}", *words]) for name in ("iql", "ippo")] == [0, 0]
+    assert main(["--config=rloo", *words, "learner_args.score=return"]) == 2
 
 
 def test_a_file_in_the_working_directory_is_found(tmp_path, monkeypatch):

@@ -201,7 +201,7 @@ class Config(Frozen):
     buffer_size: Many  # episodes in the replay buffer (runner=ticks: steps); the newest ones
     use_per: bool  # replay draws episodes by their errors (prioritised), where few of them teach something
     per_alpha: Unit  # use_per: exponent of the errors; 0: all alike
-    per_beta: Unit  # use_per: exponent of the weights that correct for it; 1: no bias
+    per_beta: Unit  # use_per: exponent of the weights that correct for it; 1: almost no bias
     t_max: Count  # environment steps over all ranks after which stage 3 ends
     max_episodes: Many | None  # episodes over all ranks that also end stage 3; alone it replaces t_max
     task_weights: dict[str, Weight]  # map: its weight among the episodes; others weigh 1

@@ -18,7 +18,7 @@ REGISTRY: Registry[type] = Registry(
         "memory_game": "omagd.envs.sanity:MemoryGame",
         "gymma": "omagd.envs.adapters:GymmaEnv",
         "pettingzoo": "omagd.envs.adapters:PettingZooEnv",
-        "pymarl": "omagd.envs.adapters:PyMARLEnv",
+        "pymarl": "omagd.envs.pymarl_env:PyMARLEnv",
         "lbf": "omagd.envs.worlds:Lbf",
         "mpe": "omagd.envs.worlds:Mpe",
         "rware": "omagd.envs.worlds:Rware",

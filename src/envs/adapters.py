@@ -8,7 +8,6 @@ Shapes: n agents, A actions (of the agent that has most), d numbers of continuou
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import pkgutil
@@ -16,7 +15,7 @@ import random
 import re
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Literal
 
@@ -100,7 +99,7 @@ class Rewards(OutsideArgs):
 
     Attributes:
         time_limit: steps of an episode; without it, those that the environment declares.
-        common_reward: all agents learn from one reward; False: each from its own (mixer=none, PPO).
+        common_reward: all agents learn from one reward; False: each from its own (`iql`, `ippo`).
         reward_scalarisation: how that reward follows from those of the agents.
     """
 
@@ -162,6 +161,7 @@ class Foreign(Explained, MultiAgentEnv):
     n_actions: list[int]
     image: tuple[int, ...] | None = None
     boxes: Sequence[Any] = ()
+    returns: tuple[int, ...] = (5,)  # how many values `env.step` may return
 
     def __init__(self, args: Any) -> None:
         self.args, self._own = args, args.own
@@ -207,17 +207,54 @@ class Foreign(Explained, MultiAgentEnv):
         """Set what agents observe from their spaces."""
         from gymnasium import spaces
 
+        own = [space.spaces if isinstance(space, spaces.Dict) else {} for space in seen]
+        self._masked = ["observation" in parts and {"observation", "action_mask"} >= parts.keys() for parts in own]
+        seen = [
+            parts["observation"] if masked else space
+            for parts, masked, space in zip(own, self._masked, seen, strict=True)
+        ]
         self._flat, self.sizes = [_flattener(space) for space in seen], [spaces.flatdim(space) for space in seen]
         self._inside = _first(self.sizes)
         shapes = {space.shape if isinstance(space, spaces.Box) else () for space in seen}
         self.image = next((shape for shape in shapes if len(shapes) == 1 and len(shape) == 3), None)
 
+    def _seen_by(self, agent: int, seen: Any, mask: Any) -> tuple[np.ndarray | None, Any]:
+        """Return what an agent observes as a vector, None for nothing, and its mask: that of the observation if any."""
+        if isinstance(seen, Mapping):
+            mask = seen.get("action_mask", mask)
+            seen = seen["observation"] if self._masked[agent] else seen
+        return None if seen is None else self._flat[agent](seen), None if self.boxes else mask
+
     def _played(self, actions: np.ndarray) -> list[Any]:
         """Return each agent's action as its space has it, from [n] or [n, d]."""
         if not self.boxes:
             return list(actions.tolist())
-        pairs = zip(self.boxes, actions, strict=True)
-        return [own[: space.low.size].reshape(space.shape).astype(space.dtype) for space, own in pairs]
+        # In float32 a bound of a float64 space may be rounded to a number outside it.
+        return [
+            own[: space.low.size].reshape(space.shape).astype(space.dtype).clip(space.low, space.high)
+            for space, own in zip(self.boxes, actions, strict=True)
+        ]
+
+    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
+        """Play an action of each agent, [n] or [n, d]. Errors: UserError for returned values that do not fit."""
+        returned = self._play(self._played(actions))
+        if len(returned) not in self.returns:
+            raise self._wrong(f"step() returned {len(returned)} values, not {' or '.join(map(str, self.returns))}")
+        try:
+            return self._read(*returned)
+        except UserError:
+            raise
+        except Exception as problem:
+            said = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+            raise self._wrong(f"what step() returned does not fit: {said}") from problem
+
+    def _play(self, actions: list[Any]) -> Sequence[Any]:
+        """Return what `env.step` returns for the actions of all agents."""
+        return tuple(self.env.step(actions))
+
+    def _read(self, *returned: Any) -> tuple[float, bool, dict[str, Any]]:
+        """Keep the observations that `env.step` has returned, and return the result of `step`."""
+        raise NotImplementedError
 
     def _begin(self, seed: int) -> None:
         """Start an episode of `env`, and keep its observations."""
@@ -287,8 +324,11 @@ class Foreign(Explained, MultiAgentEnv):
         self._avail = self._all
         if any(mask is not None for mask in masks):
             self._avail = self._all.copy()
-            for own, mask, count in zip(self._avail, masks, self.n_actions, strict=True):
-                own[:count] = own[:count] if mask is None else mask
+            for i, (own, mask, count) in enumerate(zip(self._avail, masks, self.n_actions, strict=True)):
+                if mask is not None:
+                    if np.shape(mask) != (count,):
+                        raise self._wrong(f"agent {i}'s action_mask has the shape {np.shape(mask)}, not ({count},)")
+                    own[:count] = mask
 
     def _result(
         self, rewards: Any, ended: bool, truncated: bool, results: Mapping[str, Any]
@@ -298,10 +338,12 @@ class Foreign(Explained, MultiAgentEnv):
         late = self._steps >= self.episode_limit
         each = np.asarray(rewards, np.float64)
         if each.ndim and each.shape != (self.n_agents,):
-            each = np.broadcast_to(each, self.n_agents)
+            if each.size != self.n_agents:
+                raise self._wrong(f"step() returned {each.size} rewards for {self.n_agents} agents")
+            each = each.ravel()
         if self.args.reward_scalarisation == "mean" and self.args.common_reward and each.ndim:
             each = each / self.n_agents
-        info = _results(results)
+        info = results_of(results)
         info[TRUNCATED] = not ended and (truncated or late)
         if not self.args.common_reward:
             if not each.ndim:
@@ -342,7 +384,7 @@ def _first(counts: Sequence[int]) -> np.ndarray:
     return np.asarray(np.arange(max(counts)) < np.array(counts)[:, None])
 
 
-def _ended(terminated: Any, truncated: Any) -> tuple[bool, bool]:
+def ends_of(terminated: Any, truncated: Any) -> tuple[bool, bool]:
     """Return whether an episode has ended, and whether it was only cut off; flags of one or of all agents."""
     if terminated is False and truncated is False:  # of most steps
         return False, False
@@ -356,13 +398,14 @@ def _modes(env: Any) -> Sequence[str]:
     return (getattr(env, "metadata", None) or {}).get("render_modes", ())
 
 
-def _results(info: Mapping[Any, Any]) -> dict[str, Any]:
+def results_of(info: Mapping[Any, Any]) -> dict[str, Any]:
     """Return what an environment says by name; names that the run's own records use begin with `env_`."""
     named = {name: value for name, value in info.items() if isinstance(name, str)}
-    return {(f"env_{name}" if RESERVED.fullmatch(name) else name): value for name, value in named.items()}
+    ours = (name == "lost" or RESERVED.fullmatch(name) for name in named)  # "lost": here, that a process has died
+    return {(f"env_{name}" if own else name): value for own, (name, value) in zip(ours, named.items(), strict=True)}
 
 
-def _vector(value: Any) -> np.ndarray:
+def as_vector(value: Any) -> np.ndarray:
     """Return an array as a vector; bytes of images, which have at least three dimensions, as numbers from 0 to 1."""
     array = np.asarray(value)
     # As Mnih et al. 2015 do: inputs of about 1 suit the initial weights.
@@ -373,16 +416,21 @@ def _flattener(space: Any) -> Callable[[Any], np.ndarray]:
     """Return what makes vectors of observations; of boxes, which most are, without Gymnasium's slower `flatten`."""
     from gymnasium.spaces import Box, flatten
 
-    return _vector if isinstance(space, Box) else lambda value: np.asarray(flatten(space, value))
+    return as_vector if isinstance(space, Box) else lambda value: np.asarray(flatten(space, value))
 
 
-def _imported(path: str) -> Any:
+def _find_here() -> None:
+    """Let modules of the working directory be imported."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def imported(path: str) -> Any:
     """Return what an import path `module:name` means, also of a file in the working directory.
 
     Errors: ImportError, AttributeError, ValueError.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    _find_here()
     return pkgutil.resolve_name(path if ":" in path else f"{path}:")  # all before the colon is imported
 
 
@@ -396,8 +444,6 @@ class PettingZooEnv(Foreign):
     args_model: ClassVar[type[ForeignArgs]] = RewardArgs
 
     def _measure(self) -> None:
-        from gymnasium import spaces
-
         self.names = list(getattr(self.env, "possible_agents", None) or ())
         if not self.names:
             raise self._wrong(
@@ -405,19 +451,17 @@ class PettingZooEnv(Foreign):
             )
         self.n_agents = len(self.names)
         self._set_actions([self.env.action_space(name) for name in self.names])
-        seen = [self.env.observation_space(name) for name in self.names]
-        inner = [space.spaces.get("observation") if isinstance(space, spaces.Dict) else None for space in seen]
-        self._set_observations([own or space for own, space in zip(inner, seen, strict=True)])
+        self._set_observations([self.env.observation_space(name) for name in self.names])
         self.episode_limit = self._limit(getattr(self.env.unwrapped, "max_cycles", None))
         self._own_state = 0
         self._begin(0)
         self._stale = self.args.new_each_episode
         with suppress(AttributeError, NotImplementedError):  # it has no state
-            if not np.array_equal(state := _vector(self.env.state()), super().get_state()):
+            if not np.array_equal(state := as_vector(self.env.state()), super().get_state()):
                 self._own_state = state.size
 
     def _make(self) -> Any:
-        found = _imported(self.args.path)
+        found = imported(self.args.path)
         make = getattr(found, "parallel_env", found)
         if not callable(make):
             raise self._wrong("it has no parallel_env")
@@ -426,32 +470,41 @@ class PettingZooEnv(Foreign):
             raise self._wrong("it is not a parallel environment (pettingzoo.utils.aec_to_parallel makes one)")
         return env
 
-    def _keep(self, seen: Mapping[str, Any], infos: Mapping[str, Any]) -> None:
-        self._playing = list(self.env.agents)
+    def _begin(self, seed: int) -> None:
+        self._playing: list[str] = []
+        super()._begin(seed)
+
+    def _keep(
+        self, seen: Mapping[str, Any], infos: Mapping[str, Any], over: Collection[str] = (), cut: Collection[str] = ()
+    ) -> None:
+        took_part, self._playing = self._playing, [name for name in self.env.agents if name not in over]
+        acting = self._playing or cut  # the target of an episode that was cut off values every action
         obs, masks = [], []
-        for name, flat, count in zip(self.names, self._flat, self.n_actions, strict=True):
-            one, mask = seen.get(name), infos.get(name, {}).get("action_mask")
-            if isinstance(one, Mapping) and "observation" in one:
-                mask, one = one.get("action_mask", mask), one["observation"]
-            obs.append(None if one is None else flat(one))
-            mask = None if self.boxes else mask
-            masks.append(mask if name in self._playing else np.arange(count) == 0)
+        for i, (name, count) in enumerate(zip(self.names, self.n_actions, strict=True)):
+            here = name in self._playing or name in took_part
+            one, mask = self._seen_by(i, seen.get(name), ((infos or {}).get(name) or {}).get("action_mask"))
+            obs.append(one if here else None)
+            masks.append(mask if name in acting else np.arange(count) == 0)
         self._see(obs, masks)
 
-    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
-        """Play the actions of the agents that take part."""
-        pairs = zip(self.names, self._played(actions), strict=True)
-        chosen = {name: action for name, action in pairs if name in self._playing}
-        seen, rewards, terminated, truncated, infos = self.env.step(chosen)
-        self._keep(seen, infos)
+    def _play(self, actions: list[Any]) -> Sequence[Any]:
+        pairs = zip(self.names, actions, strict=True)
+        return tuple(self.env.step({name: action for name, action in pairs if name in self._playing}))
+
+    def _read(self, *returned: Any) -> tuple[float, bool, dict[str, Any]]:
+        seen, rewards, terminated, truncated, infos = returned
+        took_part = self._playing
+        cut = {name for name, off in truncated.items() if off and not terminated.get(name)}
+        self._keep(seen, infos, cut | {name for name, off in terminated.items() if off}, cut)
         over = not self._playing
-        stopped = over and any(truncated.values())  # as long as it lasts for one agent, its target bootstraps
-        results = {key: value for info in infos.values() for key, value in info.items()}
-        return self._result([rewards.get(name, 0.0) for name in self.names], over and not stopped, stopped, results)
+        stopped = over and bool(cut)  # as long as it lasts for one agent, its target bootstraps
+        results = {key: value for info in (infos or {}).values() for key, value in (info or {}).items()}
+        earned = [rewards.get(name, 0.0) if name in took_part else 0.0 for name in self.names]
+        return self._result(earned, over and not stopped, stopped, results)
 
     def get_state(self) -> np.ndarray:
         """Return the environment's state; all observations in a row where it has none or the same."""
-        return _vector(self.env.state()).astype(np.float32) if self._own_state else super().get_state()
+        return as_vector(self.env.state()).astype(np.float32) if self._own_state else super().get_state()
 
     def _state_size(self) -> int:
         return self._own_state or super()._state_size()
@@ -475,83 +528,24 @@ class GymmaEnv(Foreign):
         seen, acts = self.env.observation_space, self.env.action_space
         if not isinstance(seen, spaces.Tuple) or not isinstance(acts, spaces.Tuple):
             raise self._wrong("its spaces are not tuples with a part for each agent: it is for one agent")
+        self.n_agents = len(acts)
         self._set_actions(list(acts))
         self._set_observations(list(seen))
-        self.n_agents = len(acts)
         self.episode_limit = self._limit(getattr(self.env.spec, "max_episode_steps", None))
 
     def _make(self) -> Any:
         import gymnasium
 
+        _find_here()
         return gymnasium.make(self.args.path, disable_env_checker=True, **self._own)
 
     def _keep(self, obs: Any, info: Mapping[str, Any]) -> None:
         given = info if isinstance(info, Mapping) else {}
-        masks = [None] * self.n_agents if self.boxes else given.get("action_mask", [None] * self.n_agents)
-        self._see([flat(one) for flat, one in zip(self._flat, obs, strict=True)], masks)
+        masks = given.get("action_mask", [None] * self.n_agents)
+        both = [self._seen_by(i, *each) for i, each in enumerate(zip(obs, masks, strict=True))]
+        self._see([seen for seen, _ in both], [mask for _, mask in both])
 
-    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
-        """Play [n] actions."""
-        obs, rewards, ended, truncated, info = self.env.step(self._played(actions))
+    def _read(self, *returned: Any) -> tuple[float, bool, dict[str, Any]]:
+        obs, rewards, ended, truncated, info = returned
         self._keep(obs, info)
-        return self._result(rewards, *_ended(ended, truncated), info if isinstance(info, Mapping) else {})
-
-
-class PyMARLEnv(Foreign):
-    """A class in PyMARL's shape: `reset`, `step`, `get_obs`, `get_state`, `get_avail_actions`, `get_env_info`.
-
-    `step` may return (reward, terminated, info) or, as in EPyMARL, (obs, reward, terminated, truncated, info).
-    """
-
-    args_model = AdapterArgs
-
-    def _measure(self) -> None:
-        if lacking := [name for name in METHODS if not callable(getattr(self.env, name, None))]:
-            raise self._wrong(f"it has no {', '.join(lacking)}")
-        self.facts = dict(self.env.get_env_info())
-        self._stale = self._takes_seed  # it was made before there was a seed
-
-    def _make(self) -> Any:
-        cls = _imported(self.args.key)
-        self._takes_seed = "seed" in inspect.signature(cls).parameters and "seed" not in self.args.own
-        return cls(**self._own, **({"seed": self._seed % 2**31} if self._takes_seed else {}))
-
-    def reset(self, *, seed: int) -> None:
-        """Start an episode, in an object that has its seed where the constructor takes one."""
-        self._seed = seed
-        super().reset(seed=seed)
-
-    def _begin(self, seed: int) -> None:
-        takes = inspect.signature(self.env.reset).parameters
-        self.env.reset(**({"seed": seed % 2**31} if "seed" in takes else {}))
-
-    def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
-        """Play [n] actions."""
-        returned = self.env.step(actions.tolist())
-        if len(returned) == 3:
-            reward, ended, info = returned
-            return float(np.sum(reward)), bool(ended), _results(info)
-        _, reward, ended, truncated, info = returned
-        over, stopped = _ended(ended, truncated)
-        return float(np.sum(reward)), over or stopped, {**_results(info), TRUNCATED: stopped}
-
-    def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
-        """Return [n, obs_dim] float32."""
-        return np.stack([_vector(seen) for seen in self.env.get_obs()]).astype(np.float32)
-
-    def get_state(self) -> np.ndarray:
-        """Return [state_dim] float32."""
-        return _vector(self.env.get_state()).astype(np.float32)
-
-    def get_avail_actions(self) -> np.ndarray:
-        """Return [n, A] bool."""
-        return np.asarray(self.env.get_avail_actions()).astype(bool)
-
-    def get_env_info(self) -> dict[str, Any]:
-        """Return the environment's own dictionary."""
-        own = {"map_name": self.args.key, "has_win": False, "deterministic": self.args.new_each_episode}
-        return {**own, **self.facts}
-
-
-METHODS = ("reset", "step", "get_obs", "get_state", "get_avail_actions", "get_env_info", "close")
-"""What a class in PyMARL's shape must have."""
+        return self._result(rewards, *ends_of(ended, truncated), info if isinstance(info, Mapping) else {})

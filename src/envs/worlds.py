@@ -6,6 +6,7 @@ The rules are those of lbforaging, mpe2 and rware, which are extras. Shapes: n a
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from omagd.config.env_info import EntityLayout, StateLayout
 from omagd.envs.adapters import Foreign, ForeignArgs, GymmaEnv, PettingZooEnv, Rewards
 from omagd.envs.frames import AGENTS, THINGS, Frame, Scene, rounded, unit_names
 
-FORAGING = r"(?:(\d{1,2})s-)?(\d{1,2})x\2-(\d{1,2})p-(\d{1,2})f((?:-coop|-ind|-pen)*)"
+FORAGING = r"(?:([1-9]\d?)s-)?([1-9]\d?)x\2-([1-9]\d?)p-([1-9]\d?)f((?:-coop|-ind|-pen)*)"
 LBF_MAPS = ("8x8-2p-3f", "2s-8x8-2p-2f-coop", "10x10-3p-3f", "15x15-3p-5f", "15x15-4p-3f", "15x15-4p-5f")
 RWARE_MAPS = ("tiny-2ag", "tiny-2ag-hard", "tiny-4ag", "small-4ag", "medium-6ag-easy", "large-8ag")
 """Examples: every name of this form can be played."""
@@ -177,6 +178,8 @@ class Lbf(_WithUnits, GymmaEnv):
         found = re.fullmatch(FORAGING, self.args.map_name)
         if found is None:
             raise self._wrong("must be of the form 8x8-2p-3f: a square, agents, foods (docs/lbf.md)")
+        if unread := {"observe_agent_levels", "grid_observation"} & self._own.keys():
+            raise self._wrong(f"{min(unread)} changes lbforaging's observations, which only --env-config=gymma reads")
         sight, size, n, m, more = found.groups()
         settings = {
             "players": int(n), "max_num_food": int(m), "field_size": (int(size), int(size)),
@@ -248,9 +251,9 @@ class Mpe(_WithUnits, PettingZooEnv):
             self._scale = 1.0
             self._measure_units(self._look(), CELLS)
 
-    def _keep(self, seen: Any, infos: Any) -> None:
+    def _keep(self, seen: Any, infos: Any, over: Collection[str] = (), cut: Collection[str] = ()) -> None:
         if self.layout is None:
-            super()._keep(seen, infos)
+            super()._keep(seen, infos, over, cut)
             return
         self._playing = list(self.env.agents)
         self._see_units(self._look())

@@ -131,15 +131,26 @@ def _require_units(config: Config, info: EnvInfo) -> None:
     check_inferences(config, info)
 
 
-def _require_common_reward(config: Config, _info: EnvInfo) -> None:
-    """Reject rewards of single agents where a mixer learns the team's."""
-    from omagd.learners.protocol import learner_class
+OF_TEAM = {"critic": ("state", "set"), "score": ("outcome", "return")}
+"""Values of `learner_args` that make a learner on policy learn one value for the team."""
 
-    if config.env_args.get("common_reward") is False and config.mixer != "none":
-        if learner_class(config.learner).data == "replay":
-            raise UserError(
-                f"env_args.common_reward=False: mixer={config.mixer} learns one reward. Use mixer=none or PPO"
-            )
+
+def _require_common_reward(config: Config, _info: EnvInfo) -> None:
+    """Reject rewards of single agents where a mixer, a critic or RLOO learns the team's."""
+    from omagd.learners.protocol import explores, learner_class
+
+    if config.env_args.get("common_reward") is not False:
+        return
+    of_team = [
+        f"learner_args.{key}={config.learner_args.get(key)}"
+        for key, values in OF_TEAM.items()
+        if config.learner_args.get(key) in values
+    ]
+    if config.mixer != "none" and explores(learner_class(config.learner)):
+        of_team.append(f"mixer={config.mixer}")
+    if of_team:
+        fix = "Use --config=iql, --config=ippo, or learner_args.critic=agent_state"
+        raise UserError(f"env_args.common_reward=False: {of_team[0]} learns from one reward. {fix}")
 
 
 def _without_wrong(
@@ -301,6 +312,12 @@ def unread(config: Config, given: Collection[str], read: set[str] | None) -> Ite
         "use_graph_reconstruction=False": of_graphs if not config.use_graph_reconstruction else (),
         "belief_loss=none": OF_HEAD & set(given) if config.belief_loss == "none" else (),
         "use_per=False": {"per_alpha", "per_beta"} & set(given) if not config.use_per else (),
+        "td_lambda=0": {"q_lambda"} & set(given) if config.q_lambda and not config.td_lambda else (),
+        "runner=ticks learns from single steps": {"td_lambda", "q_lambda"} & set(given)
+        if config.runner == "ticks"
+        else (),
+        "target_update_updates": {"target_update_interval"} & set(given) if config.target_update_updates else (),
+        "epsilon_speed": {"epsilon_anneal_time"} & set(given) if config.epsilon_speed is not None else (),
         f"runner={config.runner}": of_others if not is_plugin(registry_of("omagd.runners").get(config.runner)) else (),
     }
     for why, keys in unused.items():

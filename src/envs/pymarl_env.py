@@ -1,0 +1,70 @@
+"""The adapter for environments in PyMARL's shape."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+
+from omagd.envs.adapters import AdapterArgs, Foreign, as_vector, ends_of, imported, results_of
+from omagd.envs.protocol import TRUNCATED
+
+
+class PyMARLEnv(Foreign):
+    """A class in PyMARL's shape: `reset`, `step`, `get_obs`, `get_state`, `get_avail_actions`, `get_env_info`.
+
+    `step` may return (reward, terminated, info) or, as in EPyMARL, (obs, reward, terminated, truncated, info).
+    """
+
+    args_model = AdapterArgs
+    returns = (3, 5)
+
+    def _measure(self) -> None:
+        if lacking := [name for name in METHODS if not callable(getattr(self.env, name, None))]:
+            raise self._wrong(f"it has no {', '.join(lacking)}")
+        self.facts = dict(self.env.get_env_info())
+        self._stale = self._takes_seed  # it was made before there was a seed
+
+    def _make(self) -> Any:
+        cls = imported(self.args.key)
+        self._takes_seed = "seed" in inspect.signature(cls).parameters and "seed" not in self.args.own
+        return cls(**self._own, **({"seed": self._seed % 2**31} if self._takes_seed else {}))
+
+    def reset(self, *, seed: int) -> None:
+        """Start an episode, in an object that has its seed where the constructor takes one."""
+        self._seed = seed
+        super().reset(seed=seed)
+
+    def _begin(self, seed: int) -> None:
+        takes = inspect.signature(self.env.reset).parameters
+        self.env.reset(**({"seed": seed % 2**31} if "seed" in takes else {}))
+
+    def _read(self, *returned: Any) -> tuple[float, bool, dict[str, Any]]:
+        if len(returned) == 3:
+            reward, ended, info = returned
+            return float(np.sum(reward)), bool(np.all(ended)), results_of(info or {})
+        _, reward, ended, truncated, info = returned
+        over, stopped = ends_of(ended, truncated)
+        return float(np.sum(reward)), over or stopped, {**results_of(info or {}), TRUNCATED: stopped}
+
+    def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
+        """Return [n, obs_dim] float32."""
+        return np.stack([as_vector(seen) for seen in self.env.get_obs()]).astype(np.float32)
+
+    def get_state(self) -> np.ndarray:
+        """Return [state_dim] float32."""
+        return as_vector(self.env.get_state()).astype(np.float32)
+
+    def get_avail_actions(self) -> np.ndarray:
+        """Return [n, A] bool."""
+        return np.asarray(self.env.get_avail_actions()).astype(bool)
+
+    def get_env_info(self) -> dict[str, Any]:
+        """Return the environment's own dictionary."""
+        own = {"map_name": self.args.key, "has_win": False, "deterministic": self.args.new_each_episode}
+        return {**own, **self.facts}
+
+
+METHODS = ("reset", "step", "get_obs", "get_state", "get_avail_actions", "get_env_info", "close")
+"""What a class in PyMARL's shape must have."""
