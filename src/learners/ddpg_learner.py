@@ -141,6 +141,9 @@ def one_hot(logits: Tensor) -> Tensor:
     return F.one_hot(logits.argmax(-1), logits.shape[-1])
 
 
+BARRED = -1e9  # in place of the logit of an unavailable action
+
+
 @dataclass(frozen=True)
 class Steps:
     """The S steps of a batch.
@@ -151,6 +154,7 @@ class Steps:
         reward: [S, n]. ended: [S], 1 where the episode terminated. noise: [S, n, A] for the actor step (discrete
             actions) or for the targets (continuous ones), or None.
         owned: [2, S, n, d], 1 for the numbers that an agent's continuous action has before and after; None: discrete.
+        barred: [S, n, A], True for actions that are unavailable after the action; None without `gumbel_softmax`.
     """
 
     valid: Tensor
@@ -161,6 +165,7 @@ class Steps:
     ended: Tensor
     noise: Tensor | None
     owned: Tensor | None = None
+    barred: Tensor | None = None
 
 
 class DDPGLearner(SavesParts):
@@ -304,6 +309,11 @@ class DDPGLearner(SavesParts):
         # Rows in which an action was taken, and the row after each.
         rows = packing.acting, packing.next_row[packing.acting]
         now, later = (row.to(self.device, non_blocking=True) for row in rows)
+        noise, barred = self._noise(packing, place, key) if self._draws else None, None
+        if self.config.gumbel_softmax:  # the critic has only learned one-hots that can be played
+            assert noise is not None
+            barred_now, barred = (batch["avail_actions"][row] == 0 for row in (now, later))
+            noise = noise.masked_fill(barred_now, BARRED)
         return Steps(
             valid=batch.valid_mask[now].to(dtype).unsqueeze(-1),
             before=inputs.rows(now),
@@ -311,7 +321,8 @@ class DDPGLearner(SavesParts):
             taken=self.mac.taken(batch)[now].to(dtype),
             reward=rewards_of_agents(batch)[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
-            noise=self._noise(packing, place, key) if self._draws else None,
+            noise=noise,
+            barred=barred,
             owned=None if self.info.box is None else self._owned(batch, now, later),
         )
 
@@ -326,8 +337,10 @@ class DDPGLearner(SavesParts):
         logits = self.target_agent(steps.after)
         if steps.owned is not None:
             actions = self._smoothed(logits.tanh(), steps.noise) * steps.owned[1]
+        elif steps.barred is not None:
+            actions = one_hot(logits.masked_fill(steps.barred, BARRED)).to(logits.dtype)
         else:
-            actions = one_hot(logits).to(logits.dtype) if self.config.gumbel_softmax else logits.softmax(-1)
+            actions = logits.softmax(-1)
         value = self.target_critic(steps.after, actions).to(steps.reward.dtype)
         # TD3, eq. 10: the smaller of two values is not too large where one critic errs upwards.
         value = value if value.dim() == 2 else value.amin(dim=0)
