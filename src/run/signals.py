@@ -30,7 +30,7 @@ BOUNDARY_SECONDS = 10.0
 STARTED_BY = os.getppid()
 """The parent process at import; if it changes later, the parent has ended."""
 
-WAITING = b"\nCtrl-C: the run saves and ends, in some seconds; again: at once\n"
+WAITING = b"\nCtrl-C: the run saves and ends, in some seconds; again, two seconds later: at once\n"
 
 CLOSING_SECONDS = 20.0
 """Longest time to close everything after an error or after the launcher has ended."""

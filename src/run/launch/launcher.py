@@ -90,14 +90,14 @@ def _resume_hint(config: Config, path: str) -> Iterator[None]:
     except Stopped as stop:
         stop.where = f": {path}"
         if not config.evaluate:
+            again = f"the same command{'' if config.auto_resume else ' and auto_resume=True'}"
             saved = read_entry(RunFolder(path).path / SAVED).get("iteration")
             if not config.enable_checkpointing:
                 stop.where += "; it has no checkpoints (enable_checkpointing=False)"
             elif not isinstance(saved, int) or saved == 0:
-                stop.where += "; no checkpoint yet, the same command starts from scratch"
+                stop.where += f"; no checkpoint yet, {again} starts from scratch"
             else:
-                how = "" if config.auto_resume else " and auto_resume=True"
-                stop.where += f"; the newest checkpoint is of iteration {saved}; continue with the same command{how}"
+                stop.where += f"; the newest checkpoint is of iteration {saved}; continue with {again}"
         if is_main():
             append_to_log(RunFolder(path).log(0), stop.render())
         raise
