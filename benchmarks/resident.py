@@ -44,12 +44,11 @@ from omagd.envs.battle.compiled.resident import ResidentBattles
 from omagd.envs.battle.maps import get_map
 from omagd.envs.factory import make_env
 from omagd.learners.nq_learner import NQLearner
-from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
-from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.resident.graphs import Captured
 from omagd.resident.replay import ResidentBuffer
 from omagd.resident.updates import FixedUpdates
+from omagd.run.training.build import new_predictor, new_tokenizer
 from omagd.utils.dist_utils import Dist
 from omagd.utils.seeding import EpisodeSeeds
 
@@ -109,12 +108,9 @@ def untrained(config: Config, info: EnvInfo, device: torch.device) -> TokenRecon
     """Return a reconstructor with random weights where the configuration has one: its work has fixed shapes."""
     if not config.use_graph_reconstruction:
         return None
-    assert info.layout is not None
-    tokenizer = Tokenizer(config.tokenizer_config, info.layout)
-    codes = config.tokenizer_config.n_codes
-    predictor = MaskPredictor(config.mask_predictor_config, codes, info.layout, info.episode_limit)
+    tokenizer, predictor = new_tokenizer(config, info, device), new_predictor(config, info, device)
     predictor.bind(tokenizer.table())
-    return TokenReconstructor(tokenizer.to(device), predictor.to(device), config, info)
+    return TokenReconstructor(tokenizer, predictor, config, info)
 
 
 class Training:
