@@ -1,7 +1,7 @@
 """Environment steps per second as the runner sees them: one thread, random available actions.
 
     OMP_NUM_THREADS=1 python benchmarks/env_speed.py --maps 3m 5m_vs_6m 27m_vs_30m --slots 16 256
-    OMP_NUM_THREADS=1 python benchmarks/env_speed.py --maps 3m --slots 16 256 --beside smax --plot speed.png
+    OMP_NUM_THREADS=1 python benchmarks/env_speed.py --maps 3m --slots 16 256 --beside smax
     python benchmarks/env_speed.py --env rware --maps tiny-2ag tiny-4ag --slots 8 --beside bare --clock processor
 
 Each tick observes (observations, full observations, state, masks) and steps all slots; an ended battle starts again.
@@ -18,7 +18,6 @@ import argparse
 import importlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -117,31 +116,6 @@ def show(values: np.ndarray, digits: int = 0) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def draw(results: dict[str, dict[int, Speeds]], path: Path) -> None:
-    """Draw steps per second over the number of battles, one panel per map."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(results), figsize=(4 * len(results), 3.4), sharey=True, squeeze=False)
-    for axis, (map_name, by_slots) in zip(axes[0], results.items(), strict=True):
-        for name in next(iter(by_slots.values())):
-            slots = list(by_slots)
-            low, middle, high = np.percentile([by_slots[k][name] for k in slots], (25, 50, 75), axis=1)
-            line = axis.plot(slots, middle, marker="o", label=name)[0]
-            axis.fill_between(slots, low, high, color=line.get_color(), alpha=0.2)
-            axis.annotate(name, (slots[-1], middle[-1]), xytext=(4, 0), textcoords="offset points", va="center")
-        axis.set(title=map_name, xscale="log", yscale="log", xlabel="battles at once", xticks=slots)
-        axis.set_xticklabels([str(k) for k in slots])
-        axis.minorticks_off()
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlim(slots[0] / 1.3, slots[-1] * 3)
-    axes[0][0].set_ylabel("steps per second, one core")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     """Time several rounds of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,19 +126,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20_000, help="environment steps of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
-    parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
-    results: dict[str, dict[int, Speeds]] = {}
     for map_name in arguments.maps:
         for slots in arguments.slots:
             speeds = measure([arguments.env, *arguments.beside], map_name, slots, arguments)
-            results.setdefault(map_name, {})[slots] = speeds
             first = speeds[arguments.env]
             print(f"{arguments.env} {map_name}, {slots} slots: {show(first)} steps/s", flush=True)
             for name in arguments.beside:
                 print(f"    {name}: {show(speeds[name])} steps/s; ratio {show(first / speeds[name], 2)}", flush=True)
-    if arguments.plot:
-        draw(results, arguments.plot)
 
 
 if __name__ == "__main__":

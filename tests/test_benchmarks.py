@@ -31,7 +31,7 @@ PEERS = ("--peer", "--pymarl3", "--epymarl", "--on")
 # Words appended to a command, by its script and, where it has several parts, the part; OUT is a folder of the test.
 SMALL: dict[str, str] = {
     "acting.py": "--rounds 2 --slots 2 --sizes small",
-    "env_speed.py": "--slots 4 --steps 40 --rounds 1 --plot OUT/p",
+    "env_speed.py": "--slots 4 --steps 40 --rounds 1",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
     "ppo_update.py": "--map 3m --batch 4 --updates 1 --epochs 1",
     "pymarl3.py learning": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
