@@ -35,9 +35,8 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from qmix_update import MAPS, Episodes, make_episodes
+from qmix_update import MAPS, Episodes, make_episodes, scheme
 from runs import area, play, summary, tests
-from scipy import stats
 from torch import Tensor, nn
 
 from omagd.config.env_info import EnvInfo
@@ -45,6 +44,7 @@ from omagd.config.loading import resolve
 from omagd.controllers.basic_mac import BasicMAC
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, Observation
+from omagd.lab.analysis.statistics import t_interval
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.reporting.metrics import Every
 from omagd.utils.dist_utils import Dist
@@ -124,18 +124,6 @@ def _arguments(path: Path, info: EnvInfo, changes: dict[str, Any]) -> SimpleName
     sizes = {"n_agents": info.n_agents, "n_actions": info.n_actions}
     sizes |= {"state_shape": info.state_dim, "obs_shape": info.obs_dim, "episode_limit": info.episode_limit}
     return SimpleNamespace(**{**values, "use_cuda": False, "device": "cpu", **sizes, **changes})
-
-
-def scheme(info: EnvInfo, floats: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Return the fields of PyMARL3's replay."""
-    return {
-        "state": {"vshape": info.state_dim, "dtype": floats},
-        "obs": {"vshape": info.obs_dim, "group": "agents", "dtype": floats},
-        "actions": {"vshape": (1,), "group": "agents", "dtype": torch.long},
-        "avail_actions": {"vshape": (info.n_actions,), "group": "agents", "dtype": torch.int},
-        "reward": {"vshape": (1,), "dtype": floats},
-        "terminated": {"vshape": (1,), "dtype": torch.uint8},
-    }
 
 
 def _rows(seen: Observation, slots: np.ndarray) -> dict[str, np.ndarray]:
@@ -293,12 +281,6 @@ def area_of(run: dict[str, Any]) -> float:
     return area(list(t_env), list(won), run["t_max"])
 
 
-def welch(a: np.ndarray, b: np.ndarray) -> tuple[float, float, float]:
-    """Return the difference of the means of a and b, and the ends of its 95 % interval by Welch's t."""
-    low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
-    return float(a.mean() - b.mean()), float(low), float(high)
-
-
 def table(runs: list[dict[str, Any]]) -> str:
     """Return a Markdown table: each seed's area and last win rate by side, and the difference of the mean areas."""
     head = ["map, steps", "", "areas of the seeds", "mean", "last win rates", "wall, s (shared)"]
@@ -311,8 +293,10 @@ def table(runs: list[dict[str, Any]]) -> str:
             areas[side] = np.array([area_of(run) for run in mine])
             verdict = ""
             if side == SIDES[-1] and min(map(len, areas.values())) >= 3:
-                middle, low, high = welch(*(areas[one] for one in SIDES))
-                verdict = f"{middle:+.3f} ({low:+.3f} to {high:+.3f})"
+                ours, theirs = (areas[one] for one in SIDES)
+                ends = t_interval([ours], [theirs])
+                assert ends is not None
+                verdict = f"{ours.mean() - theirs.mean():+.3f} ({ends[0]:+.3f} to {ends[1]:+.3f})"
             if mine:
                 cells = [f"{name}, {t_max:,}", side, ", ".join(f"{value:.3f}" for value in areas[side])]
                 cells += [f"{areas[side].mean():.3f}", ", ".join(f"{run['tests'][-1][2]:.2f}" for run in mine)]

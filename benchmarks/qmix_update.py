@@ -182,6 +182,18 @@ def make_args(info: EnvInfo) -> SimpleNamespace:
     )  # fmt: skip
 
 
+def scheme(info: EnvInfo, floats: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Return the fields of the peer's replay. floats: type of observations, rewards and states."""
+    return {
+        "state": {"vshape": info.state_dim, "dtype": floats},
+        "obs": {"vshape": info.obs_dim, "group": "agents", "dtype": floats},
+        "actions": {"vshape": (1,), "group": "agents", "dtype": torch.long},
+        "avail_actions": {"vshape": (info.n_actions,), "group": "agents", "dtype": torch.int},
+        "reward": {"vshape": (1,), "dtype": floats},
+        "terminated": {"vshape": (1,), "dtype": torch.uint8},
+    }
+
+
 def padded(episodes: Episodes, info: EnvInfo, convert: Callable[[np.ndarray], Any] = np.asarray) -> Any:
     """Return the peer's batch of some episodes, cut to the longest one as it does after sampling.
 
@@ -189,16 +201,9 @@ def padded(episodes: Episodes, info: EnvInfo, convert: Callable[[np.ndarray], An
     """
     EpisodeBatch = importlib.import_module("components.episode_buffer").EpisodeBatch
     OneHot = importlib.import_module("components.transforms").OneHot
-    scheme = {
-        "state": {"vshape": info.state_dim},
-        "obs": {"vshape": info.obs_dim, "group": "agents"},
-        "actions": {"vshape": (1,), "group": "agents", "dtype": torch.long},
-        "avail_actions": {"vshape": (info.n_actions,), "group": "agents", "dtype": torch.int},
-        "reward": {"vshape": (1,)},
-        "terminated": {"vshape": (1,), "dtype": torch.uint8},
-    }
     onehot = {"actions": ("actions_onehot", [OneHot(out_dim=info.n_actions)])}
-    batch = EpisodeBatch(scheme, {"agents": info.n_agents}, len(episodes), info.episode_limit + 1, preprocess=onehot)
+    fields_of, groups = scheme(info, torch.float32), {"agents": info.n_agents}
+    batch = EpisodeBatch(fields_of, groups, len(episodes), info.episode_limit + 1, preprocess=onehot)
     for i, episode in enumerate(episodes):
         fields = {name: value.numpy()[None] for name, value in episode.items()}
         fields["actions"] = fields["actions"][..., None].astype(np.int64)

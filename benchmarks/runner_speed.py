@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 from env_speed import show
-from pymarl3 import scheme
+from qmix_update import scheme
 
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
