@@ -146,7 +146,7 @@ def test_a_saved_run_may_hold_removed_keys_and_keeps_its_identity(tmp_path, monk
     assert identity_of(config) == today
     path.write_text(json.dumps({**to_plain(config), "truth_until": 0.9, "truth_all_until": 0.5}))
     assert validate(read_saved(path, "run")) == config, "it shaped training alone"
-    gone = {"fill_unseen": "last_seen", "reconstructor_refresh": 0.1, "tokenizer_config.distance": "cosine"}
+    gone = {"mark_guesses": True, "gnn_readout": "attention", "tokenizer_config.distance": "cosine"}
     for key, value in gone.items():
         section, _, inner = key.rpartition(".")
         whole = to_plain(config)

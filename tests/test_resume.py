@@ -265,9 +265,9 @@ def test_a_longer_run_continues_from_a_finished_one_with_its_whole_state(whole, 
 
 def test_a_state_of_agents_that_read_something_else_cannot_go_on(whole, tmp_path):
     old = RunFolder(shutil.copytree(whole.path, tmp_path / "old"))
-    old.config_json.write_text(json.dumps({**json.loads(old.config_json.read_text()), "fill_unseen": "last_seen"}))
+    old.config_json.write_text(json.dumps({**json.loads(old.config_json.read_text()), "belief_loss": "tokens"}))
     for folder, word, theirs in (
-        (whole, "use_team_obs=True", "use_team_obs=False, not True"), (old, "lr=0.002", "fill_unseen=last_seen, not n"),
+        (whole, "use_team_obs=True", "use_team_obs=False, not True"), (old, "lr=0.002", "belief_loss=tokens, not none"),
         (whole, "optimizer=rmsprop", "optimizer=adam, not r"), (whole, "use_per=True", "use_per=False, not True"),
     ):  # fmt: skip
         given = config(tmp_path, f"checkpoint_path={folder.checkpoints}", "t_max=700", word)

@@ -94,7 +94,6 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "act_in_halves": (False, "it brought no measurable gain; leave it out"),
     "graph_pretrain_random_share": (0.3, "the scripted players act at random with probability 0.3; leave it out"),
     "belief_inputs": (False, "teams won less with it (docs/results/reconstruction.md); leave it out"),
-    "fill_unseen": ("none", "a recurrent agent remembers what it saw last; leave it out"),
     "truth_all_until": (0.0, TRACKER_LEFT),
     "truth_until": (0.0, TRACKER_LEFT),
     "reconstructor_refresh": (0, TRACKER_LEFT),
@@ -115,9 +114,10 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "mask_predictor_config.early_step_weight": (1.0, "all steps weigh the same; leave it out"),
 }
 """Keys that earlier versions had, each with its default there and what to do instead. A `config.json`
-may hold them; unfinished runs continue where the key had its default."""
+may hold them; unfinished runs continue where the key had its default. Some were in no release, but are in the
+configurations of research/."""
 ACTED_WITH = {
-    **dict.fromkeys(("fill_unseen", "reconstructor_refresh", "gnn_readout", "mark_guesses"), "omagd 0.1"),
+    **dict.fromkeys(("gnn_readout", "mark_guesses"), "omagd 0.1"),
     "tokenizer_config.distance": "omagd 0.2.0: this version plays L2 tokenizers only",
 }
 """Removed keys without which a team that was trained with them would act on other inputs; what still plays it."""

@@ -91,7 +91,7 @@ class CTDSLearner:
         if config.use_full_obs:
             raise UserError(f"use_full_obs=True: learner={config.learner} shows the teacher everything. Leave it out")
         self.mac, self.config, self.info, self.device = mac, config, info, dist.device
-        seeing = {"use_full_obs": True, "use_team_obs": False, "use_graph_reconstruction": False, "fill_unseen": "none"}
+        seeing = {"use_full_obs": True, "use_team_obs": False, "use_graph_reconstruction": False}
         seer = config.model_copy(update={**seeing, "belief_loss": "none"})
         above: MAC = controllers.REGISTRY.build(config.mac, seer, info, dist.device)
         above.agent.to(mac.dtype)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from omagd.config.schema import COMPONENT_ARGS, Config, with_removed
+from omagd.config.schema import COMPONENT_ARGS, Config
 from omagd.learners.belief_loss import HEAD
 from omagd.learners.protocol import Trainable
 from omagd.modules.graph_reconstructers import pretraining
@@ -238,17 +238,14 @@ RATES = ("lr", "critic_lr", "graph_lr")
 
 CONTINUED = "continued_from.json"
 
-MUST_AGREE: dict[str, Callable[[Any], Any]] = {
-    "learner": lambda name: str(name).removesuffix("_ddp"),  # two names of one learner
-    "group_size": int, "n_starts": lambda count: count is None, "reconstructor_refresh": bool, "truth_until": bool,
-    "fill_unseen": lambda fill: fill == "none", "use_graph_reconstruction": bool, "use_full_obs": bool,
-    "use_team_obs": bool, "belief_loss": str, "optimizer": str,
-    "use_per": bool,
-}  # fmt: skip
-"""What must be equal in two runs, if one goes on with the other's state of stage 3: a function of each key's value."""
+MUST_AGREE = (
+    "learner", "group_size", "use_graph_reconstruction", "use_full_obs", "use_team_obs", "belief_loss", "optimizer",
+    "use_per",
+)  # fmt: skip
+"""What must be equal in two runs, if one goes on with the other's state of stage 3."""
 
 ADDED: dict[str, Any] = {
-    **dict.fromkeys(COMPONENT_ARGS, {}), "use_team_obs": False, "fill_unseen": "none", "belief_inputs": False,
+    **dict.fromkeys(COMPONENT_ARGS, {}), "use_team_obs": False, "belief_inputs": False,
     "truth_all_until": 0.0, "truth_until": 0.0,
     "belief_loss": "none", "belief_weight": 0.3, "belief_units": "unseen", "belief_every": 4,
     "share_parameters": True, "group_size": 1, "n_starts": None,
@@ -340,15 +337,13 @@ def _unlike(config: Config, found: Checkpoint) -> str:
     saved = read_entry(RunFolder(found.path.parents[1]).config_json)
     if found.manifest["stage"] != "stage3" or "learner" not in saved:
         return ""
-    theirs, ours = {"use_per": False, **ADDED, **saved}, with_removed(config.model_dump())
-    return next(
-        (
-            f"{key}={theirs[key]}, not {ours[key]}"
-            for key, what in MUST_AGREE.items()
-            if key in theirs and what(theirs[key]) != what(ours[key])
-        ),
-        "",
-    )
+    theirs = {"use_per": False, **ADDED, **saved}
+    for key in MUST_AGREE:
+        ours = getattr(config, key)
+        # A learner has two names.
+        if str(theirs.get(key, ours)).removesuffix("_ddp") != str(ours).removesuffix("_ddp"):
+            return f"{key}={theirs[key]}, not {ours}"
+    return ""
 
 
 def _candidates(given: Path) -> list[Path]:
