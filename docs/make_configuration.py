@@ -21,6 +21,7 @@ from omagd.config.schema import SECTIONS, Config
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.adapters import AdapterArgs, RewardArgs, Rewards
 from omagd.envs.battle.args import BattleArgs, SkirmishArgs, SmacArgs
+from omagd.run.reporting.card import flattened
 from omagd.utils.errors import KEYS, NAMES, Row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,8 +160,8 @@ def shown(value: Any, typed: str) -> str:
 
 def presets() -> str:
     """Return what each `--config` sets: how it differs from the defaults or from the preset that is most like it."""
-    default = _flat(read_yaml(ROOT / "src" / "config" / "default.yaml"))
-    whole = {name: default | _flat(read_preset("algs", name)) for name in shipped("algs")}
+    default = flattened(read_yaml(ROOT / "src" / "config" / "default.yaml"))
+    whole = {name: default | flattened(read_preset("algs", name)) for name in shipped("algs")}
     done, lines = {"the defaults": default}, []
     for name in sorted(whole, key=lambda each: len(_changed(default, whole[each]))):
         alike = [one for one, values in done.items() if values.keys() <= whole[name].keys()]
@@ -175,14 +176,6 @@ def presets() -> str:
 def _changed(before: dict[str, Any], values: dict[str, Any]) -> list[str]:
     pairs = values.items()
     return [f"`{key}={value}`" for key, value in pairs if key not in UNSHOWN and before.get(key, "") != value]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat
 
 
 OWN = ", ".join(f"`{key}`" for key in SkirmishArgs.model_fields if key not in BattleArgs.model_fields)
