@@ -88,17 +88,12 @@ def _number(flag: str, text: str, least: int) -> int:
 def _played(run: str, words: list[str], episodes: int) -> tuple[Recording, Path]:
     """Play episodes of a run; return them and the path, without ending, of the file to write."""
     from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
+    from omagd.run.cli.main import updates
     from omagd.run.run_folder import RunFolder, for_files
     from omagd.run.training.evaluate import evaluation_config
 
-    texts: dict[str, str] = {}
-    for word in words[1:] if words[:1] == ["with"] else words:
-        key, equals, text = word.partition("=")
-        if not equals or not key:
-            raise UserError(f"watch {run} {word}: expected key=value, without spaces around `=`")
-        texts[key] = text
-    source = f"watch {run}"
-    config = evaluation_config(run, texts, "watch")
+    source, given = f"watch {run}", words if words[:1] == ["with"] else ["with", *words]
+    config = evaluation_config(run, updates(given), "watch")
     step = find_step_folder(config.checkpoint_path, config.load_step, source=source)
     recording = record_battles(config, episodes, source)
     if step.name.isdecimal():
