@@ -10,6 +10,7 @@ import pytest
 import torch
 from command_budgets import BUDGETS
 from ddpg_toys import make_ddpg, random_steps
+from gymnasium import spaces
 from interruption import interrupted_run
 from q_toys import BOXED, INFO, make_learner, random_episode, state_of, toy_config
 from run_equality import differences
@@ -19,6 +20,7 @@ from walk_env import pids_of
 import omagd
 from omagd.components.gaussian import Gaussian, TanhGaussian
 from omagd.config.env_info import ActionBox, EnvInfo
+from omagd.envs import adapters
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
 from omagd.learners.synced_optimizer import SKIPPED
@@ -176,6 +178,8 @@ def test_worlds_say_their_bounds_and_play_within_them():
     gym = make_env("gymma", {"key": "foreign_worlds:Reach-v0", "time_limit": 1}, 1, False)
     gym.reset(np.ones(1, bool), np.array([1]))
     assert gym.info.box == info.box and gym.step(actions[:1], np.ones(1, bool)).terminated.all()
+    space = spaces.Box(-0.1, 0.1, (1,), np.float64)  # 0.1 in float32 is larger
+    assert space.contains(adapters._inside(space, np.full(1, 0.1, np.float32)))
     own = ActionBox.of([[-np.inf, 0.0]], [[np.inf, np.inf]])
     assert own.low == ((None, 0.0),) and not own.bounded and own.clip(np.array([[9.0, -9.0]])).tolist() == [[9.0, 0.0]]
 

@@ -229,11 +229,8 @@ class Foreign(Explained, MultiAgentEnv):
         """Return each agent's action as its space has it, from [n] or [n, d]."""
         if not self.boxes:
             return list(actions.tolist())
-        # In float32 a bound of a float64 space may be rounded to a number outside it.
-        return [
-            own[: space.low.size].reshape(space.shape).astype(space.dtype).clip(space.low, space.high)
-            for space, own in zip(self.boxes, actions, strict=True)
-        ]
+        pairs = zip(self.boxes, actions, strict=True)
+        return [_inside(space, own[: space.low.size].reshape(space.shape)) for space, own in pairs]
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play an action of each agent, [n] or [n, d]. Errors: UserError for returned values that do not fit."""
@@ -382,6 +379,12 @@ class Foreign(Explained, MultiAgentEnv):
 def _first(counts: Sequence[int]) -> np.ndarray:
     """Return where the first `counts` numbers of each row are, [rows, the most] bool."""
     return np.asarray(np.arange(max(counts)) < np.array(counts)[:, None])
+
+
+def _inside(space: Any, action: np.ndarray) -> np.ndarray:
+    """Return a float32 action in the type of its space; another type's bounds may have been rounded to outside it."""
+    action = action.astype(space.dtype)
+    return action if space.dtype == np.float32 else action.clip(space.low, space.high)
 
 
 def ends_of(terminated: Any, truncated: Any) -> tuple[bool, bool]:
