@@ -109,6 +109,20 @@ def test_a_deferred_signal_is_raised_at_the_end_of_the_iteration(number, tells, 
     assert capfd.readouterr().err.count("Ctrl-C") == (tells and number == signal.SIGINT)
 
 
+def test_ctrl_c_without_a_terminal_and_the_end_of_the_launcher_after_a_signal_still_save(monkeypatch):
+    read, closed = os.pipe()
+    os.close(read)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda _, text: write(closed, text))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with pytest.raises(Stopped), stoppable(), deferred(5.0, tells=True):
+            send(number)
+            ask_to_end("the launcher has ended")
+            assert stop_wanted()
+            stop_now()
+    os.close(closed)
+
+
 def test_a_signal_is_not_deferred_for_ever():
     with pytest.raises(Stopped), stoppable(), deferred(5.0):
         send()  # raised at the end of the block

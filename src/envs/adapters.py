@@ -208,9 +208,12 @@ class Foreign(Explained, MultiAgentEnv):
         from gymnasium import spaces
 
         own = [space.spaces if isinstance(space, spaces.Dict) else {} for space in seen]
-        self._masked = ["observation" in parts and {"observation", "action_mask"} >= parts.keys() for parts in own]
+        # Some declare the space of the observation alone.
+        self._masked = [
+            not parts or ("observation" in parts and {"observation", "action_mask"} >= parts.keys()) for parts in own
+        ]
         seen = [
-            parts["observation"] if masked else space
+            parts["observation"] if masked and parts else space
             for parts, masked, space in zip(own, self._masked, seen, strict=True)
         ]
         self._flat, self.sizes = [_flattener(space) for space in seen], [spaces.flatdim(space) for space in seen]
@@ -222,7 +225,7 @@ class Foreign(Explained, MultiAgentEnv):
         """Return what an agent observes as a vector, None for nothing, and its mask: that of the observation if any."""
         if isinstance(seen, Mapping):
             mask = seen.get("action_mask", mask)
-            seen = seen["observation"] if self._masked[agent] else seen
+            seen = seen["observation"] if self._masked[agent] and "observation" in seen else seen
         return None if seen is None else self._flat[agent](seen), None if self.boxes else mask
 
     def _played(self, actions: np.ndarray) -> list[Any]:
@@ -335,9 +338,9 @@ class Foreign(Explained, MultiAgentEnv):
         late = self._steps >= self.episode_limit
         each = np.asarray(rewards, np.float64)
         if each.ndim and each.shape != (self.n_agents,):
-            if each.size != self.n_agents:
+            if each.size not in (1, self.n_agents):
                 raise self._wrong(f"step() returned {each.size} rewards for {self.n_agents} agents")
-            each = each.ravel()
+            each = each.ravel() if each.size == self.n_agents else each.reshape(())
         if self.args.reward_scalarisation == "mean" and self.args.common_reward and each.ndim:
             each = each / self.n_agents
         info = results_of(results)
@@ -481,7 +484,8 @@ class PettingZooEnv(Foreign):
         self, seen: Mapping[str, Any], infos: Mapping[str, Any], over: Collection[str] = (), cut: Collection[str] = ()
     ) -> None:
         took_part, self._playing = self._playing, [name for name in self.env.agents if name not in over]
-        acting = self._playing or cut  # the target of an episode that was cut off values every action
+        # The target of an episode that was cut off values every action of its last agents.
+        acting = self._playing or set(cut) & set(took_part)
         obs, masks = [], []
         for i, (name, count) in enumerate(zip(self.names, self.n_actions, strict=True)):
             here = name in self._playing or name in took_part
@@ -491,8 +495,8 @@ class PettingZooEnv(Foreign):
         self._see(obs, masks)
 
     def _play(self, actions: list[Any]) -> Sequence[Any]:
-        pairs = zip(self.names, actions, strict=True)
-        return tuple(self.env.step({name: action for name, action in pairs if name in self._playing}))
+        pairs, there = zip(self.names, actions, strict=True), self.env.agents
+        return tuple(self.env.step({name: action for name, action in pairs if name in there}))
 
     def _read(self, *returned: Any) -> tuple[float, bool, dict[str, Any]]:
         seen, rewards, terminated, truncated, infos = returned
@@ -502,7 +506,8 @@ class PettingZooEnv(Foreign):
         over = not self._playing
         stopped = over and bool(cut)  # as long as it lasts for one agent, its target bootstraps
         results = {key: value for info in (infos or {}).values() for key, value in (info or {}).items()}
-        earned = [rewards.get(name, 0.0) if name in took_part else 0.0 for name in self.names]
+        earning = self.names if self.args.common_reward else took_part
+        earned = [rewards.get(name, 0.0) if name in earning else 0.0 for name in self.names]
         return self._result(earned, over and not stopped, stopped, results)
 
     def get_state(self) -> np.ndarray:

@@ -178,8 +178,9 @@ class Lbf(_WithUnits, GymmaEnv):
         found = re.fullmatch(FORAGING, self.args.map_name)
         if found is None:
             raise self._wrong("must be of the form 8x8-2p-3f: a square, agents, foods (docs/lbf.md)")
-        if unread := {"observe_agent_levels", "grid_observation"} & self._own.keys():
-            raise self._wrong(f"{min(unread)} changes lbforaging's observations, which only --env-config=gymma reads")
+        defaults = {"observe_agent_levels": True, "grid_observation": False}
+        if unread := [key for key, default in defaults.items() if self._own.get(key, default) != default]:
+            raise self._wrong(f"{unread[0]} changes lbforaging's observations, which only --env-config=gymma reads")
         sight, size, n, m, more = found.groups()
         settings = {
             "players": int(n), "max_num_food": int(m), "field_size": (int(size), int(size)),

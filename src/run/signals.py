@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -68,8 +68,8 @@ class _Received:
     Attributes:
         error: raised instead of `Stopped`, if set. cause: sender of the signal, if known.
         number, at: first signal and its time. held: within `uninterrupted`. seconds: given by `deferred`, 0 outside.
-        tells: Ctrl-C is answered on the terminal. late: `seconds` have passed while signals were held.
-        raised: the `Stopped` that a handler has raised.
+        tells: Ctrl-C is answered on the terminal. at_once: the first signal has a cause, and waits for nothing.
+        late: `seconds` have passed while signals were held. raised: the `Stopped` that a handler has raised.
     """
 
     number: int | None = None
@@ -79,13 +79,14 @@ class _Received:
     held: bool = False
     seconds: float = 0.0
     tells: bool = False
+    at_once: bool = False
     late: bool = False
     raised: weakref.ref[Stopped] | None = None
 
     @property
     def waits(self) -> bool:
         """Whether the received signal may wait for the end of an iteration."""
-        return self.seconds > 0 and self.number in SIGNALS and not self.cause
+        return self.seconds > 0 and self.number in SIGNALS and not self.at_once
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.error is not None:
@@ -95,11 +96,12 @@ class _Received:
             drop_lost_output()
         now = time.monotonic()
         if self.number is None:
-            self.number, self.at = number, now
+            self.number, self.at, self.at_once = number, now, bool(self.cause)
             if self.waits:
                 signal.setitimer(signal.ITIMER_REAL, self.seconds)
                 if self.tells and number == signal.SIGINT:
-                    os.write(2, WAITING)
+                    with suppress(OSError):  # Ctrl-C has ended what read it, as `tee`
+                        os.write(2, WAITING)
                 return
             if self.held:
                 return
@@ -187,6 +189,7 @@ def stoppable() -> Iterator[None]:
         yield
         return
     _received.number, _received.held, _received.error, _received.cause = None, False, None, ""
+    _received.at_once = False
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     handled = [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
     before = {number: signal.signal(number, _received.handle) for number in handled}

@@ -139,7 +139,7 @@ def _require_common_reward(config: Config, _info: EnvInfo) -> None:
     """Reject rewards of single agents where a mixer, a critic or RLOO learns the team's."""
     from omagd.learners.protocol import explores, learner_class
 
-    if config.env_args.get("common_reward") is not False:
+    if config.evaluate or config.env_args.get("common_reward") is not False:
         return
     of_team = [
         f"learner_args.{key}={config.learner_args.get(key)}"
