@@ -73,17 +73,19 @@ class Sloppy(Leaving):
         self.how = how
 
     def observation_space(self, name: str) -> spaces.Space:
-        space = super().observation_space(name)
+        space = SEEN[name] if self.how == "plain" else super().observation_space(name)
         return spaces.Dict({**space.spaces, "goal": spaces.Box(0, 1, (2,))}) if self.how == "goal" else space
 
     def step(self, actions: dict) -> tuple:
-        own = {name: action for name, action in actions.items() if name in self.agents}
-        seen, rewards, ended, cut, infos = super().step(own)
-        if self.how in ("stays", "both"):
+        seen, rewards, ended, cut, infos = super().step(actions)
+        if self.how in ("stays", "both"):  # agents stay listed, and an action of each is read
             self.agents = list(self.possible_agents)
-            ended = dict.fromkeys(self.agents, self.t == 4)
-            cut = {name: over and self.how == "both" for name, over in ended.items()}
+            ended = {"tall": self.t >= 2, "kind": self.t == 4}
+            cut = dict.fromkeys(self.agents, self.how == "both" and self.t == 4)
             return self._look()[0], dict.fromkeys(self.agents, 1.0), ended, cut, {}
+        if self.how == "all cut":  # also the one that has left
+            cut = dict.fromkeys(self.possible_agents, self.t == 4)
+            ended = {"tall": self.t == 2, "kind": False}
         if self.how == "goal":
             seen = {name: {**one, "goal": np.ones(2, np.float32)} for name, one in seen.items()}
         changed = {

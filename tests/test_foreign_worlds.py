@@ -176,6 +176,10 @@ def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
         ), "what terminates does not bootstrap"
     assert played(made("pettingzoo foreign_worlds:Sloppy", how="lost"), 8, script)[-1]["env_lost"] == 1.0
     assert played(made("pettingzoo foreign_worlds:Sloppy", how="no infos"), 8, script)[-1] == {}
+    cut = made("pettingzoo foreign_worlds:Sloppy", how="all cut")
+    assert played(cut, 8, script)[5::6][3] and cut.observe().avail_actions[0].tolist() == [[1, 0, 0], [1, 1, 0]]
+    plain = made("pettingzoo foreign_worlds:Sloppy", how="plain")
+    assert played(plain, 8, script)[2].tolist() == [[1, 1, 0], [1, 1, 0]], "a mask that the space does not declare"
     goal = made("pettingzoo foreign_worlds:Sloppy", how="goal")
     assert goal.info.obs_dim == 3 + 4 + 2, "its mask, a part of it here, and the goal"
 

@@ -97,9 +97,10 @@ class DDPGMAC(BasicMAC):
             explores = explore.rng.random(len(q)) < explore.epsilon
             drawn = explore.rng.random(q.shape).astype(np.float32)
             vectors = np.where(explores[:, None, None], 1.0 if self._one_hot else drawn, vectors).astype(np.float32)
-            # Over the available logits: where only unlikely actions are available, their softmax is all zeros.
-            possible = available | ~available.any(axis=-1, keepdims=True)
-            weights = np.where(explores[:, None, None], vectors * available, softmax(np.where(possible, q, -np.inf)))
+            weights = vectors * available
+            lost = available.any(axis=-1) & ~weights.any(axis=-1)
+            if lost.any():  # only unlikely actions are available, and float32 rounds them to 0
+                weights[lost] = softmax(np.where(available, q, -np.inf)[lost])
             actions = draw(weights, explore.rng.random(q.shape[:2]))
         if self._one_hot:
             vectors = np.eye(q.shape[-1], dtype=np.float32)[actions]

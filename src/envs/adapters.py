@@ -125,7 +125,7 @@ class Explained:
         except UserError:
             raise
         except Exception as problem:  # noqa: BLE001 (constructors of other people)
-            said = f"{type(problem).__name__}: {' '.join(str(problem).split())}".rstrip(". :")
+            said = _said(problem)
             names = (str(getattr(each, "name", "")).partition(".")[0] for each in causes(problem))
             extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
             fix = f" Install it: {install(extra)}" if extra else ""
@@ -245,8 +245,7 @@ class Foreign(Explained, MultiAgentEnv):
         except UserError:
             raise
         except Exception as problem:
-            said = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
-            raise self._wrong(f"what step() returned does not fit: {said}") from problem
+            raise self._wrong(f"what step() returned does not fit: {_said(problem)}") from problem
 
     def _play(self, actions: list[Any]) -> Sequence[Any]:
         """Return what `env.step` returns for the actions of all agents."""
@@ -379,6 +378,11 @@ class Foreign(Explained, MultiAgentEnv):
         self.env.close()
 
 
+def _said(problem: Exception) -> str:
+    """Return an error in one line."""
+    return f"{type(problem).__name__}: {' '.join(str(problem).split())}".rstrip(". :")
+
+
 def _first(counts: Sequence[int]) -> np.ndarray:
     """Return where the first `counts` numbers of each row are, [rows, the most] bool."""
     return np.asarray(np.arange(max(counts)) < np.array(counts)[:, None])
@@ -407,8 +411,8 @@ def _modes(env: Any) -> Sequence[str]:
 def results_of(info: Mapping[Any, Any]) -> dict[str, Any]:
     """Return what an environment says by name; names that the run's own records use begin with `env_`."""
     named = {name: value for name, value in info.items() if isinstance(name, str)}
-    ours = (name == "lost" or RESERVED.fullmatch(name) for name in named)  # "lost": here, that a process has died
-    return {(f"env_{name}" if own else name): value for own, (name, value) in zip(ours, named.items(), strict=True)}
+    # "lost" would mean that a process has died.
+    return {(f"env_{key}" if key == "lost" or RESERVED.fullmatch(key) else key): named[key] for key in named}
 
 
 def as_vector(value: Any) -> np.ndarray:

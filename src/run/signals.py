@@ -189,7 +189,6 @@ def stoppable() -> Iterator[None]:
         yield
         return
     _received.number, _received.held, _received.error, _received.cause = None, False, None, ""
-    _received.at_once = False
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     handled = [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
     before = {number: signal.signal(number, _received.handle) for number in handled}

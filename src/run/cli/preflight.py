@@ -141,11 +141,8 @@ def _require_common_reward(config: Config, _info: EnvInfo) -> None:
 
     if config.evaluate or config.env_args.get("common_reward") is not False:
         return
-    of_team = [
-        f"learner_args.{key}={config.learner_args.get(key)}"
-        for key, values in OF_TEAM.items()
-        if config.learner_args.get(key) in values
-    ]
+    args = config.learner_args
+    of_team = [f"learner_args.{key}={args[key]}" for key, values in OF_TEAM.items() if args.get(key) in values]
     if config.mixer != "none" and explores(learner_class(config.learner)):
         of_team.append(f"mixer={config.mixer}")
     if of_team:
@@ -307,17 +304,19 @@ def unread(config: Config, given: Collection[str], read: set[str] | None) -> Ite
     parts = " ".join(f"{key}={getattr(config, key)}" for key in ("learner", "mac", "agent", "mixer"))
     of_graphs = {key for key in given if key.startswith(OF_GRAPHS) and not key.startswith(OF_LOSS[config.belief_loss])}
     of_others = {key for key in given if OF_RUNNERS.get(key, config.runner) != config.runner}
+    # Why keys are not read, where that follows from another key's value.
+    switched_off: dict[str, tuple[Collection[str], object]] = {
+        "belief_loss=none": (OF_HEAD, config.belief_loss == "none"),
+        "use_per=False": (("per_alpha", "per_beta"), not config.use_per),
+        "td_lambda=0": (("q_lambda",), config.q_lambda and not config.td_lambda),
+        "runner=ticks learns from single steps": (("td_lambda", "q_lambda"), config.runner == "ticks"),
+        "target_update_updates": (("target_update_interval",), config.target_update_updates),
+        "epsilon_speed": (("epsilon_anneal_time",), config.epsilon_speed is not None),
+    }
     unused: dict[str, Collection[str]] = {
         parts: (OF_PARTS & set(given)) - read if read is not None else (),
         "use_graph_reconstruction=False": of_graphs if not config.use_graph_reconstruction else (),
-        "belief_loss=none": OF_HEAD & set(given) if config.belief_loss == "none" else (),
-        "use_per=False": {"per_alpha", "per_beta"} & set(given) if not config.use_per else (),
-        "td_lambda=0": {"q_lambda"} & set(given) if config.q_lambda and not config.td_lambda else (),
-        "runner=ticks learns from single steps": {"td_lambda", "q_lambda"} & set(given)
-        if config.runner == "ticks"
-        else (),
-        "target_update_updates": {"target_update_interval"} & set(given) if config.target_update_updates else (),
-        "epsilon_speed": {"epsilon_anneal_time"} & set(given) if config.epsilon_speed is not None else (),
+        **{why: set(given).intersection(keys) for why, (keys, off) in switched_off.items() if off},
         f"runner={config.runner}": of_others if not is_plugin(registry_of("omagd.runners").get(config.runner)) else (),
     }
     for why, keys in unused.items():
