@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -113,13 +114,16 @@ def share() -> None:
 
 def load() -> None:
     """Import what all runs need; not before one is asked for."""
-    import omagd.run.reporting.sacred_record  # noqa: F401
+    import omagd.run.cli.trial
+    import omagd.run.reporting.sacred_record
+    import omagd.run.run  # noqa: F401
     from omagd.envs.battle.skirmish_env import SkirmishEnv
     from omagd.run.launch.processes import MODULES
 
     for name in MODULES:
         importlib.import_module(name)
     SkirmishEnv.engine()  # loads its kernels
+    gc.freeze()  # else the first collection in each command copies all memory of this process
 
 
 def serve(listening: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
 import shutil
@@ -44,6 +45,11 @@ def pytest_collection_modifyitems(items):
     """Begin with the files that start most processes: where files are dealt to workers, the last ones are short."""
     started = Counter(item.path for item in items if item.get_closest_marker("processes"))
     items.sort(key=lambda item: -started[item.path])
+
+
+def pytest_collection_finish():
+    """Let collections of garbage leave out what is imported by now, which lives until the end."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):
