@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
+import signal
 import uuid
 from pathlib import Path
 
 import pytest
 import yaml
 from command_budgets import BUDGETS
-from command_harness import MAIN, ROOT, run_command, summary_of
+from command_harness import MAIN, PYTHON, ROOT, Started, run_command, summary_of
 from reaper import having
 from run_equality import differences
 from sockets import wait_until
@@ -33,13 +32,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def start(file: Path, mark: str) -> subprocess.Popen:
-    environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "omagd", "study", str(file), "--results", str(file.parent / "results")]
-    return subprocess.Popen(
-        command, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        start_new_session=True,
-    )  # fmt: skip
+def start(file: Path, mark: str) -> Started:
+    command = [PYTHON, MAIN, "study", str(file), "--results", str(file.parent / "results")]
+    return Started(command, file.parent, **{MARK: mark})
 
 
 def trains(folder: Path) -> bool:
@@ -56,21 +51,20 @@ def test_a_study_goes_on_after_a_kill_and_ends_with_the_bits_of_a_run_left_alone
     file.write_text(yaml.safe_dump(study))
     folder = tmp_path / "results" / "toy"
     one = folder / "runs" / "qmix-3m-seed1"
-    process = start(file, mark)
-    wait_until(lambda: trains(one) or process.poll() is not None, PATIENCE, "no checkpoint")
-    process.kill()  # the process that leads the study: its run saves and ends
-    process.communicate()
+    started = start(file, mark)
+    wait_until(lambda: trains(one) or started.process.poll() is not None, PATIENCE, "no checkpoint")
+    os.kill(started.process.pid, signal.SIGKILL)  # it leads the study: its run saves and ends
+    assert started.wait().code == -signal.SIGKILL
     wait_until(lambda: not having(MARK, mark), PATIENCE, "a run goes on unnoticed")
-    process = start(file, mark)
-    text = process.communicate(timeout=PATIENCE)[1]
-    assert process.returncode == 0, text
+    ended = start(file, mark).wait()
+    assert ended.code == 0, ended.text
     (line,) = (json.loads(line) for line in (tmp_path / "kept" / "results.jsonl").read_text().splitlines())
     assert line["card"] == json.loads((one / "card.json").read_text())
     assert line["summary"]["win_rate"] == summary_of(one)["win_rate"]
     assert line["tests"]["t_env"] == sorted(line["tests"]["t_env"]) != []
     assert str(tmp_path) not in json.dumps(line)
     own = [f"local_results_path={tmp_path}", "unique_token=alone"]
-    run_command([sys.executable, MAIN, "-u", *load(file).jobs[0].words, *own], tmp_path)
+    run_command([PYTHON, MAIN, "-u", *load(file).jobs[0].words, *own], tmp_path)
     assert differences(one, tmp_path / "alone") == []
 
 
