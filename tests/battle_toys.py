@@ -49,6 +49,16 @@ class Simulator(engine.Simulator):
             rules.no_results(self.n_slots), False,
         )  # fmt: skip
 
+    def kill(self, columns: list[int]) -> None:
+        """Let units of the first battle die."""
+        self._floats[row.HEALTH, columns, 0] = self._ints[row.ALIVE, columns, 0] = 0
+        self._publish()
+
+    def place(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Put the units of the first battle at these places ([U])."""
+        self._floats[row.X, :, 0], self._floats[row.Y, :, 0] = x, y
+        self._publish()
+
 
 class JudgedByNumPy(SkirmishEnv):
     """`skirmish` with masks, orders, observations, rewards and ends by NumPy, as for the real game."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from battle_toys import Simulator
 
 from omagd.envs.battle.backend import Order, Terrain
-from omagd.envs.battle.compiled.tables import FLOATS, INTS
 from omagd.envs.battle.maps import MAPS, TYPE_ORDER, MapSpec, build_terrain
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.envs.sc2.client import raw_pb
 from omagd.envs.sc2.install import GAME_TYPES
 from sc2_stand_in import FIRST_ALLY_TYPE, N_UNIT_TYPES, battle_seed
 from sc2_stand_in.tape import Tape, TapeWriter, order_digest
+
+if TYPE_CHECKING:
+    from battle_toys import Simulator
 
 LOOPS_PER_STEP = 8
 TYPE_IDS = {name: number for number, name in GAME_TYPES.items()}
@@ -64,6 +65,8 @@ class World:
     def _simulate(self, spec: MapSpec) -> Simulator | Tape:
         """Make `spec` the battle that is played and return what plays it."""
         if self._tape is None:
+            from battle_toys import Simulator  # slow: imports Numba, which a tape does not need
+
             self._simulator = Simulator(spec, 1, difficulty=self._difficulty)
         else:
             if self._simulator is None:
@@ -171,14 +174,7 @@ class World:
     def _execute_kills(self) -> None:
         if not self._kill:
             return
-        columns = sorted(self._kill)
-        if isinstance(self._simulator, Tape):
-            self._simulator.kill(columns)
-        else:
-            state = self._simulator.snapshot()
-            state["floats"][FLOATS.index("health"), columns] = 0
-            state["ints"][INTS.index("alive"), columns] = 0
-            self._simulator.restore(state)
+        self._simulator.kill(sorted(self._kill))
         self._kill.clear()
         self._listed = self._simulator.units.alive[0].copy()  # who is killed by a command does not linger
 
@@ -193,11 +189,8 @@ class World:
         spec = MapSpec("created", *names, 1, race, race, 0, "marines", ally_start=(centre,))
         simulator = self._simulate(spec)
         simulator.reset(self._active, np.array([battle_seed(self._seed, self.battles)]))
-        if isinstance(simulator, Simulator):
-            places = self._spread(np.array([c[2:] for c in (*allies, *enemies)]))
-            state = simulator.snapshot()
-            state["floats"][FLOATS.index("x"), :, 0], state["floats"][FLOATS.index("y"), :, 0] = places
-            simulator.restore(state)
+        if not isinstance(simulator, Tape):
+            simulator.place(*self._spread(np.array([c[2:] for c in (*allies, *enemies)])))
         self._begin([V2_TYPE_IDS[name] for name in names[0]], [TYPE_IDS[name] for name in names[1]])
 
     def _spread(self, points: np.ndarray) -> np.ndarray:
