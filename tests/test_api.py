@@ -13,7 +13,6 @@ from pathlib import Path
 import foreign_worlds
 import numpy as np
 import pytest
-import sc2_stand_in
 import torch
 import yaml
 from command_budgets import BUDGETS
@@ -40,9 +39,8 @@ from omagd.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, CONFIGS = ROOT / "docs" / "python_api.md", ROOT / "src" / "config"
-# Environments of this repository; installed packages may add others. JAX takes long to compile; `sc2_v2` differs from
-# `sc2` in rules alone.
-NOT_HERE = {"smax", "jaxmarl", "sc2_v2"}
+# Environments of this repository; installed packages may add others. JAX takes long to compile, and a game to start.
+NOT_HERE = {"smax", "jaxmarl", "sc2", "sc2_v2"}
 OWN_ENVS = sorted({name for name, where in ENVS._lazy.items() if where.startswith("omagd.")} - NOT_HERE)
 SMALL = {key: parse_value(text) for key, text in (budget.split("=") for budget in BUDGETS)}
 
@@ -339,22 +337,17 @@ def test_make_gives_one_battle_with_the_arguments_of_its_file(monkeypatch):
     ]  # fmt: skip
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", OWN_ENVS)
-def test_every_environment_plays_by_the_parallel_interface(name, tmp_path, monkeypatch):
+def test_every_environment_plays_by_the_parallel_interface(name):
     """What PettingZoo's own test asks for, and the same numbers as the batched environment, step by step."""
-    monkeypatch.setenv("SC2PATH", str(sc2_stand_in.install(tmp_path / "StarCraftII")))
     args = foreign_worlds.SMALL.get(name, {})
-    env = omagd.make(name, **args)
-    other = env if env._env.deterministic else omagd.make(name, **args)  # a game continues with other battles
+    env, other = omagd.make(name, **args), omagd.make(name, **args)
     assert env.info.name == name
-    try:
-        assert_same_as_batched(env, other._env)
-        totals = omagd.play(Random(), env, episodes=1)["totals"]
-        assert totals["episodes"] == 1 and 1 <= totals["steps"] <= env.info.episode_limit + 1
-    finally:
-        env.close()
-        other.close()
+    assert_same_as_batched(env, other._env)
+    totals = omagd.play(Random(), env, episodes=1)["totals"]
+    assert totals["episodes"] == 1 and 1 <= totals["steps"] <= env.info.episode_limit + 1
+    env.close()
+    other.close()
     assert env.agents == []
 
 
