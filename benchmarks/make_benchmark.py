@@ -10,7 +10,6 @@ bootstrap is stratified. Lines of peers, which `peer_targets.py` writes, name th
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ import yaml
 from omagd.lab.analysis.comparison import ends_text
 from omagd.lab.analysis.statistics import interval, iqm
 from omagd.run.reporting.report import number_text
+from omagd.run.run_folder import read_records
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "results" / "benchmark.md"
@@ -34,11 +34,6 @@ METRICS = {"return": "absolute_return_mean", "win rate": "absolute_battle_won_me
 REGION = re.compile(r"(<!-- begin results -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 Lines = list[dict[str, Any]]
-
-
-def read(path: Path) -> Lines:
-    """Return the lines of a results file, none if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def score(line: dict[str, Any], metric: str) -> float:
@@ -77,7 +72,7 @@ def table(lines: Lines, arms: Iterable[str], maps: list[str], metric: str) -> st
 def part(name: str, targets: Lines) -> str:
     """Return title, table and curves of a part."""
     study = yaml.safe_load((HERE / "studies" / f"{name}.yaml").read_text())
-    lines, maps = read(HERE / "results" / f"benchmark_{name}.jsonl"), list(study["environments"])
+    lines, maps = [*read_records(HERE / "results" / f"benchmark_{name}.jsonl")], list(study["environments"])
     lines += [line for line in targets if line["env"] == name]
     if not lines:
         return f"### {name}: {PARTS[name]}\n\nNo runs yet.\n"
@@ -88,7 +83,7 @@ def part(name: str, targets: Lines) -> str:
 
 def main() -> None:
     """Write the page."""
-    targets = read(HERE / "results" / "targets.jsonl")
+    targets = [*read_records(HERE / "results" / "targets.jsonl")]
     made = "\n".join(part(name, targets).rstrip() + "\n" for name in PARTS)
     PAGE.write_text(REGION.sub(lambda found: f"{found[1]}{made}{found[2]}", PAGE.read_text()))
 

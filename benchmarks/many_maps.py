@@ -32,6 +32,7 @@ from scripted import play as play_script
 
 from omagd.envs.battle.args import POLICIES
 from omagd.envs.task_sets import task_set
+from omagd.run.run_folder import read_records
 
 OUT = Path(__file__).resolve().parent / "results" / "many_maps.jsonl"
 Row = dict[str, Any]
@@ -56,9 +57,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[Row] = []
-        if path.is_file():
-            self.rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        self.rows: list[Row] = list(read_records(path))
 
     def find(self, **wanted: object) -> list[Row]:
         """Return the rows with these values."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from omagd.lab.studies.results import append
+from omagd.run.run_folder import read_records
 
 RESULTS = Path(__file__).resolve().parent / "results" / "targets.jsonl"
 MAPS = {
@@ -114,8 +115,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.epymarl = options.epymarl.resolve()
-    lines = map(json.loads, options.rows.read_text().splitlines()) if options.rows.exists() else ()
-    known = {(line["arm"], line["map"], line["seed"]) for line in lines}
+    known = {(line["arm"], line["map"], line["seed"]) for line in read_records(options.rows)}
     for seed in options.seeds:
         for map_name in options.maps:
             for config in options.configs:

@@ -18,12 +18,11 @@ import importlib
 import io
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from qmix_update import MAPS, Episodes, measure, of_graphs, padded
+from qmix_update import MAPS, Episodes, Update, measure, of_graphs, of_packed, padded
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import resolve
@@ -31,7 +30,6 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.ppo_learner import PPOLearner
 from omagd.resident.replay import ResidentBuffer
 from omagd.utils.dist_utils import Dist
-from omagd.utils.packing import pack_episodes
 
 WIDTH = 128
 
@@ -43,27 +41,12 @@ def new_learner(options: argparse.Namespace, batches: list[Episodes], info: EnvI
         "learner_args.epochs": options.epochs, "learner_args.minibatches": 1, "learner_args.critic_hidden": WIDTH,
     }  # fmt: skip
     config, device = resolve("mappo", "skirmish", given), torch.device(options.device)
-    learner = PPOLearner(BasicMAC(config, info, device), config, info, Dist(device=device))
-    learner.warm_up()
     for episode in (episode for batch in batches for episode in batch):
         episode["log_prob"] = -episode["avail_actions"].sum(-1).float().log()
-    return learner
+    return PPOLearner(BasicMAC(config, info, device), config, info, Dist(device=device))
 
 
-def ours(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Callable[[int], object]:
-    """Return a function that does one update of packed batch number i."""
-    learner = new_learner(options, batches, info)
-    packed = [pack_episodes(batch).to(options.device) for batch in batches]
-    return lambda i: learner.update(packed[i], episodes=0)
-
-
-def ours_graph(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Callable[[int], object]:
-    """Return a function that does the same from a replay in the device's memory, by a CUDA graph."""
-    learner = new_learner(options, batches, info)
-    return of_graphs(learner, batches, info, torch.device(options.device), ResidentBuffer.whole)
-
-
-def peers(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Callable[[int], object]:
+def peers(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Update:
     """Return a function that does one update of EPyMARL's learner on the same episodes, padded as it keeps them."""
     sys.path.insert(0, str(options.peer / "src"))
     of_peer = [padded(batch, info, torch.from_numpy) for batch in batches]
@@ -89,11 +72,13 @@ def peers(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -
     return lambda i: learner.train(of_peer[i], 0, 0)
 
 
-def make_update(
-    name: str, options: argparse.Namespace, batches: list[Episodes], info: EnvInfo
-) -> Callable[[int], object]:
+def make_update(name: str, options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Update:
     """Return our learner's update of batch number i (`name` "ours", "ours_graph") or EPyMARL's."""
-    return {"ours": ours, "ours_graph": ours_graph}.get(name, peers)(options, batches, info)
+    if name == "ours":
+        return of_packed(new_learner(options, batches, info), batches, options.device)
+    if name == "ours_graph":
+        return of_graphs(new_learner(options, batches, info), batches, info, options.device, ResidentBuffer.whole)
+    return peers(options, batches, info)
 
 
 def main() -> None:

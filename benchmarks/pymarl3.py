@@ -34,8 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
-from qmix_update import MAPS, Episodes, make_episodes, scheme
+from qmix_update import MAPS, Episodes, make_episodes, padded, peer_arguments, scheme
 from runs import area, play, summary, tests
 from torch import Tensor, nn
 
@@ -45,8 +44,10 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import BatchedEnv, Observation
 from omagd.lab.analysis.statistics import t_interval
+from omagd.lab.studies.results import append
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.reporting.metrics import Every
+from omagd.run.run_folder import read_records
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 from omagd.utils.seeding import EpisodeSeeds, seed_everything
@@ -84,7 +85,7 @@ class Peer:
     def __init__(self, path: Path, info: EnvInfo, floats: torch.dtype = torch.float32, **changes: Any) -> None:
         sys.path.insert(0, str(path / "src"))
         self.info = info
-        self.args = _arguments(path, info, changes)
+        self.args = peer_arguments(path, info, **changes)
         self.groups = {"agents": info.n_agents}
         self.scheme = scheme(info, floats)
         one_hot = importlib.import_module("components.transforms").OneHot(out_dim=info.n_actions)
@@ -114,16 +115,6 @@ class Peer:
         sample = sample[:, : sample.max_t_filled()]
         with contextlib.redirect_stdout(io.StringIO()):  # it prints a line for each update
             self.learner.train(sample, t_env, episodes)
-
-
-def _arguments(path: Path, info: EnvInfo, changes: dict[str, Any]) -> SimpleNamespace:
-    """Return the checkout's arguments for QMIX, with the sizes of the environment filled in."""
-    values: dict[str, Any] = {}
-    for name in ("default.yaml", "algs/qmix.yaml"):
-        values |= yaml.safe_load((path / "src" / "config" / name).read_text(encoding="utf-8"))
-    sizes = {"n_agents": info.n_agents, "n_actions": info.n_actions}
-    sizes |= {"state_shape": info.state_dim, "obs_shape": info.obs_dim, "episode_limit": info.episode_limit}
-    return SimpleNamespace(**{**values, "use_cuda": False, "device": "cpu", **sizes, **changes})
 
 
 def _rows(seen: Observation, slots: np.ndarray) -> dict[str, np.ndarray]:
@@ -161,19 +152,18 @@ def play_round(peer: Peer, env: BatchedEnv, seeds: np.ndarray, t_env: int, *, te
     return batch, steps, won / env.n_slots
 
 
-def train(
-    path: Path, map_name: str, seed: int, t_max: int, test_interval: int, episodes: int, **changes: Any
-) -> dict[str, Any]:
-    """Train with one seed; return the tests (t_env, seconds, win rate) and what was done."""
+def train_theirs(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train PyMARL3's learner with one seed; return the tests (t_env, seconds, win rate) and what was done."""
     torch.set_num_threads(1)
+    map_name, t_max, episodes = arguments.map, arguments.t_max, arguments.test_episodes
     probe = make_env("skirmish", {"map_name": map_name}, 1, processes=False)
     seed_everything(seed, "pymarl3")
-    peer = Peer(path, probe.info, **changes)
+    peer = Peer(arguments.peer, probe.info)
     n_slots = peer.args.batch_size_run
     env = make_env("skirmish", {"map_name": map_name}, n_slots, processes=False)
     test_env = make_env("skirmish", {"map_name": map_name}, min(TEST_SLOTS, episodes), processes=False)
     train_seeds, tested = EpisodeSeeds(seed, "train"), TestBattles(seed, n_slots, episodes)
-    due, started = Every(test_interval, first=True), time.monotonic()
+    due, started = Every(arguments.test_interval, first=True), time.monotonic()
     t_env, played, updates, tests = 0, 0, 0, []
     with torch.no_grad():
         while t_env < t_max:
@@ -242,13 +232,8 @@ def step_ours(peer: Peer, episodes: Episodes, info: EnvInfo) -> tuple[dict[str, 
 
 def step_theirs(peer: Peer, episodes: Episodes) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Return the same of one update of the peer's learner, which leaves its gradients behind."""
-    batch = peer.blank(len(episodes))
-    for i, episode in enumerate(episodes):
-        fields = {name: value.numpy()[None] for name, value in episode.items()}
-        fields["actions"] = fields["actions"][..., None].astype(np.int64)
-        batch.update(fields, bs=slice(i, i + 1), ts=slice(0, len(episode["reward"])))
     with contextlib.redirect_stdout(io.StringIO()):
-        peer.learner.train(batch[:, : batch.max_t_filled()], 0, 0)
+        peer.learner.train(padded(episodes, peer.info, floats=torch.float64), 0, 0)
     found = {f"agent.{name}": value.grad for name, value in peer.mac.agent.named_parameters()}
     mixer = mixer_as_ours({name: value.grad for name, value in peer.learner.mixer.named_parameters()})
     return found | {f"mixer.{name}": value for name, value in mixer.items()}, peer.logger.values
@@ -267,12 +252,6 @@ def train_ours(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     clock = found["stages"]["stage3"]["clock"]
     counts = {"updates": found["updates"], "episodes": clock["episodes"], "seconds": round(found["wall_seconds"])}
     return {"tests": played, **counts}
-
-
-def train_theirs(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Train PyMARL3's learner."""
-    wanted = (arguments.map, seed, arguments.t_max, arguments.test_interval, arguments.test_episodes)
-    return train(arguments.peer, *wanted)
 
 
 def area_of(run: dict[str, Any]) -> float:
@@ -333,7 +312,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
 def run_missing(arguments: argparse.Namespace, path: Path) -> None:
     """Run what does not stand in the file of results yet, and append it there."""
-    done = {(run["side"], run["map"], run["seed"], run["t_max"]) for run in read(path)}
+    done = {(run["side"], run["map"], run["seed"], run["t_max"]) for run in read_records(path)}
     for seed in arguments.seeds:
         for side in arguments.sides:
             key = (side, arguments.map, seed, arguments.t_max)
@@ -341,14 +320,8 @@ def run_missing(arguments: argparse.Namespace, path: Path) -> None:
                 continue
             run = train_ours(arguments, seed) if side == "omagd" else train_theirs(arguments, seed)
             line = dict(zip(("side", "map", "seed", "t_max"), key, strict=True)) | run
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(path, line)
             print(f"{side}, {arguments.map}, seed {seed}: area {area_of(line):.3f}, {line['seconds']} s", flush=True)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return the runs that stand in a file of results."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def compare_gradients(arguments: argparse.Namespace) -> None:
@@ -375,7 +348,7 @@ def compare_learning(arguments: argparse.Namespace) -> None:
     path = arguments.out / "pymarl3_learning.jsonl"
     if not arguments.show:
         run_missing(arguments, path)
-    runs = read(path)
+    runs = list(read_records(path))
     print(table(runs))
     if arguments.picture:
         draw(runs, arguments.picture)

@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from torch import Tensor
 
 from omagd.config.env_info import EntityLayout, EnvInfo
@@ -49,7 +50,8 @@ from omagd.utils.packing import pack_episodes
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Episodes = list[dict[str, Tensor]]
-MakeUpdate = Callable[[str, argparse.Namespace, list[Episodes], EnvInfo], Callable[[int], object]]
+Update = Callable[[int], object]
+MakeUpdate = Callable[[str, argparse.Namespace, list[Episodes], EnvInfo], Update]
 BATCHES = {"27m_vs_30m": 1}  # of the most agents, which take the most memory and time; 4 otherwise
 MOST_UPDATES = {"27m_vs_30m": 5}
 # What --peer measured at batch 128 on one core of an Intel Xeon with AVX-512 and AMX that had other work.
@@ -72,7 +74,6 @@ MAPS = {
     "5m_vs_6m": info_of("5m_vs_6m", 5, 6, 98, 70),
     "27m_vs_30m": info_of("27m_vs_30m", 27, 30, 1170, 180),
 }
-INFO = MAPS["5m_vs_6m"]
 
 
 def played_lengths() -> dict[str, list[int]]:
@@ -81,7 +82,7 @@ def played_lengths() -> dict[str, list[int]]:
     return {name: [int(n) for n, times in of_map.items() for _ in range(times)] for name, of_map in counts.items()}
 
 
-def make_episodes(n_episodes: int, rng: np.random.Generator, info: EnvInfo = INFO, lengths: str = "mix") -> Episodes:
+def make_episodes(n_episodes: int, rng: np.random.Generator, info: EnvInfo, lengths: str = "mix") -> Episodes:
     """Return random episodes whose `lengths` are those of real play, or a mix from 10 steps to the limit."""
     episodes = []
     if lengths == "play":
@@ -107,35 +108,31 @@ def make_episodes(n_episodes: int, rng: np.random.Generator, info: EnvInfo = INF
     return episodes
 
 
-def ours(batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu", **updates: Any) -> Callable[[int], object]:
+def new_learner(options: argparse.Namespace, info: EnvInfo) -> NQLearner:
+    """Return our learner."""
+    keys = {"env_args.map_name": info.map_name, "precision": options.precision}
+    config, device = resolve("qmix", "skirmish", keys), torch.device(options.device)
+    return NQLearner(BasicMAC(config, info, device), config, info, Dist(device=device))
+
+
+def of_packed(learner: Any, batches: list[Episodes], device: str) -> Update:
     """Return a function that does one update of packed batch number i."""
-    config = resolve("qmix", "skirmish", {"env_args.map_name": info.map_name, **updates})
-    where = torch.device(device)
-    mac = BasicMAC(config, info, where)
-    learner = NQLearner(mac, config, info, Dist(device=where))
     learner.warm_up()
-    packed = [pack_episodes(episodes).to(where) for episodes in batches]
+    packed = [pack_episodes(episodes).to(device) for episodes in batches]
     return lambda i: learner.update(packed[i], episodes=0)
 
 
-def ours_graph(
-    batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu", **keys: Any
-) -> Callable[[int], object]:
-    """Return a function that does the same from a replay in the device's memory, by updates of fixed shapes."""
-    config = resolve("qmix", "skirmish", {"env_args.map_name": info.map_name, **keys})
-    where = torch.device(device)
-    learner = NQLearner(BasicMAC(config, info, where), config, info, Dist(device=where))
-    learner.warm_up()
-    return of_graphs(learner, batches, info, where, ResidentBuffer.fixed)
-
-
 def of_graphs(
-    learner: Any, batches: list[Episodes], info: EnvInfo, device: torch.device,
+    learner: Any, batches: list[Episodes], info: EnvInfo, device: str,
     read: Callable[[ResidentBuffer, Sequence[int]], FixedDraw],
-) -> Callable[[int], object]:  # fmt: skip
-    """Return a function that does the update of batch number i as a graph. read: draws episodes of a replay."""
+) -> Update:  # fmt: skip
+    """Return one that does the same from a replay on the device, as a graph. read: draws episodes of a replay."""
+    learner.warm_up()
     size = len(batches[0])
-    replay, updates = ResidentBuffer(size * len(batches), device, info.episode_limit + 1), FixedUpdates(learner)
+    replay, updates = (
+        ResidentBuffer(size * len(batches), torch.device(device), info.episode_limit + 1),
+        FixedUpdates(learner),
+    )
     replay.add(episode for batch in batches for episode in batch)
 
     def update(i: int) -> object:
@@ -146,22 +143,22 @@ def of_graphs(
     return update
 
 
-def peers(path: Path, batches: list[Episodes], info: EnvInfo = INFO, device: str = "cpu") -> Callable[[int], object]:
+def peers(options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Update:
     """Return a function that does one update of PyMARL3's learner on the same episodes, padded as it keeps them."""
-    sys.path.insert(0, str(path / "src"))
+    sys.path.insert(0, str(options.peer / "src"))
     PeerMAC = importlib.import_module("controllers.n_controller").NMAC
     PeerLearner = importlib.import_module("learners.nq_learner").NQLearner
 
     of_peer = [padded(episodes, info) for episodes in batches]
-    args, groups = make_args(info), {"agents": info.n_agents}
-    args.use_cuda = device != "cpu"
+    changes = {"use_cuda": options.device == "cuda", "learner_log_interval": 10**9}
+    args, groups = peer_arguments(options.peer, info, **changes), {"agents": info.n_agents}
     with contextlib.redirect_stdout(io.StringIO()):
         learner = PeerLearner(PeerMAC(of_peer[0].scheme, groups, args), of_peer[0].scheme, SimpleNamespace(), args)
     learner.log_stats_t = 0
     if args.use_cuda:
         learner.cuda()
         for batch in of_peer:
-            batch.to(device)
+            batch.to(options.device)
 
     def update(i: int) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -170,16 +167,14 @@ def peers(path: Path, batches: list[Episodes], info: EnvInfo = INFO, device: str
     return update
 
 
-def make_args(info: EnvInfo) -> SimpleNamespace:
-    """Return the peer's arguments, its own values where they are not sizes."""
-    return SimpleNamespace(
-        agent="n_rnn", mixer="qmix", n_agents=info.n_agents, n_actions=info.n_actions, rnn_hidden_dim=64,
-        mixing_embed_dim=32, hypernet_embed=64, state_shape=info.state_dim, obs_agent_id=True, obs_last_action=True,
-        agent_output_type="q", action_selector="epsilon_greedy", epsilon_start=1.0, epsilon_finish=0.05,
-        epsilon_anneal_time=100000, use_cuda=False, optimizer="adam", lr=0.001, gamma=0.99, td_lambda=0.6,
-        grad_norm_clip=10, use_per=False, q_lambda=False, target_update_interval=200, learner_log_interval=10**9,
-        double_q=True, use_layer_norm=False, use_orthogonal=False, test_noise=False,
-    )  # fmt: skip
+def peer_arguments(path: Path, info: EnvInfo, **changes: Any) -> SimpleNamespace:
+    """Return the arguments for QMIX of a checkout of PyMARL3, with the sizes of the environment filled in."""
+    values: dict[str, Any] = {}
+    for name in ("default.yaml", "algs/qmix.yaml"):
+        values |= yaml.safe_load((path / "src" / "config" / name).read_text(encoding="utf-8"))
+    sizes = {"n_agents": info.n_agents, "n_actions": info.n_actions}
+    sizes |= {"state_shape": info.state_dim, "obs_shape": info.obs_dim, "episode_limit": info.episode_limit}
+    return SimpleNamespace(**{**values, "use_cuda": False, "device": "cpu", **sizes, **changes})
 
 
 def scheme(info: EnvInfo, floats: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -194,15 +189,18 @@ def scheme(info: EnvInfo, floats: torch.dtype) -> dict[str, dict[str, Any]]:
     }
 
 
-def padded(episodes: Episodes, info: EnvInfo, convert: Callable[[np.ndarray], Any] = np.asarray) -> Any:
+def padded(
+    episodes: Episodes, info: EnvInfo, convert: Callable[[np.ndarray], Any] = np.asarray,
+    floats: torch.dtype = torch.float32,
+) -> Any:  # fmt: skip
     """Return the peer's batch of some episodes, cut to the longest one as it does after sampling.
 
-    convert: arrays to what its batch takes.
+    convert: arrays to what its batch takes. floats: type of observations, rewards and states.
     """
     EpisodeBatch = importlib.import_module("components.episode_buffer").EpisodeBatch
     OneHot = importlib.import_module("components.transforms").OneHot
     onehot = {"actions": ("actions_onehot", [OneHot(out_dim=info.n_actions)])}
-    fields_of, groups = scheme(info, torch.float32), {"agents": info.n_agents}
+    fields_of, groups = scheme(info, floats), {"agents": info.n_agents}
     batch = EpisodeBatch(fields_of, groups, len(episodes), info.episode_limit + 1, preprocess=onehot)
     for i, episode in enumerate(episodes):
         fields = {name: value.numpy()[None] for name, value in episode.items()}
@@ -221,14 +219,13 @@ def filled(batches: list[Episodes]) -> float:
     return float(np.mean([np.mean(batch) / max(batch) for batch in rows]))
 
 
-def make_update(
-    name: str, options: argparse.Namespace, batches: list[Episodes], info: EnvInfo
-) -> Callable[[int], object]:
-    """Return our learner's update of batch number i (`name` "ours") or the peer's."""
-    if name in {"ours", "ours_graph"}:
-        make = ours if name == "ours" else ours_graph
-        return make(batches, info, options.device, precision=options.precision)
-    return peers(options.peer, batches, info, options.device)
+def make_update(name: str, options: argparse.Namespace, batches: list[Episodes], info: EnvInfo) -> Update:
+    """Return our learner's update of batch number i (`name` "ours", "ours_graph") or PyMARL3's."""
+    if name == "ours":
+        return of_packed(new_learner(options, info), batches, options.device)
+    if name == "ours_graph":
+        return of_graphs(new_learner(options, info), batches, info, options.device, ResidentBuffer.fixed)
+    return peers(options, batches, info)
 
 
 def work(

@@ -56,24 +56,14 @@ WARM_UP = 3  # rounds
 TICKS = 100  # of a round of battles without agents
 
 
-class Clock:
-    """Seconds of the wall clock until a device has done what it was given."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the seconds of `work`, and its result."""
-        self.wait()
-        started = time.perf_counter()
-        result = work()
-        self.wait()
-        return time.perf_counter() - started, result
-
-    def wait(self) -> None:
-        """Wait until the device is idle."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of the wall clock until the device has done `work`, and its result."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    started = time.perf_counter()
+    result = work()
+    wait()
+    return time.perf_counter() - started, result
 
 
 @torch.no_grad()
@@ -161,13 +151,13 @@ class Training:
             self.learns.update(batch, episodes=0)
 
 
-def speed(clock: Clock, work: Callable[[], int], rounds: int) -> float:
+def speed(work: Callable[[], int], rounds: int) -> float:
     """Return the median steps per second after a few rounds, in which kernels are compiled and graphs captured."""
     for _ in range(WARM_UP):
         work()
     found = []
     for _ in range(rounds):
-        seconds, steps = clock(work)
+        seconds, steps = timed(work)
         found.append(steps / seconds)
     return statistics.median(found)
 
@@ -175,18 +165,17 @@ def speed(clock: Clock, work: Callable[[], int], rounds: int) -> float:
 def measure(slots: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the row of one number of battles."""
     device, rounds = torch.device(arguments.device), arguments.rounds
-    clock = Clock(device)
     row: dict[str, Any] = {"config": arguments.config, "env": arguments.env, "map": arguments.map}
     row |= {"episodes": slots, **({"keys": arguments.keys} if arguments.keys else {})}
     if arguments.env == "skirmish":
-        row["battles"] = round(speed(clock, battles_alone(arguments.map, slots, device), rounds))
+        row["battles"] = round(speed(battles_alone(arguments.map, slots, device), rounds))
     training = Training("resident", slots, arguments)
-    row["played"] = round(speed(clock, training.play, rounds))
-    row["trained"] = round(speed(clock, training.learn, rounds))
-    seconds = statistics.median(clock(training.update)[0] for _ in range(rounds))
+    row["played"] = round(speed(training.play, rounds))
+    row["trained"] = round(speed(training.learn, rounds))
+    seconds = statistics.median(timed(training.update)[0] for _ in range(rounds))
     row["update_seconds"] = round(seconds / arguments.updates, 5)
     if slots <= arguments.parallel_up_to:
-        row["parallel"] = round(speed(clock, Training("parallel", slots, arguments).play, rounds))
+        row["parallel"] = round(speed(Training("parallel", slots, arguments).play, rounds))
     if device.type == "cuda":
         row["megabytes"] = round(torch.cuda.max_memory_allocated(device) / 2**20)
     return row

@@ -46,6 +46,7 @@ from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
 from omagd.envs.smac import make_smac
+from omagd.run.run_folder import read_records
 from omagd.runners import REGISTRY
 from omagd.utils.seeding import EpisodeSeeds
 
@@ -278,7 +279,7 @@ def main() -> None:
             if options.rows:
                 options.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
-        rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
+        rows = list(read_records(options.rows))
     if options.plot:
         draw(rows, options.plot)
 

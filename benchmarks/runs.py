@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from omagd.run.run_folder import RunFolder, read_entry, read_records
 
 MAIN = Path(__file__).resolve().parents[1] / "src" / "main.py"
 
@@ -27,20 +28,16 @@ def play(token: str, results: str, config: str, env: str, words: list[str]) -> P
     return max(Path(results).glob(f"{token}*"), key=lambda path: path.stat().st_mtime)
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """Return the objects of a run's `metrics.jsonl`."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def summary(folder: Path) -> dict[str, Any]:
     """Return a run's `summary.json`."""
-    return dict(json.loads((folder / "summary.json").read_text()))
+    return read_entry(RunFolder(folder).summary_json)
 
 
 def tests(folder: Path) -> list[tuple[float, float, float]]:
     """Return (t_env, seconds since the stage began, win rate) of every test of a run."""
     name = "test_battle_won_mean"
-    return [(row["t_env"], row["wall_seconds"], row[name]) for row in records(folder) if name in row]
+    rows = read_records(RunFolder(folder).metrics_jsonl)
+    return [(row["t_env"], row["wall_seconds"], row[name]) for row in rows if name in row]
 
 
 def area(t_env: list[float], won: list[float], t_max: float) -> float:

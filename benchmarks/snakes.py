@@ -31,6 +31,8 @@ from matplotlib.figure import Figure
 from runs import play, summary, tests
 
 from omagd.envs.factory import make_env
+from omagd.lab.studies.results import append
+from omagd.run.run_folder import read_records
 
 HERE = Path(__file__).resolve().parent
 AGAINST, SIDES = ("greedy", "random"), ("a", "b")
@@ -201,15 +203,14 @@ def play_scripts(arguments: argparse.Namespace) -> None:
 def train_learners(arguments: argparse.Namespace) -> None:
     """Run what is missing, then print the table and draw the curves."""
     path = arguments.out / "snakes_learners.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = list(read_records(path))
     there = {(line["row"], line["seed"]) for line in lines}
     missing = [(row, seed) for row in arguments.rows for seed in arguments.seeds if (row, seed) not in there]
 
     def one(task: tuple[str, int]) -> None:
         line = measure(*task, arguments.games, arguments.results, arguments.words)
         lines.append(line)
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append(path, line)
         print(f"{task[0]}, seed {task[1]}: {100 * _won(line, 'greedy', SIDES):.1f} % against greedy", flush=True)
 
     if not arguments.show:

@@ -23,6 +23,8 @@ from typing import Any
 
 from runs import MAIN, RunError
 
+from omagd.run.run_folder import read_records
+
 ASKED_EVERY = 0.05  # seconds
 
 
@@ -37,9 +39,7 @@ def start(seed: int, options: argparse.Namespace, keys: list[str], folder: str) 
 
 def won(path: Path, rate: float) -> dict[str, Any] | None:
     """Return the first record of a run whose test has reached the win rate."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found = (json.loads(line) for line in lines if line.endswith("\n"))
-    return next((record for record in found if record.get("test_battle_won_mean", -1.0) >= rate), None)
+    return next((record for record in read_records(path) if record.get("test_battle_won_mean", -1.0) >= rate), None)
 
 
 Reached = dict[int, tuple[float, float, float]]
