@@ -458,12 +458,6 @@ def test_another_study_and_another_folder_are_rejected(tmp_path):
     assert "run a has other keys (what is done there, fail here; lr is not given there, 0.5 here)" in str(said.value)
 
 
-def file_with(state: StudyState, **wrong) -> bytes:
-    """Return the file of a study whose first job has fields of other types."""
-    (record,) = state.records.values()
-    return json.dumps({"format": 1, "jobs": [{**asdict(record), **wrong}]}).encode()
-
-
 def test_a_damaged_state_is_named_and_kept(tmp_path):
     with locked_study(tmp_path / "s") as state:
         state.add([stub_job("a")])
@@ -471,12 +465,20 @@ def test_a_damaged_state_is_named_and_kept(tmp_path):
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(UserError, match="has format 2; this version reads 1"):
         StudyState.read(tmp_path / "s")
-    wrong = (file_with(state, starts=None), file_with(state, card=5))
+    whole, other_types = asdict(state.records["a"]), ({"starts": None}, {"card": 5})
+    wrong = [json.dumps({"format": 1, "jobs": [whole | each]}).encode() for each in other_types]
     for content in (b"{", b"[]", b'{"format": 1, "jobs": [3]}', *wrong):
         file.write_bytes(content)
         with pytest.raises(UserError, match="study.json: is damaged"):
             StudyState.read(tmp_path / "s")
         assert file.read_bytes() == content
+
+
+def test_the_state_of_a_large_study_is_read_at_once(tmp_path):
+    with locked_study(tmp_path / "s") as state:
+        state.add([stub_job(str(number)) for number in range(2000)])
+    begun = time.process_time()
+    assert len(StudyState.read(tmp_path / "s").records) == 2000 and time.process_time() - begun < 0.5
 
 
 # --- whole studies of scripted runs

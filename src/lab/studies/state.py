@@ -43,7 +43,7 @@ class Record:
         identity: hash of its configuration. card: `id` and `compared` of its card at the start.
     """
 
-    __pydantic_config__ = ConfigDict(allow_inf_nan=False)  # of `read`
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
 
     job: Job
     state: str = WAITING
@@ -54,14 +54,6 @@ class Record:
     reference: str = ""
     identity: str = ""
     card: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, values: Any) -> Record:
-        """Return the record of a JSON object. Errors: ValueError where a field is missing or has another type."""
-        record = TypeAdapter(cls).validate_python(values)
-        if record.card and not isinstance(record.card.get("compared"), dict):
-            raise ValueError("card")
-        return record
 
 
 class StudyState:
@@ -85,7 +77,10 @@ class StudyState:
             values = read_json(folder / STATE, LONGEST_STATE)
             if values["format"] != FORMAT:
                 raise UserError(f"{folder / STATE}: has format {values['format']}; this version reads {FORMAT}")
-            state.records = {entry["job"]["name"]: Record.read(entry) for entry in values["jobs"]}
+            for record in TypeAdapter(list[Record]).validate_python(values["jobs"]):
+                if record.card and not isinstance(record.card.get("compared"), dict):
+                    raise ValueError("card")
+                state.records[record.job.name] = record
         except OSError as problem:
             raise UserError(f"{folder}: holds no study ({problem.strerror}: {STATE})") from None
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as problem:
