@@ -39,6 +39,8 @@ SETTINGS: Any = {
     "font.size": SIZE, "axes.titlesize": SIZE, "axes.labelsize": SIZE, "xtick.labelsize": SMALL,
     "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "axes.linewidth": 0.6, "axes.edgecolor": "#9aa7b4",
     "text.color": INK, "axes.labelcolor": INK, "xtick.color": FAINT, "ytick.color": FAINT, "svg.hashsalt": "omagd",
+    "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6, "legend.frameon": False,
     "figure.constrained_layout.h_pad": 0.03, "figure.constrained_layout.w_pad": 0.03,
 }  # fmt: skip
 
@@ -182,7 +184,7 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
     for axis, panel, title in zip(grid, panels, titles, strict=False):
         _draw_lines(axis, panel, styles, axes)
         _dress(axis, axes)
-        axis.set_title("\n".join(title), loc="left", fontweight="bold")
+        axis.set_title("\n".join(title))
     for i, axis in enumerate(grid):
         if i >= len(panels):
             axis.set_visible(False)
@@ -224,9 +226,6 @@ def _dress(axis: Any, axes: Axes) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axis.set_xlabel(axes.x, color=FAINT, fontsize=SMALL + 0.5)
-    axis.grid(color=GRID, lw=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(length=2, width=0.5)
     axis.xaxis.set_major_locator(MaxNLocator(4))
     axis.xaxis.set_major_formatter("{x:g}" if axes.seconds else EngFormatter(sep=""))
@@ -242,5 +241,5 @@ def _legend(figure: Any, names: dict[str, str], styles: dict[str, tuple[str, Any
     figure.set_figheight(figure.get_figheight() + 1.35 * SMALL / 72 * -(-len(names) // columns))
     figure.legend(
         handles, list(names.values()), loc="outside upper left", ncols=columns,
-        frameon=False, handlelength=2.4, columnspacing=1.2, labelspacing=0.3, borderaxespad=0.2,
+        handlelength=2.4, columnspacing=1.2, labelspacing=0.3, borderaxespad=0.2,
     )  # fmt: skip

@@ -17,21 +17,12 @@ from omagd.lab.analysis import curves, run_report
 from omagd.lab.analysis.comparison import ends_text, last_values, lead_of
 from omagd.lab.analysis.groups import Group, groups, shown, telling
 from omagd.lab.analysis.run_report import STAGES, values_of, warnings_of
-from omagd.lab.analysis.runs import (
-    LONGEST_STUDY,
-    Run,
-    output_option,
-    output_path,
-    read_runs,
-    studies_at,
-    write_output,
-)
+from omagd.lab.analysis.runs import Run, jobs_of, output_option, output_path, read_runs, studies_at, write_output
 from omagd.lab.analysis.statistics import INTERVALS, estimate
 from omagd.run.reporting.report import number_text
-from omagd.run.run_folder import STUDY_FILE, newest_run
+from omagd.run.run_folder import newest_run
 from omagd.utils.errors import readable
 from omagd.utils.logging import duration
-from omagd.utils.storage import read_json
 
 LOG = logging.getLogger("omagd")
 NAME = "report.html"
@@ -112,12 +103,12 @@ def run_facts(run: Run) -> dict[str, Any]:
 def study_facts(runs: Sequence[Run], problems: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
     """Return what the template shows of many runs."""
     found = groups(runs)
-    jobs = [job for folder in folders for study in studies_at(folder) for job in _open_jobs(study)]
+    jobs = [[readable(part) for part in job] for at in folders for study in studies_at(at) for job in jobs_of(study)]
     marked, incomparable = curves.incomparable(found)
     counted, repeats = curves.without_repeats(found)
-    warnings = [f"{name}: failed: {error}" for name, state, error in jobs if state == "failed"]
+    warnings = [f"{name}: failed: {error}" for name, _, state, error in jobs if state == "failed"]
     warnings += [*(f"left out: {readable(problem)}" for problem in problems), *incomparable, *repeats]
-    waiting = Counter(state for _, state, _ in jobs if state != "failed")
+    waiting = Counter(state for _, _, state, _ in jobs if state not in ("done", "elsewhere", "failed"))
     warnings += [f"{number} jobs of the study are {state}" for state, number in waiting.items()]
     warnings += [f"{run.label}: {line}" for run in runs for line in warnings_of(run)]
     return {
@@ -165,16 +156,15 @@ def _curves(found: Sequence[Group], marked: set[str]) -> list[tuple[str, str]]:
 
     pictures = []
     for metric, title in RESULTS.items():
-        kept = [Group(g.label, g.values, tuple(run for run in g.runs if _has_curve(run, metric))) for g in found]
+        kept = [
+            Group(g.label, g.values, tuple(r for r in g.runs if r.kind == "training" and len(r.test_curve(metric)[0])))
+            for g in found
+        ]
         if kept := [group for group in kept if group.runs]:
             panels = curves.curve_panels(kept, metric, "steps", None)
             drawn = drawing(panels, kept, metric, marked)["svg"]
             pictures.append((title, run_report.data_uri(drawn, "svg+xml")))
     return pictures
-
-
-def _has_curve(run: Run, metric: str) -> bool:
-    return run.kind == "training" and len(run.test_curve(metric)[0]) > 0
 
 
 def _differing_keys(found: Sequence[Group]) -> list[list[str]]:
@@ -192,13 +182,3 @@ def _run_row(run: Run, label: str) -> list[str]:
         *map(number_text, (*numbers, steps)), "-" if seconds is None else duration(seconds),
         str(run.card.get("id", "-")),
     ]  # fmt: skip
-
-
-def _open_jobs(folder: Path) -> list[tuple[str, str, str]]:
-    """Return name, state and error of the jobs of a study that have not ended well."""
-    try:
-        entries = read_json(folder / STUDY_FILE, LONGEST_STUDY)["jobs"]
-        jobs = [(entry["job"]["name"], entry["state"], entry.get("error", "")) for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [tuple(readable(str(part)) for part in job) for job in jobs if job[1] not in ("done", "elsewhere")]  # type: ignore[misc]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from omagd.lab.analysis.plot import COLOURS, GRID, SETTINGS, picture
+from omagd.lab.analysis.plot import COLOURS, SETTINGS, picture
 from omagd.lab.analysis.runs import Run, is_number
 from omagd.run.run_folder import RunFolder, read_records
 
@@ -137,7 +137,9 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line], held_out: Container[st
     axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     clock = lines[0][1]
     time = CLOCKS[clock] + (f" ({panel.stage})" if clock == "epoch" else "")
-    _dress(axis, panel.title, time, panel.unit, legend=len(lines) > 1)
+    axis.set(title=panel.title, xlabel=time, ylabel=panel.unit)
+    if len(lines) > 1:
+        axis.legend()
 
 
 def evaluation(run: Run) -> bytes | None:
@@ -158,17 +160,7 @@ def evaluation(run: Run) -> bytes | None:
         for axis, (name, title, unit) in zip(figure.subplots(1, 2), panels, strict=True):
             values = [[each[name] for each in group if is_number(each.get(name))] for group in groups.values()]
             axis.hist(values, bins=20, stacked=True, color=COLOURS[: len(groups)], label=list(groups))
-            _dress(axis, title, unit, "episodes", legend=len(groups) > 1)
+            axis.set(title=title, xlabel=unit, ylabel="episodes")
+            if len(groups) > 1:
+                axis.legend()
         return picture(figure, "png", dpi=150)
-
-
-def _dress(axis: Any, title: str, x_label: str, y_label: str, legend: bool) -> None:
-    """Set titles, grid and frame, and a legend if requested."""
-    axis.set_title(title, loc="left", fontweight="bold")
-    axis.set_xlabel(x_label)
-    axis.set_ylabel(y_label)
-    axis.grid(color=GRID, lw=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    if legend:
-        axis.legend(frameon=False)

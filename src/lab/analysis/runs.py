@@ -304,11 +304,20 @@ def _is_run(folder: Path) -> bool:
 
 def _arms(study: Path) -> dict[str, str]:
     """Return the arm of each run of a study, by the run's name, in the order of the study."""
+    return {name: readable(arm) for name, arm, *_ in jobs_of(study)}
+
+
+def jobs_of(study: Path) -> list[tuple[str, ...]]:
+    """Return name, arm, state and error of the jobs of a study; nothing where its file cannot be read."""
     try:
         entries = read_json(study / STUDY_FILE, LONGEST_STUDY)["jobs"]
-        return {entry["job"]["name"]: readable(str(entry["job"]["arm"])) for entry in entries}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        jobs = [
+            (each["job"]["name"], each["job"]["arm"], each.get("state", "done"), each.get("error", ""))
+            for each in entries
+        ]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+    return [tuple(map(str, job)) for job in jobs]
 
 
 def _sacred_files(folder: Path) -> list[str]:

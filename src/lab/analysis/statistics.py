@@ -53,21 +53,16 @@ def interval(statistic: Statistic, scores: Scores) -> Interval | None:
 
     The percentile bootstrap, stratified: seeds are drawn with replacement within each map.
     """
-    return bootstrap_interval(lambda *samples: statistic(samples), scores)
-
-
-def bootstrap_interval(statistic: Callable[..., np.ndarray], samples: Scores) -> Interval | None:
-    """Return the percentile interval of a statistic of independent samples, each [..., seeds]."""
-    if any(each.shape[-1] < 2 for each in samples):
+    if any(each.shape[-1] < 2 for each in scores):
         return None
     from scipy.stats import bootstrap
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # where there is no gap
         found = bootstrap(
-            samples, lambda *each, axis: statistic(*each), vectorized=True, axis=-1, method="percentile",
+            scores, lambda *each, axis: statistic(each), vectorized=True, axis=-1, method="percentile",
             n_resamples=RESAMPLES, confidence_level=LEVEL, random_state=np.random.default_rng(0),
-            batch=max(1, ENTRIES_AT_ONCE // sum(each.size for each in samples)),
+            batch=max(1, ENTRIES_AT_ONCE // sum(each.size for each in scores)),
         )  # fmt: skip
     low, high = found.confidence_interval
     return np.asarray(low), np.asarray(high)
@@ -111,12 +106,12 @@ def lead(own: Scores, others: Scores, paired: bool = False, statistic: Statistic
     if paired:
         return estimate([mine - theirs for mine, theirs in zip(own, others, strict=True)])
 
-    def between(*samples: np.ndarray) -> np.ndarray:
-        return statistic(samples[: len(own)]) - statistic(samples[len(own) :])
+    def between(scores: Scores) -> np.ndarray:
+        return statistic(scores[: len(own)]) - statistic(scores[len(own) :])
 
     few = statistic is mean and min(map(len, [*own, *others])) < FEW_SEEDS
-    found = t_interval(own, others) if few else bootstrap_interval(between, [*own, *others])
-    return float(between(*own, *others)), found
+    both = [*own, *others]
+    return float(between(both)), t_interval(own, others) if few else interval(between, both)
 
 
 def wins(own: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -130,4 +125,4 @@ def wins(own: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 def improvement(own: np.ndarray, others: np.ndarray) -> Estimate:
     """Return `wins` and its 95 % interval. Both: scores, [seeds]."""
-    return float(wins(own, others)), bootstrap_interval(wins, [own, others])
+    return float(wins(own, others)), interval(lambda both: wins(*both), [own, others])
