@@ -12,7 +12,6 @@ import tomllib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -288,9 +287,9 @@ def disk(config: Config) -> str:
     return _room(f"{place}: {left / GIGABYTE:.1f} GB left", left, LEAST_DISK, MORE_ROOM)
 
 
-def smax(_config: Config) -> str:
-    """Check the packages of the extra `smax` without importing JAX."""
-    return require(("jaxmarl", "jax", "jaxlib"), "smax")
+def of_extra(extra: str, *names: str) -> Callable[[Config], str]:
+    """Return what checks packages of an extra, without importing them."""
+    return lambda _config: require(names, extra)
 
 
 def pysc2(_config: Config) -> str:
@@ -351,11 +350,6 @@ def _maps(names: list[str], chosen: str) -> str:
     return text
 
 
-def world(name: str, _config: Config) -> str:
-    """Check the package of an environment."""
-    return require((WORLDS[name],), name)
-
-
 def wandb(_config: Config) -> str:
     """Check W&B and in which mode it would record."""
     found = require(["wandb"], "full")
@@ -363,11 +357,6 @@ def wandb(_config: Config) -> str:
 
     kinds = {"online": "online, a key is stored", "offline": "offline, no key is stored (run `wandb login`)"}
     return f"{found}, use_wandb=True records {kinds.get(mode := choose_mode(), f'with WANDB_MODE={mode}')}"
-
-
-def tensorboard(_config: Config) -> str:
-    """Check that TensorBoard is installed."""
-    return require(["tensorboard"], "full")
 
 
 def _cores() -> int:
@@ -386,12 +375,12 @@ CHECKS = (
     Check("limits", limits, fix="see the line on torch"),
     Check("shared memory", shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),
     Check("disk", disk, ALL, fix=MORE_ROOM),
-    Check("smax", smax, frozenset({"smax"}), fix=install("smax")),
-    *(Check(name, partial(world, name), frozenset({name}), fix=install(name)) for name in WORLDS),
+    Check("smax", of_extra("smax", "jaxmarl", "jax", "jaxlib"), frozenset({"smax"}), fix=install("smax")),
+    *(Check(name, of_extra(name, WORLDS[name]), frozenset({name}), fix=install(name)) for name in WORLDS),
     Check("pysc2", pysc2, GAMES, fix=install("full")),
     Check("game", game, GAMES, fix="./install_sc2.sh"),
     Check("SMAC maps", smac_maps, frozenset({"sc2"}), fix=GET_MAPS),
     Check("SMACv2 map", smacv2_maps, frozenset({"sc2_v2"}), fix=GET_MAPS),
     Check("W&B", wandb, fix="leave use_wandb=False"),
-    Check("TensorBoard", tensorboard, fix="leave use_tensorboard=False"),
+    Check("TensorBoard", of_extra("full", "tensorboard"), fix="leave use_tensorboard=False"),
 )

@@ -10,13 +10,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omagd.run.signals import Stopped, stoppable
 from omagd.utils.errors import Mistakes, UserError, print_out, print_warning, readable
-
-if TYPE_CHECKING:
-    from omagd.lab.studies.spec import Study
 
 
 def add_common(parser: argparse.ArgumentParser, kind: str, page: str) -> None:
@@ -53,10 +50,15 @@ def main(options: argparse.Namespace) -> int:
         return _status(options.words[1:])
     file = only_word(options.words, "study")
     from omagd.lab.studies.spec import load
+    from omagd.lab.studies.study import outcome, run_study
+    from omagd.lab.studies.view import study_table
 
     study = load(file, results=options.results, executor=options.executor)
     with stoppable(), continued(study.folder, "study", options):
-        return _run(study)
+        state = run_study(study, print_warning)
+    complete, _ = outcome(state, study)
+    print_out(f"{study_table(state)}\n{study.folder}\n")
+    return 0 if complete else 1
 
 
 @contextmanager
@@ -74,16 +76,6 @@ def continued(folder: Path, kind: str, options: argparse.Namespace) -> Iterator[
         command = shlex.join(["omagd", kind, *options.words, *given])
         stop.where = readable(f": {left} in {folder}. Continue with: {command}")
         raise
-
-
-def _run(study: Study) -> int:
-    from omagd.lab.studies.study import outcome, run_study
-    from omagd.lab.studies.view import study_table
-
-    state = run_study(study, print_warning)
-    complete, _ = outcome(state, study)
-    print_out(f"{study_table(state)}\n{study.folder}\n")
-    return 0 if complete else 1
 
 
 def _status(words: Sequence[str]) -> int:

@@ -6,14 +6,10 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omagd.lab.commands.study import add_common, continued, only_word
 from omagd.run.signals import stoppable
 from omagd.utils.errors import UserError, print_out, print_warning
-
-if TYPE_CHECKING:
-    from omagd.lab.studies.sweep_spec import Sweep
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,17 +22,12 @@ def main(options: argparse.Namespace) -> int:
     if options.words[:1] == ["status"]:
         return _status(options.words[1:])
     file = only_word(options.words, "sweep")
+    from omagd.lab.studies.sweep import markdown, run_sweep
     from omagd.lab.studies.sweep_spec import load_sweep
 
     sweep = load_sweep(file, results=options.results, executor=options.executor)
     with stoppable(), continued(sweep.folder, "sweep", options):
-        return _run(sweep)
-
-
-def _run(sweep: Sweep) -> int:
-    from omagd.lab.studies.sweep import markdown, run_sweep
-
-    found = run_sweep(sweep, print_warning)
+        found = run_sweep(sweep, print_warning)
     print_out(f"{markdown(sweep, found)}\n{sweep.folder}\n")
     return 0 if found["best"] is not None else 1
 

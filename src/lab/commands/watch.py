@@ -74,8 +74,8 @@ def _format(options: argparse.Namespace) -> str:
     formats = WRITERS.names()
     kind = str(options.format or {"": "html", "htm": "html"}.get(ending, ending))
     if kind not in formats:
-        what = f"--format={kind}" if options.format else f"--output={options.output}: its ending"
-        raise UserError(f"{what}: must be {', '.join(formats[:-1])} or {formats[-1]}".replace("ending:", "ending"))
+        what = f"--format={kind}:" if options.format else f"--output={options.output}: its ending"
+        raise UserError(f"{what} must be {', '.join(formats[:-1])} or {formats[-1]}")
     return kind
 
 

@@ -37,18 +37,11 @@ def check_file(path: Path) -> None:
         raise UserError(f"results_file={path}: cannot be written ({problem.strerror}). Give another name") from None
 
 
-def known_keys(path: Path) -> tuple[dict[Key, dict[str, Any]], int]:
-    """Return the lines of a results file by their key, and how many lines could not be read. Errors: OSError."""
-    found: dict[Key, dict[str, Any]] = {}
-    bad = 0
-    if not path.exists():
-        return found, bad
-    for entry in json_lines(path):
-        if entry is None or not {"start_card", "identity"} <= entry.keys():
-            bad += 1
-        else:
-            found[str(entry["start_card"]), str(entry["identity"])] = entry
-    return found, bad
+def known_keys(path: Path) -> tuple[set[Key], int]:
+    """Return the keys of the runs in a results file, and how many lines could not be read. Errors: OSError."""
+    lines = list(json_lines(path)) if path.exists() else []
+    good = [line for line in lines if line is not None and {"start_card", "identity"} <= line.keys()]
+    return {(str(line["start_card"]), str(line["identity"])) for line in good}, len(lines) - len(good)
 
 
 def line_of(

@@ -125,19 +125,15 @@ class _Engine:
         try:
             self._executor.stop()
         finally:
-            for ended in self._executor.poll():
-                record = self._started.pop(ended.name, (None, None))[0]
-                if record is not None and record.state != PRUNED:
-                    self._spend(record)
-                    self._close(record, DONE if self._state.is_finished(ended.name) else WAITING)
+            over = {ended.name for ended in self._executor.poll()}
             for name, (record, _) in self._started.items():
                 if record.state == PRUNED:
                     continue
                 self._spend(record)
                 if self._state.is_finished(name):
                     self._close(record, DONE)
-                elif name not in self._executor.references:
-                    self._set(record, WAITING)
+                elif name in over or name not in self._executor.references:
+                    self._close(record, WAITING)
             self._state.save(now=True)
 
     def _start(self, record: Record, slot: int) -> None:

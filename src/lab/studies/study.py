@@ -148,7 +148,7 @@ class _Results:
 
     def __init__(self, study: Study, state: StudyState, warn: Callable[[str], None]) -> None:
         self._path, self._name, self._state, self._warn = study.results_file, study.folder.name, state, warn
-        self._known: dict[results_files.Key, dict[str, Any]] = {}
+        self._known = set[results_files.Key]()
         self._commit = code().commit + "-dirty" * code().changed if self._path is not None else ""
         if self._path is None:
             return
@@ -185,7 +185,7 @@ class _Results:
         )  # fmt: skip
         try:
             results_files.append(self._path, entry)
-            self._known[key] = entry
+            self._known.add(key)
         except OSError as problem:
             self._warn(
                 f"results_file={self._path}: cannot be written ({problem.strerror}): {record.job.name} is missing"

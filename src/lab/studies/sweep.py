@@ -122,9 +122,7 @@ def read_trials(sweep: Sweep) -> list[Trial]:
         return []
     try:
         values = read_json(path, LONGEST)
-        names = Trial.__dataclass_fields__
-        rows = [{name: row[name] for name in names} for row in values["trials"]]
-        trials = sorted((TypeAdapter(Trial).validate_python(row) for row in rows), key=lambda each: each.trial)
+        trials = sorted(TypeAdapter(list[Trial]).validate_python(values["trials"]), key=lambda each: each.trial)
     except (ValueError, TypeError, KeyError) as problem:
         raise UserError(f"{path}: is damaged ({type(problem).__name__}). Give another name: or results:") from None
     there, here = values.get("definition", {}), sweep.definition

@@ -79,6 +79,8 @@ def _chosen(episode: Episode, agent: int, steps: Sequence[int]) -> tuple[list[in
 
 def write_gif(recording: Recording, path: Path, agent: int) -> Path:
     """Write all episodes, one after another, as an animation. Errors: OSError."""
+    from PIL import Image, ImageOps
+
     images: list[Any] = []
     durations: list[int] = []
     for episode in recording.episodes:
@@ -86,7 +88,9 @@ def write_gif(recording: Recording, path: Path, agent: int) -> Path:
         images += made
         durations += [MS] * (len(made) - 1) + [LAST_MS]
     palette = _palette(images[len(images) // 2])
-    flat = [_same_size(image, images[0].size).quantize(palette=palette, dither=0) for image in images]
+    # Episodes on other maps have other shapes.
+    even = (ImageOps.pad(image, images[0].size, color=PAGE, centering=(0, 0)) for image in images)
+    flat = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in even]
     with atomic_file(path) as file:
         flat[0].save(file, "GIF", save_all=True, append_images=flat[1:], duration=durations, loop=0, optimize=False)
     return path
@@ -100,14 +104,3 @@ def _palette(image: Any) -> Any:
     palette = Image.new("P", (1, 1))
     palette.putpalette([*common, *(part for colour in KEPT_COLOURS for part in ImageColor.getrgb(colour))])
     return palette
-
-
-def _same_size(image: Any, size: tuple[int, int]) -> Any:
-    """Return the image on a ground of `size`: episodes on other maps have other shapes."""
-    if image.size == size:
-        return image
-    from PIL import Image, ImageOps
-
-    whole = Image.new("RGB", size, PAGE)
-    whole.paste(ImageOps.contain(image, size))
-    return whole
