@@ -474,13 +474,6 @@ def test_a_damaged_state_is_named_and_kept(tmp_path):
         assert file.read_bytes() == content
 
 
-def test_the_state_of_a_large_study_is_read_at_once(tmp_path):
-    with locked_study(tmp_path / "s") as state:
-        state.add([stub_job(str(number)) for number in range(2000)])
-    begun = time.process_time()
-    assert len(StudyState.read(tmp_path / "s").records) == 2000 and time.process_time() - begun < 0.5
-
-
 # --- whole studies of scripted runs
 
 
