@@ -17,10 +17,12 @@ OF_PREDICTORS = ("graph_", "tokenizer_config", "mask_predictor_config")
 
 
 def by_environment(file):
+    """Return the arms; comparators join the arms of the study that they belong to. PPO has settings of its own."""
     found = {}
-    for job in load(file).jobs:
-        found.setdefault((job.env, job.map, job.seed), {})[job.arm] = config_of(job)
-    return found
+    for each in (file.with_stem("belief_head"), file) if file.stem == "belief_comparators" else (file,):
+        for job in load(each).jobs:
+            found.setdefault((job.env, job.map, job.seed), {})[job.arm] = config_of(job)
+    return {place: {arm: arms[arm] for arm in arms if arm != "mappo"} for place, arms in found.items()}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
