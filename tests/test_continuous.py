@@ -147,11 +147,13 @@ def test_matd3_is_what_its_formulas_say():
     )
     torch.testing.assert_close(torch.autograd.grad(actor[0], list(agent.parameters())), wanted)
 
-    states = [state_of(learner)]
+    states, passes = [state_of(learner)], []
+    agent.register_forward_hook(lambda *_: passes.append(learner.updates))
     for _ in range(2):
         stats = learner.update(batch, episodes=0)
         states.append(state_of(learner))
         assert stats[SKIPPED] == (0, 1)
+    assert passes == [1]  # the first update needs no gradient of the actor
     moved = [{name.split(".")[0] for name in a if not torch.equal(a[name], b[name])} for a, b in pairwise(states)]
     kinds = [{name for name in each if " " not in name} for each in moved]
     assert kinds == [{"critic"}, {"critic", "agent", "target_agent", "target_critic"}]

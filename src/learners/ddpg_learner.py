@@ -276,6 +276,10 @@ class DDPGLearner(SavesParts):
         """Take both steps. count: steps of all agents. due: 1 where actor and targets move, too."""
         of_critic = ((part.before, part.taken, self._targets(part), part.valid) for part in parts)
         critic = self._critic_step(count, *of_critic)
+        stats = {**critic.stats, "grad_norm": critic.norm}
+        if due.device.type == "cpu" and not due:  # a graph, which cannot know, computes a step that is not taken
+            self._moves.zero_()
+            return {**stats, SKIPPED: critic.skipped}
         of_actor = (
             (
                 part.before, self._frozen_critic, part.noise if part.owned is None else None, part.valid,
@@ -286,10 +290,10 @@ class DDPGLearner(SavesParts):
         due = due.to(self.device, non_blocking=True)
         actor = self._actor_step(count, *of_actor, where=critic.finite & due.bool())
         self._moves.copy_(actor.finite & (actor.norm[1] > 0))
-        norms = {"grad_norm": critic.norm, "grad_norm_actor": actor.norm}
         skipped, one = actor.skipped
         # An update that leaves the actor as it is by `policy_delay` was not skipped.
-        return {**critic.stats, **actor.stats, **norms, SKIPPED: (skipped * torch.maximum(due, ~critic.finite), one)}
+        left = skipped * torch.maximum(due, ~critic.finite), one
+        return {**stats, **actor.stats, "grad_norm_actor": actor.norm, SKIPPED: left}
 
     @torch.no_grad()
     def finish(self, episodes: int) -> None:
