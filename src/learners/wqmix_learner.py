@@ -68,7 +68,7 @@ class WeightedLoss(QLoss):
     ) -> None:  # fmt: skip
         super().__init__(agent, mixer, bf16)
         self.central, self.central_mixer, self.args = central, central_mixer, args
-        self._better: Tensor | None = None  # of this forward: where y > Q*(s, a^), [S] bool
+        self._heavy: Tensor | None = None  # of this forward: which steps have the weight 1 (central), [S] bool
 
     def forward(
         self, inputs: AgentInputs, taken: Transitions, targets: MakeTargets, cases: BeliefCases | None = None
@@ -81,8 +81,9 @@ class WeightedLoss(QLoss):
 
         def targets_and_weights(q_tot: Tensor) -> Tensor:
             kept.append(targets(q_tot))
-            greedy = greedy_actions(q_tot, taken.avail_actions)
-            self._better = kept[0] > self._joint(q, greedy, taken)
+            if self.args.weighting == "central":
+                best = greedy_actions(q_tot, taken.avail_actions)
+                self._heavy = (kept[0] > self._joint(q, best, taken)) | (best == taken.actions).all(dim=-1)
             return kept[0]
 
         loss, stats = super().forward(inputs, taken, targets_and_weights, cases)
@@ -99,16 +100,9 @@ class WeightedLoss(QLoss):
 
     def error_loss(self, error: Tensor, values: MixerInputs) -> Tensor:
         """Return the weighted loss of each TD error, [S]."""
-        with torch.no_grad():
-            # Q_tot cannot fit all actions: the weights say where it must, at those that may be the best ones.
-            if self.args.weighting == "optimistic":
-                heavy = error < 0
-            else:
-                assert self._better is not None
-                best = greedy_actions(values.q, values.avail_actions)
-                heavy = self._better | (best == values.actions).all(dim=-1)
-            weight = torch.where(heavy, 1.0, self.args.alpha).to(error.dtype)
-        return weight * super().error_loss(error, values)
+        # Q_tot cannot fit all actions: the weights say where it must, at those that may be the best ones.
+        heavy = error < 0 if self._heavy is None else self._heavy
+        return torch.where(heavy, 1.0, self.args.alpha).to(error.dtype) * super().error_loss(error, values)
 
 
 class WQMIXLearner(NQLearner):
