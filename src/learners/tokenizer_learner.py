@@ -172,9 +172,7 @@ class TokenizerLearner(GraphLearner):
         for part in nodes.parts(self.config.graph_frames_at_once):
             stats = merge(stats, self._loss(part)[1])
         stats = dict(stats)
-        none = torch.zeros_like(self.tokenizer.cluster_size)
-        _, used = stats.pop(CODE_SUMS, (none, none))
-        used = self.dist.sum(used.to(none.dtype))
+        used = self.dist.sum(stats.pop(CODE_SUMS)[1])
         return {**stats, **perplexity_stats(used)} if used.any() else stats
 
     def units(self, batch: PackedBatch) -> Tensor:

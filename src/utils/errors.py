@@ -379,7 +379,13 @@ KEYS = (
     Row("hypergroup", why="Leave it out: groups of runs come from their configuration"),
 )
 _OWN = "Gymnasium's, PettingZoo's and PyMARL's environments: docs/environments.md; your own: docs/extending.md"
-_OTHERS = "gfootball football grf stag_hunt overcooked vmas mamujoco"
+_WORLDS = (
+    Row("smaclite", near="skirmish"),
+    Row("one_step_matrix_game", near="matrix_game"),
+    Row("gym gymnasium", "gymma", why="and env_args.key=… (docs/environments.md)"),
+    Row("lbforaging foraging", "lbf"),
+    Row("gfootball football grf stag_hunt overcooked vmas mamujoco", why=_OWN),
+)
 _NOT_SHARED = "with share_parameters=False"
 NAMES: dict[str, tuple[Row, ...]] = {
     "--config": (
@@ -396,20 +402,12 @@ NAMES: dict[str, tuple[Row, ...]] = {
     "--env-config": (
         Row("smac starcraft starcraft2 sc2_beta", "sc2"),
         Row("smacv2 smac_v2 sc2v2 sc2_v2 sc2wrapped", "sc2_v2_terran", why="or sc2_v2_protoss, sc2_v2_zerg"),
-        Row("smaclite", near="skirmish"),
-        Row("one_step_matrix_game", near="matrix_game"),
-        Row("gym gymnasium", "gymma", why="and env_args.key=… (docs/environments.md)"),
-        Row("lbforaging foraging", "lbf"),
-        Row(_OTHERS, why=_OWN),
+        *_WORLDS,
     ),
     "env": (
         Row("smac starcraft starcraft2", "sc2"),
         Row("smacv2 smac_v2 sc2v2 sc2wrapped", "sc2_v2"),
-        Row("smaclite", near="skirmish"),
-        Row("one_step_matrix_game", near="matrix_game"),
-        Row("gym gymnasium", "gymma", why="and env_args.key=… (docs/environments.md)"),
-        Row("lbforaging foraging", "lbf"),
-        Row(_OTHERS, why=_OWN),
+        *_WORLDS,
     ),
     "learner": (
         Row("q_learner", "nq_learner"),

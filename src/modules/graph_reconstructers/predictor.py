@@ -99,16 +99,10 @@ class PackedHistory:
         ids = self._ids[past, agents[:, None]]
         # Before the episode there was nothing, which is not the same as not seeing: PAD, not MASK.
         ids = torch.where((at < 0)[..., None], self._specials.pad, ids)
-        last_rows, never = self.last_rows(rows, agents)
-        nodes = torch.arange(ids.shape[-1], device=self._device)
-        last_ids = torch.where(never, self._specials.pad, self._ids[last_rows, agents[:, None], nodes])
-        age = torch.where(never, 0, step[:, None] - self._last_step[rows, agents])
-        return Frames(ids, step, last_ids, age)
-
-    def last_rows(self, rows: Tensor, agents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the row [F, N] in which each node was last seen before, and whether it never was, [F, N] bool."""
-        last = self._last_step[rows, agents]
-        return self._packing.row(last, self._episode[rows][:, None]), last < 0
+        last, nodes = self._last_step[rows, agents], torch.arange(ids.shape[-1], device=self._device)
+        last_ids = self._ids[self._packing.row(last, episode[:, None]), agents[:, None], nodes]
+        age = step[:, None] - last
+        return Frames(ids, step, last_ids.masked_fill(last < 0, self._specials.pad), age.masked_fill(last < 0, 0))
 
 
 class SlotHistory:
