@@ -208,7 +208,7 @@ def test_seconds_go_to_the_task_that_took_them():
     tasks.played([{"task": name, "length": n} for name, n in (("3m", 4), ("5m", 3), ("3m", 1))])
     tasks.synchronise()
     # 4 seconds less 1.5 in environments: 2.5 over 5 and 3 steps.
-    assert [facts.get("seconds_per_episode") for facts in tasks.summary().values()] == [
+    assert [facts.get("seconds_per_episode") for facts in tasks.facts()["tasks"].values()] == [
         pytest.approx((1 + 2.5 * 5 / 8) / 2), None, pytest.approx(0.5 + 2.5 * 3 / 8),
     ]  # fmt: skip
 
@@ -223,7 +223,7 @@ def counted(rank, dist, _):
         tasks.played([*won, {"task": "5m", "length": 5}])
         if turn < 2:
             tasks.synchronise()
-        seen.append(tasks.summary())
+        seen.append(tasks.facts()["tasks"])
     return seen, tasks.state_dict(), tasks.own.state_dict()
 
 
@@ -240,7 +240,7 @@ def test_increments_are_added_once():
     alone.load_state_dict({**shared, "tally": old, "iteration": 3})  # as earlier versions wrote it
     alone.own.merge([own for *_, own in ranks])
     alone.synchronise()
-    facts = alone.summary()
+    facts = alone.facts()["tasks"]
     assert (facts["3m"]["visits"], facts["3m"]["wins"], facts["5m"]["visits"]) == (18, 6, 9)
     assert sum(alone.all["3m"].last) == 6
     results = Record(last=[0] * 60)

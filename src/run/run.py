@@ -40,10 +40,9 @@ def run(_run: Any, _config: Mapping[str, Any] | Config, _log: Any = None) -> dic
 
 def _run_all(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
     config = _absolute(_config if isinstance(_config, Config) else validate(dict(_config)))
-    if len(config.seeds) < 2:
-        (seed,) = config.seeds or (config.seed,)
-        return _run_one(_run, config.model_copy(update={"seed": seed, "seeds": ()}))
-    singles = [config.model_copy(update={"seed": seed, "seeds": ()}) for seed in config.seeds]
+    singles = [config.model_copy(update={"seed": seed, "seeds": ()}) for seed in config.seeds or (config.seed,)]
+    if len(singles) == 1:
+        return _run_one(_run, singles[0])
     finished = _finished_runs(singles)
     summaries = [finished.get(single.seed) or _run_one(_run, single) for single in singles]
     folders = " ".join(shlex.quote(nearby(str(summary["folder"]))) for summary in summaries)

@@ -85,7 +85,7 @@ class Checkpointer:
         self.config, self.dist, self.folder = config, dist, folder
         self.enabled = config.enable_checkpointing and not config.evaluate
         self._plan = plan = plan or ResumePlan()
-        self.results = _finished(plan)
+        self.results = plan.results
         self.stage: Stage | None = None
         self.iteration = plan.iteration
         self._registered: dict[Scope, dict[str, Stateful]] = {"shared": {}, "rank": {}}
@@ -367,13 +367,6 @@ class Checkpointer:
             f"{text}; it was written by {state.world_size} rank(s), now there are {self.dist.world_size}: episodes are"
             f" redistributed across ranks by age, generators begin new streams, the effective batch is {batch} {unit}"
         )
-
-
-def _finished(plan: ResumePlan) -> list[StageResult]:
-    """Return the results of the stages that are finished where a start continues."""
-    if plan.weights is not None:
-        return [StageResult(name, {}, {}, {name: str(path)}) for name, path in plan.weights.trained.items()]
-    return [] if plan.state is None else [StageResult(**result) for result in plan.state.common["finished"]]
 
 
 POLL_SECONDS = 0.02

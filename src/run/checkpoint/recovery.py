@@ -33,6 +33,7 @@ from omagd.run.checkpoint.store import (
     Checkpoint,
     Damaged,
     Position,
+    StageResult,
     clean,
     episode_files,
     folders,
@@ -186,11 +187,11 @@ class ResumePlan:
         return self.state.position if self.state is not None and self.kind == "weights" else None
 
     @property
-    def finished(self) -> set[str]:
-        """Stages that have ended before."""
+    def results(self) -> list[StageResult]:
+        """Results of the stages that have ended before."""
         if self.weights is not None:
-            return set(self.weights.trained)
-        return set() if self.state is None else {result["name"] for result in self.state.common["finished"]}
+            return [StageResult(name, {}, {}, {name: str(path)}) for name, path in self.weights.trained.items()]
+        return [] if self.state is None else [StageResult(**result) for result in self.state.common["finished"]]
 
     def lost_episodes(self) -> int:
         """Return how many stored episodes the run continues without."""
@@ -215,9 +216,6 @@ def unusable(path: Path | str, problem: BaseException) -> UserError:
     return UserError(
         f"checkpoint {path} does not fit this run ({reason}); use the configuration that wrote it, or auto_resume=False"
     )
-
-
-NEW_FOLDER = "auto_resume=False begins from scratch in a new folder"
 
 
 def recover(folder: RunFolder, dist: Dist, config: Config, as_before: bool) -> ResumePlan:
@@ -369,7 +367,8 @@ def _rejected(folder: RunFolder, mode: str, problems: Mapping[Path, str]) -> Use
         "lossy": "resume=weights continues from the newest weights",
         "weights": "there are no whole weights either",
     }
-    return UserError(f"resume={mode}: {what}. Nothing was changed: {ways[mode]}, {NEW_FOLDER}")
+    new = "auto_resume=False begins from scratch in a new folder"
+    return UserError(f"resume={mode}: {what}. Nothing was changed: {ways[mode]}, {new}")
 
 
 def cut_back(folder: RunFolder, dist: Dist, plan: ResumePlan) -> ResumePlan:
@@ -469,8 +468,8 @@ def _bytes_until(path: Path, position: Position) -> int:
 
 def _pretrained_behind(folder: RunFolder, plan: ResumePlan) -> list[Path]:
     """Return the folders of modules whose stage was not finished where the run continues."""
-    behind = [stage for stage in STAGES[:2] if stage not in plan.finished]
-    paths = [folder.pretrained(stage, best) for stage in behind for best in (False, True)]
+    behind = set(STAGES[:2]) - {result.name for result in plan.results}
+    paths = [folder.pretrained(stage, best) for stage in sorted(behind) for best in (False, True)]
     return [path for path in paths if path.exists()]
 
 

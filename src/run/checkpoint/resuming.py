@@ -29,6 +29,7 @@ from omagd.config.loading import read_saved, validate
 from omagd.config.schema import Config, with_removed
 from omagd.run.checkpoint.store import digest, free_finished
 from omagd.run.checkpoint.weights import ADDED, CONTINUED, continue_whole
+from omagd.run.reporting.card import NO_EFFECT
 from omagd.run.run_folder import (
     RUN_FILE,
     RunFolder,
@@ -159,14 +160,8 @@ def _holder(handle: int) -> str:
         return "another process"
 
 
-ELSEWHERE = frozenset(
-    {"run", "use_ddp", "use_cuda", "world_size", "ddp_port", "dist_backend", "dist_timeout_minutes", "bucket_cap_mb"}
-    | {"local_results_path", "unique_token", "name", "use_wandb", "wandb_project", "wandb_entity", "wandb_naming"}
-    | {"use_tensorboard", "log_interval", "runner_log_interval", "learner_log_interval", "profile", "log_memory_usage"}
-    | {"log_video", "log_detail", "distributed_debug", "enable_checkpointing", "checkpoint_interval"}
-    | {"max_checkpoints_to_keep", "keep_checkpoints", "max_restarts"}
-    | {"auto_resume", "auto_resume_wait", "resume", "max_memory_per_gpu_gb", "num_workers", "seeds", "save_replay"}
-    | {"graph_updates"}
+ELSEWHERE = NO_EFFECT - {"save_model", "save_model_interval", "save_pretrain_buffer"} | frozenset(
+    {"name", "use_cuda", "dist_backend", "bucket_cap_mb", "num_workers", "graph_updates"}
 )
 """Keys that may change when resuming: where the run is executed, on how many ranks, and what it logs."""
 

@@ -270,8 +270,12 @@ def _known(manifest: Any) -> dict[str, Any]:
 
 def _fitting(form: type[Form], name: str, content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a file, which fits a form. Errors: Damaged."""
-    if problem := misfit(form, content):
-        raise Damaged(f"{name}: {problem}")
+    try:
+        form.model_validate(content)
+    except ValidationError as problem:
+        first = problem.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(str(part)[:40] for part in first["loc"])
+        raise Damaged(": ".join(filter(None, (name, place, first["msg"])))) from problem
     return content
 
 
@@ -492,17 +496,6 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest with a checksum of its content under `seal`."""
     content = {key: value for key, value in manifest.items() if key != "seal"}
     return {**content, "seal": fingerprint(content)}
-
-
-def misfit(form: type[Form], value: Mapping[str, Any]) -> str:
-    """Return what is wrong with a value, empty if it fits the form."""
-    try:
-        form.model_validate(value)
-    except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(str(part)[:40] for part in first["loc"])
-        return f"{place}: {first['msg']}" if place else str(first["msg"])
-    return ""
 
 
 def _is_inside(name: str) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,22 +110,10 @@ def load_learner(learner: Trainable, folder: Path) -> dict[str, int]:
         load_into(module, load_file(path, "checkpoint_path"), path, "checkpoint_path")
     path = folder / LEARNER_FILE
     state = load_file(path, "checkpoint_path")
-    with _fits(path):
-        load_learner_state(learner, state["learner"], path)
-        return dict(state["clock"])
-
-
-def load_learner_state(learner: Any, saved: Any, path: Path) -> None:
-    """Load a learner's state from a file, all but the settings of its optimizers. Errors: UserError."""
-    require_finite(saved, path, "checkpoint_path")
-    with _fits(path):
-        learner.load_state_dict(with_own_settings(saved, learner.state_dict()))
-
-
-@contextmanager
-def _fits(path: Path) -> Iterator[None]:
+    require_finite(state, path, "checkpoint_path")
     try:
-        yield
+        learner.load_state_dict(with_own_settings(state["learner"], learner.state_dict()))
+        return dict(state["clock"])
     except (KeyError, ValueError, RuntimeError) as problem:
         reason = str(problem).split("\n")[0][:100]
         fix = "use the --config that it was trained with"

@@ -213,16 +213,14 @@ def _own(command: Command, argv: list[str]) -> int:
         return int(module.main(options))
 
 
-def _run(
-    options: argparse.Namespace, config: Config, texts: Mapping[str, Any], mistakes: Mistakes | None = None
-) -> None:
+def _run(options: argparse.Namespace, config: Config, texts: Mapping[str, Any], found: Mistakes) -> None:
     """Check the configuration, then print it (`--dry-run`) or run it.
 
-    texts: what the command line sets. mistakes: that were found so far.
+    texts: what the command line sets. found: mistakes so far.
     """
     from omagd.config.loading import given_keys
 
-    with collected(mistakes) as found, found.caught():
+    with found.caught():
         join_tasks()
     if not options.dry_run and not found:
         from omagd.run.launch.processes import preload
@@ -250,12 +248,11 @@ def _run(
     )
 
 
-def _resolve(options: argparse.Namespace, texts: Mapping[str, Any], mistakes: Mistakes | None = None) -> Config:
-    """Return the configuration. mistakes: collects what is wrong. Errors: UserError without it."""
+def _resolve(options: argparse.Namespace, texts: Mapping[str, Any], found: Mistakes) -> Config:
+    """Return the configuration. found: collects what is wrong."""
     from omagd.config.loading import apply_texts, base_values, validate
 
-    with collected(mistakes) as found:
-        return validate(apply_texts(base_values(options.config, options.env_config, found), texts, found), found)
+    return validate(apply_texts(base_values(options.config, options.env_config, found), texts, found), found)
 
 
 def _evaluation(options: argparse.Namespace, words: Sequence[str], mistakes: Mistakes) -> Config:

@@ -20,8 +20,9 @@ from omagd.config.checks import ArgsError
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import config_names, to_plain
 from omagd.config.schema import COMPONENT_ARGS, OF_GRAPHS, OF_HEAD, OF_PARTS, Config, without
+from omagd.envs.factory import described_env, make_env
 from omagd.run.cli import Found, tried
-from omagd.run.launchers import Plan, make_plan
+from omagd.run.launchers import Plan, is_main, make_plan
 from omagd.utils.errors import Mistakes, Unchecked, UserError, foreign, require_extra
 from omagd.utils.registry import Registry, is_plugin
 
@@ -178,7 +179,6 @@ def describe_env(config: Config) -> EnvInfo:
 
     Errors: RankFailed if building or closing takes longer than `dist_timeout_minutes`.
     """
-    from omagd.envs.factory import described_env, make_env
     from omagd.run.launch.watchdog import ended_if_hung
     from omagd.run.signals import stoppable
     from omagd.run.training.checks import check_args
@@ -203,8 +203,6 @@ def describe_env(config: Config) -> EnvInfo:
 
 def _check_name(config: Config, given: Collection[str]) -> None:
     """Reject a `name` that the user has given to choose a map."""
-    from omagd.envs.factory import described_env
-
     if "name" not in given or config.name == config.map_name:
         return
     named = None
@@ -218,7 +216,6 @@ def _check_name(config: Config, given: Collection[str]) -> None:
 def _check_token(config: Config, plan: Plan) -> None:
     """Reject a `unique_token` that exists, unless this start may resume that run."""
     from omagd.run.checkpoint.resuming import require_free_token
-    from omagd.run.launchers import is_main
 
     again = plan.joins and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if is_main() and not again and (config.evaluate or not config.auto_resume):
@@ -278,8 +275,6 @@ def with_args(config: Config, found: Mistakes) -> Config:
 
 def stand_in(config: Config) -> EnvInfo | None:
     """Return facts of an environment or a map that is not there, to check the learner with: those of another one."""
-    from omagd.envs.factory import described_env
-
     with suppress(UserError):
         try:
             return described_env(config.env, {})

@@ -21,7 +21,7 @@ from omagd.run.cli import tried
 from omagd.run.memory_budget import oom_hint
 from omagd.run.run_folder import RUN_FILE, RunFolder, read_entry
 from omagd.run.training.build import (
-    build_plain_mac,
+    build_mac,
     learner_of,
     load_agent,
     load_pretrained,
@@ -66,7 +66,7 @@ def _checkpoint(config: Config, info: EnvInfo) -> tuple[tuple[Path, dict[str, An
         _require_same_maps(config, info, whole[0].parents[1])
         return whole, None
     folder = find_step_folder(config.checkpoint_path, config.load_step)
-    load_agent(build_plain_mac(config, info, cpu), folder, "checkpoint_path")
+    load_agent(build_mac(config, info, cpu), folder, "checkpoint_path")
     if config.evaluate:
         load_pretrained(of_checkpoint(config, folder), info, cpu)
         runners.REGISTRY.get(config.runner).check(config)
@@ -95,7 +95,7 @@ def _check_policies(config: Config, info: EnvInfo) -> None:
     if policy not in {"random", "mixed"}:
         if not Path(policy).expanduser().exists():
             raise UserError(f"{key}={policy}: must be random, mixed, or the path of a checkpoint")
-        load_agent(build_plain_mac(config, info, torch.device("cpu")), find_step_folder(policy, key=key), key)
+        load_agent(build_mac(config, info, torch.device("cpu")), find_step_folder(policy, key=key), key)
 
 
 def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | None) -> set[str]:
@@ -168,7 +168,7 @@ def build_learner_once(config: Config, info: EnvInfo, device: torch.device) -> t
     Returns the learner, and the keys that it and its parts read: in their constructors, or anywhere in their files.
     """
     config = without(config)  # notes what is read
-    mac = build_plain_mac(config, info, device)
+    mac = build_mac(config, info, device)
     runner = runners.REGISTRY.get(config.runner)
     runner.check(config)
     single = runner.unit == "steps"

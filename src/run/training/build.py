@@ -105,15 +105,13 @@ PRETRAINED: dict[str, tuple[str, str, str, Callable[[Config, EnvInfo, torch.devi
 """What stages train: its name, the key of its path, the name of its file, and the function that makes it."""
 
 
-def _learns_codes(config: Config) -> bool:
-    return config.belief_loss == "tokens" and not config.evaluate  # a trained head knows what they stand for
-
-
 def load_pretrained(config: Config, info: EnvInfo, device: torch.device) -> PretrainedModules:
     """Return the pre-trained modules whose paths are given, frozen. Errors: UserError for what does not fit."""
     pretrained = PretrainedModules()
     for name, key, file, make in PRETRAINED.values():
-        if not config.use_graph_reconstruction and not (name == "tokenizer" and _learns_codes(config)):
+        # A head learns codes of the tokenizer; a trained one knows what they stand for.
+        learns_codes = name == "tokenizer" and not config.evaluate
+        if not config.use_graph_reconstruction and not (learns_codes and config.belief_loss == "tokens"):
             continue
         if given := getattr(config, key):
             from omagd.modules.graph_reconstructers.pretrained import check
@@ -158,8 +156,11 @@ def _given_to(run_folder: RunFolder, key: str) -> str:
     return given if given and isinstance(given, str) else str(run_folder.path)
 
 
-def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules | None) -> MAC:
-    """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured."""
+def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: PretrainedModules | None = None) -> MAC:
+    """Return the controller, its agent initialised equally on every rank, with a reconstructor where configured.
+
+    Without `pretrained` it reads plain observations, and what it would infer is zeros.
+    """
     reconstructor: Reconstructor | None = None
     if config.use_graph_reconstruction and pretrained is not None:
         assert pretrained.predictor is not None
@@ -178,11 +179,6 @@ def build_mac(config: Config, info: EnvInfo, device: torch.device, pretrained: P
         if config.belief_loss == "tokens" and pretrained is not None and pretrained.tokenizer is not None:
             mac.head.learn_codes(pretrained.tokenizer)
     return mac
-
-
-def build_plain_mac(config: Config, info: EnvInfo, device: torch.device) -> MAC:
-    """Return the controller with the same agent, reading plain observations; what it would infer is zeros."""
-    return build_mac(config, info, device, None)
 
 
 def read_env_info(path: Path, source: str) -> EnvInfo:
@@ -249,7 +245,7 @@ def pretrain_policy(session: Session, rng: np.random.Generator) -> Any:
         names = tuple(name for name in session.info.scripted_policies if name != "random") or ("random",)
         return ScriptedPolicy(session.env, names, RANDOM_SHARE, rng)
     # The agent of a trained run, reading plain observations.
-    mac = build_plain_mac(config, session.info, session.dist.device)
+    mac = build_mac(config, session.info, session.dist.device)
     key = "graph_pretrain_policy"
     load_agent(mac, find_step_folder(config.graph_pretrain_policy, key=key), key)
     return mac

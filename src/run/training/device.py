@@ -10,19 +10,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from omagd import runners
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.run.launchers import Plan, ranks_here
 from omagd.run.memory_budget import GIGABYTE, available_bytes, data_key, replay_bytes
+from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-
-    from omagd.utils.dist_utils import Dist
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
@@ -62,8 +59,6 @@ def check_machine(config: Config, plan: Plan, info: EnvInfo) -> None:
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
     """Use only deterministic algorithms of torch within a block, if `wanted`."""
-    import torch
-
     if not wanted:
         yield
         return
@@ -80,8 +75,6 @@ def deterministic_algorithms(wanted: bool) -> Iterator[None]:
 
 def limit_memory(device: torch.device, gigabytes: float | None) -> None:
     """Limit this process to `gigabytes` of its GPU (`max_memory_per_gpu_gb`); None or a CPU: no limit."""
-    import torch
-
     if gigabytes is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * GIGABYTE / total), device)
@@ -99,8 +92,6 @@ def processor_features(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 def check_bf16(key: str, cuda: bool) -> None:
     """Reject bf16 (requested by `key`) if it is not faster than float32 here. Errors: UserError."""
-    import torch
-
     if cuda:
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             raise UserError(f"{key}=bf16: {torch.cuda.get_device_name()} has no bf16. Use {key}=float32")
@@ -156,23 +147,17 @@ REPLAY_SHARE = 0.25
 
 def ranks_per_gpu(world_size: int) -> int:
     """Return how many ranks share a GPU of this host."""
-    import torch
-
     return -(-ranks_here(world_size) // torch.cuda.device_count())
 
 
 def room_for_episodes(config: Config, dist: Dist) -> float:
     """Return how many gigabytes of its GPU a rank may fill with episodes."""
-    import torch
-
     free = torch.cuda.mem_get_info(dist.device)[0] / ranks_per_gpu(dist.world_size) / GIGABYTE
     return REPLAY_SHARE * min(free, config.max_memory_per_gpu_gb or free)
 
 
 def replay_device(config: Config, info: EnvInfo, dist: Dist) -> tuple[torch.device, str]:
     """Return where a rank keeps its replay; and why, in words, if it has a GPU."""
-    import torch
-
     memory = torch.device("cpu")
     if dist.device.type == "cpu" or data_key(config) == "batch_size":
         return memory, ""
@@ -192,8 +177,6 @@ def _check_gpu_memory(config: Config, plan: Plan, info: EnvInfo) -> None:
         if cap is not None:
             raise UserError(f"max_memory_per_gpu_gb={cap:g}: this run uses the CPU. Leave it out")
         return
-    import torch
-
     cards = torch.cuda.device_count()
     sharing = ranks_per_gpu(plan.world_size)
     card = min(torch.cuda.get_device_properties(i).total_memory for i in range(cards)) / GIGABYTE / sharing

@@ -220,6 +220,7 @@ def open_logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, car
     console = setup_logging(folder.log(dist.rank), dist.rank)
     sinks = ["console", "jsonl", "sacred"]
     sinks += ["wandb"] * config.use_wandb + ["tensorboard"] * config.use_tensorboard
+    end = {"t_env": config.t_max} if config.max_episodes is None else {"episode": config.max_episodes}
     facts = RunFacts(
         folder=folder.path,
         token=folder.token,
@@ -228,7 +229,7 @@ def open_logger(config: Config, dist: Dist, folder: RunFolder, channel: Any, car
         map_name=config.map_name,
         world_size=dist.world_size,
         config=config.model_dump(mode="json"),
-        totals={"epoch": config.graph_pretrain_epochs, **_ends(config)},
+        totals={"epoch": config.graph_pretrain_epochs, **end},
         card=card,
         made_by=made_by(),
         saved={} if plan.state is None else plan.state.common["run"]["sinks"],
@@ -359,8 +360,3 @@ def require_weights(folder: RunFolder) -> None:
         where, why = missing[-1].parent, STORAGE.why(missing[0])
         fix = "Free some space and run the same command with auto_resume=True: it resumes from the newest checkpoint"
         raise RunFailed(f"{where} could not be written ({why}): the run ends without its weights. {fix}")
-
-
-def _ends(config: Config) -> dict[str, int]:
-    """Return the clock and the value at which stage 3 ends: `max_episodes` if given, else `t_max`."""
-    return {"t_env": config.t_max} if config.max_episodes is None else {"episode": config.max_episodes}

@@ -191,7 +191,7 @@ class TrainingTasks(Shaper):
 
     Args:
         config, info, dist: the run. starts: of this rank's training episodes. n_slots: of each rank. seconds: returns
-            the seconds that the environment has spent on each task so far. clock: returns the seconds of this rank.
+            the seconds that the environment has spent on each task so far.
 
     Attributes:
         all: results of each map up to the last exchange, equal on all ranks. own: this rank's since then, part of each
@@ -206,11 +206,10 @@ class TrainingTasks(Shaper):
         starts: EpisodeSeeds,
         n_slots: int,
         seconds: Callable[[], np.ndarray],
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config, self.dist = config, dist
         self._starts, self._n_slots, self._seconds = starts, n_slots, seconds
-        self._clock = clock
+        self._clock = time.perf_counter
         self.names = info.tasks[: info.n_training]
         weights = np.array([config.task_weights.get(name, 1.0) for name in self.names])
         self.weights = weights / weights.sum()
@@ -341,16 +340,12 @@ class TrainingTasks(Shaper):
         return not np.array_equal(before, self.shares)
 
     def news(self) -> str:
-        """Return which ranks play which maps, if that has changed."""
-        before, self._said = self._said, self.deal_by_rank()
-        return f"maps by rank: {self._said}" if self._said != before else ""
-
-    def deal_by_rank(self) -> str:
-        """Return which maps each rank plays, empty where each rank plays all."""
+        """Return which ranks play which maps, if that has changed; nothing where each rank plays all."""
         if self.config.dealing != "sharded":
             return ""
         played = [[name for name, share in zip(self.names, own, strict=True) if share > 0] for own in self.shares]
-        return "; ".join(f"{rank}: {', '.join(names)}" for rank, names in enumerate(played))
+        before, self._said = self._said, "; ".join(f"{rank}: {', '.join(names)}" for rank, names in enumerate(played))
+        return f"maps by rank: {self._said}" if self._said != before else ""
 
     def record(self) -> dict[str, float]:
         """Return the values for logs, of all ranks up to the last exchange."""
@@ -360,22 +355,18 @@ class TrainingTasks(Shaper):
             values["rebalanced"] = float(self.rebalanced)
         return values
 
-    def facts(self) -> dict[str, Any]:
-        """Return the entry `tasks` of the summary."""
-        return {"tasks": self.summary()}
-
     def register(self, register: Callable[..., None]) -> None:
         """Save what all ranks share, and this rank's statistics since the last exchange."""
         register("maps", self)
         register("maps of the rank", self.own, "rank")
 
-    def summary(self) -> dict[str, Any]:
-        """Return by map its results and the ranks that play it."""
+    def facts(self) -> dict[str, Any]:
+        """Return the entry `tasks` of the summary: by map its results and the ranks that play it."""
         found = {}
         for task, (name, record) in enumerate(self.all.items()):
             ranks = np.flatnonzero(self.shares[:, task]).tolist() if self.weights[task] > 0 else []
             found[name] = {**record.facts(), "ranks": ranks}
-        return found
+        return {"tasks": found}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what all ranks share."""

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from omagd.resident.updates import FixedUpdates
 
 TOGETHER = 32  # episodes that are read together
-PROGRESS = {"best": "best", "last": "last", "missing": "_missing"}
-"""What checkpoints hold of the stage itself: names, and attributes."""
 
 
 class PretrainStage(Stage):
@@ -74,8 +72,8 @@ class PretrainStage(Stage):
         self._policies: dict[str, Any] = {}
         self._learned = False
         self._bar: Progress | None = None
-        for name, attribute in PROGRESS.items():
-            self.register(name, Attribute(self, attribute))
+        for name in ("best", "last", "_missing"):
+            self.register(name.removeprefix("_"), Attribute(self, name))
 
     @abstractmethod
     def make_learner(self) -> PretrainingLearner:
