@@ -85,6 +85,8 @@ def test_training_climbs_the_ladder_and_tests_play_the_opponents_of_env_args():
     for purpose, name in (("train", "greedy"), ("test", "l4"), ("train", "greedy")):
         assert training.begun(purpose) == [name] * 4
     assert training.opponents.stats() == {"opponent_level": (4.0, 1.0)}
+    by_games = Training(opponent_difficulty_strategy="curriculum", max_episodes=1000)
+    assert by_games.playing(*((20 * n, n, 0) for n in (99, 100, 850))) == [["random"], ["l1"], ["greedy"]]
     published = Training(opponent_difficulty_strategy="linear", opponent_order="published")
     assert published.playing((50_000, 0, 0)) == [["greedy"]]
 

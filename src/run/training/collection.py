@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -125,7 +126,10 @@ class Opponents(Shaper):
 
     def _level(self) -> int | None:
         """Return the schedule's level, at most the last of the ladder; None where there is none."""
-        level = self._schedule.level(self._clock.t_env / self._session.config.t_max)
+        config, clock = self._session.config, self._clock
+        # With `max_episodes` a run plays fewer steps than `t_max` where episodes are shorter than they can be.
+        share = max(clock.t_env / config.t_max, clock.episodes / (config.max_episodes or math.inf))
+        level = self._schedule.level(share)
         return None if level is None else min(level, len(self._ladder) - 1)
 
     def due(self) -> bool:
