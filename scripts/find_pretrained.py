@@ -86,7 +86,8 @@ def presets(results: Path) -> list[str]:
 def _fits_with(name: str, words: Sequence[str], info: EnvInfo, results: Path) -> bool:
     """Return whether the command `words` finds a pair with `--config=name`."""
     try:
-        return fitting_pair(config_from([*words, f"--config={name}"]), info, results)[0] is not None
+        others = [word for word in words if not word.startswith("--config=")]
+        return fitting_pair(config_from([f"--config={name}", *others]), info, results)[0] is not None
     except UserError:
         return False
 

@@ -39,14 +39,15 @@ def empty_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_options_and_keys():
+def test_options_and_keys(capsys):
     keys = "with env_args.map_name=8m seeds=1,2,3 lr=5e-4 use_cuda=false"
     config = config_from(f"--config=qmix --env-config=smax {keys}".split())
     assert (config.name, config.env, config.map_name) == ("qmix", "smax", "8m")
     assert (config.seeds, config.lr, config.use_cuda) == ((1, 2, 3), 5e-4, False)
     assert config_from(f"--config qmix --env_config smax {keys}".split()) == config
-    config = config_from(["with", "lr=1", "t_max=7", "--config=vdn", "lr=2"])  # the last value counts
+    config = config_from("--config=qmix with lr=1 t_max=7 --config=vdn lr=2 t_max=7".split())  # the last value counts
     assert (config.name, config.lr, config.t_max) == ("vdn", 2.0, 7)
+    assert "warning: --config=qmix: given again as --config=vdn, which counts alone" in capsys.readouterr().err
 
 
 # Arguments of the command, and words of the error that name key, value and fix.

@@ -136,8 +136,8 @@ def config_from(argv: Sequence[str], mistakes: Mistakes | None = None) -> Config
 def _options(argv: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
     """Return options and words. mistakes: collects unknown options. Errors: UserError for wrong values of others."""
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    parser.add_argument("--env-config", "--env_config")
+    parser.add_argument("--config", action=_Last)
+    parser.add_argument("--env-config", "--env_config", action=_Last)
     for flags in (("--dry-run",), ("--list",), ("--help", "-h"), ("--version",), ("--unobserved", "-u")):
         parser.add_argument(*flags, action="store_true")
     parser.add_argument("--print-config", "--print_config", "-p", dest="dry_run", action="store_true")
@@ -315,6 +315,15 @@ def _update(word: str, found: Mistakes) -> tuple[str, Any]:
     if word.endswith(SUFFIXES):
         return word, read_yaml(Path(word), found)
     raise UserError(f"with {word}: expected key=value, without spaces around `=`, or a file of such keys")
+
+
+class _Last(argparse.Action):
+    """Stores an option of which the last value counts: a second file does not add to the first one."""
+
+    def __call__(self, parser: object, options: argparse.Namespace, value: Any, flag: str | None = None) -> None:
+        if (first := getattr(options, self.dest)) not in (None, value) and is_main():
+            print_warning(f"{flag}={first}: given again as {flag}={value}, which counts alone")
+        setattr(options, self.dest, value)
 
 
 class _Parser(argparse.ArgumentParser):
