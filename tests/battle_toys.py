@@ -22,18 +22,18 @@ class Simulator(engine.Simulator):
     def __init__(self, map_spec: MapSpec, n_slots: int, *, difficulty: str = "7") -> None:
         _, semantics = engine.compiled()
         super().__init__(map_spec, n_slots, difficulty=difficulty)
-        self._parts = semantics(map_spec, SkirmishArgs(), self, UNIT_NAMES).parts()
+        self._parts = semantics(map_spec, SkirmishArgs(), self, UNIT_NAMES).parts
 
     def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
         """Give orders ([B, n] `Order`, [B, n], [B, n, 2]) to the allies of the active slots and play 8 game loops.
 
         An order that the game would refuse changes nothing.
         """
-        roster, parts, n = self._roster, self._parts, self._roster.n
-        agent, aimed = np.arange(n), np.clip(target, 0, roster.total - 1)
+        parts, able, (n, total) = self._parts, self.tables.able, self.tables.fact[: row.SHIELDS]
+        agent, aimed = np.arange(n), np.clip(target, 0, total - 1)
         taken = np.asarray(active)[:, None] & (order != Order.NONE)
-        taken &= (order != Order.ATTACK) | roster.can_hit[agent, aimed]
-        taken &= (order != Order.HEAL) | roster.healable[agent, aimed]
+        taken &= (order != Order.ATTACK) | able[row.CAN_HIT, agent, aimed]
+        taken &= (order != Order.HEAL) | able[row.HEALABLE, agent, aimed]
         walks = taken & (order == Order.MOVE)
         for kept, values, where in (
             (self._ints[row.ORDER], order, taken),

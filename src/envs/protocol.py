@@ -209,10 +209,10 @@ class ManyTasks(Protocol):
 class Seen(NamedTuple):
     """What is shown: avail [B, n, A] bool; obs, full [B, n, obs_dim], state [B, state_dim] float32."""
 
-    avail: Tensor
-    obs: Tensor
-    full: Tensor
-    state: Tensor
+    avail: Any
+    obs: Any
+    full: Any
+    state: Any
 
 
 class Outcome(NamedTuple):

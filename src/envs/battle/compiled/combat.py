@@ -233,7 +233,7 @@ def shoot(t: Tables, s: Array, k: Array) -> None:
     for c in range(fired):
         i = k[row.SHOOTER, c]
         s[row.TIMER, i] += t.unit[row.COOLDOWN, i]
-        if t.mark[row.EXPLODES, i]:
+        if t.explodes[i]:
             k[row.EXPLODED, i] = k[row.BLAST, i] = 1
         else:
             add_hit(t, s, i, k[row.TARGET, i])
@@ -313,7 +313,7 @@ def count_dead(t: Tables, s: Array, k: Array) -> bool:
     for i in range(t.fact[row.UNITS]):
         if k[row.ALIVE, i] and s[row.HEALTH, i] <= 0:
             k[row.ALIVE, i] = 0
-            if t.mark[row.EXPLODES, i] and not k[row.EXPLODED, i]:
+            if t.explodes[i] and not k[row.EXPLODED, i]:
                 k[row.EXPLODED, i] = k[row.BLAST, i] = 1
                 again = True
     return again

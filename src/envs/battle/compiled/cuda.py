@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from omagd.envs.battle.compiled import compiler, features, play, rules, starts
-from omagd.envs.battle.compiled.features import Layout, N, Shown
+from omagd.envs.battle.compiled.features import Layout, N
 from omagd.envs.battle.compiled.rules import NEGATIVE, Prices, Results
 from omagd.envs.battle.compiled.starts import Starts
 from omagd.envs.battle.compiled.tables import Array, Episodes, Orders, State, Tables
+from omagd.envs.protocol import Seen
 from omagd.utils.compiling import files_of_kernels
 from omagd.utils.errors import print_note, print_warning
 
@@ -69,7 +70,7 @@ def step(
         rules.finish_battle(o, p, state, episodes, lost[b], died[b], results, b)
 
 
-def look(o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool) -> None:
+def look(o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Seen, want_full: bool) -> None:
     """Write what is shown of all battles: a thread for each agent of each battle, and one for its state.
 
     w, distance: working memory of the threads. Threads of a warp have the same agent's number, so they do the same.
@@ -83,7 +84,7 @@ def look(o: Layout, state: State, episodes: Episodes, w: Array, distance: Array,
     if i < o.fact[N]:
         features.observe_agent(o, state, episodes, w[thread], distance[thread], shown, want_full, b, i)
     else:
-        features.observe_whole(o, state, episodes, w[thread], shown, b)
+        features.write_state(o, state, episodes, w[thread], shown.state[b], b)
 
 
 KERNELS: dict[str, Callable[..., None]] = {"reset": reset, "step": step, "look": look}

@@ -13,14 +13,14 @@ from omagd.envs.battle.args import BattleArgs, SkirmishArgs
 from omagd.envs.battle.backend import Units
 from omagd.envs.battle.compiled import compiler, features, play, rules, starts
 from omagd.envs.battle.compiled import tables as row
-from omagd.envs.battle.compiled.features import Layout, Shown
+from omagd.envs.battle.compiled.features import Layout
 from omagd.envs.battle.compiled.rules import Prices
 from omagd.envs.battle.compiled.starts import Starts
-from omagd.envs.battle.compiled.tables import Episodes, Orders, Roster, State, Tables, make_tables, shared_memory
+from omagd.envs.battle.compiled.tables import Episodes, Orders, State, Tables, make_tables, shared_memory
 from omagd.envs.battle.maps import MapSpec, build_terrain, get_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.units import UNITS
-from omagd.envs.protocol import Observation, StepResult
+from omagd.envs.protocol import Observation, Seen, StepResult
 from omagd.utils.compiling import as_kernels_take
 
 SIGHT = {"1": 6.0, "2": 6.5, "3": 7.0, "4": 7.5, "5": 8.0, "6": 8.5, "7": 9.0, "8": 9.0, "9": 9.0, "A": 9.0}
@@ -41,32 +41,25 @@ class Simulator:
     """
 
     def __init__(self, map_spec: MapSpec, n_slots: int, *, difficulty: str = "7") -> None:
-        self.n_slots, self._roster = n_slots, Roster(map_spec)
-        self.terrain = build_terrain(map_spec)
-        self.tables = make_tables(map_spec, self._roster, self.terrain, SIGHT[difficulty])
-        self.starts = starts.make_starts(map_spec, self._roster)
+        self.n_slots, self.terrain = n_slots, build_terrain(map_spec)
+        self.tables = make_tables(map_spec, self.terrain, SIGHT[difficulty])
+        self.starts = starts.make_starts(map_spec)
         self.memory = shared_memory()
         # A battle's numbers lie side by side, so that one is played within the processor's nearest memory.
-        lanes = int(self.tables.fact[row.LANES])
+        lanes, total = int(self.tables.fact[row.LANES]), int(self.tables.fact[row.UNITS])
         self.state = State(
             np.zeros((n_slots, len(row.FLOATS), lanes), np.float32),
             np.zeros((n_slots, len(row.INTS), lanes), np.int32),
             np.zeros((n_slots, lanes), np.float32),
             np.zeros((n_slots, lanes), bool),
         )
-        self._floats, self._ints = (np.moveaxis(array[..., : self._roster.total], 0, -1) for array in self.state[:2])
+        self._floats, self._ints = (np.moveaxis(array[..., :total], 0, -1) for array in self.state[:2])
         self._ints[row.TARGET] = -1
-        self.units = self._views()
-
-    def _views(self) -> Units:
-        roster = self._roster
-        health_max, shield_max, kind = (
-            np.broadcast_to(column.T, (self.n_slots, roster.total))
-            for column in (roster.health_max, roster.shield_max, roster.type_id)
-        )
+        constant = *self.tables.unit[[row.HEALTH_MAX, row.SHIELD_MAX], :total], np.array(map_spec.unit_ids(), np.int16)
+        health_max, shield_max, kind = (np.broadcast_to(column, (n_slots, total)) for column in constant)
         x, y, health, shield, energy = (values.T for values in self._floats[: row.TIMER])
-        cooldown, alive = (array[:, : roster.total] for array in self.state[2:])
-        return Units(x, y, health, health_max, shield, shield_max, energy, cooldown, kind, alive)
+        cooldown, alive = (array[:, :total] for array in self.state[2:])
+        self.units = Units(x, y, health, health_max, shield, shield_max, energy, cooldown, kind, alive)
 
     def reset(self, which: np.ndarray, seeds: np.ndarray) -> None:
         """Start new battles in the slots `which` ([B] bool), slot b from `seeds[b]`."""
@@ -80,10 +73,10 @@ class Simulator:
 
     def targets(self, slot: int) -> np.ndarray:
         """Return [U], the index of the unit in reach that each unit attacks or heals; -1 for none."""
-        target, everyone = self._ints[row.TARGET, :, slot], np.arange(self._roster.total)
+        target = self._ints[row.TARGET, :, slot]
         at, units = np.maximum(target, 0), self.units
         x, y, alive = units.x[slot], units.y[slot], units.alive[slot]
-        near = np.hypot(x[at] - x, y[at] - y) <= self._roster.reach[everyone, at]
+        near = np.hypot(x[at] - x, y[at] - y) <= self.tables.pair[row.REACH, np.arange(len(at)), at]
         return np.where((target >= 0) & alive & alive[at] & near, target, -1)
 
     def snapshot(self) -> dict[str, Any]:
@@ -114,7 +107,7 @@ class Parts(NamedTuple):
     prices: Prices
     episodes: Episodes
     orders: Orders
-    shown: Shown
+    shown: Seen
     scale: float
     move_amount: float
 
@@ -123,6 +116,9 @@ class CompiledSemantics(BattleSemantics):
     """`BattleSemantics` of a compiled simulator; results and observations are the same, bit for bit.
 
     Args: as `BattleSemantics`.
+
+    Attributes:
+        parts: what the kernels work on.
     """
 
     _backend: Simulator
@@ -130,14 +126,16 @@ class CompiledSemantics(BattleSemantics):
     def __init__(self, spec: MapSpec, args: BattleArgs, backend: Simulator, unit_names: Sequence[str]) -> None:
         super().__init__(spec, args, backend, unit_names)
         slots, n = backend.n_slots, spec.n_agents
-        self._layout = features.make_layout(spec, args, self._tables, backend.terrain, backend.units)
-        self._prices, self._move_amount = rules.make_prices(args), float(args.move_amount)
-        self._scale = float(self._ledger.scale(backend.units)[0]) if args.reward_scale else 0.0
-        self._orders = Orders(
+        orders = Orders(
             np.zeros((slots, n), np.int64), np.zeros((slots, n), np.int64), np.zeros((slots, n, 2), np.float32)
         )
-        self._episodes = Episodes(*self._ledger.arrays(), self.steps, self.ended, self._last_action)
-        self._shown = Shown(self._avail, self._obs, self._full, self._state)
+        self.parts = Parts(
+            backend.tables, backend.starts, backend.state,
+            features.make_layout(spec, args, self._tables, backend.terrain, backend.units), rules.make_prices(args),
+            Episodes(*self._ledger.arrays(), self.steps, self.ended, self._last_action), orders,
+            Seen(self._avail, self._obs, self._full, self._state),
+            float(self._ledger.scale(backend.units)[0]) if args.reward_scale else 0.0, float(args.move_amount),
+        )  # fmt: skip
         self._memory = features.shared_memory()
         self._lost, self._died = np.zeros(2), np.zeros(2, np.int64)
         self._measured = False  # the geometry, which only scripts and pictures need, is current
@@ -145,7 +143,8 @@ class CompiledSemantics(BattleSemantics):
     def begin(self, which: np.ndarray, seeds: np.ndarray | None = None) -> None:
         """Start episodes in the slots `which` [B] bool, where the back-end has started new battles."""
         begun = as_kernels_take("which", which, bool, self.steps.shape)
-        rules.begin(self._layout, self._scale, self._backend.state, self._episodes, begun)
+        parts = self.parts
+        rules.begin(parts.layout, parts.scale, parts.state, parts.episodes, begun)
         self._changed()
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
@@ -153,13 +152,13 @@ class CompiledSemantics(BattleSemantics):
 
         Errors: ValueError for an action that is not available, or a slot whose episode is over.
         """
-        chosen = as_kernels_take("actions", actions, np.int64, self._orders.order.shape)
+        chosen = as_kernels_take("actions", actions, np.int64, self.parts.orders.order.shape)
         playing = as_kernels_take("active", active, bool, self.steps.shape)
         self._refresh()
-        backend, results = self._backend, rules.no_results(len(active))
+        parts, results = self.parts, rules.no_results(len(active))
         mistake = play.step(
-            backend.tables, self._layout, self._prices, self._move_amount, backend.state, self._episodes,
-            backend.memory, self._orders, self._avail, chosen, playing, self._lost, self._died, results, True,
+            parts.tables, parts.layout, parts.prices, parts.move_amount, parts.state, parts.episodes,
+            self._backend.memory, parts.orders, self._avail, chosen, playing, self._lost, self._died, results, True,
         )  # fmt: skip
         if mistake != play.EVERY_CHOICE_FITS:
             self._require_playable(actions, active)
@@ -171,14 +170,6 @@ class CompiledSemantics(BattleSemantics):
         """Return the current observations; the arrays are overwritten by the next call."""
         self._look(full)
         return Observation(self._obs, self._state, self._avail, self._full if full else None)
-
-    def parts(self) -> Parts:
-        """Return the arrays that the kernels work on, for battles on other devices."""
-        backend = self._backend
-        return Parts(
-            backend.tables, backend.starts, backend.state, self._layout, self._prices, self._episodes, self._orders,
-            self._shown, self._scale, self._move_amount,
-        )  # fmt: skip
 
     def geometry(self) -> Geometry:
         """Return the current distances and directions."""
@@ -194,7 +185,8 @@ class CompiledSemantics(BattleSemantics):
         return self._writer.state_parts()
 
     def _look(self, full: bool) -> None:
-        features.observe(self._layout, self._backend.state, self._episodes, self._memory, self._shown, full)
+        parts = self.parts
+        features.observe(parts.layout, parts.state, parts.episodes, self._memory, parts.shown, full)
         self._stale = False
 
     def _changed(self) -> None:

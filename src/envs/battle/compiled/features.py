@@ -18,6 +18,7 @@ from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.tables import BLOCK, WIDTH, Array, Episodes, State
 from omagd.envs.battle.features import AROUND, N_HEIGHT, N_MOVES, N_PATHING, UnitTables
 from omagd.envs.battle.maps import HEALING, MapSpec
+from omagd.envs.protocol import Seen
 
 (
     N, TOTAL, FIRST, HEALS, ALLY_SHIELD, ENEMY_SHIELD, ALL_HEALTH, OWN_HEALTH, BITS, SEEN_ACTION, PATHING, HEIGHT,
@@ -119,10 +120,10 @@ def fill_mask(o: Layout, x: Array, y: Array, alive: Array, distance: Array, i: i
 
 
 @function
-def describe_units(
-    o: Layout, health: Array, shield: Array, energy: Array, cooldown: Array, x: Array, y: Array, w: Array
-) -> None:
-    """Write each unit's features that do not depend on who looks; [10, U] `w`."""
+def describe_battle(o: Layout, state: State, w: Array, b: int) -> None:
+    """Write the features of battle `b`'s units that do not depend on who looks into the working memory `w` [10, U]."""
+    s, cooldown = state.floats[b], state.cooldown[b]
+    health, shield, energy, x, y = s[row.HEALTH], s[row.SHIELD], s[row.ENERGY], s[row.X], s[row.Y]
     for i in range(o.fact[TOTAL]):
         w[UNIT_X, i], w[UNIT_Y, i] = x[i], y[i]
         w[HEALTH, i] = health[i] / o.unit[HEALTH_MAX, i]
@@ -144,17 +145,17 @@ def look_at_all(o: Layout, i: int, w: Array, distance: Array) -> None:
 
 
 @function
-def write_surroundings(o: Layout, x: Array, y: Array, i: int, living: bool, at: int, out: Array) -> int:
+def write_surroundings(o: Layout, x: Array, y: Array, i: int, at: int, out: Array) -> int:
     """Write pathing and height around agent `i` from place `at`; return the next place."""
     if o.fact[PATHING]:
         for p in range(N_PATHING):
             cell_x, cell_y = int(x[i]) + o.around[0, p], int(y[i]) + o.around[1, p]
-            out[at + p] = ONE if living and read_cell(o.pathing, cell_x, cell_y, True) else ZERO
+            out[at + p] = ONE if read_cell(o.pathing, cell_x, cell_y, True) else ZERO
         at += N_PATHING
     if o.fact[HEIGHT]:
         for p in range(N_HEIGHT):
             cell_x, cell_y = int(x[i]) + o.around[0, p], int(y[i]) + o.around[1, p]
-            out[at + p] = read_cell(o.height, cell_x, cell_y, ONE) if living else ZERO
+            out[at + p] = read_cell(o.height, cell_x, cell_y, ONE)
         at += N_HEIGHT
     return at
 
@@ -191,16 +192,6 @@ def write_unit(
 
 
 @function
-def write_points(w: Array, j: int, shielded: int, at: int, out: Array) -> int:
-    """Write health, and shield if `shielded`, of unit `j` from place `at`; return the next place."""
-    out[at] = w[HEALTH, j]
-    if shielded:
-        out[at + 1] = w[SHIELD, j]
-        return at + 2
-    return at + 1
-
-
-@function
 def write_views(
     o: Layout, x: Array, y: Array, alive: Array, w: Array, distance: Array, mask: Array, last_action: Array,
     elapsed: np.float32, i: int, out: Array, full: Array,
@@ -209,19 +200,18 @@ def write_views(
 
     `full`: the same without range limit, or again `out`, which is written last.
     """
-    n, total, living, first = o.fact[N], o.fact[TOTAL], alive[i], o.fact[FIRST]
-    sight = o.size[SIGHT]
+    n, total, first, sight = o.fact[N], o.fact[TOTAL], o.fact[FIRST], o.size[SIGHT]
     points, seen_action, ally_shield, enemy_shield = (
         o.fact[ALL_HEALTH], o.fact[SEEN_ACTION], o.fact[ALLY_SHIELD], o.fact[ENEMY_SHIELD]
     )  # fmt: skip
-    if not living:
+    if not alive[i]:
         write_nothing(o, elapsed, full)
         write_nothing(o, elapsed, out)
         return
     for move in range(N_MOVES):
         put(np.float32(mask[NORTH + move]), True, True, move, out, full)
-    write_surroundings(o, x, y, i, living, N_MOVES, full)
-    at = write_surroundings(o, x, y, i, living, N_MOVES, out)
+    write_surroundings(o, x, y, i, N_MOVES, full)
+    at = write_surroundings(o, x, y, i, N_MOVES, out)
     for j in range(n, total):
         near, available = alive[j] & (distance[j] < sight), np.float32(mask[first + j - n])
         at = write_unit(o, w, j, available, points, enemy_shield, near, alive[j], at, out, full)
@@ -249,7 +239,10 @@ def write_nothing(o: Layout, elapsed: np.float32, out: Array) -> None:
 def write_own(o: Layout, w: Array, elapsed: np.float32, i: int, at: int, out: Array) -> None:
     """Write agent `i`'s features of itself from place `at`."""
     if o.fact[OWN_HEALTH]:
-        at = write_points(w, i, o.fact[ALLY_SHIELD], at, out)
+        out[at] = w[HEALTH, i]
+        if o.fact[ALLY_SHIELD]:
+            out[at + 1] = w[SHIELD, i]
+        at += 1 + o.fact[ALLY_SHIELD]
     for bit in range(o.fact[BITS]):
         out[at + bit] = o.bits[i, bit]
     if o.fact[OBS_TIME]:
@@ -257,9 +250,14 @@ def write_own(o: Layout, w: Array, elapsed: np.float32, i: int, at: int, out: Ar
 
 
 @function
-def write_state(o: Layout, alive: Array, w: Array, last_action: Array, elapsed: np.float32, out: Array) -> None:
-    """Write the state, in the order of SMAC's `get_state`: allies, enemies, last actions, elapsed time."""
-    n, at = o.fact[N], 0
+def write_state(o: Layout, state: State, episodes: Episodes, w: Array, out: Array, b: int) -> None:
+    """Write the state of battle `b`, unless it is made of the agents' observations; `w` describes the units.
+
+    In the order of SMAC's `get_state`: allies, enemies, last actions, elapsed time.
+    """
+    if o.fact[INSTEAD]:
+        return
+    alive, last_action, n, at = state.alive[b], episodes.last_action[b], o.fact[N], 0
     for i in range(o.fact[TOTAL]):
         ally, shown = i < n, alive[i]
         health, ready, x, y, shield = w[HEALTH, i], w[READY, i], w[PLACE_X, i], w[PLACE_Y, i], w[SHIELD, i]
@@ -281,21 +279,12 @@ def write_state(o: Layout, alive: Array, w: Array, last_action: Array, elapsed: 
                 out[at + action] = last_action[i, action]
             at += last_action.shape[1]
     if o.fact[STATE_TIME]:
-        out[at] = elapsed
-
-
-class Shown(NamedTuple):
-    """What `observe` writes: avail [B, N, A] bool; obs, full [B, N, obs_dim], state [B, state_dim] float32."""
-
-    avail: Array
-    obs: Array
-    full: Array
-    state: Array
+        out[at] = np.float32(episodes.steps[b] / o.size[LIMIT])
 
 
 @function
 def observe_agent(
-    o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool, b: int,
+    o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Seen, want_full: bool, b: int,
     i: int,
 ) -> None:  # fmt: skip
     """Write what agent `i` of battle `b` is shown; `w` describes the units, and it and `distance` are overwritten."""
@@ -312,34 +301,8 @@ def observe_agent(
             shown.state[b, i * len(obs) + entry] = obs[entry]
 
 
-@function
-def describe_battle(o: Layout, state: State, w: Array, b: int) -> None:
-    """Write what does not depend on who looks at battle `b` into the working memory `w`."""
-    s = state.floats[b]
-    describe_units(o, s[row.HEALTH], s[row.SHIELD], s[row.ENERGY], state.cooldown[b], s[row.X], s[row.Y], w)
-
-
-@function
-def observe_whole(o: Layout, state: State, episodes: Episodes, w: Array, shown: Shown, b: int) -> None:
-    """Write the state of battle `b`, unless it is made of the agents' observations; `w` describes the units."""
-    if not o.fact[INSTEAD]:
-        elapsed = np.float32(episodes.steps[b] / o.size[LIMIT])
-        write_state(o, state.alive[b], w, episodes.last_action[b], elapsed, shown.state[b])
-
-
-@function
-def observe_battle(
-    o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool, b: int
-) -> None:
-    """Write what is shown of battle `b`; `w` and `distance` are working memory."""
-    describe_battle(o, state, w, b)
-    for i in range(o.fact[N]):
-        observe_agent(o, state, episodes, w, distance, shown, want_full, b, i)
-    observe_whole(o, state, episodes, w, shown, b)
-
-
 @kernel
-def observe(o: Layout, state: State, episodes: Episodes, memory: Array, shown: Shown, want_full: bool) -> None:
+def observe(o: Layout, state: State, episodes: Episodes, memory: Array, shown: Seen, want_full: bool) -> None:
     """Write masks, observations, those without range limit if `want_full`, and the state of all battles.
 
     memory: `shared_memory`.
@@ -347,4 +310,7 @@ def observe(o: Layout, state: State, episodes: Episodes, memory: Array, shown: S
     w = memory_rows(memory, 0, N_ROWS, WIDTH, np.float32)
     distance = memory_rows(memory, N_ROWS, 1, WIDTH, np.float64)[0]
     for b in range(len(episodes.steps)):
-        observe_battle(o, state, episodes, w, distance, shown, want_full, b)
+        describe_battle(o, state, w, b)
+        for i in range(o.fact[N]):
+            observe_agent(o, state, episodes, w, distance, shown, want_full, b, i)
+        write_state(o, state, episodes, w, shown.state[b], b)

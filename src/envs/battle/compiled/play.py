@@ -85,7 +85,7 @@ def near_tables(t: Tables, memory: Array) -> Tables:
     for column in range(N_COLUMNS):
         for i in range(t.fact[row.LANES]):
             unit[column, i] = t.unit[column, i]
-    return Tables(unit, t.mark, t.pair, t.able, t.fact, t.length, t.grid, t.healers, t.bombs)
+    return Tables(unit, t.explodes, t.pair, t.able, t.fact, t.length, t.grid, t.healers, t.bombs)
 
 
 @kernel

@@ -16,7 +16,7 @@ from torch import Tensor
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import features, play, rules, starts
 from omagd.envs.battle.compiled.engine import compiled
-from omagd.envs.battle.compiled.features import Layout, Shown
+from omagd.envs.battle.compiled.features import Layout
 from omagd.envs.battle.compiled.rules import Prices, Results
 from omagd.envs.battle.compiled.starts import Starts
 from omagd.envs.battle.compiled.tables import (
@@ -77,9 +77,7 @@ def _step(
         faults[mistake] = True
 
 
-def _look(
-    o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Shown, want_full: bool
-) -> None:
+def _look(o: Layout, state: State, episodes: Episodes, w: Array, distance: Array, shown: Seen, want_full: bool) -> None:
     features.observe(o, state, episodes, w[0], shown, want_full)
 
 
@@ -117,15 +115,14 @@ class ResidentBattles:
     def __init__(self, spec: MapSpec, args: SkirmishArgs, n_slots: int, device: torch.device) -> None:
         simulator_class, semantics_class = compiled()
         simulator = simulator_class(spec, n_slots, difficulty=args.difficulty)
-        parts = semantics_class(spec, args, simulator, [unit.name for unit in UNITS]).parts()
+        parts = semantics_class(spec, args, simulator, [unit.name for unit in UNITS]).parts
         self.device, self.n_slots = device, n_slots
         self._kernels = kernels_for(device)
         self._continuing = args.continuing_episode
         n, units = spec.n_agents, spec.n_agents + spec.n_enemies
         self._state, state = self._share(parts.state)
         self._episodes, episodes = self._share(parts.episodes)
-        tensors, shown = self._share(parts.shown)
-        self._seen = Seen(*tensors)
+        self._seen, shown = self._share(parts.shown)
         self._results, results = self._share(rules.no_results(n_slots))
         self._never = torch.zeros_like(self._results.flags[0])
         self._orders, orders = self._share(parts.orders)

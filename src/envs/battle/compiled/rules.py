@@ -66,15 +66,9 @@ def order_battle(
 ) -> None:
     """Translate the actions of battle `b` into orders, and write them down as the last actions."""
     for i in range(actions.shape[1]):
-        note_action(episodes.last_action[b, i], actions[b, i])
+        for action in range(episodes.last_action.shape[2]):
+            episodes.last_action[b, i, action] = action == actions[b, i]
         order_agent(o, state, move_amount, actions[b, i], orders, b, i)
-
-
-@function
-def note_action(onehot: Array, action: int) -> None:
-    """Write an action [A] as one-hot."""
-    for other in range(len(onehot)):
-        onehot[other] = other == action
 
 
 @function

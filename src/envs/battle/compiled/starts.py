@@ -17,7 +17,7 @@ from omagd.envs.battle.args import BUFFER, MOST_GROUPS, OFFSET, REFLECTED_SHARE
 from omagd.envs.battle.compiled import function, kernel
 from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.compiled.combat import ATTACK, STOP, ZERO
-from omagd.envs.battle.compiled.tables import Array, Roster, State, Tables
+from omagd.envs.battle.compiled.tables import Array, State, Tables
 from omagd.envs.battle.maps import BORDER, FORMATION, HIDDEN, MIXED, SIZE, MapSpec
 from omagd.envs.battle.units import UNIT_ID, UNITS
 from omagd.utils.seeding import GOLDEN, splitmix64
@@ -88,14 +88,15 @@ def formation(
     return centre, offset
 
 
-def make_starts(spec: MapSpec, roster: Roster) -> Starts:
+def make_starts(spec: MapSpec) -> Starts:
     """Return how battles of a map begin."""
+    units = [UNITS[i] for i in spec.unit_ids()]
     ours = formation(spec.allies, spec.ally_start, spec.spacing, 1)
     theirs = formation(spec.enemies, spec.enemy_start, spec.enemy_spacing or spec.spacing, -1)
     place, offset = (np.concatenate(parts, axis=1) for parts in ((sum(ours), sum(theirs)), (ours[1], theirs[1])))
     lattice = _lattice(place.shape[1], spec.enemy_spacing or spec.spacing)
     angle = np.arange(N_ANGLES) * (2 * np.pi / N_ANGLES)
-    low = BORDER + max(UNITS[i].radius for i in spec.unit_ids())
+    low = BORDER + max(unit.radius for unit in units)
     middle, high = SIZE / 2, SIZE - low
     # Groups are on the ground with all their members, and no nearer than the teams' extents if those are large.
     extent = [float(np.hypot(*places).max()) for places in (ours[1], lattice[:, : spec.n_enemies])]
@@ -104,13 +105,13 @@ def make_starts(spec: MapSpec, roster: Roster) -> Starts:
     ground = [
         middle, low, high, west, east, high - low, inner, outer, REFLECTED_SHARE, HIDDEN_APART, *spec.ally_start[0],
     ]  # fmt: skip
-    full = np.stack([column.ravel() for column in (roster.health_max, roster.shield_max, roster.energy)])
+    full = [[u.health for u in units], [u.shield for u in units], [u.energy for u in units]]
     names = (*spec.allies, *spec.enemies)
     kind = np.array([names.index(name) for name in names], np.int64)
     return Starts(
         place, offset, lattice, np.stack([np.cos(angle), np.sin(angle)]).astype(np.float32),
-        np.array(list(permutations(range(MOST_GROUPS)))), np.array(ground, np.float32), full, kind,
-        np.array([STARTS.index(spec.start), spec.enemy_waits], np.int64),
+        np.array(list(permutations(range(MOST_GROUPS)))), np.array(ground, np.float32), np.array(full, np.float32),
+        kind, np.array([STARTS.index(spec.start), spec.enemy_waits], np.int64),
     )  # fmt: skip
 
 

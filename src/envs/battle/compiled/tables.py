@@ -48,7 +48,6 @@ COLUMNS = (
     SPLASH_RADIUS, HEAL, HEAL_COST, LOW, HIGH, FREE_BELOW, CAN_MOVE, OFFSET_X, OFFSET_Y, FAR,
     LAYER, FREE, HELD,
 ) = range(len(COLUMNS))  # fmt: skip
-EXPLODES, N_MARKS = range(2)  # rows of `Tables.mark`
 REACH, SHIELD_HIT, HEALTH_HIT = range(3)  # of `Tables.pair`
 CAN_HIT, HEALABLE = range(2)  # of `Tables.able`
 # Entries of `Tables.fact`. LANES: units up to the end of a block; REST: a block less one.
@@ -105,14 +104,17 @@ class Tables(NamedTuple):
     """Constants of a map. U units, N agents.
 
     Attributes:
-        unit: [23, WIDTH] float32, `COLUMNS`, zero beyond U. mark: [1, U] bool. pair: [3, U, U] float32. able:
-            [2, U, U] bool. fact: [10] int64. length: [6] float32, cells. grid: [map_x, map_y] bool, ground on which
-            units stand.
+        unit: [23, WIDTH] float32, `COLUMNS`, zero beyond U. Among them: step and pace, cells per loop, pace when
+            walking to a place, where the enemy keeps together; layer, whether it does not collide with the first unit.
+        explodes: [U] bool. grid: [map_x, map_y] bool, ground on which units stand.
+        pair: [3, U, U] float32 (attacker, target): centre distance at which the weapon (of healers: the beam) reaches,
+            -1 where it cannot hit; damage of one shot before and after armour. able: [2, U, U] bool.
+        fact: [10] int64. length: [6] float32, cells.
         healers, bombs: indices of units, int64; bombs are the enemy's exploding units.
     """
 
     unit: Array
-    mark: Array
+    explodes: Array
     pair: Array
     able: Array
     fact: Array
@@ -122,107 +124,69 @@ class Tables(NamedTuple):
     bombs: Array
 
 
-class Roster:
-    """Constants of a map's units: columns [U, 1] and pair tables [U, U] (attacker, target), float32.
-
-    Attributes:
-        step: cells per loop. pace: the same when walking to a place, where the enemy keeps together.
-        reach: centre distance at which the weapon (of healers: the beam) reaches; -1 where it cannot hit.
-        layer: [U] bool, the units that do not collide with the first one.
-        shield_hit, health_hit: damage of one shot before and after armour.
-        vanguard: indices of the enemy's exploding units; rearguard: [U, 1] bool, the other enemies.
-        healable: [U, U] bool.
-    """
-
-    def __init__(self, spec: MapSpec) -> None:
-        units = [UNIT_TYPES[i] for i in spec.unit_ids()]
-        self.n, self.m, self.total = spec.n_agents, spec.n_enemies, len(units)
-        self.type_id = np.array(spec.unit_ids(), dtype=np.int16)[:, None]
-        self.radius = self._column([u.radius for u in units])
-        self.step = self._column([u.speed / LOOPS_PER_SECOND for u in units])
-        self.pace = self.step.copy()
-        self.pace[self.n :] = np.minimum(self.step[self.n :], self.step[self.n :].min())
-        self.cooldown = self._column([u.cooldown * LOOPS_PER_SECOND for u in units])
-        self.health_max = self._column([u.health for u in units])
-        self.shield_max = self._column([u.shield for u in units])
-        self.energy = self._column([u.energy for u in units])
-        self.energy_max = self._column([u.energy_max for u in units])
-        self.energy_regen = self._column([u.energy_regen / LOOPS_PER_SECOND for u in units])
-        self.hp_regen = self._column([ZERG_REGEN / LOOPS_PER_SECOND if u.race == "Z" else 0.0 for u in units])
-        self.walks_cliffs = np.array([[u.walks_cliffs or u.air] for u in units])
-        self.explodes = np.array([u.explodes for u in units])
-        self.splash_line = np.array([u.splash_line for u in units], dtype=np.float32)
-        self.splash_radius = np.array([u.splash_radius for u in units], dtype=np.float32)
-        self.heal = np.array([u.heal / LOOPS_PER_SECOND for u in units], dtype=np.float32)
-        self.heal_cost = np.array([u.heal_cost for u in units], dtype=np.float32)
-        self.armed = self.cooldown > 0
-        enemy = np.arange(self.total)[:, None] >= self.n
-        self.vanguard = np.flatnonzero(self.explodes & enemy[:, 0])
-        self.rearguard = enemy & ~self.explodes[:, None]
-        self.has_vanguard = self.vanguard.size > 0 and bool(self.rearguard.any())
-        self._pair_tables(units, enemy != enemy.T)
-
-    def _pair_tables(self, units: list[UnitSpec], foe: np.ndarray) -> None:
-        radius, air = self.radius[:, 0], np.array([u.air for u in units])
-        both = radius[:, None] + radius[None, :]
-        hits = np.array([[hit_damage(a, t) for t in units] for a in units], dtype=np.float32)
-        self.shield_hit, self.health_hit = hits[..., 0].copy(), hits[..., 1].copy()
-        self.can_hit = foe & (self.shield_hit > 0)
-        weapon = np.array([u.heal_range if u.is_healer else u.range for u in units], dtype=np.float32)
-        healer, organic = self.heal > 0, np.array(["biological" in u.attributes for u in units])
-        self.healable = healer[:, None] & organic[None, :] & ~foe
-        self.reach = np.where(self.can_hit | self.healable, weapon[:, None] + both, -1).astype(np.float32)
-        self.layer = air != air[0]
-        self.healers = [int(i) for i in np.flatnonzero(healer)]
-        self.has_shields = bool((self.shield_max > 0).any())
-        self.has_regen = bool((self.hp_regen > 0).any())
-        self.has_splash = bool((self.splash_line + self.splash_radius > 0).any())
-        self.all_hit = bool((self.can_hit | ~foe).all())
-
-    @staticmethod
-    def _column(values: list[float]) -> np.ndarray:
-        return np.array(values, dtype=np.float32)[:, None]
-
-
 APART, FAR_AWAY = np.float32(1.0e-3), np.float32(1.0e4)
 HOLD_BACK = np.float32(0.5)  # speed factor of enemies behind their exploding units
 SWING = np.float32(6.0)  # loops that a chasing unit stands still after a shot; a MOVE order interrupts it
 
 
-def make_tables(spec: MapSpec, roster: Roster, terrain: Terrain, sight: float) -> Tables:
+def make_tables(spec: MapSpec, terrain: Terrain, sight: float) -> Tables:
     """Return the constants of a map. sight: cells at which the enemy looks for targets."""
-    number = np.arange(roster.total, dtype=np.float32)
-    low, _, high, _ = terrain.playable  # a square
-    inset = np.minimum(roster.radius, 0.5 * (high - low)).astype(np.float32)
-    columns = {
-        **vars(roster),
-        "low": np.float32(low) + inset,
-        "high": np.float32(high) - inset,
-        "free_below": np.where(roster.armed, roster.cooldown - SWING, np.float32(0)),
-        "can_move": (roster.step > 0).astype(np.float32),
-        # A tiny offset per unit gives units at the same position a direction to separate in.
-        "offset_x": APART * number,
-        "offset_y": APART * ((number * 7) % 11),
-        "far": FAR_AWAY + 100 * number,
-        "free": roster.walks_cliffs & (spec.wall is not None and spec.wall.cliff),
-        "held": np.where(roster.rearguard, HOLD_BACK, np.float32(1)),
-    }
-    unit = np.zeros((len(COLUMNS), WIDTH), np.float32)
-    for name, column in zip(COLUMNS, unit, strict=True):
-        column[: roster.total] = columns[name].ravel()
-    pair = np.stack([roster.reach, roster.shield_hit, roster.health_hit]).astype(np.float32)
+    units, n = [UNIT_TYPES[i] for i in spec.unit_ids()], spec.n_agents
+    enemy, explodes = np.arange(len(units)) >= n, np.array([u.explodes for u in units])
+    behind, bombs = enemy & ~explodes, np.flatnonzero(enemy & explodes)
+    foe = enemy[:, None] != enemy
+    unit, (pair, able) = _unit_table(spec, units, terrain, behind), _pair_tables(units, foe)
     fact = [
-        roster.n, roster.total, roster.has_shields, roster.has_regen, roster.has_splash, roster.has_vanguard,
-        roster.all_hit, spec.wall is not None,
-        -(-roster.total // BLOCK) * BLOCK, BLOCK - 1,
+        n, len(units), unit[SHIELD_MAX].any(), unit[HP_REGEN].any(), unit[[SPLASH_LINE, SPLASH_RADIUS]].any(),
+        len(bombs) > 0 and behind.any(), (able[CAN_HIT] | ~foe).all(), spec.wall is not None,
+        -(-len(units) // BLOCK) * BLOCK, BLOCK - 1,
     ]  # fmt: skip
     way = lanes(spec.wall) if spec.wall is not None else (0.0,) * 5
-    able = np.stack([roster.can_hit, roster.healable])
     return Tables(
-        unit, roster.explodes[None].copy(), pair, able,
-        np.array(fact, np.int64), np.array([sight, *way], np.float32), ground_grid(spec, terrain).copy(),
-        np.array(roster.healers, np.int64), roster.vanguard.astype(np.int64),
+        unit, explodes, pair, able, np.array(fact, np.int64), np.array([sight, *way], np.float32),
+        ground_grid(spec, terrain).copy(), np.flatnonzero(unit[HEAL]), bombs,
     )  # fmt: skip
+
+
+def _unit_table(spec: MapSpec, units: list[UnitSpec], terrain: Terrain, behind: np.ndarray) -> np.ndarray:
+    """Return `Tables.unit`. behind: [U] bool, enemies that do not explode."""
+    table, number = np.zeros((len(COLUMNS), WIDTH), np.float32), np.arange(len(units), dtype=np.float32)
+    unit, n, (low, _, high, _) = table[:, : len(units)], spec.n_agents, terrain.playable  # a square
+    unit[RADIUS] = [u.radius for u in units]
+    unit[STEP] = [u.speed / LOOPS_PER_SECOND for u in units]
+    unit[PACE], unit[PACE, n:] = unit[STEP], unit[STEP, n:].min()
+    unit[COOLDOWN] = [u.cooldown * LOOPS_PER_SECOND for u in units]
+    unit[HEALTH_MAX] = [u.health for u in units]
+    unit[SHIELD_MAX] = [u.shield for u in units]
+    unit[ENERGY_MAX] = [u.energy_max for u in units]
+    unit[ENERGY_REGEN] = [u.energy_regen / LOOPS_PER_SECOND for u in units]
+    unit[HP_REGEN] = [ZERG_REGEN / LOOPS_PER_SECOND * (u.race == "Z") for u in units]
+    unit[SPLASH_LINE] = [u.splash_line for u in units]
+    unit[SPLASH_RADIUS] = [u.splash_radius for u in units]
+    unit[HEAL] = [u.heal / LOOPS_PER_SECOND for u in units]
+    unit[HEAL_COST] = [u.heal_cost for u in units]
+    inset = np.minimum(unit[RADIUS], np.float32(0.5 * (high - low)))
+    unit[LOW], unit[HIGH] = np.float32(low) + inset, np.float32(high) - inset
+    unit[FREE_BELOW] = np.where(unit[COOLDOWN] > 0, unit[COOLDOWN] - SWING, 0)
+    unit[CAN_MOVE] = unit[STEP] > 0
+    # A tiny offset per unit gives units at the same position a direction to separate in.
+    unit[OFFSET_X], unit[OFFSET_Y] = APART * number, APART * ((number * 7) % 11)
+    unit[FAR] = FAR_AWAY + 100 * number
+    unit[LAYER] = [u.air != units[0].air for u in units]
+    unit[FREE] = [spec.wall is not None and spec.wall.cliff and (u.walks_cliffs or u.air) for u in units]
+    unit[HELD] = np.where(behind, HOLD_BACK, 1)
+    return table
+
+
+def _pair_tables(units: list[UnitSpec], foe: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `Tables.pair` and `Tables.able`. foe: [U, U] bool."""
+    radius = np.array([u.radius for u in units], np.float32)
+    hits = np.array([[hit_damage(a, t) for t in units] for a in units], np.float32)
+    weapon = np.array([u.heal_range if u.is_healer else u.range for u in units], np.float32)
+    can_hit = foe & (hits[..., 0] > 0)
+    healable = np.array([[a.is_healer and "biological" in t.attributes for t in units] for a in units]) & ~foe
+    reach = np.where(can_hit | healable, weapon[:, None] + (radius[:, None] + radius), np.float32(-1))
+    return np.stack([reach, hits[..., 0], hits[..., 1]]), np.stack([can_hit, healable])
 
 
 def working_memory(units: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
