@@ -7,7 +7,6 @@ Shapes: B boards, k of them; 6 snakes, 3 of each team; 5 beans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,8 +40,15 @@ NEXT_CELL = shifted(*STEPS.T)  # [200, 4]: the cell that each action leads to
 DISTANCE = np.hypot(np.arange(HEIGHT // 2 + 1, dtype=np.float32)[:, None], np.arange(WIDTH // 2 + 1, dtype=np.float32))
 
 
-class Boards(NamedTuple):
-    """The arrays of a `Board` as kernels take them, in its order."""
+class Board(NamedTuple):
+    """The public state of B boards, as kernels take it; its arrays belong to the engine, until its next call.
+
+    Attributes:
+        codes: [B, 200] uint8. heads, tails: [B, 6] cells. lengths: [B, 6]. directions: [B, 6], of the last moves.
+        beans: [B, 5] cells, oldest first; -1 where a full board has no room. bean_slots: [B, 5], a number 0 to 4 that
+            each of these beans keeps until it is eaten. All these int64.
+        keys: [B] uint64, for random numbers. steps: [B] int64, played so far.
+    """
 
     codes: Array
     heads: Array
@@ -54,35 +60,9 @@ class Boards(NamedTuple):
     keys: Array
     steps: Array
 
-
-@dataclass
-class Board:
-    """The public state of B boards; its arrays belong to the engine and are valid until its next call.
-
-    Attributes:
-        codes: [B, 200] uint8. heads, tails: [B, 6] cells. lengths: [B, 6]. directions: [B, 6], of the last moves.
-        beans: [B, 5] cells, oldest first; -1 where a full board has no room. bean_slots: [B, 5], a number 0 to 4 that
-            each of these beans keeps until it is eaten. All these int64.
-        keys: [B] uint64, for random numbers. steps: [B] int64, played so far.
-    """
-
-    codes: np.ndarray
-    heads: np.ndarray
-    tails: np.ndarray
-    lengths: np.ndarray
-    directions: np.ndarray
-    beans: np.ndarray
-    bean_slots: np.ndarray
-    keys: np.ndarray
-    steps: np.ndarray
-
     def __len__(self) -> int:
-        """Return B."""
+        """Return B, not the number of fields."""
         return len(self.codes)
-
-    def arrays(self) -> Boards:
-        """Return the arrays for kernels."""
-        return Boards(*vars(self).values())
 
     def sides(self, team: np.ndarray) -> np.ndarray:
         """Return `team` [B] (0 or 1) for kernels. Errors: ValueError for another number of teams."""
@@ -90,7 +70,7 @@ class Board:
 
     def rows(self, which: np.ndarray) -> Board:
         """Return the boards with the numbers `which` [k]."""
-        return Board(*(values[which] for values in vars(self).values()))
+        return Board(*(values[which] for values in self))
 
     def beans_by_slot(self) -> np.ndarray:
         """Return the cells of the beans ordered by their slot, [B, 5]."""

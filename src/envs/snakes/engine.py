@@ -30,7 +30,6 @@ from omagd.envs.snakes.board import (
     START_LENGTH,
     Array,
     Board,
-    Boards,
     function,
     kernel,
 )
@@ -80,7 +79,7 @@ class StepOutcome(NamedTuple):
 
 
 @function
-def put(g: Boards, s: Bodies, b: int, snake: int, head: int, neck: int, tail: int, direction: int) -> None:
+def put(g: Board, s: Bodies, b: int, snake: int, head: int, neck: int, tail: int, direction: int) -> None:
     """Put a new snake on three cells."""
     code = np.uint8(FIRST_SNAKE + snake)
     g.codes[b, head], g.codes[b, neck], g.codes[b, tail] = code, code, code
@@ -91,7 +90,7 @@ def put(g: Boards, s: Bodies, b: int, snake: int, head: int, neck: int, tail: in
 
 
 @function
-def start(g: Boards, s: Bodies, recorded: Recorded, b: int, snake: int) -> None:
+def start(g: Board, s: Bodies, recorded: Recorded, b: int, snake: int) -> None:
     """Place a snake on three cells in a line; draw again until all are empty."""
     codes, attempt = g.codes[b], 0
     while True:
@@ -109,7 +108,7 @@ def start(g: Boards, s: Bodies, recorded: Recorded, b: int, snake: int) -> None:
 
 
 @function
-def refill(g: Boards, recorded: Recorded, b: int, moment: int) -> None:
+def refill(g: Board, recorded: Recorded, b: int, moment: int) -> None:
     """Close the gaps of eaten beans, and add beans until there are five or no cell is empty."""
     beans, slots, codes = g.beans[b], g.bean_slots[b], g.codes[b]
     count = 0
@@ -134,7 +133,7 @@ def refill(g: Boards, recorded: Recorded, b: int, moment: int) -> None:
 
 
 @function
-def turn(g: Boards, recorded: Recorded, b: int, snake: int, moment: int, action: int) -> int:
+def turn(g: Board, recorded: Recorded, b: int, snake: int, moment: int, action: int) -> int:
     """Return the direction in which a snake moves: its action, or what replaces a reversal."""
     back = g.directions[b, snake] ^ 1
     if action != back:
@@ -147,7 +146,7 @@ def turn(g: Boards, recorded: Recorded, b: int, snake: int, moment: int, action:
 
 
 @function
-def advance(g: Boards, s: Bodies, recorded: Recorded, actions: Array, b: int, ate: Array) -> None:
+def advance(g: Board, s: Bodies, recorded: Recorded, actions: Array, b: int, ate: Array) -> None:
     """Move all heads, let them eat [6], and let the tails follow. New heads are not drawn yet."""
     heads, beans, codes, moment = g.heads[b], g.beans[b], g.codes[b], g.steps[b] + 1
     for i in range(N_SNAKES):
@@ -178,7 +177,7 @@ def collide(codes: Array, heads: Array, i: int) -> bool:
 
 
 @function
-def respawn(g: Boards, s: Bodies, b: int, snake: int) -> None:
+def respawn(g: Board, s: Bodies, b: int, snake: int) -> None:
     """Let a snake return at the first position with room; without room its length is 0 and the game is over.
 
     The public rule: scan the cells row by row for the first empty one from which a breadth-first search reaches three
@@ -218,7 +217,7 @@ def facing(head: int, neck: int) -> int:
 
 
 @function
-def bury(g: Boards, s: Bodies, b: int, hit: Array) -> None:
+def bury(g: Board, s: Bodies, b: int, hit: Array) -> None:
     """Clear the bodies of those who were `hit` [6], then let them return in index order."""
     for i in range(N_SNAKES):
         if hit[i]:
@@ -230,7 +229,7 @@ def bury(g: Boards, s: Bodies, b: int, hit: Array) -> None:
 
 
 @function
-def play_board(g: Boards, s: Bodies, recorded: Recorded, actions: Array, b: int, out: StepOutcome, row: int) -> None:
+def play_board(g: Board, s: Bodies, recorded: Recorded, actions: Array, b: int, out: StepOutcome, row: int) -> None:
     """Play one step of board `b`, and write its outcome at `row`."""
     hit, ate, any_hit, short = out.hit[row], out.ate[row], False, False
     advance(g, s, recorded, actions, b, ate)
@@ -256,7 +255,7 @@ def play_board(g: Boards, s: Bodies, recorded: Recorded, actions: Array, b: int,
 
 
 @kernel
-def play(g: Boards, s: Bodies, recorded: Recorded, actions: Array, rows: Array, out: StepOutcome) -> bool:
+def play(g: Board, s: Bodies, recorded: Recorded, actions: Array, rows: Array, out: StepOutcome) -> bool:
     """Play `actions` [k, 6] on the boards `rows` [k], unless one does not exist; return whether they were played."""
     for row in range(len(rows)):
         for i in range(N_SNAKES):
@@ -268,7 +267,7 @@ def play(g: Boards, s: Bodies, recorded: Recorded, actions: Array, rows: Array, 
 
 
 @kernel
-def reset(g: Boards, s: Bodies, recorded: Recorded, rows: Array, seeds: Array) -> None:
+def reset(g: Board, s: Bodies, recorded: Recorded, rows: Array, seeds: Array) -> None:
     """Start new games on the boards `rows` [k] from `seeds` [k]."""
     for row in range(len(rows)):
         b = rows[row]
@@ -310,7 +309,7 @@ class Engine:
             keys=np.zeros(n_boards, np.uint64),
             steps=np.zeros(n_boards, np.int64),
         )  # fmt: skip
-        self._arrays = self.board.arrays(), self._bodies, recorded or nothing_recorded()
+        self._arrays = self.board, self._bodies, recorded or nothing_recorded()
 
     def reset(self, rows: np.ndarray, seeds: np.ndarray) -> None:
         """Start new games on the boards `rows` [k] from `seeds` [k] (int64 ≥ 0)."""
@@ -344,4 +343,4 @@ class Engine:
             values[:] = snapshot[name]
 
     def _saved(self) -> dict[str, np.ndarray]:
-        return {**self._bodies._asdict(), **vars(self.board)}
+        return {**self._bodies._asdict(), **self.board._asdict()}

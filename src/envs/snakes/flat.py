@@ -41,7 +41,7 @@ from omagd.envs.snakes.board import (
     ROW,
     WIDTH,
     Array,
-    Boards,
+    Board,
     distance,
     down,
     function,
@@ -92,13 +92,13 @@ def way(own: int, cell: int, out: Array, at: int) -> None:
 
 
 @function
-def threat(g: Boards, b: int, own: int, snake: int) -> np.float32:
+def threat(g: Board, b: int, own: int, snake: int) -> np.float32:
     """Return the threat of a snake: length / 3 / (distance + 1)."""
     return np.float32(g.lengths[b, snake] / 3 / np.float64(distance(own, g.heads[b, snake]) + ONE))
 
 
 @function
-def show_near(g: Boards, b: int, own: int, first: int, ways: int, threats: int, heads: int, out: Array) -> None:
+def show_near(g: Board, b: int, own: int, first: int, ways: int, threats: int, heads: int, out: Array) -> None:
     """Write the ways to the two nearest beans, and threats and, unless at 0, heads of the two nearest opponents.
 
     first: number of the first opponent. ways, threats, heads: where these are written.
@@ -113,7 +113,7 @@ def show_near(g: Boards, b: int, own: int, first: int, ways: int, threats: int, 
 
 
 @function
-def show_all(g: Boards, b: int, team: int, i: int, beans: int, heads: int, out: Array) -> None:
+def show_all(g: Board, b: int, team: int, i: int, beans: int, heads: int, out: Array) -> None:
     """Write all beans and, unless at 0, the five other heads. beans, heads: where these are written."""
     for n in range(N_BEANS):
         place(g.beans[b, n], out, beans + 2 * n)
@@ -122,7 +122,7 @@ def show_all(g: Boards, b: int, team: int, i: int, beans: int, heads: int, out: 
 
 
 @kernel
-def flat(g: Boards, team: Array, number: int, scale: Array, out: Array) -> None:
+def flat(g: Board, team: Array, number: int, scale: Array, out: Array) -> None:
     """Write the observation of that number, 26, 30 or 35, divided by `scale` [D], into `out` [B, 3, D]."""
     for b in range(len(team)):
         opponents = N_TEAM - N_TEAM * team[b]
@@ -146,7 +146,7 @@ def flat(g: Boards, team: Array, number: int, scale: Array, out: Array) -> None:
 
 
 @kernel
-def state(g: Boards, team: Array, out: Array) -> None:
+def state(g: Board, team: Array, out: Array) -> None:
     """Write the state with `team` [B] first into `out` [B, 66]."""
     for b in range(len(team)):
         seen, lead = out[b], 0

@@ -27,7 +27,7 @@ from omagd.envs.snakes.board import (
     ROW,
     WIDTH,
     Array,
-    Boards,
+    Board,
     down,
     end_of,
     function,
@@ -85,7 +85,7 @@ def look_around(codes: Array, own: int, out: Array) -> None:
 
 
 @function
-def show_beans(g: Boards, b: int, own: int, i: int, steps: Array, order: Array, out: Array) -> None:
+def show_beans(g: Board, b: int, own: int, i: int, steps: Array, order: Array, out: Array) -> None:
     """Write the beans, nearest first, for the snake at place `i`; steps: [6, 5] from all heads, own team first."""
     mine, one, two = steps[i], steps[1 if i == 0 else 0], steps[1 if i == 2 else 2]
     sort_by(mine, order, 0, N_BEANS)
@@ -129,7 +129,7 @@ def nearest(steps: Array, place: int) -> int:
 
 @function
 def show_snakes(
-    g: Boards, b: int, team: int, own: int, i: int, steps: Array, far: Array, order: Array, out: Array
+    g: Board, b: int, team: int, own: int, i: int, steps: Array, far: Array, order: Array, out: Array
 ) -> None:
     """Write two mates and three opponents, nearest first, and where they could move; far, order: working memory."""
     for n in range(N_SNAKES - 1):
@@ -154,7 +154,7 @@ def show_snakes(
 
 
 @kernel
-def near(g: Boards, team: Array, steps: Array, far: Array, order: Array, out: Array) -> None:
+def near(g: Board, team: Array, steps: Array, far: Array, order: Array, out: Array) -> None:
     """Write "near" of `team` [B] into `out` [B, 3, 174]; steps [6, 5], far [5], order [5]: working memory."""
     for b in range(len(team)):
         lead = 0

@@ -22,7 +22,7 @@ DIMS = {
 def state_features(board: Board, team: np.ndarray) -> np.ndarray:
     """Return the state [B, 66] float32 with `team` [B] first."""
     out = np.empty((len(board), flat.STATE_DIM), np.float32)
-    flat.state(board.arrays(), board.sides(team), out)
+    flat.state(board, board.sides(team), out)
     return out
 
 
@@ -54,16 +54,16 @@ class Observer:
         return seen, seen.copy() if self.sight is None else self._seen(board, team, np.inf)
 
     def _seen(self, board: Board, team: np.ndarray, sight: float) -> np.ndarray:
-        arrays, side = board.arrays(), board.sides(team)
+        side = board.sides(team)
         out = np.empty((len(board), N_TEAM, self.obs_dim), np.float32)
         if self.obs == "entities":
-            views.entities(arrays, side, np.float32(self.sight or EVERYTHING), np.float32(sight), out)
+            views.entities(board, side, np.float32(self.sight or EVERYTHING), np.float32(sight), out)
         elif self.obs == "near":
             steps, (far, order) = np.empty((N_SNAKES, N_BEANS), np.int64), np.empty((2, N_SNAKES - 1), np.int64)
-            near.near(arrays, side, steps, far, order, out)
+            near.near(board, side, steps, far, order, out)
         else:
             name = self.obs.removesuffix("_raw")
             scale = flat.SCALES[name]
             divides = self.normalise and name == self.obs
-            flat.flat(arrays, side, int(name), scale if divides else np.ones_like(scale), out)
+            flat.flat(board, side, int(name), scale if divides else np.ones_like(scale), out)
         return out

@@ -21,7 +21,6 @@ from omagd.envs.snakes.board import (
     NEXT_CELL,
     Array,
     Board,
-    Boards,
     function,
     kernel,
     plain_square,
@@ -37,7 +36,7 @@ RANDOM, GREEDY, EVASION, TOWARD_NEAREST = range(4)  # kinds of scripts
 
 
 @function
-def choose_beans(g: Boards, b: int, team: int, shared: bool, chosen: Array) -> None:
+def choose_beans(g: Board, b: int, team: int, shared: bool, chosen: Array) -> None:
     """Write the nearest bean of each snake [3]; if `shared`, of those that no earlier snake has taken."""
     for i in range(N_TEAM):
         head, best, least = g.heads[b, N_TEAM * team + i], 0, FAR + 1
@@ -77,7 +76,7 @@ def cost(codes: Array, kind: int, penalty: float, cell: int, bean: int) -> float
 
 
 @kernel
-def act(g: Boards, team: Array, kind: int, penalty: float, chosen: Array, actions: Array) -> None:
+def act(g: Board, team: Array, kind: int, penalty: float, chosen: Array, actions: Array) -> None:
     """Write the actions of a script for `team` [B] into `actions` [B, 3]; chosen: [3], working memory."""
     for b in range(len(team)):
         if kind == RANDOM:
@@ -97,7 +96,7 @@ def act(g: Boards, team: Array, kind: int, penalty: float, chosen: Array, action
 
 
 @kernel
-def random_bits(g: Boards, first: int, out: Array) -> None:
+def random_bits(g: Board, first: int, out: Array) -> None:
     """Write players' draws of the current step, from index `first` on, into `out` [B, n]."""
     for b in range(out.shape[0]):
         for n in range(out.shape[1]):
@@ -115,7 +114,7 @@ class Script:
     def act(self, board: Board, team: np.ndarray) -> np.ndarray:
         """Return actions [B, 3]."""
         out = np.empty((len(board), N_TEAM), np.int64)
-        act(board.arrays(), board.sides(team), self.kind, self.penalty, np.empty(N_TEAM, np.int64), out)
+        act(board, board.sides(team), self.kind, self.penalty, np.empty(N_TEAM, np.int64), out)
         return out
 
 
@@ -186,7 +185,7 @@ class NetworkOpponent:
             values = (values if i == 0 else np.maximum(values, 0)) @ weight.T + bias
         if self.sample:  # argmax of logits + Gumbel noise is a draw from the softmax
             bits = np.empty((len(board), N_TEAM * N_ACTIONS), np.uint64)
-            random_bits(board.arrays(), _DRAWS, bits)
+            random_bits(board, _DRAWS, bits)
             uniform = ((bits >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
             values = values - np.log(-np.log(uniform * (1 - 2.0**-40))).reshape(values.shape)
         return values.argmax(2)

@@ -17,7 +17,6 @@ from omagd.envs.snakes.board import (
     N_TEAM,
     Array,
     Board,
-    Boards,
     function,
     kernel,
     plain_square,
@@ -44,7 +43,7 @@ class Prices(NamedTuple):
 
 
 @function
-def potential_of(g: Boards, scale: float, b: int, head: int) -> float:
+def potential_of(g: Board, scale: float, b: int, head: int) -> float:
     """Return the potential P of a head, -scale × steps to the nearest bean.
 
     Rewards gamma P(s') - P(s) change no optimal policy (Ng, Harada and Russell, ICML 1999).
@@ -56,7 +55,7 @@ def potential_of(g: Boards, scale: float, b: int, head: int) -> float:
 
 
 @kernel
-def potentials(g: Boards, price: Array, team: Array, rows: Array, out: Array) -> None:
+def potentials(g: Board, price: Array, team: Array, rows: Array, out: Array) -> None:
     """Write the potentials of the snakes of `team` [B] on the boards `rows` [k] into `out` [k, 3]."""
     for row in range(len(rows)):
         b = rows[row]
@@ -75,7 +74,7 @@ def standing(lead: int, over: bool) -> float:
 
 
 @function
-def baseline(g: Boards, b: int, head: int, own: int) -> float:
+def baseline(g: Board, b: int, head: int, own: int) -> float:
     """Return what the baseline's reward pays a snake for its own raw reward.
 
     20 if it ate, else minus its plain distance to the nearest bean, and minus 10 if it died with a loss.
@@ -90,7 +89,7 @@ def baseline(g: Boards, b: int, head: int, own: int) -> float:
 
 @kernel
 def pay(
-    g: Boards, kind: int, price: Array, out: StepOutcome, team: Array, rows: Array, before: Array, totals: Array,
+    g: Board, kind: int, price: Array, out: StepOutcome, team: Array, rows: Array, before: Array, totals: Array,
     reward: Array,
 ) -> None:  # fmt: skip
     """Add a step to the `totals` [4, B]; write the rewards [k, 3] of the snakes of `team` [B]."""
@@ -138,7 +137,7 @@ class Ledger:
         """Return the potential of the snakes of `team` [B] in the slots `rows`, [k, 3]; zero if the reward has none."""
         out = np.zeros((len(rows), N_TEAM))
         if self._kind == POTENTIAL:
-            potentials(board.arrays(), self._price, team, rows, out)
+            potentials(board, self._price, team, rows, out)
         return out
 
     def pay(
@@ -149,5 +148,5 @@ class Ledger:
         outcome: of the slots `rows` [k]. before: potentials [k, 3] before the step.
         """
         reward = np.empty((len(rows), N_TEAM))
-        pay(board.arrays(), self._kind, self._price, outcome, team, rows, before, self._totals, reward)
+        pay(board, self._kind, self._price, outcome, team, rows, before, self._totals, reward)
         return reward

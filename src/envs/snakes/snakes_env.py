@@ -257,7 +257,7 @@ def _play_one_step() -> None:
         Observer(obs).observe(engine.board, team)
     state_features(engine.board, team)
     SCRIPTS["greedy"].act(engine.board, team)
-    random_bits(engine.board.arrays(), 0, np.empty((1, 1), np.uint64))
+    random_bits(engine.board, 0, np.empty((1, 1), np.uint64))
     before = ledger.potential(engine.board, team, row)
     outcome = engine.step(np.zeros((1, 6), np.int64), row)
     ledger.pay(outcome, engine.board, team, row, before)

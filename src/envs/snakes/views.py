@@ -18,7 +18,7 @@ from omagd.envs.snakes.board import (
     N_TEAM,
     NEXT_CELL,
     Array,
-    Boards,
+    Board,
     distance,
     down,
     function,
@@ -61,7 +61,7 @@ def show_unit(own: int, cell: int, scale: np.float32, sight: np.float32, out: Ar
 
 
 @function
-def show_self(g: Boards, b: int, snake: int, own: int, scale: np.float32, out: Array) -> None:
+def show_self(g: Board, b: int, snake: int, own: int, scale: np.float32, out: Array) -> None:
     """Write the own features."""
     out[0] = np.float32(g.lengths[b, snake] / LONG)
     for a in range(N_ACTIONS):
@@ -73,7 +73,7 @@ def show_self(g: Boards, b: int, snake: int, own: int, scale: np.float32, out: A
 
 
 @kernel
-def entities(g: Boards, team: Array, scale: np.float32, sight: np.float32, out: Array) -> None:
+def entities(g: Board, team: Array, scale: np.float32, sight: np.float32, out: Array) -> None:
     """Write the entities up to `sight` of the snakes of `team` [B] into `out` [B, 3, obs_dim]."""
     for b in range(len(team)):
         for i in range(N_TEAM):
