@@ -250,7 +250,8 @@ class Figures(Reach):
         return spaces.Discrete(4)
 
     def _look(self) -> tuple[dict, dict]:
-        seen = {name: np.zeros((self.size, self.size, 3), np.uint8) for name in self.possible_agents}
+        kinds = zip(self.possible_agents, (np.uint8, np.int64), strict=True)  # the second is not what the space says
+        seen = {name: np.zeros((self.size, self.size, 3), kind) for name, kind in kinds}
         self.goal = {name: int(self.rng.integers(4)) for name in seen}
         for name, picture in seen.items():
             row, column, colour = self.rng.integers([self.size - 2, self.size - 2, 3])

@@ -227,6 +227,7 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         ("pymarl collections:Counter", {}, "it has no reset"),
         ("lbf", {"map_name": "8x9-2p-3f"}, "must be of the form 8x8-2p-3f"),
         ("lbf", {"map_name": "8x8-0p-3f"}, "must be of the form 8x8-2p-3f"),
+        ("lbf", {"field_size": [8]}, "field_size=[8] must be rows and columns"),
         ("lbf", {"observe_agent_levels": False}, "which only --env-config=gymma reads"),
         ("rware", {"map_name": "huge-2ag"}, "`rware-huge-2ag` doesn't exist"),
         ("mpe", {"M": 3}, "unexpected keyword argument 'M'"),

@@ -17,6 +17,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -366,7 +367,8 @@ class Foreign(Explained, MultiAgentEnv):
 
     def _starts_to_draw(self) -> bool:
         """Return whether the environment draws: most need an argument, and so the episode starts again."""
-        if "render_mode" in self.args.own or "rgb_array" not in _modes(self.env):
+        modes = (getattr(self.env, "metadata", None) or {}).get("render_modes", ())
+        if "render_mode" in self.args.own or "rgb_array" not in modes:
             return self.args.own.get("render_mode") == "rgb_array"
         if self._stale and not self._steps:
             self._own = self.args.own | {"render_mode": "rgb_array"}
@@ -403,11 +405,6 @@ def ends_of(terminated: Any, truncated: Any) -> tuple[bool, bool]:
     return over and not cut, cut
 
 
-def _modes(env: Any) -> Sequence[str]:
-    """Return the ways in which an environment says that it can be shown."""
-    return (getattr(env, "metadata", None) or {}).get("render_modes", ())
-
-
 def results_of(info: Mapping[Any, Any]) -> dict[str, Any]:
     """Return what an environment says by name; names that the run's own records use begin with `env_`."""
     named = {name: value for name, value in info.items() if isinstance(name, str)}
@@ -415,18 +412,24 @@ def results_of(info: Mapping[Any, Any]) -> dict[str, Any]:
     return {(f"env_{key}" if key == "lost" or RESERVED.fullmatch(key) else key): named[key] for key in named}
 
 
-def as_vector(value: Any) -> np.ndarray:
-    """Return an array as a vector; bytes of images, which have at least three dimensions, as numbers from 0 to 1."""
+def as_vector(value: Any, declared: np.dtype[Any] | None = None) -> np.ndarray:
+    """Return an array as a vector; bytes of images, which have at least three dimensions, as numbers from 0 to 1.
+
+    declared: type of the space; some environments return its bytes as longer integers.
+    """
     array = np.asarray(value)
+    image = array.ndim > 2 and array.dtype.kind in "iu" and np.uint8 in (array.dtype, declared)
     # As Mnih et al. 2015 do: inputs of about 1 suit the initial weights.
-    return array.ravel() / np.float32(255) if array.ndim > 2 and array.dtype == np.uint8 else array.ravel()
+    return array.ravel() / np.float32(255) if image else array.ravel()
 
 
 def _flattener(space: Any) -> Callable[[Any], np.ndarray]:
     """Return what makes vectors of observations; of boxes, which most are, without Gymnasium's slower `flatten`."""
     from gymnasium.spaces import Box, flatten
 
-    return as_vector if isinstance(space, Box) else lambda value: np.asarray(flatten(space, value))
+    if isinstance(space, Box):
+        return partial(as_vector, declared=space.dtype)
+    return lambda value: np.asarray(flatten(space, value))
 
 
 def _find_here() -> None:

@@ -188,7 +188,10 @@ class Lbf(_WithUnits, GymmaEnv):
             "min_player_level": 1, "max_player_level": 2, "min_food_level": 1,
             "max_food_level": 1 if "-ind" in more else None, "max_episode_steps": self.args.time_limit,
         }  # fmt: skip
-        env = ForagingEnv(**{**settings, **self._own})
+        settings |= self._own
+        if np.shape(settings["field_size"]) != (2,):
+            raise self._wrong(f"field_size={settings['field_size']} must be rows and columns, as [8,8]")
+        env = ForagingEnv(**settings)
         env._make_gym_obs = tuple  # nobody reads what it observes, which takes most of its time
         return env
 
