@@ -51,13 +51,15 @@ class Simulator(engine.Simulator):
 
     def kill(self, columns: list[int]) -> None:
         """Let units of the first battle die."""
-        self._floats[row.HEALTH, columns, 0] = self._ints[row.ALIVE, columns, 0] = 0
-        self._publish()
+        state = self.snapshot()
+        state["floats"][row.HEALTH, columns, 0] = state["ints"][row.ALIVE, columns, 0] = 0
+        self.restore(state)
 
     def place(self, x: np.ndarray, y: np.ndarray) -> None:
         """Put the units of the first battle at these places ([U])."""
-        self._floats[row.X, :, 0], self._floats[row.Y, :, 0] = x, y
-        self._publish()
+        state = self.snapshot()
+        state["floats"][row.X, :, 0], state["floats"][row.Y, :, 0] = x, y
+        self.restore(state)
 
 
 class JudgedByNumPy(SkirmishEnv):
