@@ -58,7 +58,7 @@ class ResidentJax:
         (place,) = self._to_jax(self._words).devices()
         self._state = self._jax.device_put(self._program.blank(n_slots), place)
         self._keys = self._jax.device_put(self._jax.numpy.zeros((n_slots, 2), unsigned), place)
-        self._view: dict[str, Tensor] | None = None
+        self._view: dict[str, Tensor] | None = None  # in JAX's memory
 
     def reset(self, which: Tensor, seeds: Tensor) -> None:
         """Start new episodes in the slots `which` [B] bool, slot b from `seeds[b]` (int64 ≥ 0)."""
@@ -92,20 +92,16 @@ class ResidentJax:
 
     def observe(self, full: bool = False) -> Seen:
         """Return masks, observations and state, and `full` observations if asked; the next call overwrites them."""
-        view, seen = self._features(), self._seen
+        if self._view is None:
+            found = self._done(self._program.view(self._state))
+            self._view = {name: self._to_torch(found[name]) for name in ("obs", "full", "state", "avail")}
+        view, seen = self._view, self._seen
         seen.avail.copy_(view["avail"])
         seen.obs.copy_(view["obs"])
         seen.state.copy_(view["state"])
         if full:
             seen.full.copy_(view["full"])
         return seen
-
-    def _features(self) -> dict[str, Tensor]:
-        """Return the features of the current state in JAX's memory, computed on first use."""
-        if self._view is None:
-            found = self._done(self._program.view(self._state))
-            self._view = {name: self._to_torch(found[name]) for name in ("obs", "full", "state", "avail")}
-        return self._view
 
     def _done(self, values: Any) -> Any:
         """Return JAX's `values`, on a CPU once they are computed."""

@@ -191,7 +191,8 @@ class ResidentBuffer(EpisodeBuffer):
         if after > self._room:
             self._room = max(after, 2 * self._room)
             self._lengths = np.pad(self._lengths, (0, self._room - len(self._lengths)))
-            self._move()
+            if (stored := self._memory) is not None:
+                self._allocated()[: len(stored)].copy_(stored)
         places = (self._oldest + before + np.arange(len(rows))) % self.capacity
         self._oldest = (self._oldest + before + len(rows) - after) % self.capacity
         self._lengths[places] = rows
@@ -206,12 +207,6 @@ class ResidentBuffer(EpisodeBuffer):
         if self._memory is None or self._memory.shape != shape:
             self._memory = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return self._memory
-
-    def _move(self) -> None:
-        """Move what is stored to memory of the size that is needed now."""
-        stored = self._memory
-        if stored is not None:
-            self._allocated()[: len(stored)].copy_(stored)
 
     def _recode(self, codec: Codec) -> None:
         super()._recode(codec)

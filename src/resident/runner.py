@@ -117,11 +117,12 @@ class ResidentLoop:
         self._shown: Seen
         self._outcome: Outcome
         self._watch = Watch(device)
-        parts = [self._play_tick] if game.capturable else [self._observe, self._act, self._step_all, self._note]
-        if not game.capturable and episodes > slots:
-            parts.append(self._restart)
-        of_game = () if game.capturable else (self._observe, self._step_all, self._restart)
-        self._parts = [part if part in of_game else Captured(part, device) for part in parts]
+        self._work = [self._observe, self._act, self._step_all, self._note, *[self._restart] * (episodes > slots)]
+        of_game = self._observe, self._step_all, self._restart
+        if game.capturable:
+            self._parts: list[Callable[[], None]] = [Captured(self._play_tick, device)]
+        else:
+            self._parts = [part if part in of_game else Captured(part, device) for part in self._work]
 
     def _fields(self, mac: BasicMAC, info: EnvInfo, full_obs: bool) -> Spec:
         """Return the fields of rows: (type, shape) by name."""
@@ -165,12 +166,8 @@ class ResidentLoop:
         self._playing.copy_(self._again)
 
     def _play_tick(self) -> None:
-        self._observe()
-        self._act()
-        self._step_all()
-        self._note()
-        if self.round.episodes > len(self._first):
-            self._restart()
+        for part in self._work:
+            part()
 
     def _observe(self) -> None:
         self._shown = self.game.observe(self._see_all)

@@ -89,10 +89,6 @@ class Simulator:
         if saved != own:
             raise ValueError(f"the snapshot is of {saved[1]} units in {saved[2]} slots, not {own[1]} in {own[2]}")
         self._floats[...], self._ints[...] = snapshot["floats"], snapshot["ints"]
-        self._publish()
-
-    def _publish(self) -> None:
-        """Update what others see of timers and of who lives."""
         self.state.cooldown[...] = np.maximum(self.state.floats[:, row.TIMER], 0)
         self.state.alive[...] = self.state.ints[:, row.ALIVE] > 0
 

@@ -147,13 +147,6 @@ def jitter(seed: int, number: int) -> np.float32:
 
 
 @function
-def stand_in_formation(begin: Starts, seed: int, total: int, x: Array, y: Array) -> None:
-    """Place both formations."""
-    for i in range(total):
-        x[i], y[i] = begin.place[0, i] + jitter(seed, i), begin.place[1, i] + jitter(seed, total + i)
-
-
-@function
 def stand_in_the_middle(begin: Starts, seed: int, n: int, total: int, x: Array, y: Array) -> None:
     """Place the allies' formation in the middle."""
     for i in range(n):
@@ -239,7 +232,8 @@ def place_units(begin: Starts, seed: int, n: int, total: int, s: Array) -> None:
         else:
             surround(begin, seed, n, total, x, y)
     else:
-        stand_in_formation(begin, seed, total, x, y)
+        for i in range(total):
+            x[i], y[i] = begin.place[0, i] + jitter(seed, i), begin.place[1, i] + jitter(seed, total + i)
         middle_x, middle_y = ground[START_X], ground[START_Y]
     for i in range(n):
         s[row.GOAL_X, i], s[row.GOAL_Y, i] = middle_x, middle_y

@@ -38,16 +38,11 @@ ORDER, TARGET, ALIVE = range(len(INTS))
 ) = range(len(INTS), len(INTS) + 12)  # fmt: skip
 
 # Rows of `Tables.unit`.
-COLUMNS = (
-    "radius", "step", "pace", "cooldown", "health_max", "shield_max", "energy_max", "energy_regen", "hp_regen",
-    "splash_line", "splash_radius", "heal", "heal_cost", "low", "high", "free_below", "can_move", "offset_x",
-    "offset_y", "far", "layer", "free", "held",
-)  # fmt: skip
 (
     RADIUS, STEP, PACE, COOLDOWN, HEALTH_MAX, SHIELD_MAX, ENERGY_MAX, ENERGY_REGEN, HP_REGEN, SPLASH_LINE,
     SPLASH_RADIUS, HEAL, HEAL_COST, LOW, HIGH, FREE_BELOW, CAN_MOVE, OFFSET_X, OFFSET_Y, FAR,
-    LAYER, FREE, HELD,
-) = range(len(COLUMNS))  # fmt: skip
+    LAYER, FREE, HELD, N_COLUMNS,
+) = range(24)  # fmt: skip
 REACH, SHIELD_HIT, HEALTH_HIT = range(3)  # of `Tables.pair`
 CAN_HIT, HEALABLE = range(2)  # of `Tables.able`
 # Entries of `Tables.fact`. LANES: units up to the end of a block; REST: a block less one.
@@ -104,8 +99,8 @@ class Tables(NamedTuple):
     """Constants of a map. U units, N agents.
 
     Attributes:
-        unit: [23, WIDTH] float32, `COLUMNS`, zero beyond U. Among them: step and pace, cells per loop, pace when
-            walking to a place, where the enemy keeps together; layer, whether it does not collide with the first unit.
+        unit: [23, WIDTH] float32, rows RADIUS to HELD, zero beyond U. STEP, PACE: cells per loop, PACE on the way to a
+            place, where the enemy keeps together. LAYER: 1 for units that do not collide with the first one.
         explodes: [U] bool. grid: [map_x, map_y] bool, ground on which units stand.
         pair: [3, U, U] float32 (attacker, target): centre distance at which the weapon (of healers: the beam) reaches,
             -1 where it cannot hit; damage of one shot before and after armour. able: [2, U, U] bool.
@@ -150,7 +145,7 @@ def make_tables(spec: MapSpec, terrain: Terrain, sight: float) -> Tables:
 
 def _unit_table(spec: MapSpec, units: list[UnitSpec], terrain: Terrain, behind: np.ndarray) -> np.ndarray:
     """Return `Tables.unit`. behind: [U] bool, enemies that do not explode."""
-    table, number = np.zeros((len(COLUMNS), WIDTH), np.float32), np.arange(len(units), dtype=np.float32)
+    table, number = np.zeros((N_COLUMNS, WIDTH), np.float32), np.arange(len(units), dtype=np.float32)
     unit, n, (low, _, high, _) = table[:, : len(units)], spec.n_agents, terrain.playable  # a square
     unit[RADIUS] = [u.radius for u in units]
     unit[STEP] = [u.speed / LOOPS_PER_SECOND for u in units]
@@ -200,7 +195,7 @@ def working_memory(units: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
 
 def shared_memory() -> np.ndarray:
     """Return working memory [.., WIDTH] for battles that are played one after the other, with room for `unit`."""
-    return np.zeros((N_FLOATS + N_INTS + len(COLUMNS), WIDTH), np.float32)
+    return np.zeros((N_FLOATS + N_INTS + N_COLUMNS, WIDTH), np.float32)
 
 
 def one_by_one(t: Tables) -> Tables:
