@@ -83,6 +83,8 @@ def main() -> None:
     listener = listen(options.listen, options.port, settings)
     from sc2_stand_in.game import Game  # slow: imported while the client connects
 
+    if "TAPE" not in settings:
+        import battle_toys  # noqa: F401  # slow, too: Numba, for which no request shall wait
     game = Game(options.build, settings)
     signal.signal(signal.SIGTERM, stop)
     try:
