@@ -375,7 +375,10 @@ KEYS = (
     Row("gain", why="Leave it out: use_orthogonal=True has a gain of its own"),
     Row("return_priority", why="Leave it out: use_per=True draws by errors"),
     Row("hpn_hyper_dim", "agent_args.hyper_dim", why="of agent=hpn_rnn"),
-    Row("hpn_head_num hpn_hyper_activation", why="Leave it out: agent=hpn_rnn has one head and ReLU"),
+    Row(
+        "hpn_head_num hpn_hyper_activation",
+        why="Leave it out: agent=hpn_rnn has one head, which can do what several do; ReLU",
+    ),
     Row("hypergroup", why="Leave it out: groups of runs come from their configuration"),
 )
 _OWN = "Gymnasium's, PettingZoo's and PyMARL's environments: docs/environments.md; your own: docs/extending.md"
