@@ -257,7 +257,11 @@ class Figures(Reach):
             row, column, colour = self.rng.integers([self.size - 2, self.size - 2, 3])
             bits = f"{self.figures[self.goal[name]]:09b}"
             picture[row : row + 3, column : column + 3, colour] = 255 * np.array([*map(int, bits)]).reshape(3, 3)
+        self.seen = seen
         return seen, {name: {} for name in self.agents}
+
+    def state(self) -> np.ndarray:
+        return np.concatenate([*self.seen.values()])  # of integers, since one picture is
 
     def _reward(self, name: str, action: int) -> float:
         return float(action == self.goal[name])

@@ -470,8 +470,13 @@ class PettingZooEnv(Foreign):
         self._begin(0)
         self._stale = self.args.new_each_episode
         with suppress(AttributeError, NotImplementedError):  # it has no state
-            if not np.array_equal(state := as_vector(self.env.state()), super().get_state()):
+            if not np.array_equal(state := self._state(), super().get_state()):
                 self._own_state = state.size
+
+    def _state(self) -> np.ndarray:
+        space = getattr(self.env, "state_space", None)  # few declare one
+        space = self.env.observation_space(self.names[0]) if space is None else space
+        return as_vector(self.env.state(), getattr(space, "dtype", None))
 
     def _make(self) -> Any:
         found = imported(self.args.path)
@@ -519,7 +524,7 @@ class PettingZooEnv(Foreign):
 
     def get_state(self) -> np.ndarray:
         """Return the environment's state; all observations in a row where it has none or the same."""
-        return as_vector(self.env.state()).astype(np.float32) if self._own_state else super().get_state()
+        return self._state().astype(np.float32) if self._own_state else super().get_state()
 
     def _state_size(self) -> int:
         return self._own_state or super()._state_size()
