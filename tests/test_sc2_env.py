@@ -57,7 +57,7 @@ def play_on(env, rng, active=ONE):
 def test_a_lost_game_voids_its_episode_only(game, monkeypatch, tmp_path, fault, caplog):
     monkeypatch.setenv(f"SC2_STAND_IN_{fault}", "5")  # of the second of the three requests that a step is
     monkeypatch.setenv("SC2_STAND_IN_ONCE", str(tmp_path / "once"))
-    args = {"map_name": "3m", "game_timeout": 3.0 if fault == "HANG_AFTER" else 60.0}
+    args = {"map_name": "3m", "game_timeout": 10.0 if fault == "HANG_AFTER" else 60.0}
     env, rng = make_env("sc2", args, 1, processes=False), np.random.default_rng(0)
 
     def counters():
