@@ -9,6 +9,7 @@ configuration with which those found were made, or how their sizes differ.
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -85,8 +86,10 @@ def presets(results: Path) -> list[str]:
 
 def _fits_with(name: str, words: Sequence[str], info: EnvInfo, results: Path) -> bool:
     """Return whether the command `words` finds a pair with `--config=name`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    _, others = parser.parse_known_args(words)  # else a second one would be warned of
     try:
-        others = [word for word in words if not word.startswith("--config=")]
         return fitting_pair(config_from([f"--config={name}", *others]), info, results)[0] is not None
     except UserError:
         return False

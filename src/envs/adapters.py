@@ -467,6 +467,8 @@ class PettingZooEnv(Foreign):
         self._set_observations([self.env.observation_space(name) for name in self.names])
         self.episode_limit = self._limit(getattr(self.env.unwrapped, "max_cycles", None))
         self._own_state = 0
+        space = getattr(self.env, "state_space", None) or self.env.observation_space(self.names[0])  # few declare one
+        self._state_type = getattr(space, "dtype", None)
         self._begin(0)
         self._stale = self.args.new_each_episode
         with suppress(AttributeError, NotImplementedError):  # it has no state
@@ -474,9 +476,7 @@ class PettingZooEnv(Foreign):
                 self._own_state = state.size
 
     def _state(self) -> np.ndarray:
-        space = getattr(self.env, "state_space", None)  # few declare one
-        space = self.env.observation_space(self.names[0]) if space is None else space
-        return as_vector(self.env.state(), getattr(space, "dtype", None))
+        return as_vector(self.env.state(), self._state_type)
 
     def _make(self) -> Any:
         found = imported(self.args.path)
