@@ -5,7 +5,7 @@
 Same packages, environments and steps as `studies/lbf.yaml` and `studies/mpe.yaml`; settings are its own presets
 (`--configs`), which its paper does not call tuned. Each run saves its weights every `--test-interval` steps; those of
 the best test then play 320 episodes: the absolute metric. EPyMARL reports means, so a line has no single episodes.
-Its `soft_policies` draw actions in tests, too, where ours take the likeliest.
+Its `soft_policies` draw actions in tests, as ours do there (`test_greedy: false`).
 A line that is there already is not made again. Runs take one core each, one after another.
 """
 

@@ -327,7 +327,7 @@ def test_the_best_test_is_kept_and_worth_a_checkpoint(tmp_path, monkeypatch):
     assert stage.dues["test"].due(1), "the first iteration is tested"
     won = iter((0.0, 0.9, 0.2))
     tested = lambda *_, **__: {"test_battle_won_mean": next(won), "test_return_mean": 3.0}  # noqa: E731
-    monkeypatch.setattr(evaluate, "greedy_episodes", tested)
+    monkeypatch.setattr(evaluate, "play_tests", tested)
     urgent = []
     for _ in range(3):
         stage.test()

@@ -64,7 +64,7 @@ def run_until(config: Config, dist: Dist, folder: Path, iteration: int | None) -
 
     with pytest.MonkeyPatch.context() as patch:
         # Tests would take as long as all training here.
-        patch.setattr(evaluate, "greedy_episodes", lambda *_, **__: {"test_return_mean": 0.0})
+        patch.setattr(evaluate, "play_tests", lambda *_, **__: {"test_return_mean": 0.0})
         patch.setattr(Checkpointer, "boundary", boundary)
         if iteration is None:
             run_experiment(config, dist, str(folder), None)

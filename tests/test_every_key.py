@@ -91,7 +91,7 @@ RUNS: dict[str, Run] = {
     ),
     "groups": Run(
         "rloo", "matrix_game", TINY, t_max=18, buffer_size=5000, rnn_hidden_dim=8, group_size=2, graph_updates=True,
-        enable_dynamic_sampling=True, max_sampling_attempts=1,
+        enable_dynamic_sampling=True, max_sampling_attempts=1, test_greedy=False,
     ),
     "snakes by DDPG": Run(
         "snakes_ddpg", "snakes", SNAKES, deterministic=True, max_episodes=2, critic_lr=1e-3, tau=0.01,

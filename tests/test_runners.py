@@ -27,7 +27,7 @@ from omagd.envs.protocol import LOST_IN_A_ROW
 from omagd.run.run_folder import RunFolder
 from omagd.run.training import evaluate
 from omagd.run.training.build import PURPOSES, build_session
-from omagd.run.training.evaluate import greedy_episodes
+from omagd.run.training.evaluate import play_tests
 from omagd.runners.rollout import Recorder
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -167,14 +167,17 @@ def test_the_ranks_and_purposes_of_a_run_have_different_seeds(tmp_path):
 
 
 def test_test_episodes_are_played_greedily_and_as_many_in_each_slot():
-    runner, policy = runner_of(FakeEnv(4), "test"), Probe()
+    runner, policy, config = runner_of(FakeEnv(4), "test"), Probe(), SimpleNamespace(test_greedy=True, seed=1)
     session = SimpleNamespace(
-        runners={"test": runner}, info=runner.info, rounds=lambda wanted: wanted // 4, dist=Dist()
+        runners={"test": runner}, info=runner.info, rounds=lambda wanted: wanted // 4, dist=Dist(), config=config
     )
-    values = greedy_episodes(session, policy, 12)
+    assert {"test_return_mean", "test_ep_length_mean", "test_battle_won_mean"} <= play_tests(session, policy, 12).keys()
     assert set(policy.explored) == {None}
     assert runner.stream.state_dict()["played"] == [3] * 4
-    assert {"test_return_mean", "test_ep_length_mean", "test_battle_won_mean"} <= values.keys()
+    config.test_greedy = False
+    drawn = [(play_tests(session, policy, 12), policy.explored[-1])[1] for _ in range(2)]
+    assert [explore.epsilon for explore in drawn] == [0.0, 0.0], "nobody explores"
+    assert drawn[0].rng.random() == drawn[1].rng.random(), "a resumed run's tests draw as before"
 
 
 def test_the_absolute_metric_is_of_the_weights_of_the_best_test(monkeypatch):
@@ -184,7 +187,7 @@ def test_the_absolute_metric_is_of_the_weights_of_the_best_test(monkeypatch):
         log([{"return": agent.weight.item(), "length": wanted}] * 2)
         return {"test_battle_won_mean": 0.0, "test_return_mean": agent.weight.item()}
 
-    monkeypatch.setattr(evaluate, "greedy_episodes", play)
+    monkeypatch.setattr(evaluate, "play_tests", play)
     config = SimpleNamespace(absolute_episodes=320, test_nepisode=32, log_video=False)
     tests = evaluate.Tests(SimpleNamespace(config=config, dist=Dist()), SimpleNamespace(agent=agent))
     for t_env, weight in enumerate((1.0, 3.0, 2.0)):

@@ -274,8 +274,9 @@ class Config(Frozen):
     tokenizer_config: TokenizerConfig
     mask_predictor_config: MaskPredictorConfig
 
-    test_nepisode: Size  # greedy episodes of a test over all ranks; rounded up to whole rounds of all slots
-    absolute_episodes: Tests  # greedy episodes of the best test's weights at the end: Gorsane et al.'s absolute metric
+    test_nepisode: Size  # episodes of a test over all ranks; rounded up to whole rounds of all slots
+    test_greedy: bool  # False: on-policy learners draw actions in tests
+    absolute_episodes: Tests  # episodes of the best test's weights at the end: Gorsane et al.'s absolute metric
     test_interval: Count  # environment steps over all ranks between tests; also at the start and at the end
     log_detail: Literal["line", "full"]  # the console's log: one line each, or every value
     log_interval: Count  # environment steps over all ranks between logs

@@ -349,7 +349,7 @@ KEYS = (
     Row("render", why="Leave it out: `omagd watch` shows battles"),
     Row("optim", "optimizer"),
     Row("optim_alpha optim_eps", why="Leave it out: optimizer=rmsprop has PyMARL's, 0.99 and 0.00001"),
-    Row("test_greedy evaluation_epsilon", why="Leave it out: tests are always greedy"),
+    Row("evaluation_epsilon", why="Leave it out: nobody explores in tests"),
     Row("agent_output_type mask_before_softmax save_probs", why="Leave it out: it follows from the learner"),
     Row("use_rnn", why="Leave it out: agent=n_rnn and agent=rnn have a memory, agent=ff has none"),
     Row("standardise_rewards", why="Leave it out: rewards stay as they are; PPO has learner_args.normalise_values"),

@@ -121,7 +121,7 @@ def caption(panels: Sequence[Panel], found: Sequence[Group]) -> str:
     parts = {
         f"{what[0].upper()}{what[1:]}, {seeds}{' per map' if several else ''}": True,
         "band: 95 % stratified bootstrap interval over seeds": any(line.band is not None for line in lines),
-        f"tests of {' or '.join(map(str, episodes))} greedy episodes": bool(episodes),
+        f"tests of {' or '.join(map(str, episodes))} episodes": bool(episodes),
         "over maps: shares of each map's range": any(panel.normalised for panel in panels),
         "dotted: not all seeds": any(line.rest is not None for line in lines),
         "a set of maps: mean over its training maps": of_set,

@@ -239,7 +239,7 @@ ADDED: dict[str, Any] = {
     "rollout_skip_threshold": None, "enable_dynamic_sampling": False, "max_sampling_attempts": 3,
     "early_stop_percentage": 1.0, "task_weights": {}, "task_dealing": None, "enable_task_sharding": False,
     "balance_tasks_across_gpus": True, "min_tasks_per_gpu": 1, "sync_every_n_steps": 5,
-    "graph_pretrain_test_episodes": 128, "resident_slots": None, "absolute_episodes": 0,
+    "graph_pretrain_test_episodes": 128, "resident_slots": None, "absolute_episodes": 0, "test_greedy": True,
     "graph_pretrain_patience": 0, "reconstructor_refresh": 0, "reconstructor_refresh_updates": 50,
     "graph_pretrain_policy_path": "", "graph_pretrain_policy_share": 0.5, "q_lambda": False, "optimizer": "adam",
     "per_alpha": 0.6, "per_beta": 0.4,

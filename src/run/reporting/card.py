@@ -274,7 +274,7 @@ def _evaluation(config: Config, environments: int, trained: Card | None) -> dict
     """Return what an evaluation plays, and how many episodes."""
     episodes = config.eval_report_episodes or config.test_nepisode
     known = readable(trained["id"]) if trained else NO_CARD
-    return {**_observations(config), "trained": known, **_tests(episodes, environments)}
+    return {**_observations(config), "trained": known, **_tests(config, episodes, environments)}
 
 
 def _training(config: Config, world_size: int, environments: int) -> dict[str, Any]:
@@ -300,12 +300,12 @@ def _training(config: Config, world_size: int, environments: int) -> dict[str, A
         "effective_batch": config.batch_size * world_size,
         "t_max": config.t_max,
         **({} if config.max_episodes is None else {"max_episodes": config.max_episodes}),
-        **_tests(config.test_nepisode, environments),
+        **_tests(config, config.test_nepisode, environments),
     }
 
 
-def _tests(asked: int, environments: int) -> dict[str, Any]:
-    return {"test_episodes": _whole_rounds(asked, environments), "greedy": True}
+def _tests(config: Config, asked: int, environments: int) -> dict[str, Any]:
+    return {"test_episodes": _whole_rounds(asked, environments), "greedy": config.test_greedy}
 
 
 def _whole_rounds(episodes: int, environments: int) -> int:

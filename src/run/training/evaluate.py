@@ -1,4 +1,4 @@
-"""Greedy episodes of a trained team: tests in training, and `evaluate`."""
+"""Episodes of a trained team: tests in training, and `evaluate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from omagd.config.env_info import EnvInfo
 from omagd.config.loading import apply_texts, read_saved, validate
 from omagd.config.schema import Config
-from omagd.controllers.types import MAC
+from omagd.controllers.types import MAC, Exploration
 from omagd.envs import REGISTRY as ENVS
 from omagd.run.checkpoint.store import NO_AGENT, StageResult
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
@@ -31,6 +31,7 @@ from omagd.run.training.build import build_mac, load_agent, load_pretrained, of_
 from omagd.run.training.stages.base import Session, require_same_weights
 from omagd.runners.runner import Runner, TaskStarts
 from omagd.utils.errors import Mistakes, UserError, collected
+from omagd.utils.seeding import generator
 from omagd.utils.storage import STORAGE
 
 
@@ -58,25 +59,23 @@ def policy_name(config: Config, step_folder: Path) -> str:
     return f"{config.name}, seed {config.seed}{steps}"
 
 
-def greedy_episodes(
+def play_tests(
     session: Session, mac: MAC, wanted: int,
     log: Callable[[Sequence[Mapping[str, Any]]], object] | None = None, recorder: Recorder | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Play at least `wanted` greedy episodes, equally many in each slot of all ranks; return `test_*` means.
+    """Play at least `wanted` episodes, equally many in each slot of all ranks; return `test_*` means.
 
     Of a task set: so many on each map. `test/<map>/*` are means of one map; `test_*` are means over the maps that are
     trained on, `test_held_out_*` over the others.
-    log: called with this rank's episodes. recorder: of `mac`, plays in its place and keeps the episodes of the first
-    slot.
+    log: gets this rank's episodes. recorder: plays in place of `mac` and keeps the episodes of the first slot.
     """
-    runner, info, metrics = session.runners["test"], session.info, Metrics()
+    runner, info, metrics, config = session.runners["test"], session.info, Metrics(), session.config
+    each = session.rounds(wanted)
+    # Without `test_greedy` a policy draws, with the same numbers in each test, and nobody explores.
+    drawn = None if config.test_greedy else Exploration(0.0, generator(config.seed, "tests", session.dist.rank))
     for _ in each_map(runner, info):
         rollout = runner.run(
-            recorder or mac,
-            explore=None,
-            episodes_per_slot=session.rounds(wanted),
-            full_obs=mac.wants_full_obs,
-            keep=False,
+            recorder or mac, explore=drawn, episodes_per_slot=each, full_obs=mac.wants_full_obs, keep=False
         )
         if recorder is not None:
             recorder.take(rollout.log)
@@ -145,14 +144,14 @@ class Tests:
         self.played = self.improved = False
 
     def play(self, t_env: int, when: str, ends: bool) -> None:
-        """Play this rank's share of the test episodes greedily.
+        """Play this rank's share of the test episodes.
 
         when: stage and time, for titles. ends: whether training is over, so that the test is recorded in any case.
         """
         session, recorder = self.session, None
         if session.config.log_video and session.dist.is_main:
             recorder = Recorder(self.mac, session.env, session.info, f"{session.config.name}, {when}", most=1)
-        values = greedy_episodes(session, self.mac, session.config.test_nepisode, recorder=recorder)
+        values = play_tests(session, self.mac, session.config.test_nepisode, recorder=recorder)
         before = next((self.best.get(f"best_{name}", -math.inf) for name in BEST_OF if name in values), math.inf)
         self.last, self.played = (t_env, values), True
         score = self.score()
@@ -174,7 +173,7 @@ class Tests:
         session, agent, own = self.session, self.mac.agent, list[Mapping[str, Any]]()
         last, (t_env, best, _) = _copied(agent), self.best_agent
         agent.load_state_dict(best or last)  # none where scores are NaN
-        values = greedy_episodes(session, self.mac, session.config.absolute_episodes, own.extend)
+        values = play_tests(session, self.mac, session.config.absolute_episodes, own.extend)
         agent.load_state_dict(last)
         raw = {name: [episode[name] for episode in own] for name in KEPT if own and name in own[0]}
         ranks = session.dist.gather(raw)
@@ -252,7 +251,7 @@ def trained_card(config: Config) -> Card | None:
 
 
 def evaluate(session: Session) -> StageResult:
-    """Play `eval_report_episodes` (else `test_nepisode`) greedy episodes over all ranks with the saved agent."""
+    """Play `eval_report_episodes` (else `test_nepisode`) episodes over all ranks with the saved agent."""
     config, info, device = session.config, session.info, session.dist.device
     folder = find_step_folder(config.checkpoint_path, config.load_step)
     session.logger.info(f"evaluation of {folder}")
@@ -262,7 +261,7 @@ def evaluate(session: Session) -> StageResult:
     records = config.save_replay and session.dist.is_main
     recorder = Recorder(mac, session.env, info, policy_name(config, folder)) if records else None
     wanted = config.eval_report_episodes or config.test_nepisode
-    values = greedy_episodes(session, mac, wanted, partial(session.episode_log.write, t_env=t_env), recorder)
+    values = play_tests(session, mac, wanted, partial(session.episode_log.write, t_env=t_env), recorder)
     values.update(session.failure_counts())
     session.logger.log(values, stage="stage3", clock="t_env", t=t_env)
     if recorder is not None:
