@@ -23,8 +23,9 @@ class Leaving:
 
     possible_agents = ("tall", "kind")
 
-    def __init__(self, end: str = "terminated", masks: str = "observation", start: int = 0) -> None:
-        self.end, self.masks, self.first, self.unwrapped = end, masks, start, SimpleNamespace(max_cycles=5)
+    def __init__(self, end: str = "terminated", masks: str = "observation", start: int = 0, max_cycles=None) -> None:
+        self.end, self.masks, self.first = end, masks, start
+        self.unwrapped = SimpleNamespace(**({} if max_cycles else {"max_cycles": 5}))  # some do not say it
 
     def observation_space(self, name: str) -> spaces.Space:
         if self.masks == "observation":
@@ -43,6 +44,10 @@ class Leaving:
             both = {name: {"observation": seen[name], "action_mask": masks[name]} for name in self.agents}
             return both, {name: {} for name in self.agents}
         return {name: seen[name] for name in self.agents}, {name: {"action_mask": masks[name]} for name in self.agents}
+
+    def state(self) -> np.ndarray:
+        assert self.agents or self.end == "truncated", "all is taken down"
+        return np.array([self.t, self.start])
 
     def reset(self, seed: int | None = None, options: None = None) -> tuple[dict, dict]:
         self.t, self.start, self.agents = 0, seed % 5, list(self.possible_agents)

@@ -1,6 +1,7 @@
 """Environments of Gymnasium, PettingZoo and PyMARL play here what they play on their own."""
 
 import sys
+from importlib.machinery import PathFinder
 
 import gymnasium
 import mpe2.simple_speaker_listener_v4 as speaker_listener
@@ -153,9 +154,9 @@ def test_agents_that_leave_see_nothing_and_play_nothing(end, masks):
     assert [rows[1].tolist() for rows in obs[:2]] == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     assert [rows[0].tolist() for rows in avail[:3]] == [[1, 1, 0], [1, 1, 1], [1, 0, 0]]
     assert [row.tolist() for row in rewards] == [[1, 2], [3, 1], [0, 2], [0, 1]]
-    assert log[5::7][3] == (end == "truncated")
-    last = env.observe().avail_actions[0]
-    assert last[1].tolist() == ([1, 1, 0] if end == "truncated" else [1, 0, 0]), "a target that bootstraps needs all"
+    assert log[5::7][3] == (end == "truncated") and [row.tolist() for row in log[1:14:7]] == [[0, 3], [1, 3]]
+    last, own = env.observe(), ([1, 1, 0], [4, 3]) if end == "truncated" else ([1, 0, 0], [0, 0])
+    assert (last.avail_actions[0, 1].tolist(), last.state[0].tolist()) == own, "a target that bootstraps needs both"
     assert log[-1]["score"] == 7.0 and log[-1]["env_return"] == 1.0
 
 
@@ -163,23 +164,15 @@ def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
     script = [(0, 1), (2, 0), (0, 1), (0, 0)]
     for how in ("stays", "both"):
         log = played(made("pettingzoo foreign_worlds:Sloppy", how=how), 8, script)
-        assert (
-            log[3::6]
-            == [
-                2.0,
-                2.0,
-                2.0,
-                2.0,
-            ]
-            and log[4::6][3]
-            and not log[5::6][3]
-        ), "what terminates does not bootstrap"
+        ends = log[4::6][3], log[5::6][3]
+        assert (log[3::6], *ends) == ([2.0] * 4, True, False), "what terminates does not bootstrap"
     assert played(made("pettingzoo foreign_worlds:Sloppy", how="lost"), 8, script)[-1]["env_lost"] == 1.0
     assert played(made("pettingzoo foreign_worlds:Sloppy", how="no infos"), 8, script)[-1] == {}
-    cut = made("pettingzoo foreign_worlds:Sloppy", how="all cut")
+    cut = made("pettingzoo foreign_worlds:Sloppy", how="all cut", end="truncated")
     assert played(cut, 8, script)[5::6][3] and cut.observe().avail_actions[0].tolist() == [[1, 0, 0], [1, 1, 0]]
     plain = made("pettingzoo foreign_worlds:Sloppy", how="plain")
     assert played(plain, 8, script)[2].tolist() == [[1, 1, 0], [1, 1, 0]], "a mask that the space does not declare"
+    assert made("pettingzoo foreign_worlds:Leaving", max_cycles=3).info.episode_limit == 3
     goal = made("pettingzoo foreign_worlds:Sloppy", how="goal")
     assert goal.info.obs_dim == 3 + 4 + 2, "its mask, a part of it here, and the goal"
 
@@ -210,9 +203,7 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
     starts = {played(made("pymarl foreign_worlds:Seeded"), seed, [(0, 0)] * 3)[1][0] for seed in (7, 8, 1007)}
     assert starts == {7.0, 8.0}
     kept = made("pymarl foreign_worlds:Seeded", new_each_episode=False)
-    assert [played(kept, seed, [(0, 0)] * 3)[1][0] for seed in (7, 8)] == [7.0, 7.0], (
-        "one object, which was seeded once"
-    )
+    assert [played(kept, seed, [(0, 0)] * 3)[1][0] for seed in (7, 8)] == [7.0, 7.0], "one object, seeded once"
 
 
 @pytest.mark.parametrize(
@@ -223,6 +214,7 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         ("gymma CartPole-v1", {}, "it is for one agent"),
         ("pettingzoo foreign_worlds:Leaving", {"start": 1}, "only Discrete actions from 0 on"),
         ("pettingzoo foreign_worlds:Nobody", {}, "no fixed possible_agents"),
+        ("pettingzoo mpe2.simple_spread_v2", {}, "Did you mean 'mpe2.simple_spread_v3'?"),
         ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there"),
         ("pymarl collections:Counter", {}, "it has no reset"),
         ("lbf", {"map_name": "8x9-2p-3f"}, "must be of the form 8x8-2p-3f"),
@@ -247,14 +239,17 @@ def test_what_cannot_be_played_is_one_line(name, args, words):
         ("lbforaging", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "lbf"),
         ("gymnasium", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "gymnasium"),
         ("gymnasium", "pettingzoo foreign_worlds:Leaving", "gymnasium"),
-        ("mpe2.simple_spread_v3", "gymma pz-mpe-simple-spread-v3", "mpe"),
-        ("lbforaging.foraging", "lbf", "lbf"),
-        ("mpe2.simple_spread_v3", "mpe", "mpe"),
+        ("mpe2", "gymma pz-mpe-simple-spread-v3", "mpe"),
+        ("lbforaging", "lbf", "lbf"),
+        ("mpe2", "mpe", "mpe"),
         ("rware", "rware", "rware"),
     ],
 )
 def test_a_package_that_an_extra_installs_is_named(monkeypatch, hidden, name, extra):
-    monkeypatch.setitem(sys.modules, hidden, None)
+    for module in [module for module in sys.modules if module.split(".")[0] == hidden]:
+        monkeypatch.delitem(sys.modules, module)
+    real = PathFinder.find_spec
+    monkeypatch.setattr(PathFinder, "find_spec", lambda name, *at: None if name == hidden else real(name, *at))
     with pytest.raises(UserError, match=rf'pip install "omagd\[{extra}\]"'):
         made(name)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pkgutil
 import random
 import re
 import sys
@@ -18,6 +17,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
+from pkgutil import iter_modules, resolve_name
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -26,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from omagd.envs.frames import Frame, drawn, without_place
 from omagd.envs.outputs import RESERVED
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
-from omagd.utils.errors import UserError, causes, install
+from omagd.utils.errors import UserError, causes, install, nearest
 
 LOG = logging.getLogger("omagd")
 EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "pettingzoo", "gymnasium": "gymnasium"}
@@ -127,10 +128,12 @@ class Explained:
             raise
         except Exception as problem:  # noqa: BLE001 (constructors of other people)
             said = _said(problem)
-            names = (str(getattr(each, "name", "")).partition(".")[0] for each in causes(problem))
-            extra = next((EXTRAS[name] for name in names if name in EXTRAS), None)
-            fix = f" Install it: {install(extra)}" if extra else ""
-            fix = " Give module:Class" if self.args.given[1].endswith(".py") else fix
+            names = [str(each.name) for each in causes(problem) if isinstance(each, ImportError)]
+            fixes = [f" Install it: {install(EXTRAS[name])}" for name in names if name in EXTRAS]
+            packages = {name.rpartition(".")[0] for name in names} & sys.modules.keys()  # in which they are not
+            there = [iter_modules(getattr(sys.modules[each], "__path__", ()), f"{each}.") for each in packages]
+            fixes += [nearest(name, [found.name for found in chain(*there)]) for name in names]
+            fix = " Give module:Class" if self.args.given[1].endswith(".py") else next(filter(None, fixes), "")
             raise self._wrong(f"{said}.{fix}") from None
 
     def _wrong(self, what: str) -> UserError:
@@ -162,6 +165,7 @@ class Foreign(Explained, MultiAgentEnv):
     n_actions: list[int]
     image: tuple[int, ...] | None = None
     boxes: Sequence[Any] = ()
+    _own_state = 0  # numbers of the state, where it is not all observations in a row
     returns: tuple[int, ...] = (5,)  # how many values `env.step` may return
 
     def __init__(self, args: Any) -> None:
@@ -294,7 +298,7 @@ class Foreign(Explained, MultiAgentEnv):
             "n_agents": self.n_agents,
             "n_actions": max(self.n_actions),
             "obs_shape": self.image or max(self.sizes),
-            "state_shape": self._state_size(),
+            "state_shape": self._own_state or sum(self.sizes),
             "episode_limit": self.episode_limit,
             "agent_rewards": not self.args.common_reward,
             "has_win": False,
@@ -308,9 +312,6 @@ class Foreign(Explained, MultiAgentEnv):
         for i, space in enumerate(self.boxes):
             ends[:, i, : space.low.size] = space.low.ravel(), space.high.ravel()
         return ends
-
-    def _state_size(self) -> int:
-        return sum(self.sizes)
 
     def _see(self, obs: Sequence[Any], masks: Sequence[Any]) -> None:
         """Keep padded observations and masks; `masks` holds None where all of an agent's actions are available."""
@@ -444,7 +445,7 @@ def imported(path: str) -> Any:
     Errors: ImportError, AttributeError, ValueError.
     """
     _find_here()
-    return pkgutil.resolve_name(path if ":" in path else f"{path}:")  # all before the colon is imported
+    return resolve_name(path if ":" in path else f"{path}:")  # all before the colon is imported
 
 
 class PettingZooEnv(Foreign):
@@ -465,8 +466,7 @@ class PettingZooEnv(Foreign):
         self.n_agents = len(self.names)
         self._set_actions([self.env.action_space(name) for name in self.names])
         self._set_observations([self.env.observation_space(name) for name in self.names])
-        self.episode_limit = self._limit(getattr(self.env.unwrapped, "max_cycles", None))
-        self._own_state = 0
+        self.episode_limit = self._limit(getattr(self.env.unwrapped, "max_cycles", self._own.get("max_cycles")))
         space = getattr(self.env, "state_space", None) or self.env.observation_space(self.names[0])  # few declare one
         self._state_type = getattr(space, "dtype", None)
         self._begin(0)
@@ -498,6 +498,7 @@ class PettingZooEnv(Foreign):
         took_part, self._playing = self._playing, [name for name in self.env.agents if name not in over]
         # The target of an episode that was cut off values every action of its last agents.
         acting = self._playing or set(cut) & set(took_part)
+        self._over = not acting
         obs, masks = [], []
         for i, (name, count) in enumerate(zip(self.names, self.n_actions, strict=True)):
             here = name in self._playing or name in took_part
@@ -523,11 +524,13 @@ class PettingZooEnv(Foreign):
         return self._result(earned, over and not stopped, stopped, results)
 
     def get_state(self) -> np.ndarray:
-        """Return the environment's state; all observations in a row where it has none or the same."""
-        return self._state().astype(np.float32) if self._own_state else super().get_state()
+        """Return the environment's state; all observations in a row where it has none or the same.
 
-    def _state_size(self) -> int:
-        return self._own_state or super()._state_size()
+        After the end nobody learns from it, and some cannot say it: SISL's multiwalker has taken its walkers down.
+        """
+        if not self._own_state:
+            return super().get_state()
+        return np.zeros(self._own_state, np.float32) if self._over else self._state().astype(np.float32)
 
 
 class GymmaEnv(Foreign):

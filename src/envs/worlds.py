@@ -121,7 +121,7 @@ class _WithUnits(Foreign):
         )  # fmt: skip
         row = block + units.hidden.shape[1]
         self.state_layout = StateLayout(n, row, total - n, row)
-        self.sizes = [self.layout.obs_dim] * n
+        self.sizes, self._own_state = [self.layout.obs_dim] * n, self.state_layout.width
 
     def _see_units(self, units: Units) -> None:
         """Keep what follows from the units until somebody asks for it."""
@@ -148,9 +148,6 @@ class _WithUnits(Foreign):
     def get_state(self) -> np.ndarray:
         """Return [state_dim] float32."""
         return super().get_state() if self.layout is None else self._state.astype(np.float32)
-
-    def _state_size(self) -> int:
-        return super()._state_size() if self.layout is None else self.state_layout.width
 
     def get_env_info(self) -> dict[str, Any]:
         """Return sizes, with the layouts where there are some."""
