@@ -87,10 +87,9 @@ def test_what_is_drawn_has_the_density_that_is_learned_from(kind):
 
 def test_gradients_of_the_loss_are_those_of_its_formula():
     """PPO's clipped loss and its bonus, by autograd over torch's distribution."""
-    config = toy_config(
-        learner="ppo_learner", action_selector="softmax", mixer="none", obs_last_action=True,
-        learner_args={"epochs": 1, "entropy": 0.1, "critic": "observation"},
-    )  # fmt: skip
+    given = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "obs_last_action": True}
+    assert make_learner(toy_config(**given), info=BOXED).args.entropy == 0, "without end, past the bounds"
+    config = toy_config(**given, learner_args={"epochs": 1, "entropy": 0.1, "critic": "observation"})
     learner = make_learner(config, dtype=torch.float64, info=BOXED)
     batch = pack_episodes([random_episode(i, 5, info=BOXED) for i in range(4)])
     rows = learner.all_rows(batch)
@@ -207,7 +206,7 @@ def test_snapshots_and_workers_replay_numbers():
 
 
 LEARNS = {
-    "mappo": "t_max=4000 batch_size=64 batch_size_run=64 lr=0.003 learner_args.entropy=0 obs_last_action=False",
+    "mappo": "t_max=4000 batch_size=64 batch_size_run=64 lr=0.003 obs_last_action=False",
     "maddpg": "t_max=2500 batch_size=64 batch_size_run=16 lr=0.002 updates_per_iteration=4 epsilon_anneal_time=2000",
 }
 

@@ -48,7 +48,7 @@ class PolicyArgs(BaseModel):
     minibatches: int = Field(default=1, ge=1, le=2**16)  # parts of the batch, over all ranks, each with one step
     chunk_length: Literal[0] = 0  # earlier versions could cut episodes in pieces; their runs have this key
     clip: float = Field(default=0.2, gt=0.0)  # bound of the probability ratio's distance from 1
-    entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus
+    entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus; 0 by default for Box actions
     normalise_advantages: bool = True  # subtract the mean and divide by the deviation over the samples of all ranks
     death_masking: bool = True  # learn nothing from agents that have only one action
     anneal_lr: bool = False  # let the learning rate fall linearly, to 0 at t_max steps learned from
@@ -247,7 +247,8 @@ class PolicyLearner(SavesParts, Generic[Args]):
             )
         self.mac, self.config, self.info, self.dist = mac, config, info, dist
         self.lr = config.lr * lr_scale(config, dist.world_size)
-        self.args: Args = self.args_model.model_validate(config.learner_args)
+        bonus = {} if info.box is None else {"entropy": 0.0}  # a Gaussian's grows without end, past the bounds
+        self.args: Args = self.args_model.model_validate({**bonus, **config.learner_args})
         loss = self.make_loss(config.precision == "bf16")
         loss.belief = self.belief = belief_loss(config, mac)
         loss.gaussian = None if info.box is None else action_selectors.new_selector(config, info)
@@ -285,18 +286,13 @@ class PolicyLearner(SavesParts, Generic[Args]):
         n, a = self.info.n_agents, self.info.n_actions
         each = like.new_zeros(2, n)
         rows = PolicyRows(
-            inputs=AgentInputs.blank(2, self.info, like),
-            packing=Packing((2,)),
+            inputs=AgentInputs.blank(2, self.info, like), packing=Packing((2,)),
             actions=no_action(self.info, 2, like.device).clamp(min=0),
             available=torch.ones(2, n, a, dtype=torch.bool, device=like.device),
-            log_prob=each,
             state=like.new_zeros(2, self.info.state_dim),
-            advantage=each,
-            weight=each,
-            value=each,
-            target=each,
+            log_prob=each, advantage=each, weight=each, value=each, target=each,
             cases=None if self.belief is None else self.belief.blank(2, n, like),
-        )
+        )  # fmt: skip
         self.step.warm_up(rows)
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
