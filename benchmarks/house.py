@@ -53,7 +53,7 @@ def note(frame, event, argument):
         return
     above = frame
     while what == "resume" and above and "run/checkpoint" not in above.f_code.co_filename:
-        above = above.f_back
+        above = above.f_back if above.f_code.co_name != "<module>" else None  # imports restore nothing
     if above:
         files.add(frame.f_code.co_filename[len(src) + 1:])
 def switch(owner, name, inside, after):
