@@ -1,4 +1,4 @@
-"""Fills in the table of docs/results/reconstruction.md from the results file of its study.
+"""Fills in the tables of docs/results/reconstruction.md from the results file of its study.
 
     python research/reconstruction/make_page.py    # reads data/belief_head.jsonl
     omagd plot research/reconstruction/data/belief_head.jsonl --x cpu --stat iqm --maps-only \\
@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from omagd.lab.analysis.statistics import improvement, interval, iqm, lead
+from omagd.lab.analysis.statistics import improvement, iqm, lead
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "results" / "reconstruction.md"
 RESULTS = HERE / "data" / "belief_head.jsonl"
 HEAD, WON, STEPS = "head", "test_battle_won_mean", 1_000_000
+ARMS = [HEAD, "baseline", "baseline_x3", "full_obs", "ctds", "ma2e", "mappo"]
 PART = re.compile(r"(<!-- begin results -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 Runs = dict[str, dict[str, list[dict[str, Any]]]]
@@ -56,41 +57,57 @@ def scores(tests: Iterable[dict[str, Any]], clock: str, when: float) -> np.ndarr
     return found[~np.isnan(found)]
 
 
-def table(found: Runs) -> str:
-    """Return a row for each map and arm: at equal CPU time, the head's lead there, and at equal steps."""
-    head = "| map | arm | seeds | at equal CPU time | head's lead | P(head is better) | at equal steps | CPU minutes |"
-    lines = [head, "| --- | --- | --- | --- | --- | --- | --- | --- |"]
-    for place, arms in sorted(found.items()):
-        if HEAD not in arms:
-            continue
-        seconds = budget(arms)
-        own = scores(arms[HEAD], "cpu_seconds", seconds)
-        for arm, tests in sorted(arms.items(), key=lambda each: each[0] != HEAD):
-            here, later = scores(tests, "cpu_seconds", seconds), scores(tests, "t_env", STEPS)
-            ahead = _between(lead([own], [here], statistic=iqm)) if arm != HEAD and len(here) else "-"
-            better = _between(improvement(own, here)) if arm != HEAD and len(here) else "-"
-            minutes = np.median([run["cpu_seconds"][-1] for run in tests]) / 60
-            cells = (place, f"`{arm}`", len(tests), _level(here), ahead, better, _level(later), f"{minutes:.1f}")
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
+def table(found: Runs, clock: str) -> str:
+    """Return a row for each map, a column for each arm: level; the head's lead [interval]; P(it is better).
+
+    clock: `cpu_seconds`, at the map's budget, or `t_env`, at a million steps.
+    """
+    won = {
+        place: {
+            arm: scores(tests, clock, budget(runs) if clock == "cpu_seconds" else STEPS) for arm, tests in runs.items()
+        }
+        for place, runs in sorted(found.items())
+    }
+    arms = [arm for arm in ARMS if any(len(runs.get(arm, ())) for runs in won.values())]
+    lines = ["| map | " + " | ".join(f"`{arm}`" for arm in arms) + " |", "| --- |" + " --- |" * len(arms)]
+    for place, runs in won.items():
+        cells = [_cell(runs[HEAD], runs.get(arm, np.empty(0)), arm == HEAD) for arm in arms]
+        lines.append(f"| {place} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _level(values: np.ndarray) -> str:
-    """Return the interquartile mean with its interval."""
-    if not len(values):
+def costs(found: Runs) -> str:
+    """Return each map's CPU time for a step of the head, relative to `baseline`: medians over runs."""
+    ratios = []
+    for place, runs in sorted(found.items()):
+        head, baseline = (
+            float(np.median([run["cpu_seconds"][-1] / run["t_env"][-1] for run in runs[arm]]))
+            for arm in (HEAD, "baseline")
+        )
+        ratios.append(f"{place} {head / baseline:.2f}")
+    return "CPU time for a step of `head`, relative to `baseline`: " + ", ".join(ratios) + ".\n"
+
+
+def _cell(own: np.ndarray, other: np.ndarray, head: bool) -> str:
+    """Return what a table says of an arm's win rates `other`, and of the head's lead over them."""
+    if not len(other):
         return "-"
-    return _between((float(iqm([values])), interval(iqm, [values])))
+    level = f"{float(iqm([other])):.2f}"
+    if head:
+        return f"{level} (seeds: {len(own)})"
+    return f"{level}; {_between(lead([own], [other], statistic=iqm))}; {improvement(own, other)[0]:.2f}"
 
 
 def _between(found: tuple[float, Any]) -> str:
     value, ends = found
-    return f"{value:.2f}" + ("" if ends is None else f" [{float(ends[0]):.2f}, {float(ends[1]):.2f}]")
+    return f"{value:.2f}" + ("" if ends is None else f" [{float(ends[0]):.2f},{float(ends[1]):.2f}]")
 
 
 def main() -> None:
     """Write the page."""
     page = PAGE.read_text()
-    made = table(runs_of(RESULTS.read_text().splitlines()))
+    found = runs_of(RESULTS.read_text().splitlines())
+    made = "\n".join((table(found, "cpu_seconds"), table(found, "t_env"), costs(found)))
     PAGE.write_text(PART.sub(lambda part: f"{part[1]}{made}{part[2]}", page))
 
 

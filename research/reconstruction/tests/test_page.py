@@ -1,7 +1,6 @@
-"""The table of docs/results/reconstruction.md, from lines of a results file."""
+"""The tables of docs/results/reconstruction.md, from lines of a results file."""
 
 import json
-import re
 
 import make_page as page
 import numpy as np
@@ -20,18 +19,23 @@ def line(arm: str, seed: int, won: list[float], minutes: list[float]) -> str:
 def test_arms_are_compared_at_the_time_that_all_runs_of_the_head_have_had():
     lines = [line("head", s, [0.0, 0.2, 0.6 + 0.01 * s], [0, 5, 10 + s]) for s in range(4)]
     lines += [line("baseline", s, [0.0, 0.1, 0.2, 0.4], [0, 4, 8, 12]) for s in range(4)]
-    lines += [line("short", s, [0.0, 0.9], [0, 9.9]) for s in range(4)]
-    rows = [re.split(r" *\| *", row)[1:-1] for row in page.table(page.runs_of(lines)).splitlines()]
-    head, baseline, short = rows[2:]
+    lines += [line("mappo", s, [0.0, 0.9], [0, 9.9]) for s in range(4)]
+    head, baseline, *ended = _cells(page.table(page.runs_of(lines), "cpu_seconds"))
     budget = 600.0  # the head's quickest run had ten minutes
     own = sorted(np.interp(budget, [0, 300, 600 + 60 * s], [0, 0.2, 0.6 + 0.01 * s]) for s in range(4))
     middle = (own[1] + own[2]) / 2
-    assert head[1:4] == ["`head`", "4", head[3]] and float(head[3].split()[0]) == pytest.approx(middle, abs=0.006)
-    assert baseline[3] == "0.30 [0.30, 0.30]"  # half-way between its tests at 8 and 12 minutes
-    assert float(baseline[4].split()[0]) == pytest.approx(middle - 0.3, abs=0.006) and baseline[5].startswith("1.00")
-    assert baseline[6] == "0.20 [0.20, 0.20]"  # after a million steps
-    assert float(head[6].split()[0]) == pytest.approx(0.615, abs=0.006)
-    assert short[3:7] == ["-"] * 4  # it ended before
+    assert head == f"{middle:.2f} (seeds: 4)"
+    level, lead, better = baseline.split("; ")
+    assert (level, better) == ("0.30", "1.00")  # half-way between its tests at 8 and 12 minutes
+    assert float(lead.split()[0]) == pytest.approx(middle - 0.3, abs=0.006)
+    assert not ended  # before the budget
+    head, baseline = _cells(page.table(page.runs_of(lines), "t_env"))[:2]
+    assert (head.split()[0], baseline) == ("0.61", "0.20; 0.41 [0.40,0.43]; 1.00")  # after a million steps
+    assert page.costs(page.runs_of(lines)).endswith("m 1.44.\n")  # 11.5 minutes for 1 M steps, 12 for 1.5 M
+
+
+def _cells(table: str) -> list[str]:
+    return table.splitlines()[-1].strip("| ").split(" | ")[1:]
 
 
 def test_the_probability_that_one_is_better_counts_a_tie_half():
