@@ -28,44 +28,43 @@ HEAD, WON, STEPS = "head", "test_battle_won_mean", 1_000_000
 ARMS = [HEAD, "baseline", "baseline_x3", "full_obs", "ctds", "ma2e", "mappo"]
 PART = re.compile(r"(<!-- begin results -->\n).*?(<!-- end results -->)", re.DOTALL)
 
-Runs = dict[str, dict[str, list[dict[str, Any]]]]
+Seeds = dict[int, dict[str, Any]]
+Runs = dict[str, dict[str, Seeds]]
 
 
 def runs_of(lines: Iterable[str]) -> Runs:
-    """Return the tests of each run by map and arm: lists `t_env`, `cpu_seconds` and the win rate."""
-    found: Runs = defaultdict(lambda: defaultdict(list))
+    """Return the tests of each run by map, arm and seed: lists `t_env`, `cpu_seconds` and the win rate."""
+    found: Runs = defaultdict(lambda: defaultdict(dict))
     for line in lines:
         run = json.loads(line)
-        found[run["map"]][run["arm"]].append(run["tests"])
+        found[run["map"]][run["arm"]][run["seed"]] = run["tests"]
     return found
 
 
-def at(tests: dict[str, Any], clock: str, when: float) -> float:
-    """Return a run's win rate when `clock` was `when`, NaN where it ended before."""
-    times, won = (np.array(tests[name], float) for name in (clock, WON))
-    return float(np.interp(when, times, won, right=np.nan))
+def at(tests: dict[str, Any], clock: str, when: float, name: str = WON) -> float:
+    """Return a run's win rate, or another value, when `clock` was `when`, NaN where it ended before."""
+    times, values = (np.array(tests[each], float) for each in (clock, name))
+    return float(np.interp(when, times, values, right=np.nan))
 
 
-def budget(runs: dict[str, list[dict[str, Any]]]) -> float:
+def budget(runs: dict[str, Seeds]) -> float:
     """Return the CPU seconds that all runs of the head have had."""
-    return float(min(tests["cpu_seconds"][-1] for tests in runs[HEAD]))
+    return float(min(tests["cpu_seconds"][-1] for tests in runs[HEAD].values()))
 
 
-def scores(tests: Iterable[dict[str, Any]], clock: str, when: float) -> np.ndarray:
+def scores(runs: Seeds, clock: str, when: float) -> np.ndarray:
     """Return the win rates of an arm's runs that have one then, [seeds]."""
-    found = np.array([at(run, clock, when) for run in tests])
+    found = np.array([at(tests, clock, when) for tests in runs.values()])
     return found[~np.isnan(found)]
 
 
 def table(found: Runs, clock: str) -> str:
-    """Return a row for each map, a column for each arm: level; the head's lead [interval]; P(it is better).
+    """Return a row for each map, a column for each arm: level; the head's lead [interval]; P(it wins more).
 
     clock: `cpu_seconds`, at the map's budget, or `t_env`, at a million steps.
     """
     won = {
-        place: {
-            arm: scores(tests, clock, budget(runs) if clock == "cpu_seconds" else STEPS) for arm, tests in runs.items()
-        }
+        place: {arm: scores(runs[arm], clock, budget(runs) if clock == "cpu_seconds" else STEPS) for arm in runs}
         for place, runs in sorted(found.items())
     }
     arms = [arm for arm in ARMS if any(len(runs.get(arm, ())) for runs in won.values())]
@@ -76,38 +75,53 @@ def table(found: Runs, clock: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def costs(found: Runs) -> str:
-    """Return each map's CPU time for a step of the head, relative to `baseline`: medians over runs."""
-    ratios = []
+def beside_baseline(found: Runs) -> str:
+    """Return a row for each map: how much of the gap the head closes, what a step of it costs, its lead by pairs.
+
+    A pair has one seed, and took turns on one machine: it is compared when the first of its two runs ended.
+    """
+    lines = ["| map | share of the gap | CPU time for a step | lead by pairs |", "| --- | --- | --- | --- |"]
     for place, runs in sorted(found.items()):
-        head, baseline = (
-            float(np.median([run["cpu_seconds"][-1] / run["t_env"][-1] for run in runs[arm]]))
-            for arm in (HEAD, "baseline")
-        )
-        ratios.append(f"{place} {head / baseline:.2f}")
-    return "CPU time for a step of `head`, relative to `baseline`: " + ", ".join(ratios) + ".\n"
+        when = budget(runs)
+        won = {arm: float(iqm([scores(runs[arm], "cpu_seconds", when)])) for arm in runs if arm in ARMS[:4]}
+        share = (won[HEAD] - won["baseline"]) / (won["full_obs"] - won["baseline"]) if "full_obs" in won else np.nan
+        costs, own, others = (np.empty(len(runs[HEAD])) for _ in range(3))
+        for i, (seed, head) in enumerate(runs[HEAD].items()):
+            baseline = runs["baseline"][seed]
+            costs[i] = head["cpu_seconds"][-1] / at(baseline, "t_env", head["t_env"][-1], "cpu_seconds")
+            both = min(head["cpu_seconds"][-1], baseline["cpu_seconds"][-1])
+            own[i], others[i] = (at(tests, "cpu_seconds", both) for tests in (head, baseline))
+        pairs = lead([own], [others], paired=True, statistic=iqm)
+        cells = "-" if np.isnan(share) else _two(share), _two(float(np.median(costs))), _between(pairs)
+        lines.append(" | ".join((f"| {place}", *cells)) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _cell(own: np.ndarray, other: np.ndarray, head: bool) -> str:
     """Return what a table says of an arm's win rates `other`, and of the head's lead over them."""
     if not len(other):
         return "-"
-    level = f"{float(iqm([other])):.2f}"
+    level = _two(float(iqm([other])))
     if head:
         return f"{level} (seeds: {len(own)})"
-    return f"{level}; {_between(lead([own], [other], statistic=iqm))}; {improvement(own, other)[0]:.2f}"
+    better = f"; {improvement(own, other)[0]:.2f}" if min(len(own), len(other)) > 1 else ""
+    return f"{level}; {_between(lead([own], [other], statistic=iqm))}{better}"
 
 
 def _between(found: tuple[float, Any]) -> str:
     value, ends = found
-    return f"{value:.2f}" + ("" if ends is None else f" [{float(ends[0]):.2f},{float(ends[1]):.2f}]")
+    return _two(value) + ("" if ends is None else f" [{_two(float(ends[0]))},{_two(float(ends[1]))}]")
+
+
+def _two(value: float) -> str:
+    return f"{round(value, 2) + 0.0:.2f}"  # no minus before a zero
 
 
 def main() -> None:
     """Write the page."""
     page = PAGE.read_text()
     found = runs_of(RESULTS.read_text().splitlines())
-    made = "\n".join((table(found, "cpu_seconds"), table(found, "t_env"), costs(found)))
+    made = "\n".join((table(found, "cpu_seconds"), table(found, "t_env"), beside_baseline(found)))
     PAGE.write_text(PART.sub(lambda part: f"{part[1]}{made}{part[2]}", page))
 
 
