@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from omagd.modules.agents import agent as agents
 from omagd.modules.agents.agent import NRNNAgent
 from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
+from omagd.run.api import LoadedPolicy, load_policy
 from omagd.run.cli.main import main
 from omagd.run.recording.recording import Recording
 from omagd.run.training.build import PretrainedModules, build_mac
@@ -300,10 +302,9 @@ def test_what_pictures_fill_in_is_what_metrics_judge():
     shown = torch.zeros((*missing.shape, layout.node_dim))
     shown[missing] = belief.features * feature_mask(layout)[missing.nonzero()[:, 2]]
     memory, compared = MemoryReconstructor(mac.agent, mac.head, env.info, CPU), 0
-    memory.begin(2)
     for place, number in enumerate(batch.sample_index):
         rows, last = episodes[number], torch.full((2, env.info.n_agents), -1)
-        memory.reset(np.ones(2, bool))
+        memory.begin(2)
         for step in range(batch.packing.lengths[place] - 1):
             row = int(((batch.packing.episode == place) & (batch.packing.step == step)).nonzero())
             obs = torch.stack([torch.zeros_like(rows["obs"][step]), rows["obs"][step]])
@@ -314,6 +315,30 @@ def test_what_pictures_fill_in_is_what_metrics_judge():
             compared += int((nodes[missing[row]] != 0).any(-1).sum())
             last = rows["actions"][step].long().expand(2, -1)
     assert compared > 50
+
+
+def test_a_loaded_team_says_what_it_remembers_and_computes_nothing_more_to_act(monkeypatch):
+    env, config, mac = team_of("3m_mixed_sight6", 1)
+    policy, memory = LoadedPolicy(config, env.info, mac), MemoryReconstructor(mac.agent, mac.head, env.info, CPU)
+    memory.begin(1)
+    env.reset(np.ones(1, bool), np.array([3]))
+    last, told, calls = None, 0, []
+    for module, name in ((mac.head, "belief"), (mac.actor, "step"), (mac.agent, "step")):
+        plain = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, plain=plain, name=name: calls.append(name) or plain(*given))
+    for step in range(8):
+        seen = env.observe()
+        actions = policy.act(seen.obs[0], seen.avail_actions[0])
+        assert calls == ["step"]  # once, and without the head
+        nodes, guessed = policy.beliefs()
+        made = memory.step(seen.obs, np.array([step]), None, last)
+        calls.clear()
+        assert np.array_equal(guessed, made.guessed[0])
+        np.testing.assert_allclose(nodes, obs_to_nodes(made.obs[0], env.info.layout), atol=2e-3)
+        last, told = actions[None], told + guessed.sum()
+        env.step(last, np.ones(1, bool))
+    assert told > 10
+    env.close()
 
 
 def evaluated(run: Path, place: Path, *words: str) -> Path:
@@ -365,6 +390,10 @@ def test_teams_play_maps_of_other_units_without_their_head_and_a_head_needs_its_
     words += ["env_args.map_name=3m", "t_max=100", f"local_results_path={tmp_path}"]
     assert main(["--config=omagd_belief", *words, "unique_token=with"]) == 0
     assert main(["evaluate", str(tmp_path / "with"), "env_args.map_name=5m_vs_6m", "test_nepisode=2"]) == 0
+    with closing(make_env("skirmish", {"map_name": "5m_vs_6m"}, 1, processes=False)) as env:
+        policy, seen = load_policy(tmp_path / "with").on(env.info), env.observe()
+        policy.act(seen.obs[0], seen.avail_actions[0])
+    assert policy.beliefs() is None
     assert main(["--config=fog_baseline", *words, "unique_token=without"]) == 0
     capsys.readouterr()
     start = f"checkpoint_path={tmp_path / 'without' / 'models'}"

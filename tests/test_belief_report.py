@@ -172,10 +172,11 @@ def test_the_predictors_file_has_the_baselines_for_later_runs(whole, tmp_path):
 def test_a_run_is_measured_beside_guesses_on_battles_of_its_team(small_run, capfd):
     assert main(["beliefs", "--reconstruction", str(small_run), "--episodes=8", "with", "seed=3"]) == 0
     title, head, *rows = capfd.readouterr().out.strip().splitlines()
-    assert "skirmish 3m, omagd_small, seed 3" in title and head.split()[-1] == "ridge" and "reconstruction" in head
+    assert "skirmish 3m, omagd_small, seed 3" in title and "reconstruction" in head and head.endswith("taken for dead")
     everything, never = (next(row for row in rows if row.startswith(name)) for name in ("all", "never"))
     assert int(everything.split()[1].replace(",", "")) >= int(never.split()[1].replace(",", "")) > 0
-    assert all(0 < float(cell) < 30 for cell in everything.split()[2:])
+    *errors, dead = map(float, everything.split()[2:])
+    assert all(0 < error < 30 for error in errors) and 0 <= dead <= 1
 
 
 @pytest.mark.parametrize(

@@ -190,13 +190,13 @@ class LoadedPolicy:
             )
         mac = build.build_mac(self.config, info, torch.device("cpu"), PretrainedModules())
         mac.agent.load_state_dict(self._mac.agent.state_dict())
+        mac.head = None  # it says only what the units of its own map are like
         return LoadedPolicy(self.config, info, mac)
 
     def reset(self) -> None:
         """Forget the episode."""
         self._mac.begin(1)
         self._mac.reset(np.ones(1, bool))
-        self._viewer.forget()
         self._last: tuple[Tick, Decision] | None = None
         self._step = 0
         self.values: np.ndarray | None = None
@@ -205,16 +205,15 @@ class LoadedPolicy:
         """Return the state of the episode, to continue from it later or elsewhere.
 
         `step`: acts so far; `policy`: tensors, among them `hidden` [1, n, H], the recurrent state (its shape is that of
-        the agent's `init_hidden(1)`), and `last_action` [1, n], -1 at the start; `viewer`: what beliefs need.
+        the agent's `init_hidden(1)`), and `last_action` [1, n], -1 at the start.
         """
-        return {"step": self._step, "policy": self._mac.snapshot(), "viewer": self._viewer.snapshot()}
+        return {"step": self._step, "policy": self._mac.snapshot()}
 
     def load_snapshot(self, snapshot: dict[str, Any]) -> None:
         """Continue from a `snapshot` of this policy."""
         self.reset()
         self._step = snapshot["step"]
         self._mac.load_snapshot(snapshot["policy"])
-        self._viewer.load_snapshot(snapshot["viewer"])
 
     def beliefs(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what the agents took the units to be at the last `act`, and which of that are guesses.
@@ -248,7 +247,6 @@ class LoadedPolicy:
         with _threads(self.config.torch_threads):
             tick = Tick(seen, np.array([self._step]), np.ones(1, bool))
             decision = self._mac.act(tick, None)
-            self._viewer.follow(tick, decision)
         self._step, self._last = self._step + 1, (tick, decision)
         if decision.values is not None:
             found = np.asarray(decision.values[0], np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,10 @@ def main(options: argparse.Namespace) -> int:
     config = evaluation_config(run, updates(words), "beliefs --reconstruction")
     with stoppable():
         title, table = _measured(config, int(episodes), f"--reconstruction={run}")
-    print_out("\n".join([title, *aligned(_rows(table))]) + "\n")
+    rows = _rows(table)
+    if len(rows) == 1:
+        raise UserError(f"--reconstruction={run}: its agents saw every living unit, so there is nothing to judge")
+    print_out("\n".join([title, *aligned(rows)]) + "\n")
     return 0
 
 
@@ -124,9 +128,10 @@ def _believer(config: Config, info: EnvInfo, mac: Any, step: Any, source: str) -
 
 def _rows(table: dict[str, Any]) -> list[list[str]]:
     """Return the table: a row for each kind of units and each time since the last sight."""
-    rows = [["units, steps since the last sight", "units", *SHOWN.values()]]
+    rows = [["units, steps since the last sight", "units", *SHOWN.values(), "taken for dead"]]
     for entry in table["rows"]:
         if "count" in entry:
             cells = [f"{entry['position_rms'][name]:.2f}" for name in SHOWN]
-            rows.append([entry["row"].replace("_", " ") or "all", f"{entry['count']:,}", *cells])
+            name = re.sub(r"(\d)_(\d)", r"\1-\2", entry["row"]).replace("_", " ") or "all"
+            rows.append([name, f"{entry['count']:,}", *cells, f"{entry['taken_for_dead']:.2f}"])
     return rows

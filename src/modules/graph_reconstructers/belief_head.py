@@ -20,7 +20,6 @@ Shapes: R rows, n agents, H hidden units, U other units, D features of a unit, K
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -118,7 +117,8 @@ class BeliefHead(nn.Module):
 class MemoryReconstructor(Reconstructor):
     """Fills in what an agent's memory says of unseen units, for pictures and tests: no agent acts on it.
 
-    It follows the agent through the episode: the same observations and actions give the same hidden states.
+    It follows the agent through an episode, whose slots all go on: the same observations and actions give the same
+    hidden states.
 
     Args:
         agent, head: trained together. info: of an environment with a layout. device: of both.
@@ -134,26 +134,16 @@ class MemoryReconstructor(Reconstructor):
         """Start without memories in `n_slots` slots."""
         self._hidden = self.agent.init_hidden(n_slots).detach().clone()
 
-    @torch.inference_mode()
-    def reset(self, which: np.ndarray) -> None:
-        """Clear the memories of the slots `which` [B] bool, where episodes start."""
-        slots = torch.as_tensor(np.flatnonzero(which), device=self.device)
-        self._hidden = self._hidden.index_copy(0, slots, self.agent.init_hidden(len(slots)))
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return the memories."""
-        return {"hidden": self._hidden.clone()}
-
-    def load_snapshot(self, snapshot: dict[str, Tensor]) -> None:
-        """Continue from a `snapshot` of as many slots."""
-        self._hidden = snapshot["hidden"].to(self._hidden)
-
     def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
-        after = self.agent.step(AgentInputs(obs.to(self._hidden.dtype), actions), self._hidden)[1]
-        self._hidden = torch.where(played[:, None, None], after, self._hidden)
-        missing = self.columns.sight(obs)[1] & played[:, None, None]
+        self._hidden = self.agent.step(AgentInputs(obs.to(self._hidden.dtype), actions), self._hidden)[1]
+        return self.fill(obs, self._hidden)
+
+    def fill(self, obs: Tensor, hidden: Tensor) -> Reconstruction:
+        """Return observations [B, n, obs_dim] filled in from the hidden states [B, n, H] after them."""
+        obs, hidden = obs.to(self.device), hidden.to(self._hidden)
+        missing = self.columns.sight(obs)[1]
         nodes = torch.zeros((*missing.shape, self.layout.node_dim), device=self.device)
-        nodes[missing] = self.head.belief(self._hidden, missing).features.to(nodes)
+        nodes[missing] = self.head.belief(hidden, missing).features.to(nodes)
         return self.made(obs, self.columns.obs(nodes).half(), missing)
 
 

@@ -15,7 +15,7 @@ from omagd.envs.frames import AGENTS, Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
 from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
 from omagd.modules.graph_reconstructers.graphs import NO_UNIT, obs_to_nodes, units_of_nodes, unseen
-from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
+from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.recording.recording import FARTHEST, Belief, Episode, Moment, Number, number_of
 
 Views = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
@@ -32,44 +32,21 @@ class Viewer:
     def __init__(self, policy: Policy, info: EnvInfo) -> None:
         self._info = info
         self._reconstructor: Reconstructor | None = getattr(policy, "reconstructor", None)
-        self._memory = _memory_of(policy, info)
+        self._policy, self._memory = policy, _memory_of(policy, info)
         self._read: Any = getattr(policy, "read", None)  # of controllers; scripts read `obs`
-        self._made: Reconstruction | None = None  # by the memory, of the last tick
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the episode."""
-        self._last_action = np.full((1, self._info.n_agents), -1)
-        if self._memory is not None:
-            self._memory.begin(1)
-
-    def follow(self, tick: Tick, decision: Decision) -> None:
-        """Remember what the agents of the slot have seen and done; once for each tick."""
-        self._made = None
-        if self._memory is not None and tick.active[0]:
-            seen = tick.observation.obs[:1], tick.step[:1], None, self._last_action
-            self._made = self._memory.step(*seen)
-            self._last_action = decision.actions[:1].copy()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the memory."""
-        memory = {} if self._memory is None else self._memory.snapshot()
-        return {"memory": memory, "last_action": self._last_action.copy()}
-
-    def load_snapshot(self, snapshot: dict[str, Any]) -> None:
-        """Restore a `snapshot`."""
-        self._made, self._last_action = None, snapshot["last_action"].copy()
-        if self._memory is not None:
-            self._memory.load_snapshot(snapshot["memory"])
 
     def views(self, tick: Tick, decision: Decision) -> Views | None:
-        """Return what the agents see and guess at the tick followed last; None where observations have no units."""
+        """Return what the agents see and guess at the last tick; None where observations have no units.
+
+        Called before the next tick: what a head says is read from the memory with which the agents have just acted.
+        """
         layout, shown = self._info.layout, tick.observation
         if layout is None:
             return None
         obs = shown.obs if self._read is None else self._read(shown)
         nodes = obs_to_nodes(np.array(obs[0]), layout)
-        if (by := self._made) is not None:
+        if self._memory is not None:
+            by = self._memory.fill(torch.from_numpy(np.array(obs[:1])), self._policy.snapshot()["hidden"][:1])
             return nodes, obs_to_nodes(by.obs[0].cpu().numpy(), layout), by.guessed[0].cpu().numpy()
         fills = self._reconstructor
         if fills is None or (stored := decision.extras.get(fills.field)) is None:
@@ -107,14 +84,12 @@ class Recorder:
         """Prepare for B = `n_slots` slots."""
         self._policy.begin(n_slots)
         self._open = []
-        self._viewer.forget()
 
     def reset(self, which: np.ndarray) -> None:
         """Reset the memory of the slots `which` [B] bool, where episodes start."""
         self._policy.reset(which)
         if which[0]:
             self._open = []
-            self._viewer.forget()
 
     def refresh(self) -> None:
         """Use the newest weights."""
@@ -131,7 +106,6 @@ class Recorder:
     def act(self, tick: Tick, explore: Exploration | None) -> Decision:
         """Choose actions as the policy does, and record the moment."""
         decision = self._policy.act(tick, explore)
-        self._viewer.follow(tick, decision)
         if tick.active[0] and (self._open or len(self._found) < self._most + LOST_IN_A_ROW):
             self._record(tick, decision)
         return decision
