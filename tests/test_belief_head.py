@@ -322,7 +322,7 @@ def test_a_loaded_team_says_what_it_remembers_and_computes_nothing_more_to_act(m
     policy, memory = LoadedPolicy(config, env.info, mac), MemoryReconstructor(mac.agent, mac.head, env.info, CPU)
     memory.begin(1)
     env.reset(np.ones(1, bool), np.array([3]))
-    last, told, calls = None, 0, []
+    last, n_guessed, calls = None, 0, []
     for module, name in ((mac.head, "belief"), (mac.actor, "step"), (mac.agent, "step")):
         plain = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, plain=plain, name=name: calls.append(name) or plain(*given))
@@ -335,9 +335,9 @@ def test_a_loaded_team_says_what_it_remembers_and_computes_nothing_more_to_act(m
         calls.clear()
         assert np.array_equal(guessed, made.guessed[0])
         np.testing.assert_allclose(nodes, obs_to_nodes(made.obs[0], env.info.layout), atol=2e-3)
-        last, told = actions[None], told + guessed.sum()
+        last, n_guessed = actions[None], n_guessed + guessed.sum()
         env.step(last, np.ones(1, bool))
-    assert told > 10
+    assert n_guessed > 10
     env.close()
 
 

@@ -83,16 +83,16 @@ def beside_baseline(found: Runs) -> str:
     lines = ["| map | share of the gap | CPU time for a step | lead by pairs |", "| --- | --- | --- | --- |"]
     for place, runs in sorted(found.items()):
         when = budget(runs)
-        won = {arm: float(iqm([scores(runs[arm], "cpu_seconds", when)])) for arm in runs if arm in ARMS[:4]}
-        share = (won[HEAD] - won["baseline"]) / (won["full_obs"] - won["baseline"]) if "full_obs" in won else np.nan
-        costs, own, others = (np.empty(len(runs[HEAD])) for _ in range(3))
-        for i, (seed, head) in enumerate(runs[HEAD].items()):
-            baseline = runs["baseline"][seed]
-            costs[i] = head["cpu_seconds"][-1] / at(baseline, "t_env", head["t_env"][-1], "cpu_seconds")
-            both = min(head["cpu_seconds"][-1], baseline["cpu_seconds"][-1])
-            own[i], others[i] = (at(tests, "cpu_seconds", both) for tests in (head, baseline))
-        pairs = lead([own], [others], paired=True, statistic=iqm)
-        cells = "-" if np.isnan(share) else _two(share), _two(float(np.median(costs))), _between(pairs)
+        arms = [arm for arm in (HEAD, "baseline", "full_obs") if arm in runs]
+        head, baseline, *full = (float(iqm([scores(runs[arm], "cpu_seconds", when)])) for arm in arms)
+        share = _two((head - baseline) / (full[0] - baseline)) if full else "-"
+        pairs = [(own, runs["baseline"][seed]) for seed, own in runs[HEAD].items()]
+        costs = [own["cpu_seconds"][-1] / at(other, "t_env", own["t_env"][-1], "cpu_seconds") for own, other in pairs]
+        ends = [min(tests["cpu_seconds"][-1] for tests in pair) for pair in pairs]
+        won = np.array(
+            [[at(tests, "cpu_seconds", end) for tests in pair] for pair, end in zip(pairs, ends, strict=True)]
+        )
+        cells = share, _two(float(np.median(costs))), _between(lead([won[:, 0]], [won[:, 1]], paired=True))
         lines.append(" | ".join((f"| {place}", *cells)) + " |")
     return "\n".join(lines) + "\n"
 

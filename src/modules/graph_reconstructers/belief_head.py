@@ -117,8 +117,8 @@ class BeliefHead(nn.Module):
 class MemoryReconstructor(Reconstructor):
     """Fills in what an agent's memory says of unseen units, for pictures and tests: no agent acts on it.
 
-    It follows the agent through an episode, whose slots all go on: the same observations and actions give the same
-    hidden states.
+    It follows the agent through an episode: the same observations and actions give the same hidden states. Episodes
+    in all slots start and go on together.
 
     Args:
         agent, head: trained together. info: of an environment with a layout. device: of both.
