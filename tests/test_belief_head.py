@@ -22,6 +22,7 @@ from omagd.config.loading import resolve
 from omagd.controllers.types import Exploration, Tick
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import Observation
+from omagd.lab.beliefs import judge as judging
 from omagd.lab.beliefs.judge import HeadBeliefs
 from omagd.learners.belief_loss import BeliefLoss
 from omagd.modules.agents import REGISTRY as AGENTS
@@ -32,7 +33,7 @@ from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.run.api import LoadedPolicy, load_policy
 from omagd.run.cli.main import main
 from omagd.run.recording.recording import Recording
-from omagd.run.training.build import PretrainedModules, build_mac
+from omagd.run.training.build import PretrainedModules, build_mac, load_pretrained
 from omagd.runners import REGISTRY as RUNNERS
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -44,6 +45,7 @@ CPU = torch.device("cpu")
 BELIEF = {"belief_loss": "features", "grad_norm_clip": 1e9}
 TOKENS = {**BELIEF, "belief_loss": "tokens", "pretrained_tokenizer_path": "given", **CODES}
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "learner_args": {"epochs": 1}}
+PLAYED = {"evaluate": True, "checkpoint_path": "a run"}
 N, REAL = INFO.n_agents, feature_mask(LAYOUT).numpy()
 
 
@@ -69,8 +71,8 @@ def cases_of(
     return found
 
 
-def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, int, np.ndarray, np.ndarray]:
-    """Return the summed loss and the number of cases of the last batch, and mean and deviation after all of them."""
+def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, float, int, np.ndarray, np.ndarray]:
+    """Return loss, its part of living and count of cases, summed over the last batch; mean and deviation after all."""
     head, config, episodes = learner.mac.head, learner.config, seen[-1]
     moments = np.zeros((3, head.n_units, head.dim))
     followed = config.belief_every if config.learner == "nq_learner" else 1  # PPO reads other rows each time
@@ -90,19 +92,19 @@ def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, 
         _, hidden = learner.mac.agent.unroll(learner.mac.inputs(batch), batch.packing)
         told = [batch.packing.pad(part).numpy() for part in head(hidden)]
     places = {episode: place for place, episode in enumerate(batch.sample_index)}
-    total, cases = 0.0, cases_of(episodes, config, config.belief_every)
+    total, alive, cases = 0.0, 0.0, cases_of(episodes, config, config.belief_every)
     for number, step, agent, unit, lives, x in cases:
         out, *z = (part[places[number], step, agent, unit] for part in told)
         if config.belief_loss == "tokens":
             code = int(head._tokenizer[0].ids(torch.tensor(x, dtype=torch.float32))) if lives else len(out) - 1
             total += np.log(np.exp(out).sum()) - out[code]
             continue
-        total += np.log1p(np.exp(-out if lives else out))
+        alive += np.log1p(np.exp(-out if lives else out))
         varies = deviation[unit] > 0
         if lives and varies.any():
             true = (x[: head.dim] - mean[unit])[varies] / deviation[unit][varies]
             total += ((z[0][varies] - true) ** 2).mean()
-    return total, len(cases), mean, deviation
+    return total + alive, alive, len(cases), mean, deviation
 
 
 @pytest.mark.parametrize(("learner", "kind", "units", "every"), [
@@ -115,22 +117,47 @@ def test_the_loss_and_its_statistics_are_those_of_a_loop_over_units(learner, kin
     for episode in (episode for episodes in given for episode in episodes):  # one feature does not vary
         for field in (episode["obs"], episode["full_obs"]):
             field[..., LAYOUT.move_dim] = (field[..., LAYOUT.move_dim] != 0).to(field.dtype)
+    for episode in given[1]:  # the last enemy lives in no case of an update
+        last = LAYOUT.move_dim + (LAYOUT.n_enemies - 1) * LAYOUT.enemy_dim
+        episode["full_obs"][..., last : last + LAYOUT.enemy_dim] = 0
     for update, episodes in enumerate(given, start=1):
-        total, count, mean, deviation = expected(trained, given[:update])
+        total, alive, count, mean, deviation = expected(trained, given[:update])
         stats = trained.update(pack_episodes(episodes), episodes=0)
         assert int(stats["loss_belief"][1]) == count > 50
         assert float(stats["loss_belief"][0]) == pytest.approx(total, rel=1e-9)
+        assert kind is TOKENS or float(stats["belief_alive"][0]) == pytest.approx(alive, rel=1e-9)
     if kind is BELIEF:
         np.testing.assert_allclose(trained.mac.head.mean.numpy(), mean, atol=1e-12)
         np.testing.assert_allclose(trained.mac.head.deviation.numpy(), deviation, atol=1e-9)
         assert (deviation > 0).any() and (deviation == 0).any()
+    assert_beliefs_are_what_the_head_says(trained.mac, pack_episodes(given[-1]), mean, deviation)
 
 
-def test_the_weighted_mean_over_cases_is_added_to_the_other_loss():
+def assert_beliefs_are_what_the_head_says(mac: Any, batch: Any, mean: np.ndarray, deviation: np.ndarray) -> None:
+    head, (missing, belief) = mac.head, HeadBeliefs(mac, mac.head).beliefs(batch)
+    with torch.no_grad():
+        told = [part.numpy() for part in head(mac.agent.unroll(mac.inputs(batch), batch.packing)[1])]
+    for case, (row, agent, node) in enumerate(missing.nonzero().tolist()):
+        out, *z = (part[row, agent, node - 1] for part in told)
+        if head.tokens:
+            *lives, p_dead = np.exp(out) / np.exp(out).sum()
+            codes, share = head._tokenizer[0].table().numpy(), np.array(lives) / (1 - p_dead)
+            features = share @ codes
+            wanted = np.sqrt(share @ (codes - features) ** 2)
+            np.testing.assert_allclose(belief.spread[case], wanted, atol=1e-5)
+        else:
+            p_dead, features = 1 / (1 + np.exp(out)), mean[node - 1] + deviation[node - 1] * z[0]
+        assert float(belief.p_dead[case]) == pytest.approx(p_dead)
+        found = belief.features[case, : len(features)]
+        np.testing.assert_allclose(found, features * (p_dead <= 0.5), atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [{}, {"learner": "wqmix_learner", "learner_args": {"weighting": "central"}}])
+def test_the_weighted_mean_over_cases_is_added_to_the_other_loss(words):
     """Gradients of the agent are those of both losses; those of the mixer are as without it."""
     (episodes,) = batches(1)
-    alone = make_learner(toy_config(grad_norm_clip=1e9), dtype=torch.float64)
-    both = make_learner(toy_config(**{**BELIEF, "belief_weight": 0.3}), dtype=torch.float64)
+    alone = make_learner(toy_config(grad_norm_clip=1e9, **words), dtype=torch.float64)
+    both = make_learner(toy_config(**{**BELIEF, **words, "belief_weight": 0.3}), dtype=torch.float64)
     batch = pack_episodes(episodes)
     one = toy_config(**{**BELIEF, "belief_weight": 1.0})
     loss, cases = BeliefLoss(both.mac.head, one), both.belief.cases(batch)
@@ -242,11 +269,12 @@ def test_truth_that_is_not_finite_does_not_stay_in_the_statistics():
     ("skirmish", {"use_graph_reconstruction": True, "mac": "n_graph_mac", "learner": "nq_graph_learner"},
      "use_graph_reconstruction=True"),
     ("skirmish", {"use_full_obs": True}, "use_full_obs=True"),
+    ("skirmish", {"use_team_obs": True}, "use_team_obs=True"),
     ("skirmish", {"learner": "ddpg_learner", "mac": "ddpg_mac", "agent": "ddpg", "obs_last_action": False},
      "learner=ddpg_learner has no such loss"),
 ])  # fmt: skip
 def test_what_does_not_go_with_it_is_named_before_a_folder_exists(env, words, message, tmp_path, capsys):
-    given = {"belief_loss": "features", "local_results_path": tmp_path / "results", **words}
+    given = {"belief_loss": "features", "local_results_path": tmp_path / "results", "t_max": 20, **words}
     base = "qmix", f"--env-config={env}"
     assert main([f"--config={base[0]}", base[1], "with", *(f"{key}={value}" for key, value in given.items())]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -319,6 +347,8 @@ def test_what_pictures_fill_in_is_what_metrics_judge():
 
 def test_a_loaded_team_says_what_it_remembers_and_computes_nothing_more_to_act(monkeypatch):
     env, config, mac = team_of("3m_mixed_sight6", 1)
+    gone = resolve("qmix", "skirmish", {"belief_loss": "tokens", "pretrained_tokenizer_path": "gone", **PLAYED})
+    assert load_pretrained(gone, env.info, CPU).tokenizer is None  # a trained head needs it no more
     policy, memory = LoadedPolicy(config, env.info, mac), MemoryReconstructor(mac.agent, mac.head, env.info, CPU)
     memory.begin(1)
     env.reset(np.ones(1, bool), np.array([3]))
@@ -356,24 +386,34 @@ def beliefs_in(evaluation: Path) -> int:
 
 
 @pytest.mark.processes
-def test_a_trained_team_is_evaluated_and_watched(qmix_run, tmp_path, capsys):
+def test_a_trained_team_is_evaluated_and_watched(qmix_run, tmp_path, capsys, monkeypatch):
     """Of a run with a head beliefs are shown, and judged at its end; a run without one has none, though asked."""
+    used, fit, judge = [], judging.fit_baselines, judging.judge
+    monkeypatch.setattr(judging, "fit_baselines", lambda *a: used.extend((*a[0](), *a[1]())) or fit(*a))
+    monkeypatch.setattr(judging, "judge", lambda *a: used.extend(a[1]) or judge(*a))
     words = "with", "env_args.map_name=3m_mixed_sight6", "belief_loss=features", f"local_results_path={tmp_path}"
     assert main(["--config=qmix", "--env-config=skirmish", *words, *BUDGETS, "unique_token=head", "t_max=400"]) == 0
     run = tmp_path / "head"
     assert list(run.glob("models/*/belief_head.th"))
+    assert len({batch["obs"].numpy().tobytes() for batch in used}) == 3, "episodes that judge are fitted to by nothing"
+    assert main(["beliefs", f"--reconstruction={run}", "--episodes=8"]) == 0
     assert any(line.get("policy/error", 0) > 0 for line in records(run))
     assert "graph_pretrain_eval_episodes" not in capsys.readouterr().err, "it is read"
     assert beliefs_in(evaluated(run, tmp_path / "1")) > 0
     assert main(["watch", str(run), "--episodes=1", "-o", str(tmp_path / "w.html")]) == 0
     assert beliefs_in(evaluated(Path(qmix_run), tmp_path / "2", "belief_loss=features")) == 0
     assert "error" not in capsys.readouterr().err
+    for file in run.glob("models/*/belief_head.th"):
+        file.unlink()
+    assert main(["beliefs", f"--reconstruction={run}", "--episodes=8"]) == 2
+    assert "has no belief_head.th" in capsys.readouterr().err
 
 
 def test_units_that_a_map_of_a_set_lacks_are_no_cases():
     (episodes,) = batches(1)
-    for episode in episodes[::2]:  # played on a map without the last enemy
+    for episode in episodes[::2]:  # played on a map without the last agent and the last enemy
         for field in (episode["obs"], episode["full_obs"]):
+            field[:, -1] = 0
             last = LAYOUT.move_dim + (LAYOUT.n_enemies - 1) * LAYOUT.enemy_dim
             field[..., last : last + LAYOUT.enemy_dim] = 0
     learner = make_learner(toy_config(**BELIEF, belief_every=2), info=replace(INFO, padded=True))

@@ -129,6 +129,7 @@ DIFFERENCES = [
     ({"test_nepisode": 500}, "test_episodes"),
     ({"use_full_obs": True}, "observations everything (use_full_obs), not each agent's own; fair if you compare what"),
     ({"use_team_obs": True}, "observations what any living ally sees (use_team_obs)"),
+    ({"belief_loss": "features"}, "a loss of training reads everything (belief_loss=features)"),
     ({"precision": "bf16"}, "precision bf16"),
     ({"env_args__map_name": "8m"}, "map 8m, not 3m"),
     ({"env_args__difficulty": "3"}, "difficulty 3, not 7"),
