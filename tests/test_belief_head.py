@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +28,7 @@ from omagd.lab.beliefs.judge import HeadBeliefs
 from omagd.learners.belief_loss import BeliefLoss
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents import agent as agents
-from omagd.modules.agents.agent import NRNNAgent
-from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
+from omagd.modules.agents.agent import AgentInputs, NRNNAgent
 from omagd.modules.graph_reconstructers.graphs import feature_mask, obs_to_nodes
 from omagd.run.api import LoadedPolicy, load_policy
 from omagd.run.cli.main import main
@@ -320,28 +320,24 @@ def team_of(map_name: str, slots: int, **words: Any) -> tuple[Any, Any, Any]:
 
 
 def test_what_pictures_fill_in_is_what_metrics_judge():
-    """Followed step by step, with random actions, the memory says what the head says of the packed episodes."""
+    """Episodes of random actions, filled in as a whole."""
     env, config, mac = team_of("3m_mixed_sight6", 3)
     plays = RUNNERS.get("parallel")(env, config, env.info, EpisodeSeeds(1, "train"))
     episodes = plays.run(mac, explore=Exploration(0.7, np.random.default_rng(0)), full_obs=True).episodes
     env.close()
     batch, layout = pack_episodes(episodes), env.info.layout
-    missing, belief = HeadBeliefs(mac, mac.head).beliefs(batch)
+    believer, compared = HeadBeliefs(mac, mac.head), 0
+    missing, belief = believer.beliefs(batch)
     shown = torch.zeros((*missing.shape, layout.node_dim))
     shown[missing] = belief.features * feature_mask(layout)[missing.nonzero()[:, 2]]
-    memory, compared = MemoryReconstructor(mac.agent, mac.head, env.info, CPU), 0
     for place, number in enumerate(batch.sample_index):
-        rows, last = episodes[number], torch.full((2, env.info.n_agents), -1)
-        memory.begin(2)
+        made, guessed = believer.filled(batch, place)
         for step in range(batch.packing.lengths[place] - 1):
             row = int(((batch.packing.episode == place) & (batch.packing.step == step)).nonzero())
-            obs = torch.stack([torch.zeros_like(rows["obs"][step]), rows["obs"][step]])
-            made = memory.step(obs, np.full(2, step), None, last)
-            assert torch.equal(made.guessed[1] & missing[row].any(-1, keepdim=True), missing[row])
-            nodes = obs_to_nodes(made.obs[1], layout)
-            torch.testing.assert_close(nodes[missing[row]], shown[row][missing[row]], atol=2e-3, rtol=2e-3)
+            assert torch.equal(guessed[step], missing[row])
+            nodes, seen = obs_to_nodes(made[step], layout), obs_to_nodes(episodes[number]["obs"][step], layout)
+            torch.testing.assert_close(nodes, torch.where(missing[row][..., None], shown[row], seen))
             compared += int((nodes[missing[row]] != 0).any(-1).sum())
-            last = rows["actions"][step].long().expand(2, -1)
     assert compared > 50
 
 
@@ -349,24 +345,26 @@ def test_a_loaded_team_says_what_it_remembers_and_computes_nothing_more_to_act(m
     env, config, mac = team_of("3m_mixed_sight6", 1)
     gone = resolve("qmix", "skirmish", {"belief_loss": "tokens", "pretrained_tokenizer_path": "gone", **PLAYED})
     assert load_pretrained(gone, env.info, CPU).tokenizer is None  # a trained head needs it no more
-    policy, memory = LoadedPolicy(config, env.info, mac), MemoryReconstructor(mac.agent, mac.head, env.info, CPU)
-    memory.begin(1)
+    policy, agent = LoadedPolicy(config, env.info, mac), copy.deepcopy(mac.agent)
+    hidden = agent.init_hidden(1)
     env.reset(np.ones(1, bool), np.array([3]))
-    last, n_guessed, calls = None, 0, []
+    last, n_guessed, calls = torch.full((1, env.info.n_agents), -1), 0, []
     for module, name in ((mac.head, "belief"), (mac.actor, "step"), (mac.agent, "step")):
         plain = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, plain=plain, name=name: calls.append(name) or plain(*given))
-    for step in range(8):
+    for _ in range(8):
         seen = env.observe()
         actions = policy.act(seen.obs[0], seen.avail_actions[0])
         assert calls == ["step"]  # once, and without the head
         nodes, guessed = policy.beliefs()
-        made = memory.step(seen.obs, np.array([step]), None, last)
+        obs = torch.from_numpy(np.array(seen.obs))
+        hidden = agent.step(AgentInputs(obs, last), hidden)[1]
+        made, missing = mac.head.filled(obs, hidden)
         calls.clear()
-        assert np.array_equal(guessed, made.guessed[0])
-        np.testing.assert_allclose(nodes, obs_to_nodes(made.obs[0], env.info.layout), atol=2e-3)
-        last, n_guessed = actions[None], n_guessed + guessed.sum()
-        env.step(last, np.ones(1, bool))
+        assert np.array_equal(guessed, missing[0])
+        np.testing.assert_allclose(nodes, obs_to_nodes(made[0].detach().numpy(), env.info.layout), atol=1e-6)
+        last, n_guessed = torch.from_numpy(actions[None]), n_guessed + guessed.sum()
+        env.step(actions[None], np.ones(1, bool))
     assert n_guessed > 10
     env.close()
 

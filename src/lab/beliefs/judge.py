@@ -15,12 +15,12 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.lab.beliefs.baselines import Baselines, fit_baselines
-from omagd.lab.beliefs.picture import picture
+from omagd.lab.beliefs.picture import Fills, filled_by, picture
 from omagd.lab.beliefs.table import Believer, belief_values, judge
 from omagd.learners.graph_metrics import summarise
 from omagd.modules import graph_reconstructers
 from omagd.modules.agents.agent import Remembers
-from omagd.modules.graph_reconstructers.belief_head import BeliefHead, MemoryReconstructor
+from omagd.modules.graph_reconstructers.belief_head import BeliefHead
 from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.run.checkpoint.weights import PREDICTOR_FILE, load_file
@@ -55,8 +55,16 @@ class HeadBeliefs:
     def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
         """Return the missing nodes [S, n, N] bool of a batch, and the belief about each."""
         missing = GraphTables(self.layout, batch.device).sight(batch["obs"])[1] & batch.valid_mask[:, None, None]
-        _, hidden = cast(Remembers, self._mac.agent).unroll(self._mac.inputs(batch), batch.packing)
-        return missing, self._head.belief(hidden, missing)
+        return missing, self._head.belief(self._memory(batch), missing)
+
+    @torch.no_grad()
+    def filled(self, batch: PackedBatch, episode: int) -> tuple[Tensor, Tensor]:
+        """Return an episode's observations [T, n, obs_dim] filled in, and where [T, n, N] bool."""
+        obs, missing = map(batch.packing.pad, self._head.filled(batch["obs"], self._memory(batch)))
+        return obs[episode], missing[episode]
+
+    def _memory(self, batch: PackedBatch) -> Tensor:
+        return cast(Remembers, self._mac.agent).unroll(self._mac.inputs(batch), batch.packing)[1]
 
 
 class BeliefJudge(Judge):
@@ -127,14 +135,14 @@ class BeliefJudge(Judge):
         """Return the baselines, beside which the predictor is judged in later runs too."""
         return {} if self.baselines is None else {"baselines": self.baselines.state_dict()}
 
-    def picture(self, batch: PackedBatch, name: str = "beliefs_stage2", fills: Any = None) -> dict[str, str]:
-        """Draw one moment as seen, as reconstructed and as it was. fills: reconstructs in place of the predictor."""
+    def picture(self, batch: PackedBatch, name: str = "beliefs_stage2", fills: Fills | None = None) -> dict[str, str]:
+        """Draw one moment as seen, as filled in and as it was. fills: in place of the predictor."""
         session, pretrained = self.session, self.pretrained
         if not session.dist.is_main or fills is None and not self.says_of_units:
             return {}
         if fills is None:
             kind: Any = graph_reconstructers.REGISTRY.get(session.config.mask_predictor_config.kind)
-            fills = kind(pretrained.tokenizer, pretrained.predictor, session.config, session.info)
+            fills = partial(filled_by, kind(pretrained.tokenizer, pretrained.predictor, session.config, session.info))
         return {"picture": str(picture(session, fills, batch, name))}
 
     def team(self, mac: Any) -> Verdict:
@@ -147,9 +155,9 @@ class BeliefJudge(Judge):
         if head is not None:
             training, validation = ([self._played(mac, purpose)] for purpose in ("pretrain", "held_out"))
             baselines = fit_baselines(lambda: training, lambda: validation, info, dist)
-            found = self._verdict(HeadBeliefs(mac, head), [batch], baselines)
-            fills = MemoryReconstructor(mac.agent, head, info, dist.device)
-            return Verdict(found.values, found.table, self.picture(batch, "beliefs", fills))
+            believer = HeadBeliefs(mac, head)
+            found = self._verdict(believer, [batch], baselines)
+            return Verdict(found.values, found.table, self.picture(batch, "beliefs", believer.filled))
         # Without other ranks: it only evaluates, and sums and counts are reduced here.
         judged, metrics = learner_of(self.pretrained, config, info, Dist(device=dist.device)), Metrics()
         metrics.add(judged.evaluate(batch))

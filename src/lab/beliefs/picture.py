@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,22 +26,37 @@ FARTHEST_SHOWN = 3.2
 """Ranges of sight to each side of an agent that a picture can show."""
 
 
-def picture(session: Session, reconstructor: Reconstructor, batch: PackedBatch, name: str) -> Path:
+Fills = Callable[[PackedBatch, int], tuple[Tensor, Tensor]]
+"""Returns an episode's observations [T, n, obs_dim] filled in, and where [T, n, N] bool."""
+
+
+def filled_by(reconstructor: Reconstructor, batch: PackedBatch, episode: int) -> tuple[Tensor, Tensor]:
+    """Return what a reconstructor, which remembers, fills in step by step. See `Fills`."""
+    obs = batch.packing.pad(batch["obs"])[episode]
+    actions = torch.full(obs.shape[:2], -1, device=obs.device)
+    if "actions" in batch:
+        actions = batch.packing.pad(last_actions(batch["actions"], batch.packing), -1)[episode]
+    reconstructor.begin(1)
+    made = [
+        reconstructor.step(obs[t][None], torch.tensor([t]), None, actions[t][None])
+        for t in range(batch.packing.lengths[episode])
+    ]
+    return torch.cat([each.obs for each in made]), torch.cat([each.guessed for each in made])
+
+
+def picture(session: Session, fills: Fills, batch: PackedBatch, name: str) -> Path:
     """Draw moments of an episode of `batch` to `plots/<name>.png`: as an agent sees, as reconstructed, as they were."""
-    layout, info = reconstructor.layout, session.info
+    layout, info = session.info.layout, session.info
+    assert layout is not None
     obs, full = batch.packing.pad(batch["obs"]), batch.packing.pad(batch["full_obs"])
     episode, agent = _best_view(obs, full, layout)
-    reconstructor.begin(1)
-    actions = torch.full((*obs.shape[:2], info.n_agents), -1, device=obs.device)
-    if "actions" in batch:
-        actions = batch.packing.pad(last_actions(batch["actions"], batch.packing), -1)
+    made, guessed = fills(batch, episode)
     scene, moments = _scene(session, layout, agent), []
     for t in range(batch.packing.lengths[episode]):
-        made = reconstructor.step(obs[episode, t][None], torch.tensor([t]), None, actions[episode, t][None])
         seen, filled, truth = (
-            obs_to_nodes(each, layout).cpu().numpy() for each in (obs[episode, t], made.obs[0], full[episode, t])
+            obs_to_nodes(each, layout).cpu().numpy() for each in (obs[episode, t], made[t], full[episode, t])
         )
-        moments.append(_moment(layout, (seen, filled, made.guessed[0].cpu().numpy()), truth[agent], scene, agent))
+        moments.append(_moment(layout, (seen, filled, guessed[t].cpu().numpy()), truth[agent], scene, agent))
     drawn = Episode.model_construct(
         env=info.name, map_name=info.map_name, seed=0, policy="", values="Q-values", results={}, scene=scene,
         moments=moments,

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.modules.agents.agent import Agent, AgentInputs
-from omagd.modules.graph_reconstructers.reconstructor import Belief, Reconstruction, Reconstructor
+from omagd.modules.graph_reconstructers.graphs import GraphTables
+from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.modules.ops import FastLinear
 from omagd.utils.seeding import stream_seed
@@ -113,38 +113,17 @@ class BeliefHead(nn.Module):
         dead = p_dead > DEAD
         return Belief(features.masked_fill(dead[:, None], 0.0), p_dead, dead, spread)
 
+    def filled(self, obs: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return obs [S, n, obs_dim] with beliefs in place of missing units, and these [S, n, N] bool.
 
-class MemoryReconstructor(Reconstructor):
-    """Fills in what an agent's memory says of unseen units, for pictures and tests: no agent acts on it.
-
-    It follows the agent through an episode: the same observations and actions give the same hidden states. Episodes
-    in all slots start and go on together.
-
-    Args:
-        agent, head: trained together. info: of an environment with a layout. device: of both.
-    """
-
-    def __init__(self, agent: Agent, head: BeliefHead, info: EnvInfo, device: torch.device) -> None:
-        assert info.layout is not None
-        super().__init__(info.layout, device)
-        self.agent, self.head = agent, head
-        self.begin(0)
-
-    def begin(self, n_slots: int) -> None:
-        """Start without memories in `n_slots` slots."""
-        self._hidden = self.agent.init_hidden(n_slots).detach().clone()
-
-    def _fill(self, obs: Tensor, now: Tensor, played: Tensor, actions: Tensor) -> Reconstruction:
-        self._hidden = self.agent.step(AgentInputs(obs.to(self._hidden.dtype), actions), self._hidden)[1]
-        return self.fill(obs, self._hidden)
-
-    def fill(self, obs: Tensor, hidden: Tensor) -> Reconstruction:
-        """Return observations [B, n, obs_dim] filled in from the hidden states [B, n, H] after them."""
-        obs, hidden = obs.to(self.device), hidden.to(self._hidden)
-        missing = self.columns.sight(obs)[1]
-        nodes = torch.zeros((*missing.shape, self.layout.node_dim), device=self.device)
-        nodes[missing] = self.head.belief(hidden, missing).features.to(nodes)
-        return self.made(obs, self.columns.obs(nodes).half(), missing)
+        hidden: [S, n, H], after these observations.
+        """
+        obs, hidden = obs.to(self.hidden.weight.device), hidden.to(self.hidden.weight)
+        columns = GraphTables(self.layout, obs.device)
+        missing = columns.sight(obs)[1]
+        nodes = torch.zeros((*missing.shape, self.layout.node_dim), device=obs.device)
+        nodes[missing] = self.belief(hidden, missing).features.to(nodes)
+        return torch.where(columns.of_nodes(missing), columns.obs(nodes).to(obs.dtype), obs), missing
 
 
 def new_head(config: Config, info: EnvInfo, like: Tensor) -> BeliefHead:

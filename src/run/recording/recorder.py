@@ -13,7 +13,7 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.frames import AGENTS, Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
-from omagd.modules.graph_reconstructers.belief_head import MemoryReconstructor
+from omagd.modules.graph_reconstructers.belief_head import BeliefHead
 from omagd.modules.graph_reconstructers.graphs import NO_UNIT, obs_to_nodes, units_of_nodes, unseen
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.recording.recording import FARTHEST, Belief, Episode, Moment, Number, number_of
@@ -32,7 +32,8 @@ class Viewer:
     def __init__(self, policy: Policy, info: EnvInfo) -> None:
         self._info = info
         self._reconstructor: Reconstructor | None = getattr(policy, "reconstructor", None)
-        self._policy, self._memory = policy, _memory_of(policy, info)
+        self._policy = policy
+        self._head: BeliefHead | None = getattr(policy, "head", None)
         self._read: Any = getattr(policy, "read", None)  # of controllers; scripts read `obs`
 
     def views(self, tick: Tick, decision: Decision) -> Views | None:
@@ -44,15 +45,14 @@ class Viewer:
         if layout is None:
             return None
         obs = shown.obs if self._read is None else self._read(shown)
-        nodes = obs_to_nodes(np.array(obs[0]), layout)
-        if self._memory is not None:
-            by = self._memory.fill(torch.from_numpy(np.array(obs[:1])), self._policy.snapshot()["hidden"][:1])
-            return nodes, obs_to_nodes(by.obs[0].cpu().numpy(), layout), by.guessed[0].cpu().numpy()
-        fills = self._reconstructor
-        if fills is None or (stored := decision.extras.get(fills.field)) is None:
+        first, fills = torch.from_numpy(np.array(obs[:1])), self._reconstructor
+        nodes = obs_to_nodes(first[0], layout).numpy()
+        if self._head is not None:
+            made, guessed = self._head.filled(first, self._policy.snapshot()["hidden"][:1])
+        elif fills is None or (stored := decision.extras.get(fills.field)) is None:
             return nodes, None, None
-        data = {"obs": obs[:1], fills.field: stored[:1]}
-        made, guessed = fills.restore({name: torch.from_numpy(np.array(value)) for name, value in data.items()})
+        else:
+            made, guessed = fills.restore({"obs": first, fills.field: torch.from_numpy(np.array(stored[:1]))})
         return nodes, obs_to_nodes(made[0].cpu().numpy(), layout), guessed[0].cpu().numpy()
 
 
@@ -188,13 +188,6 @@ def probabilities(logits: np.ndarray, available: np.ndarray) -> np.ndarray:
     """Return the probabilities of actions, [n, A], 0 where one is not available [n, A]."""
     with np.errstate(invalid="ignore"):  # of a diverged policy
         return np.exp(log_softmax(logits, available))
-
-
-def _memory_of(policy: Any, info: EnvInfo) -> MemoryReconstructor | None:
-    """Return what says what a policy's agents remember of unseen units; None where they have not learned to."""
-    if (head := getattr(policy, "head", None)) is None:
-        return None
-    return MemoryReconstructor(policy.agent, head, info, next(head.parameters()).device)
 
 
 def _within(values: np.ndarray, low: float, high: float) -> np.ndarray:
