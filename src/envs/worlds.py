@@ -113,7 +113,7 @@ class _WithUnits(Foreign):
         """Set sizes. cells: of a picture, for a unit of length."""
         n, total = len(units.own), len(units.place)
         others = np.arange(n - 1) + (np.arange(n - 1) >= np.arange(n)[:, None])
-        self._order = np.concatenate([np.tile(np.arange(n, total), (n, 1)), others], 1)  # [n, U - 1]
+        self._of, self._order = np.arange(n)[:, None], np.hstack([np.tile(np.arange(n, total), (n, 1)), others])
         block, own = 3 + units.features.shape[1], units.own.shape[1]
         sight = self._scale * cells
         self.layout = EntityLayout(
@@ -125,20 +125,19 @@ class _WithUnits(Foreign):
 
     def _see_units(self, units: Units) -> None:
         """Keep what follows from the units until somebody asks for it."""
-        n, there = len(units.own), units.there[:, None]
+        there, hidden = units.there[:, None], units.hidden.shape[1]
         rows = np.concatenate([there, units.place / self._scale, units.features, units.hidden], 1) * there
-        blocks = np.tile(rows[:, : rows.shape[1] - units.hidden.shape[1]], (n, 1, 1))
-        blocks[..., 1:3] -= rows[:n, None, 1:3]
-        blocks *= there
+        blocks = rows[:, : rows.shape[1] - hidden][self._order]
+        blocks[..., 1:3] -= rows[: len(blocks), None, 1:3]
         self._units, self._blocks, self._state = units, blocks, rows.ravel()
         self._obs = self._of_units(units.sees)
         self._avail = self._all
 
     def _of_units(self, shown: np.ndarray) -> np.ndarray:
         """Return observations [n, obs_dim] float32 of the units `shown` [n, U] bool."""
-        n = len(shown)
-        seen = np.where(shown[..., None], self._blocks, 0.0)[np.arange(n)[:, None], self._order]
-        return np.concatenate([seen.reshape(n, -1), self._units.own], 1, dtype=np.float32)
+        shown = (shown & self._units.there)[self._of, self._order, None]
+        seen = np.where(shown, self._blocks, 0.0).reshape(len(shown), -1)
+        return np.concatenate([seen, self._units.own], 1, dtype=np.float32)
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
         """Return [n, obs_dim] float32."""
@@ -204,7 +203,9 @@ class Lbf(_WithUnits, GymmaEnv):
         self.env.reset(seed=seed)
         found = np.argwhere(self.env.field)
         self._foods = np.concatenate([found, np.full((self.env.max_num_food - len(found), 2), -1)])
-        self._levels = np.where(self._foods[:, 0] < 0, 0, self.env.field[tuple(self._foods.T)])
+        self._at = tuple(self._foods.T)
+        levels = [player.level for player in self.env.players]
+        self._levels = np.concatenate([levels, self.env.field[self._at]])[:, None]
 
     def _begin(self, seed: int) -> None:
         self._start(seed)
@@ -214,18 +215,17 @@ class Lbf(_WithUnits, GymmaEnv):
         self._see_units(self._look())
 
     def _look(self) -> Units:
-        players, sight, size = self.env.players, self.env.sight, self.env.rows
-        cells = np.concatenate([np.array([player.position for player in players]), self._foods])  # row, column
-        n, own = len(players), cells[: len(players)]
-        first = np.maximum(own - sight, 0)
-        last = np.repeat((first + 2 * sight)[:, None], len(cells), 1)  # lbforaging's rule for agents
-        last[:, n:] = (own + sight)[:, None]
-        sees = ((cells >= first[:, None]) & (cells <= last)).all(-1)
-        there = np.ones(len(cells), bool)
-        there[n:] = (self._foods[:, 0] >= 0) & (self.env.field[tuple(self._foods.T)] > 0)
-        place = np.stack([cells[:, 1], size - 1 - cells[:, 0]], 1).astype(float)
-        levels = np.concatenate([[player.level for player in players], self._levels])[:, None]
-        return Units(place, there, levels, np.empty((len(cells), 0)), np.hstack([place[:n] / size, levels[:n]]), sees)
+        players, sight, size, levels = self.env.players, self.env.sight, self.env.rows, self._levels
+        own = np.array([player.position for player in players])  # row, column
+        n, cells = len(own), np.concatenate([own, self._foods])
+        away = cells - own[:, None]
+        last = np.full(away.shape, sight)
+        last[:, :n] = np.maximum(sight, 2 * sight - own)[:, None]  # lbforaging's rule for agents
+        sees = ((away >= -sight) & (away <= last)).all(-1)
+        there = np.concatenate([np.ones(n), self.env.field[self._at]]) > 0  # at [-1, -1] is never a food
+        place = np.array([0.0, size - 1]) + cells[:, ::-1] * (1, -1)
+        own_features = np.concatenate([place[:n] / size, levels[:n]], 1)
+        return Units(place, there, levels, np.empty((len(cells), 0)), own_features, sees)
 
     def get_frame(self) -> Frame:
         """Return agents and foods in their cells."""
