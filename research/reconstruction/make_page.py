@@ -1,6 +1,6 @@
-"""Fills in the tables of docs/results/reconstruction.md from the results file of its study.
+"""Fills in the tables of docs/results/reconstruction.md from the results files of its studies.
 
-    python research/reconstruction/make_page.py    # reads data/belief_head.jsonl
+    python research/reconstruction/make_page.py    # reads data/belief_{head,controls,comparators}.jsonl
     omagd plot research/reconstruction/data/belief_head.jsonl --x cpu --stat iqm --maps-only \\
         --out docs/images/belief_head
 
@@ -23,7 +23,7 @@ from omagd.lab.analysis.statistics import improvement, iqm, lead
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "results" / "reconstruction.md"
-RESULTS = HERE / "data" / "belief_head.jsonl"
+RESULTS = [HERE / "data" / f"belief_{study}.jsonl" for study in ("head", "controls", "comparators")]
 HEAD, WON, STEPS = "head", "test_battle_won_mean", 1_000_000
 ARMS = [HEAD, "baseline", "baseline_x3", "full_obs", "ctds", "ma2e", "mappo"]
 PART = re.compile(r"(<!-- begin results -->\n).*?(<!-- end results -->)", re.DOTALL)
@@ -120,7 +120,7 @@ def _two(value: float) -> str:
 def main() -> None:
     """Write the page."""
     page = PAGE.read_text()
-    found = runs_of(RESULTS.read_text().splitlines())
+    found = runs_of(line for file in RESULTS for line in file.read_text().splitlines())
     made = "\n".join((table(found, "cpu_seconds"), table(found, "t_env"), beside_baseline(found)))
     PAGE.write_text(PART.sub(lambda part: f"{part[1]}{made}{part[2]}", page))
 
