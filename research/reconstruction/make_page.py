@@ -83,11 +83,14 @@ def beside_baseline(found: Runs) -> str:
     lines = ["| map | share of the gap | CPU time for a step | lead by pairs |", "| --- | --- | --- | --- |"]
     for place, runs in sorted(found.items()):
         when = budget(runs)
-        arms = [arm for arm in (HEAD, "baseline", "full_obs") if arm in runs]
-        head, baseline, *full = (float(iqm([scores(runs[arm], "cpu_seconds", when)])) for arm in arms)
-        share = _two((head - baseline) / (full[0] - baseline)) if full else "-"
+        share = "-"
+        if "full_obs" in runs:
+            arms = (runs[arm] for arm in (HEAD, "baseline", "full_obs"))
+            head, baseline, full = (float(iqm([scores(arm, "cpu_seconds", when)])) for arm in arms)
+            share = _two((head - baseline) / (full - baseline))
         pairs = [(own, runs["baseline"][seed]) for seed, own in runs[HEAD].items()]
-        costs = [own["cpu_seconds"][-1] / at(other, "t_env", own["t_env"][-1], "cpu_seconds") for own, other in pairs]
+        both = [(pair, min(tests["t_env"][-1] for tests in pair)) for pair in pairs]  # steps that both runs have made
+        costs = [np.divide(*(at(tests, "t_env", steps, "cpu_seconds") for tests in pair)) for pair, steps in both]
         ends = [min(tests["cpu_seconds"][-1] for tests in pair) for pair in pairs]
         won = np.array(
             [[at(tests, "cpu_seconds", end) for tests in pair] for pair, end in zip(pairs, ends, strict=True)]
@@ -120,7 +123,7 @@ def _two(value: float) -> str:
 def main() -> None:
     """Write the page."""
     page = PAGE.read_text()
-    found = runs_of(line for file in RESULTS for line in file.read_text().splitlines())
+    found = runs_of(line for file in RESULTS if file.is_file() for line in file.read_text().splitlines())
     made = "\n".join((table(found, "cpu_seconds"), table(found, "t_env"), beside_baseline(found)))
     PAGE.write_text(PART.sub(lambda part: f"{part[1]}{made}{part[2]}", page))
 
