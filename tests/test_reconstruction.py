@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.envs.frames import Frame, Scene
-from omagd.lab.beliefs.picture import picture
+from omagd.lab.beliefs.picture import filled_by, picture
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers import token_reconstructor
 from omagd.modules.graph_reconstructers.graphs import (
@@ -197,7 +197,7 @@ def test_the_picture_of_beliefs_shows_what_is_seen_believed_and_true(tmp_path, m
         config=parts[2], info=info, env=SimpleNamespace(frame=lambda slot: frame),
         folder=SimpleNamespace(plots=tmp_path), logger=SimpleNamespace(picture=lambda name, path: None),
     )  # fmt: skip
-    made = picture(session, TokenReconstructor(*parts), pack_episodes(episodes), "moment")
+    made = picture(session, lambda *a: filled_by(TokenReconstructor(*parts), *a), pack_episodes(episodes), "moment")
     ((recording, agent),) = drawn
     assert made == tmp_path / "moment.png" and Recording.model_validate(recording.model_dump())
     shown, column = recording.episodes[0], LAYOUT.position[0]
