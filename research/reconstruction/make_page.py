@@ -89,8 +89,10 @@ def beside_baseline(found: Runs) -> str:
             head, baseline, full = (float(iqm([scores(arm, "cpu_seconds", when)])) for arm in arms)
             share = _two((head - baseline) / (full - baseline))
         pairs = [(own, runs["baseline"][seed]) for seed, own in runs[HEAD].items()]
-        both = [(pair, min(tests["t_env"][-1] for tests in pair)) for pair in pairs]  # steps that both runs have made
-        costs = [np.divide(*(at(tests, "t_env", steps, "cpu_seconds") for tests in pair)) for pair, steps in both]
+        costs = []
+        for own, other in pairs:
+            steps = min(own["t_env"][-1], other["t_env"][-1])  # which both have made
+            costs.append(at(own, "t_env", steps, "cpu_seconds") / at(other, "t_env", steps, "cpu_seconds"))
         ends = [min(tests["cpu_seconds"][-1] for tests in pair) for pair in pairs]
         won = np.array(
             [[at(tests, "cpu_seconds", end) for tests in pair] for pair, end in zip(pairs, ends, strict=True)]
