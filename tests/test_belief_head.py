@@ -90,11 +90,11 @@ def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, 
     batch = pack_episodes(episodes)
     with torch.no_grad():
         _, hidden = learner.mac.agent.unroll(learner.mac.inputs(batch), batch.packing)
-        told = [batch.packing.pad(part).numpy() for part in head(hidden)]
+        outputs = [batch.packing.pad(part).numpy() for part in head(hidden)]
     places = {episode: place for place, episode in enumerate(batch.sample_index)}
     total, alive, cases = 0.0, 0.0, cases_of(episodes, config, config.belief_every)
     for number, step, agent, unit, lives, x in cases:
-        out, *z = (part[places[number], step, agent, unit] for part in told)
+        out, *z = (part[places[number], step, agent, unit] for part in outputs)
         if config.belief_loss == "tokens":
             code = int(head._tokenizer[0].ids(torch.tensor(x, dtype=torch.float32))) if lives else len(out) - 1
             total += np.log(np.exp(out).sum()) - out[code]
@@ -136,9 +136,9 @@ def test_the_loss_and_its_statistics_are_those_of_a_loop_over_units(learner, kin
 def assert_beliefs_are_what_the_head_says(mac: Any, batch: Any, mean: np.ndarray, deviation: np.ndarray) -> None:
     head, (missing, belief) = mac.head, HeadBeliefs(mac, mac.head).beliefs(batch)
     with torch.no_grad():
-        told = [part.numpy() for part in head(mac.agent.unroll(mac.inputs(batch), batch.packing)[1])]
+        outputs = [part.numpy() for part in head(mac.agent.unroll(mac.inputs(batch), batch.packing)[1])]
     for case, (row, agent, node) in enumerate(missing.nonzero().tolist()):
-        out, *z = (part[row, agent, node - 1] for part in told)
+        out, *z = (part[row, agent, node - 1] for part in outputs)
         if head.tokens:
             *lives, p_dead = np.exp(out) / np.exp(out).sum()
             codes, share = head._tokenizer[0].table().numpy(), np.array(lives) / (1 - p_dead)

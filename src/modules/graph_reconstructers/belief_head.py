@@ -97,18 +97,18 @@ class BeliefHead(nn.Module):
     def belief(self, hidden: Tensor, missing: Tensor) -> Belief:
         """Return the belief about the `missing` [S, n, N] nodes, from hidden states [S, n, H]."""
         row, agent, node = missing.nonzero(as_tuple=True)
-        told = [part[row, agent, node - 1].to(self.hidden.weight.dtype) for part in self(hidden)]
+        outputs = [part[row, agent, node - 1].to(self.hidden.weight.dtype) for part in self(hidden)]
         spread = None
         if self.tokens:
-            p = told[0].softmax(-1)
+            p = outputs[0].softmax(-1)
             # Given that it lives, its codes: their mean is the guess, their deviation says how sure it is.
             p_dead, lives = p[:, -1], p[:, :-1] / p[:, :-1].sum(-1, keepdim=True).clamp(min=1e-12)
             features = lives @ self.table
             spread = (lives @ self.table.square() - features.square()).clamp(min=0).sqrt()
         else:
-            p_dead = torch.sigmoid(-told[0])
+            p_dead = torch.sigmoid(-outputs[0])
             # Back from standardised features to those of the environment.
-            features = self.mean[node - 1] + self.deviation[node - 1] * told[1]
+            features = self.mean[node - 1] + self.deviation[node - 1] * outputs[1]
             features = F.pad(features, (0, self.layout.node_dim - self.dim))
         dead = p_dead > DEAD
         return Belief(features.masked_fill(dead[:, None], 0.0), p_dead, dead, spread)
