@@ -74,7 +74,7 @@ def log(folder, *records):
 
 def three_stages(folder, **updates):
     """Write a run with results of all stages."""
-    make_run(folder, config="omagd_small", lr=0.002, **updates)
+    make_run(folder, config="omagd_small", lr=0.004, **updates)
     summary = json.loads((folder / "summary.json").read_text())
     tested = {"test_error": 0.01, "test_ratio_simple": 0.125, "test_ratio_ridge": 1.5, "top1": 0.9, "test_top1": 0.75}
     rows = [
@@ -115,8 +115,8 @@ def test_a_run_has_results_reconstruction_times_card_and_differences(tmp_path, c
     card = json.loads((folder / "card.json").read_text())
     assert page.row("id")[1] == card["id"] and page.row("torch")[1] == card["recorded"]["versions"]["torch"]
     changed = [row for row in page.rows if len(row) == 3 and row[0] in json.loads((folder / "config.json").read_text())]
-    assert changed == [["seed", "1", "7"], ["lr", "0.001", "0.002"]] or sorted(changed) == [
-        ["lr", "0.001", "0.002"], ["seed", "1", "7"],
+    assert changed == [["seed", "1", "7"], ["lr", "0.002", "0.004"]] or sorted(changed) == [
+        ["lr", "0.002", "0.004"], ["seed", "1", "7"],
     ]  # fmt: skip
     pictures = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
     assert len(pictures) == 2 and base64.b64decode(pictures[0].partition(",")[2])[:8] == PIXEL, "curves and a battle"
