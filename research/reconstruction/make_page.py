@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "results" / "reconstruction.md"
 RESULTS = [HERE / "data" / f"belief_{study}.jsonl" for study in ("head", "controls", "comparators")]
 HEAD, WON, STEPS = "head", "test_battle_won_mean", 1_000_000
-ARMS = [HEAD, "baseline", "baseline_x3", "full_obs", "ctds", "ma2e", "mappo"]
+ARMS, COMPARATORS = ("baseline", "baseline_x3", "full_obs"), ("ctds", "ma2e", "mappo")
 PART = re.compile(r"(<!-- begin results -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 Seeds = dict[int, dict[str, Any]]
@@ -58,8 +58,10 @@ def scores(runs: Seeds, clock: str, when: float) -> np.ndarray:
     return found[~np.isnan(found)]
 
 
-def table(found: Runs, clock: str) -> str:
-    """Return a row for each map, a column for each arm: level; the head's lead [interval]; P(it wins more).
+def table(found: Runs, clock: str, arms: Sequence[str] = ARMS) -> str:
+    """Return a row for each map, a column for the head and each arm: level; lead of the head [interval]; P(more).
+
+    Maps on which none of these arms had a run then have no row, such arms no column.
 
     clock: `cpu_seconds`, at the map's budget, or `t_env`, at a million steps.
     """
@@ -67,7 +69,8 @@ def table(found: Runs, clock: str) -> str:
         place: {arm: scores(runs[arm], clock, budget(runs) if clock == "cpu_seconds" else STEPS) for arm in runs}
         for place, runs in sorted(found.items())
     }
-    arms = [arm for arm in ARMS if any(len(runs.get(arm, ())) for runs in won.values())]
+    won = {place: runs for place, runs in won.items() if any(len(runs.get(arm, ())) for arm in arms)}
+    arms = [HEAD, *(arm for arm in arms if any(len(runs.get(arm, ())) for runs in won.values()))]
     lines = ["| map | " + " | ".join(f"`{arm}`" for arm in arms) + " |", "| --- |" + " --- |" * len(arms)]
     for place, runs in won.items():
         cells = [_cell(runs[HEAD], runs.get(arm, np.empty(0)), arm == HEAD) for arm in arms]
@@ -76,11 +79,11 @@ def table(found: Runs, clock: str) -> str:
 
 
 def beside_baseline(found: Runs) -> str:
-    """Return a row for each map: how much of the gap the head closes, what a step of it costs, its lead by pairs.
+    """Return a row for each map: how much of the gap the head closes, what a step of it costs.
 
-    A pair has one seed, and took turns on one machine: it is compared when the first of its two runs ended.
+    The cost is the median over pairs of one seed, which took turns on one machine.
     """
-    lines = ["| map | share of the gap | CPU time for a step | lead by pairs |", "| --- | --- | --- | --- |"]
+    lines = ["| map | share of the gap | CPU time for a step |", "| --- | --- | --- |"]
     for place, runs in sorted(found.items()):
         when = budget(runs)
         share = "-"
@@ -88,17 +91,12 @@ def beside_baseline(found: Runs) -> str:
             arms = (runs[arm] for arm in (HEAD, "baseline", "full_obs"))
             head, baseline, full = (float(iqm([scores(arm, "cpu_seconds", when)])) for arm in arms)
             share = _two((head - baseline) / (full - baseline))
-        pairs = [(own, runs["baseline"][seed]) for seed, own in runs[HEAD].items()]
         costs = []
-        for own, other in pairs:
+        for seed, own in runs[HEAD].items():
+            other = runs["baseline"][seed]
             steps = min(own["t_env"][-1], other["t_env"][-1])  # which both have made
             costs.append(at(own, "t_env", steps, "cpu_seconds") / at(other, "t_env", steps, "cpu_seconds"))
-        ends = [min(tests["cpu_seconds"][-1] for tests in pair) for pair in pairs]
-        won = np.array(
-            [[at(tests, "cpu_seconds", end) for tests in pair] for pair, end in zip(pairs, ends, strict=True)]
-        )
-        cells = share, _two(float(np.median(costs))), _between(lead([won[:, 0]], [won[:, 1]], paired=True))
-        lines.append(" | ".join((f"| {place}", *cells)) + " |")
+        lines.append(f"| {place} | {share} | {_two(float(np.median(costs)))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -126,7 +124,8 @@ def main() -> None:
     """Write the page."""
     page = PAGE.read_text()
     found = runs_of(line for file in RESULTS if file.is_file() for line in file.read_text().splitlines())
-    made = "\n".join((table(found, "cpu_seconds"), table(found, "t_env"), beside_baseline(found)))
+    tables = table(found, "cpu_seconds"), table(found, "cpu_seconds", COMPARATORS), table(found, "t_env")
+    made = "\n".join((*tables, beside_baseline(found)))
     PAGE.write_text(PART.sub(lambda part: f"{part[1]}{made}{part[2]}", page))
 
 
