@@ -2,7 +2,7 @@
 
     python research/reconstruction/make_page.py    # reads data/belief_{head,controls,comparators}.jsonl
     omagd plot research/reconstruction/data/belief_head.jsonl --x cpu --stat iqm --maps-only \\
-        --out docs/images/belief_head
+        --out docs/images/belief_head    # and with --x steps, --out docs/images/belief_head_steps
 
 The budget of a map is the least CPU time of training, without tests, that a run of `head` took there. The value of a
 run at that budget, or at so many steps, is interpolated linearly between its tests; a run that ended before has none.
