@@ -62,7 +62,6 @@ def table(found: Runs, clock: str, arms: Sequence[str] = ARMS) -> str:
     """Return a row for each map, a column for the head and each arm: level; lead of the head [interval]; P(more).
 
     Maps on which none of these arms had a run then have no row, such arms no column.
-
     clock: `cpu_seconds`, at the map's budget, or `t_env`, at a million steps.
     """
     won = {
@@ -81,7 +80,7 @@ def table(found: Runs, clock: str, arms: Sequence[str] = ARMS) -> str:
 def beside_baseline(found: Runs) -> str:
     """Return a row for each map: how much of the gap the head closes, what a step of it costs.
 
-    The cost is the median over pairs of one seed, which took turns on one machine.
+    The cost is the median over pairs of one seed.
     """
     lines = ["| map | share of the gap | CPU time for a step |", "| --- | --- | --- |"]
     for place, runs in sorted(found.items()):
