@@ -51,7 +51,8 @@ def draws(count: int, seed: int = 0) -> list[list[int]]:
 
 CODES = {f"tokenizer_config.{key}": size for key, size in (("n_codes", 6), ("code_dim", 4), ("hidden_dim", 8))}
 DDPG: dict[str, dict[str, Any]] = {
-    "plain": {}, "gumbel in parts": {"gumbel_softmax": True, "accumulate": 2}, "bicnet": {"agent": "bicnet"},
+    "plain": {}, "bicnet": {"agent": "bicnet"},
+    "gumbel in parts": {"gumbel_softmax": True, "accumulate": 2, "standardise_rewards": True},
     "matd3": {"info": BOXED, "accumulate": 2, "learner_args": {
         "joint": True, "twin": True, "target_noise": 0.2, "policy_delay": 2,
     }},
@@ -63,7 +64,9 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "vdn": {"mixer": "vdn", "td_lambda": 0.8, "agent": "rnn"},
     "independent": {"mixer": "none", "td_lambda": 0.8, "share_parameters": False},
-    "in parts": {"accumulate": 3, "td_lambda": 0.8, "q_lambda": True, "optimizer": "rmsprop"},
+    "in parts": {
+        "accumulate": 3, "td_lambda": 0.8, "q_lambda": True, "optimizer": "rmsprop", "standardise_rewards": True,
+    },
     "beliefs": {"belief_loss": "features", "td_lambda": 0.8},
     "all beliefs in parts": {"belief_loss": "features", "belief_units": "all", "belief_every": 1, "accumulate": 2},
     "tokens": {"belief_loss": "tokens", "pretrained_tokenizer_path": "given", **CODES},

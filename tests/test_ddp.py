@@ -44,14 +44,17 @@ Q = {
     "qmix": PLAIN,
     "alone": {**PLAIN, "mixer": "none", "agent": "ff"},
     # The second rank has two episodes, so two parts.
-    "parts": {**PLAIN, "accumulate": 3, "q_lambda": True, "optimizer": "rmsprop"},
+    "parts": {**PLAIN, "accumulate": 3, "q_lambda": True, "optimizer": "rmsprop", "standardise_rewards": True},
     "graph": {**PLAIN, **GRAPH, "mac": "gnn_graph_mac", "agent": "gnn_rnn"},
     "flat_graph": {**PLAIN, **GRAPH, "mac": "n_graph_mac", "learner": "nq_graph_learner_ddp", "mixer": "vdn"},
     "team": {**PLAIN, "use_team_obs": True},
     "belief": {**PLAIN, "belief_loss": "features", "belief_every": 3, "belief_units": "all", "accumulate": 2},
     "qplex": {**PLAIN, "mixer": "qplex", "mixer_args": {"n_heads": 2}},
     "central weights": {**PLAIN, "learner": "wqmix_learner_ddp", "learner_args": {"weighting": "central"}},
-    "PQN": {"learner": "pqn_learner_ddp", "use_layer_norm": True, "learner_args": {"epochs": 2, "minibatches": 3}},
+    "PQN": {
+        "learner": "pqn_learner_ddp", "use_layer_norm": True, "standardise_rewards": True,
+        "learner_args": {"epochs": 2, "minibatches": 3},
+    },
     "PPO": {**PPO, "t_max": 400, "learner_args": {"epochs": 2, "critic": "set", "value_clip": 0.01, "anneal_lr": True}},
     "PPO in groups": {**PPO, "learner": "rloo_learner", "learner_args": {"epochs": 2, "minibatches": 2}},
     # More minibatches than some ranks have episodes.
@@ -77,7 +80,7 @@ for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything regi
     Q, SINGLE = Q | rest, SINGLE | rest.keys()
 DDPG = {"DDPG": {}, "DDPG bicnet": {"agent": "bicnet"}, "DDPG parts": {"gumbel_softmax": True, "accumulate": 3}}
 MATD3 = {"joint": True, "twin": True, "target_noise": 0.2, "policy_delay": 2}
-DDPG["DDPG continuous"] = {"learner_args": MATD3, "accumulate": 2}
+DDPG["DDPG continuous"] = {"learner_args": MATD3, "accumulate": 2, "standardise_rewards": True}
 STAGES = {"stage1": {"tokenizer_config__dead_code_threshold": 0.6}, "stage2": {}}
 STAGES |= {"stage2 matched": {"matching": "type"}, "stage2 GRU": {"use_gru": True}}
 compared = {updates.get("kind", "masked") for name, updates in STAGES.items() if name.startswith("stage2")}

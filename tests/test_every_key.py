@@ -147,7 +147,7 @@ RUNS: dict[str, Run] = {
     ),
     "two ranks": Run(
         "qmix", "matrix_game", TINY, NETWORKS, t_max=16, run="ddp", world_size=2, ddp_port=23455, dist_backend="gloo",
-        use_per=True, per_alpha=0.5, per_beta=1.0,
+        use_per=True, per_alpha=0.5, per_beta=1.0, standardise_rewards=True,
         dist_timeout_minutes=1.0, max_restarts=0, bucket_cap_mb=1.0, lr_scaling="linear", makes=("logs/rank_1.log",),
     ),
 }  # fmt: skip

@@ -148,7 +148,7 @@ def test_values_are_clipped_and_normalised():
     """Normalised targets have mean 0 and deviation 1; a clipped value has no gradient beyond its bound."""
     episodes = [{**e, "reward": 100 + 10 * e["reward"]} for e in episodes_of(5, 2, 4, 1)]
     learner = ppo(normalise_values=True, death_masking=False)
-    constant = type(learner.value_norm)(True, torch.device("cpu"))
+    constant = type(learner.value_norm)(torch.device("cpu"))
     constant.add(torch.tensor([4.0, 8.0, 16.0], dtype=torch.float64))
     assert constant.scale[1] == pytest.approx(1e-2), "the least variance is 1e-4"
     rows = learner.all_rows(pack_episodes(episodes))

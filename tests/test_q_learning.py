@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ from omagd.controllers import REGISTRY as MACS
 from omagd.controllers.types import Tick
 from omagd.envs.protocol import Observation
 from omagd.learners import REGISTRY as LEARNERS
-from omagd.learners.synced_optimizer import lr_scale
+from omagd.learners.synced_optimizer import RunningMoments, lr_scale, standardised
 from omagd.modules.mixers.mixer import VDNMixer
 from omagd.resident.replay import FixedPacking
 from omagd.run.cli.main import config_from
@@ -92,6 +93,20 @@ def test_targets_equal_weighted_n_step_returns(td_lambda, on_gpu, monkeypatch):
             wanted = lambda_returns(reward[i, :k], terminated[i, :k], values[i], 0.9, td_lambda)
             np.testing.assert_allclose(got[i, :k], wanted, atol=1e-12)
             assert (got[i, k:] == 0).all()
+
+
+def test_rewards_are_divided_by_their_running_size_over_the_steps_of_all_batches():
+    batches = [pack_episodes([random_episode(seed + 7 * k, 5 + k) for seed in range(3)]) for k in range(3)]
+    batches = [replace(b, data={**b.data, "agent_reward": torch.ones(len(b["reward"]), 2)}) for b in batches]
+    batches[0]["reward"][-1] = 1e6  # of a closing row
+    moments, means = RunningMoments(CPU), []
+    for k, batch in enumerate(batches):
+        (found,) = standardised([batch], moments, Dist())
+        means.append(batch["reward"][batch.valid_mask].double().square().mean())
+        size = np.sqrt(np.average(means, weights=0.99 ** np.arange(k, -1, -1)))
+        torch.testing.assert_close(found["reward"], batch["reward"] / size)
+        torch.testing.assert_close(found["agent_reward"], torch.full_like(batch["agent_reward"], 1 / size))
+        assert found["obs"] is batch["obs"]
 
 
 def test_exploration_takes_available_actions_evenly_and_its_stream_ignores_who_is_alive():

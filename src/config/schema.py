@@ -140,7 +140,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
 }
 OF_PARTS = frozenset(
     "mixer mixing_embed_dim hypernet_embed gnn_hidden_dim gnn_layer_num use_layer_norm use_orthogonal optimizer tau"
-    " critic_lr gumbel_softmax td_lambda q_lambda double_q target_update_interval target_update_updates".split()
+    " critic_lr gumbel_softmax td_lambda q_lambda standardise_rewards double_q target_update_interval"
+    " target_update_updates".split()
 )
 """Keys that only learners, agents and mixers read, each its own ones."""
 OF_HEAD = frozenset({"belief_weight", "belief_units", "belief_every"})
@@ -227,6 +228,7 @@ class Config(Frozen):
     gamma: Unit  # discount per environment step
     td_lambda: Unit  # 0: one-step targets, 1: full returns
     q_lambda: bool  # nq_learner: targets corrected for actions that were not greedy, where replayed ones mislead
+    standardise_rewards: bool  # Q-learning, ddpg: divide rewards by their running root mean square over all ranks
     double_q: bool  # the online agent chooses the action that the target network values (double Q-learning)
     optimizer: Literal["adam", "rmsprop"]  # of Q-learning; rmsprop: as PyMARL's, to compare with its results
     lr: Rate  # learning rate in stage 3

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.synced_optimizer import Stats
+from omagd.learners.synced_optimizer import RunningMoments, Stats
 from omagd.modules.agents.agent import Remembers
 from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
@@ -35,7 +35,6 @@ from omagd.utils.packing import PackedBatch, Packing
 from omagd.utils.registry import faults, overridden_alone
 
 HEAD = "belief_head"  # name of the head's weight file
-DECAY = 0.99  # of the running mean and deviation, per update
 VARIES = 1e-3  # smallest deviation of a feature that is predicted; features are of order 1
 
 
@@ -84,17 +83,17 @@ class BeliefLoss(nn.Module):
         head: trained. config: weight, which units count, which rows are read.
 
     Attributes:
-        moments: [3, U, D] float64, running averages of 1, x and x² over living units, as of Adam's.
+        running: moments of the features of living units.
     """
 
-    moments: Tensor
+    real: Tensor
 
     def __init__(self, head: BeliefHead, config: Config) -> None:
         super().__init__()
         self.head, self.layout, self.every = head, head.layout, config.belief_every
         self.weight, self.all_units = config.belief_weight, config.belief_units == "all"
         device = next(head.parameters()).device
-        self.register_buffer("moments", torch.zeros(3, head.n_units, head.dim, dtype=torch.float64, device=device))
+        self.running = RunningMoments(device, (head.n_units, head.dim), least=0.0)
         self.register_buffer("real", feature_mask(self.layout)[1:, : head.dim].to(device), persistent=False)
         self._columns = GraphTables(self.layout, device)
 
@@ -128,21 +127,17 @@ class BeliefLoss(nn.Module):
         """Let mean and deviation follow the living units of an update's cases, of all ranks. A collective."""
         if self.head.tokens:
             return
-        sums = torch.zeros_like(self.moments)
+        sums = torch.zeros_like(self.running.moments)
         for cases in found:
             lives = (cases.counted & cases.living).unsqueeze(-1).double()
             x = cases.truth.double() * lives
             sums += torch.stack([lives.sum((0, 1)).expand_as(sums[0]), x.sum((0, 1)), (x * x).sum((0, 1))])
-        sums = dist.sum(sums)
-        count, finite = sums[:1], sums.isfinite().all()
         # Running moments: features have other scales on every map, and change as agents learn.
-        follow = (1 - DECAY) * ((count > 0) & finite).double()  # a unit without cases stays as it was
-        self.moments.lerp_(sums.where(finite, 0.0) / count.clamp(min=1), follow)
-        weight, first, second = self.moments
-        mean = first / weight.clamp(min=1e-30)
-        deviation = (second / weight.clamp(min=1e-30) - mean.square()).clamp(min=0).sqrt()
+        self.running.add(dist.sum(sums))
+        mean, deviation = self.running.scale
         self.head.mean.copy_(mean)
-        self.head.deviation.copy_(deviation.where((deviation > VARIES) & self.real, 0.0))
+        varies = (self.running.moments[0] > 0) & (deviation > VARIES) & self.real
+        self.head.deviation.copy_(deviation.where(varies, 0.0))
 
     def forward(self, hidden: Tensor, cases: BeliefCases) -> tuple[Tensor, Stats]:
         """Return the loss of the cases, summed and weighted, from hidden states [S, n, H], and stats per case."""

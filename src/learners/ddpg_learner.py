@@ -31,7 +31,16 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.ddpg_mac import DDPGMAC
 from omagd.learners.protocol import Data, Draw, SavesParts
-from omagd.learners.synced_optimizer import SKIPPED, Adam, LossModule, Stats, SyncedOptimizer, lr_scale
+from omagd.learners.synced_optimizer import (
+    SKIPPED,
+    Adam,
+    LossModule,
+    Stats,
+    SyncedOptimizer,
+    lr_scale,
+    moments_of_rewards,
+    standardised,
+)
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.agents.ff_agent import DDPGAgent, JointCritic, TwinCritics
 from omagd.modules.ops import autocast_bf16
@@ -196,6 +205,7 @@ class DDPGLearner(SavesParts):
         self.critic = self._new_critic(mac.agent).to(self.device, mac.dtype)
         bf16, scale = config.precision == "bf16", lr_scale(config, dist.world_size)
         actor, critic = ActorLoss(mac.agent, bf16), CriticLoss(self.critic, bf16)
+        self.rewards = moments_of_rewards(critic, config)
         self.optimizer = Adam(actor.parameters(), lr=config.lr * scale)
         critic_lr = config.lr if config.critic_lr is None else config.critic_lr
         self.critic_optimizer = Adam(critic.parameters(), lr=critic_lr * scale)
@@ -236,8 +246,10 @@ class DDPGLearner(SavesParts):
         episodes: not used here. Returns sums and counts of this rank; the gradient norms (`grad_norm` of the critic,
         `grad_norm_actor`) are the global ones.
         """
-        key, split = self._key(batch.packing.n_episodes), batch.split(self.config.accumulate)
-        parts = [self._steps(part.to(self.device), torch.tensor(part.sample_index), key) for part in split]
+        key = self._key(batch.packing.n_episodes)
+        found = [part.to(self.device) for part in batch.split(self.config.accumulate)]
+        batches = standardised(found, self.rewards, self.dist)
+        parts = [self._steps(part, torch.tensor(part.sample_index), key) for part in batches]
         stats = self._learn(torch.tensor(self.info.n_agents * len(batch.packing.acting)), parts, key[2])
         self.finish(episodes)
         return stats
@@ -264,7 +276,8 @@ class DDPGLearner(SavesParts):
     def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
         """Take the steps of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
         drawn, key = inputs
-        batches, place = draw.batches(drawn, self.config.accumulate), torch.arange(drawn.shape[1], device=self.device)
+        batches = standardised(draw.batches(drawn, self.config.accumulate), self.rewards, self.dist)
+        place = torch.arange(drawn.shape[1], device=self.device)
         parts = [self._steps(part, place[i :: len(batches)], key) for i, part in enumerate(batches)]
         return self._learn(self.info.n_agents * (drawn[1] - 1).sum(), parts, key[2])
 
@@ -376,9 +389,10 @@ class DDPGLearner(SavesParts):
         return {"agent": self.mac.agent, "critic": self.critic}
 
     def saved(self) -> dict[str, Any]:
-        """Return optimizers and target networks, by their keys in `state_dict`."""
+        """Return optimizers, target networks and moments of rewards, by their keys in `state_dict`."""
         targets = {"target_agent": self.target_agent, "target_critic": self.target_critic}
-        return {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer, **targets}
+        rewards = {} if self.rewards is None else {"rewards": self.rewards.moments}
+        return {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer, **targets, **rewards}
 
 
 def _frozen_twin(module: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +25,8 @@ from omagd.learners.synced_optimizer import (
     SyncedOptimizer,
     copy_if_finite,
     lr_scale,
+    moments_of_rewards,
+    standardised,
 )
 from omagd.modules import mixers
 from omagd.modules.agents.agent import AgentInputs
@@ -154,6 +156,7 @@ class QLearner(SavesParts):
         self.mixer: nn.Module = mixers.REGISTRY.build(config.mixer, config, info).to(self.device, mac.dtype)
         self.loss = loss = self.make_loss()
         loss.belief = self.belief = belief_loss(config, mac)
+        self.rewards = moments_of_rewards(loss, config)
         lr = config.lr * lr_scale(config, dist.world_size)
         self.optimizer = OPTIMIZERS[config.optimizer](loss.parameters(), lr=lr)
         self.step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
@@ -181,7 +184,7 @@ class QLearner(SavesParts):
             inputs, taken, lambda q: torch.zeros_like(mix(self.mixer, MixerInputs(q, actions, available, state))), *none
         )
 
-    def learn(self, count: Tensor, parts: list[PackedBatch]) -> Stats:
+    def learn(self, count: Tensor, parts: Sequence[PackedBatch]) -> Stats:
         """Take one step; on a device this only launches work. count: valid steps of the parts."""
         if self.belief is None:
             result = self.step(count, *(self._part(part) for part in parts))
@@ -218,8 +221,9 @@ class QLearner(SavesParts):
         return {"agent": self.mac.agent, "mixer": self.mixer, **head}
 
     def saved(self) -> dict[str, Any]:
-        """Return the optimizer and the belief head's moments, by their keys in `state_dict`."""
-        return {"optimizer": self.optimizer, **({} if self.belief is None else {"belief": self.belief.moments})}
+        """Return the optimizer, and moments of the belief head and of rewards, by their keys in `state_dict`."""
+        moments = {"belief": self.belief and self.belief.running, "rewards": self.rewards}
+        return {"optimizer": self.optimizer, **{k: part.moments for k, part in moments.items() if part is not None}}
 
 
 class NQLearner(QLearner):
@@ -260,6 +264,10 @@ class NQLearner(QLearner):
         stats = self.learn(count, [part.to(self.device) for part in parts])
         self.finish(episodes)
         return stats
+
+    def learn(self, count: Tensor, parts: Sequence[PackedBatch]) -> Stats:
+        """Take one step, by rewards of order 1 with `standardise_rewards`."""
+        return super().learn(count, standardised(parts, self.rewards, self.step.dist))
 
     def errors(self) -> Tensor:
         """Return the error of each episode of the last batch that had weights, [B], in the order of its packing."""

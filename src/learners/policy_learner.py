@@ -26,7 +26,7 @@ from omagd.config.schema import Config
 from omagd.controllers.types import MAC
 from omagd.learners.belief_loss import HEAD, BeliefCases, belief_loss, counts, rows_read
 from omagd.learners.protocol import NO_TARGETS, Data, Draw, SavesParts
-from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, lr_scale, merge
+from omagd.learners.synced_optimizer import SKIPPED, Adam, AgentLoss, Stats, SyncedOptimizer, lr_scale, merge, sums_of
 from omagd.modules.agents.agent import AgentInputs, no_action
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
@@ -384,8 +384,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     def sums(self, values: Tensor, weight: Tensor) -> Tensor:
         """Return the number of samples of all ranks, and the sums of their values and of the squares, in float64."""
-        values, weight = values.double(), weight.double()
-        return self.dist.sum(torch.stack([weight.sum(), (values * weight).sum(), (values.square() * weight).sum()]))
+        return self.dist.sum(sums_of(values, weight))
 
     def normalised(self, advantage: Tensor, weight: Tensor) -> Tensor:
         """Return advantages [S, n], with mean 0 and deviation 1 over the samples of all ranks if the run wants that."""
@@ -403,7 +402,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     def saved(self) -> dict[str, Any]:
         """Return the optimizer and the belief head's moments, by their keys in `state_dict`."""
-        return {"optimizer": self.optimizer, **({} if self.belief is None else {"belief": self.belief.moments})}
+        return {"optimizer": self.optimizer, **({} if self.belief is None else {"belief": self.belief.running.moments})}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beside `modules()`: the optimizer and the numbers of steps."""

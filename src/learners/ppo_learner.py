@@ -13,14 +13,12 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from omagd.learners.policy_learner import Advantages, PolicyArgs, PolicyLearner, PolicyLoss, PolicyRows
+from omagd.learners.synced_optimizer import RunningMoments
 from omagd.modules import critics
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.ops import autocast_bf16
 from omagd.utils.errors import unknown_name
 from omagd.utils.packing import PackedBatch, batch_targets
-
-NORM_DECAY = 0.99  # of the value normaliser, per batch; MAPPO's code has 0.99999 per minibatch
-LEAST_VARIANCE = 1e-4  # MAPPO's code has 0.01
 
 
 class PPOArgs(PolicyArgs):
@@ -78,38 +76,6 @@ class PPOLoss(PolicyLoss[PPOArgs]):
         return 0.5 * error
 
 
-class ValueNorm(nn.Module):
-    """Running mean and deviation of the critic's targets, the same on all ranks.
-
-    Exponential averages over batches, corrected for their start at 0 as in Adam: MAPPO's value normalisation with other
-    constants, so that means follow returns within some hundred batches. Unlike PopArt (van Hasselt et al.
-    2016), the critic's last layer is not rescaled when they change.
-    """
-
-    moments: Tensor
-
-    def __init__(self, enabled: bool, device: torch.device) -> None:
-        super().__init__()
-        self.enabled = enabled
-        self.register_buffer("moments", torch.zeros(3, dtype=torch.float64, device=device))  # averages of 1, x and x^2
-
-    def add(self, sums: Tensor) -> None:
-        """Count a batch by its sums over all ranks, (count, sum of x, sum of x^2) in float64."""
-        if self.enabled:
-            # Exponential averages of 1, x and x²; the first one corrects the start at 0, as in Adam (Kingma & Ba 2015).
-            averages = sums / sums[0].clamp(min=1)
-            self.moments.copy_(NORM_DECAY * self.moments + (1 - NORM_DECAY) * averages)
-
-    @property
-    def scale(self) -> tuple[Tensor, Tensor]:
-        """Mean and deviation, float64 scalars; 0 and 1 at the start and where values are not normalised."""
-        weight, first, second = self.moments
-        some = weight.clamp(min=1e-30)
-        mean = first / some
-        deviation = (second / some - mean.square()).clamp(min=LEAST_VARIANCE).sqrt()
-        return mean, torch.where(weight > 0, deviation, 1.0)
-
-
 class PPOLearner(PolicyLearner[PPOArgs]):
     """Trains a controller's agent, and a critic, on the episodes that were just collected."""
 
@@ -121,7 +87,8 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         self.critic: nn.Module = made.to(self.dist.device, self.mac.dtype)
         loss = PPOLoss(self.mac.agent, self.critic, self.args, bf16)
         # A part of the loss, because it is of what an update changes, as weights are.
-        loss.value_norm = self.value_norm = ValueNorm(self.args.normalise_values, self.dist.device)
+        # Unlike PopArt (van Hasselt et al. 2016), the critic's last layer is not rescaled when moments change.
+        loss.value_norm = self.value_norm = RunningMoments(self.dist.device)
         return loss
 
     def advantages(
@@ -143,7 +110,8 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         advantage = self.normalised(_per_agent(returns - value, weight), weight)
         # Targets in the units of the moments after this batch, which the next predictions will be read in.
         returns = _per_agent(returns, weight)
-        self.value_norm.add(self.sums(returns, weight))
+        if self.args.normalise_values:
+            self.value_norm.add(self.sums(returns, weight))
         mean, deviation = self.value_norm.scale
         return Advantages(advantage, _per_agent(predicted, weight), ((returns - mean) / deviation).to(predicted.dtype))
 

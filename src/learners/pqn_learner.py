@@ -18,7 +18,7 @@ from omagd.config.schema import Config
 from omagd.learners.nq_learner import QLearner
 from omagd.learners.policy_learner import Minibatches, of_fixed_size
 from omagd.learners.protocol import NO_TARGETS, Data, Draw
-from omagd.learners.synced_optimizer import Stats, merge
+from omagd.learners.synced_optimizer import Stats, merge, standardised
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
 from omagd.modules.ops import autocast_bf16
@@ -97,6 +97,7 @@ class PQNLearner(QLearner):
     @torch.no_grad()
     def _lambda_returns(self, batch: PackedBatch) -> Tensor:
         """Return the lambda-returns of all rows, [S] or [S, n] as the mixer does, from this network's greedy values."""
+        (batch,) = standardised([batch], self.rewards, self.step.dist)
         state = batch["state"].to(self.mac.dtype)
         with autocast_bf16(self.device, self.config.precision == "bf16"):
             q = self.mac.agent(self.mac.inputs(batch), batch.packing).to(state.dtype)

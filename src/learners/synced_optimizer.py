@@ -1,4 +1,4 @@
-"""One optimizer step that gives the same result however the batch is divided over ranks."""
+"""Optimizer steps and running moments that are the same however a batch is divided over ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,7 +19,7 @@ from omagd.utils.registry import described, owner_of
 
 if TYPE_CHECKING:
     from omagd.modules.agents.agent import AgentInputs, Remembers
-    from omagd.utils.packing import Packing
+    from omagd.utils.packing import PackedBatch, Packing
 
 Stats = Mapping[str, tuple[Tensor, Tensor]]
 """Named sums with their counts: (sum, count), both scalars."""
@@ -150,6 +150,79 @@ def copy_if_finite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     finite = torch.stack(torch._foreach_norm([t for t in new if t.is_floating_point()])).isfinite().all()
     for before, after in zip(old, new, strict=True):
         before.copy_(torch.where(finite, after, before))
+
+
+DECAY = 0.99  # of running moments, per batch; MAPPO's code has 0.99999 per minibatch
+LEAST_VARIANCE = 1e-4  # MAPPO's code has 0.01
+
+
+def sums_of(values: Tensor, weight: Tensor) -> Tensor:
+    """Return the sums of weights, of weighted values and of their squares, [3] float64."""
+    values, weight = values.double(), weight.double()
+    return torch.stack([weight.sum(), (values * weight).sum(), (values.square() * weight).sum()])
+
+
+class RunningMoments(nn.Module):
+    """Running mean and deviation of numbers, the same on all ranks.
+
+    Exponential averages over batches, corrected for their start at 0 as in Adam: MAPPO's value normalisation with other
+    constants, so that means follow within some hundred batches.
+
+    Args:
+        device: of the moments. shape: of the numbers. least: the smallest variance.
+
+    Attributes:
+        moments: [3, *shape] float64, averages of 1, x and x².
+    """
+
+    moments: Tensor
+
+    def __init__(self, device: torch.device, shape: tuple[int, ...] = (), least: float = LEAST_VARIANCE) -> None:
+        super().__init__()
+        self.least = least
+        self.register_buffer("moments", torch.zeros(3, *shape, dtype=torch.float64, device=device))
+
+    def add(self, sums: Tensor) -> None:
+        """Count a batch by its `sums_of` over all ranks; what has no count in it, or overflows, stays as it was."""
+        # Exponential averages of 1, x and x²; the first one corrects the start at 0, as in Adam (Kingma & Ba 2015).
+        count, finite = sums[:1], sums.isfinite().all()
+        self.moments.lerp_(sums.where(finite, 0.0) / count.clamp(min=1), (1 - DECAY) * ((count > 0) & finite).double())
+
+    @property
+    def scale(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation, float64; 0 and 1 at the start."""
+        weight, first, second = self.moments
+        some = weight.clamp(min=1e-30)
+        mean = first / some
+        deviation = (second / some - mean.square()).clamp(min=self.least).sqrt()
+        return mean, torch.where(weight > 0, deviation, 1.0)
+
+
+def moments_of_rewards(loss: LossModule, config: Config) -> RunningMoments | None:
+    """Return new moments for `standardised`, None where rewards stay as they are."""
+    if not config.standardise_rewards:
+        return None
+    moments = RunningMoments(next(loss.parameters()).device)
+    loss.add_module("rewards", moments)  # an update changes them, as it changes weights
+    return moments
+
+
+def standardised(parts: Sequence[PackedBatch], moments: RunningMoments | None, dist: Dist) -> Sequence[PackedBatch]:
+    """Return (parts of) a batch with rewards over their running root mean square, in which they count. A collective.
+
+    EPyMARL's `standardise_rewards` also subtracts the mean; here it stays, since without it an agent would earn by
+    longer or by shorter episodes. moments: of the team's reward; None: rewards stay as they are.
+    """
+    if moments is None:
+        return parts
+    sums = [sums_of(part["reward"], part.valid_mask) for part in parts]
+    moments.add(dist.sum(torch.stack(sums).sum(0)))
+    size = torch.hypot(*moments.scale)
+    found = []
+    for part in parts:
+        rewards = {name: part[name] for name in ("reward", "agent_reward") if name in part}
+        found.append(replace(part, data={**part.data, **{k: (r / size).to(r.dtype) for k, r in rewards.items()}}))
+    return found
 
 
 def lr_scale(config: Config, world_size: int) -> float:

@@ -352,7 +352,6 @@ KEYS = (
     Row("evaluation_epsilon", why="Leave it out: nobody explores in tests"),
     Row("agent_output_type mask_before_softmax save_probs", why="Leave it out: it follows from the learner"),
     Row("use_rnn", why="Leave it out: agent=n_rnn and agent=rnn have a memory, agent=ff has none"),
-    Row("standardise_rewards", why="Leave it out: rewards stay as they are; PPO has learner_args.normalise_values"),
     Row("standardise_returns", why="Leave it out, or for PPO give learner_args.normalise_values"),
     Row("common_reward", "env_args.common_reward"),
     Row("reward_scalarisation", "env_args.reward_scalarisation"),

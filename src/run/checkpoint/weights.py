@@ -227,7 +227,7 @@ CONTINUED = "continued_from.json"
 
 MUST_AGREE = (
     "learner", "group_size", "use_graph_reconstruction", "use_full_obs", "use_team_obs", "belief_loss", "optimizer",
-    "use_per",
+    "use_per", "standardise_rewards",
 )  # fmt: skip
 """What must be equal in two runs, if one goes on with the other's state of stage 3."""
 
@@ -242,7 +242,7 @@ ADDED: dict[str, Any] = {
     "graph_pretrain_test_episodes": 128, "resident_slots": None, "absolute_episodes": 0, "test_greedy": True,
     "graph_pretrain_patience": 0, "reconstructor_refresh": 0, "reconstructor_refresh_updates": 50,
     "graph_pretrain_policy_path": "", "graph_pretrain_policy_share": 0.5, "q_lambda": False, "optimizer": "adam",
-    "per_alpha": 0.6, "per_beta": 0.4,
+    "per_alpha": 0.6, "per_beta": 0.4, "standardise_rewards": False,
 }  # fmt: skip
 """Keys that earlier versions did not have, with the values by which their runs went: these are not hashed.
 Some are gone again (`REMOVED`): runs that had them at these values keep their identity."""
