@@ -163,6 +163,8 @@ def reference_mix(mixer, qs, state):
 def reference_stats(learner, episodes):
     """PyMARL's loss, half the mean squared error of the (joint) values over the valid steps, and its logged means."""
     alone, taken, targets = learner.config.mixer == "none", [], []
+    squares = torch.cat([episode["reward"][:-1].double().square() for episode in episodes])
+    size = squares.mean().sqrt() if learner.config.standardise_rewards else 1.0
     for episode in episodes:
         q, target_q = (reference_values(agent, episode) for agent in (learner.mac.agent, learner.target_agent))
         choosing = q if learner.config.double_q else target_q
@@ -175,7 +177,7 @@ def reference_stats(learner, episodes):
                 reference_mix(learner.target_mixer, x, episode["state"]).unsqueeze(-1) for x in (values, of_targets)
             )
         reward = episode.get("agent_reward", episode["reward"].unsqueeze(-1).expand_as(joint))
-        of_agents = (joint.t(), reward.t().tolist(), values.t().tolist(), of_targets.t().tolist())
+        of_agents = (joint.t(), (reward / size).t().tolist(), values.t().tolist(), of_targets.t().tolist())
         for of_agent, rewards, bootstrap, old in zip(*of_agents, strict=True):
             taken.append(of_agent[:-1])
             made = partial(corrected_returns, taken=old) if learner.config.q_lambda else lambda_returns
@@ -188,11 +190,13 @@ def reference_stats(learner, episodes):
 
 UPDATES = [
     {}, {"q_lambda": True}, {"q_lambda": True, "mixer": "none"}, {"double_q": False}, {"grad_norm_clip": 0.5},
-    {"mixer": "none"}, {"mixer": "vdn"}, {"learner": "pqn_learner", "learner_args": {"epochs": 1, "minibatches": 1}},
+    {"mixer": "none"}, {"mixer": "vdn"},
+    {"learner": "pqn_learner", "learner_args": {"epochs": 1, "minibatches": 1}, "standardise_rewards": True},
 ]  # fmt: skip
+OWN_REWARDS = {"mixer": "none", "standardise_rewards": True}
 
 
-@pytest.mark.parametrize(("updates", "own_rewards"), [*((case, False) for case in UPDATES), ({"mixer": "none"}, True)])
+@pytest.mark.parametrize(("updates", "own_rewards"), [*((case, False) for case in UPDATES), (OWN_REWARDS, True)])
 def test_update_equals_a_reference(updates, own_rewards):
     episodes = [random_episode(i, length, truncated=i % 2 == 1) for i, length in enumerate([3, 6, 1, 6, 4])]
     if own_rewards:
