@@ -66,7 +66,7 @@ def table(lines: Lines, arms: Iterable[str], maps: list[str], metric: str) -> st
             count = str(len(spent) or "-")
             minutes = f"{np.median(spent):.1f}" if spent else "-"
             rows.append([f"`{arm}`" + f", {code}" * bool(code), *cells, count, minutes])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return "".join(f"|{'|'.join(row)}|\n" for row in rows)
 
 
 def part(name: str, targets: Lines) -> str:

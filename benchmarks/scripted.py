@@ -115,10 +115,10 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--into", type=Path, help="Markdown file that has the two marks for this table")
     args = parser.parse_args()
-    table, start = [f"| map | {' | '.join(args.policies)} |", "|---|" + "---|" * len(args.policies)], time.monotonic()
+    table, start = [f"|map|{'|'.join(args.policies)}|", "|---|" + "---|" * len(args.policies)], time.monotonic()
     print(*table, sep="\n", flush=True)
     for name, cells in (on_skirmish if args.on == "skirmish" else on_smaclite)(args):
-        table.append(f"| {name} | " + " | ".join(f"{won:.2f} ({total:.1f})" for won, total in cells) + " |")
+        table.append(f"|{name}|" + "|".join(f"{won:.2f} ({total:.1f})" for won, total in cells) + "|")
         print(table[-1], flush=True)
     print(f"\n{args.episodes} battles per cell, seed {args.seed}, {time.monotonic() - start:.0f} s")
     if args.into:
