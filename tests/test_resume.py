@@ -74,7 +74,8 @@ def test_a_run_lets_no_gpu_round_float32_to_tf32(whole):
 
 @pytest.mark.parametrize(("words", "iterations"), [
     ((), (0, 1, 5)),
-    (("runner=stream", "use_team_obs=True", "standardise_rewards=True", "optimizer=rmsprop", "use_per=True"), (1, 4)),
+    ("runner=stream use_team_obs=True q_lambda=True optimizer=rmsprop use_per=True standardise_rewards=True".split(),
+     (1, 4)),
     (("--config=mappo", "belief_loss=features", "t_max=200"), (2,)),
 ])  # fmt: skip
 def test_a_run_that_is_interrupted_again_and_again_ends_with_the_same_bits(words, iterations, whole, tmp_path):

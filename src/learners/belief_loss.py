@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from omagd.config.schema import Config
 from omagd.controllers.types import MAC
-from omagd.learners.synced_optimizer import RunningMoments, Stats
+from omagd.learners.synced_optimizer import RunningMoments, Stats, sums_of
 from omagd.modules.agents.agent import Remembers
 from omagd.modules.agents.separate import SeparateAgents
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
@@ -127,13 +127,9 @@ class BeliefLoss(nn.Module):
         """Let mean and deviation follow the living units of an update's cases, of all ranks. A collective."""
         if self.head.tokens:
             return
-        sums = torch.zeros_like(self.running.moments)
-        for cases in found:
-            lives = (cases.counted & cases.living).unsqueeze(-1).double()
-            x = cases.truth.double() * lives
-            sums += torch.stack([lives.sum((0, 1)).expand_as(sums[0]), x.sum((0, 1)), (x * x).sum((0, 1))])
+        of_cases = (sums_of(each.truth, (each.counted & each.living).unsqueeze(-1), (0, 1)) for each in found)
         # Running moments: features have other scales on every map, and change as agents learn.
-        self.running.add(dist.sum(sums))
+        self.running.add(dist.sum(torch.stack([*of_cases]).sum(0)))
         mean, deviation = self.running.scale
         self.head.mean.copy_(mean)
         varies = (self.running.moments[0] > 0) & (deviation > VARIES) & self.real

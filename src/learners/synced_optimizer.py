@@ -156,10 +156,10 @@ DECAY = 0.99  # of running moments, per batch; MAPPO's code has 0.99999 per mini
 LEAST_VARIANCE = 1e-4  # MAPPO's code has 0.01
 
 
-def sums_of(values: Tensor, weight: Tensor) -> Tensor:
-    """Return the sums of weights, of weighted values and of their squares, [3] float64."""
-    values, weight = values.double(), weight.double()
-    return torch.stack([weight.sum(), (values * weight).sum(), (values.square() * weight).sum()])
+def sums_of(values: Tensor, weight: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    """Return the sums of weights, of weighted values and of their squares over `dims` (None: all), [3, ...] float64."""
+    values, weight = values.double(), weight.double().expand_as(values)
+    return torch.stack([part.sum(dims) for part in (weight, values * weight, values.square() * weight)])
 
 
 class RunningMoments(nn.Module):

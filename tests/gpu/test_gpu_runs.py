@@ -23,8 +23,8 @@ STAGES = (
 )  # fmt: skip
 RUNS = {
     "qmix": ("qmix", ("t_max=16000",)),
-    "qmix, resident": ("qmix", RESIDENT),
-    "qmix, by errors": ("qmix", (*RESIDENT, "use_per=True", "standardise_rewards=True", "optimizer=rmsprop")),
+    "qmix, resident": ("qmix", (*RESIDENT, "standardise_rewards=True")),
+    "qmix, by errors": ("qmix", (*RESIDENT, "use_per=True", "q_lambda=True", "optimizer=rmsprop")),
     "mappo, resident": ("mappo", (*RESIDENT, "resident_slots=24")),
     "rloo, resident": ("rloo", (*RESIDENT, "group_size=8", "learner_args.score=return")),
     "mappo": ("mappo", ("t_max=16000",)),
