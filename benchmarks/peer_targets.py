@@ -2,11 +2,12 @@
 
     python benchmarks/peer_targets.py --epymarl CHECKOUT --maps 8x8-2p-2f-coop simple_spread_v3 --seeds 1 2 3 4 5
 
-Same packages, environments and steps as `studies/lbf.yaml` and `studies/mpe.yaml`; settings are its own presets
-(`--configs`), which its paper does not call tuned. Each run saves its weights every `--test-interval` steps; those of
-the best test then play 320 episodes: the absolute metric. EPyMARL reports means, so a line has no single episodes.
+Same packages, rules and rewards as `studies/lbf.yaml` and `studies/mpe.yaml`; observations, states and settings
+(`--configs`) are its own, not tuned here. Each run saves its weights every `--test-interval` steps; those of the best
+test then play 320 episodes of another seed: the absolute metric. EPyMARL reports means, so a line has no single
+episodes. Its tests come late and none at the end, so it trains 1 % longer: its last one is at `--t-max` steps.
 Its `soft_policies` draw actions in tests, as ours do there (`test_greedy: false`).
-A line that is there already is not made again. Runs take one core each, one after another.
+A line of the same code and words is not made again. Runs take one core each, one after another.
 """
 
 from __future__ import annotations
@@ -40,15 +41,29 @@ sys.modules["smaclite"] = types.ModuleType("smaclite")
 try:
     import mpe2
     sys.modules["pettingzoo.mpe"] = mpe2
-    import gymnasium, envs.pz_wrapper
+    import gymnasium
+    from envs.pz_wrapper import PettingZooWrapper
     make = {"lib_name": "mpe", "env_name": "simple_spread_v3"}
     gymnasium.register("pz-mpe-simple-spread-v3", "envs.pz_wrapper:PettingZooWrapper", kwargs=make)
+    step = PettingZooWrapper.step
+    def whole(self, actions):
+        play = self._env.step
+        said = []
+        self._env.step = lambda given: said.append(play(given)) or said[0]
+        obs, _, *ends = step(self, actions)
+        self._env.step = play
+        return obs, list(said[0][1].values()), *ends
+    PettingZooWrapper.step = whole
 except ImportError:
     pass
 sys.argv[0] = "src/main.py"
 runpy.run_path("src/main.py", run_name="__main__")
 """
-"""Starts EPyMARL without a package that these tasks do not need, and with MPE where it is since it left PettingZoo."""
+"""Starts EPyMARL without a package that these tasks do not need, and with MPE where it is since it left PettingZoo.
+
+Its wrapper replaces the rewards of the last step by zeros; here they stay, since returns are compared.
+"""
+UNSEEN = 1_000_000  # added to the seed: the absolute metric plays no start of training or tests
 NAME, WHEN = "test_return_mean", "test_return_mean_T"
 
 
@@ -71,28 +86,34 @@ def numbers(values: list[Any]) -> list[float]:
     return [float(value["value"] if isinstance(value, dict) else value) for value in values]
 
 
+def words_of(options: argparse.Namespace, map_name: str, seed: int) -> list[str]:
+    """Return the words of a run; 40 test episodes are whole rounds of each preset's environments."""
+    _, key, limit = MAPS[map_name]
+    task = [f"env_args.key={key}", f"env_args.time_limit={limit}", f"seed={seed}"]
+    return [*task, f"t_max={options.t_max * 101 // 100}", f"test_interval={options.test_interval}", "test_nepisode=40"]
+
+
 def target(options: argparse.Namespace, config: str, map_name: str, seed: int) -> dict[str, Any]:
     """Return the line of a run: its tests, and the absolute metric of the best one's weights."""
-    env, key, limit = MAPS[map_name]
-    task = [f"env_args.key={key}", f"env_args.time_limit={limit}", f"seed={seed}"]
-    steps = [f"t_max={options.t_max}", f"test_interval={options.test_interval}", "test_nepisode=32"]
+    words = words_of(options, map_name, seed)
     saves = ["save_model=True", f"save_model_interval={options.test_interval}"]
     started, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as place:
-        info = run(options, config, [*task, *steps, *saves], Path(place, "train"))
+        info = run(options, config, [*words, *saves], Path(place, "train"))
         spent = resource.getrusage(resource.RUSAGE_CHILDREN)
         curve = numbers(info[NAME])
         best = max(range(len(curve)), key=curve.__getitem__)
         (models,) = Path(place, "train", "results", "models").iterdir()
         played = ["evaluate=True", f"checkpoint_path={models}", f"load_step={max(1, info[WHEN][best])}"]
         played += ["runner=episode", "batch_size_run=1", f"test_nepisode={options.episodes}"]
-        again = run(options, config, [*task, *played], Path(place, "play"))
+        again = run(options, config, [*words_of(options, map_name, seed + UNSEEN), *played], Path(place, "play"))
     cpu = spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime
     values = {"absolute_return_mean": numbers(again[NAME])[-1]}
     return {
-        "study": "targets", "arm": config, "env": env, "map": map_name, "seed": seed, "code": code(options.epymarl),
-        "words": [*task, *steps], "machine": platform.processor() or platform.machine(), "finished": time.time(),
-        "seconds": round(time.time() - started, 1), "summary": {"stages": {"stage3": {"values": values}}},
+        "study": "targets", "arm": config, "env": MAPS[map_name][0], "map": map_name, "seed": seed,
+        "code": code(options.epymarl), "words": words, "machine": platform.processor() or platform.machine(),
+        "finished": time.time(), "seconds": round(time.time() - started, 1),
+        "summary": {"stages": {"stage3": {"values": values}}},
         "tests": {"t_env": info[WHEN], NAME: curve, "cpu_seconds": [round(cpu, 1)]},
     }  # fmt: skip
 
@@ -116,11 +137,11 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.epymarl = options.epymarl.resolve()
-    known = {(line["arm"], line["map"], line["seed"]) for line in read_records(options.rows)}
+    own, known = code(options.epymarl), [(row["arm"], row["code"], row["words"]) for row in read_records(options.rows)]
     for seed in options.seeds:
         for map_name in options.maps:
             for config in options.configs:
-                if (config, map_name, seed) not in known:
+                if (config, own, words_of(options, map_name, seed)) not in known:
                     append(options.rows, target(options, config, map_name, seed))
                     print(config, map_name, seed, flush=True)
 

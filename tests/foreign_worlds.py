@@ -142,7 +142,7 @@ class Pursuit:
         self.t += 1
         won = all(action == self.place for action in actions)
         if self.five:
-            late = self.t == 3 and not won
+            late = self.t == 3  # also where it is won, as Gymnasium's TimeLimit says
             return self.get_obs(), float(won), [won, won or late], [late, late], {}
         return float(won), won or self.t == 3, {"battle_won": won, "episode_limit": self.t == 3 and not won}
 
@@ -171,6 +171,21 @@ class Filmed(Pursuit):
 
     def get_env_info(self) -> dict:
         return {**super().get_env_info(), "obs_shape": (3, 2, 1)}
+
+
+class Given(Pursuit):
+    """Its `reset` takes the seed, its constructor draws, and the step limit is in the info, as in EPyMARL's SMAC."""
+
+    def __init__(self, size: int = 1000) -> None:
+        super().__init__(size, five=True)
+        self.drawn = random.random()  # noqa: S311
+
+    def reset(self, seed: int = 0) -> None:
+        self.t, self.place = 0, seed % self.size
+
+    def step(self, actions: list) -> tuple:
+        obs, reward, _, (late, _), _ = super().step(actions)
+        return obs, self.drawn, late, False, {"episode_limit": late}
 
 
 class Seeded(Pursuit):
@@ -282,7 +297,7 @@ class OfGymnasium(gymnasium.Env):
         self.action_space = spaces.Tuple([self.world.action_space(name) for name in names])
 
     def reset(self, seed: int | None = None, options: None = None) -> tuple[tuple, dict]:
-        return tuple(self.world.reset(seed)[0].values()), {}
+        return tuple(self.world.reset(seed)[0].values()), {"action_mask": [[1, 1, 1, 0]] * 2}
 
     def step(self, actions: tuple) -> tuple:
         parts = self.world.step(dict(zip(self.world.possible_agents, actions, strict=True)))

@@ -101,6 +101,12 @@ def test_qplex_is_maximal_only_at_the_agents_greedy_actions():
     slopes = torch.autograd.grad(joint.sum(), q)[0][..., 0]
     torch.testing.assert_close(slopes, mixer.weight(state).abs() + 1e-10)  # agents learn from the plain sum
     joint_actions = torch.tensor(list(itertools.product(range(INFO.n_actions), repeat=INFO.n_agents)))
+    rows, a = len(joint_actions), INFO.n_actions
+    every = MixerInputs(
+        q[:1].detach().expand(rows, -1, -1), joint_actions, torch.ones(rows, 3, a), state[:1].expand(rows, -1)
+    )
+    values = mix(mixer, every).view(a, a, a)
+    assert not torch.allclose(values[0, 0] - values[0, 1], values[1, 0] - values[1, 1], rtol=1e-6)  # no plain sum
     for _ in range(20):
         q, state = torch.randn(INFO.n_agents, INFO.n_actions).double(), torch.randn(INFO.state_dim).double()
         available = torch.rand(INFO.n_agents, INFO.n_actions) < 0.6
@@ -111,3 +117,6 @@ def test_qplex_is_maximal_only_at_the_agents_greedy_actions():
         joint = mix(mixer, MixerInputs(*inputs))
         best = q.masked_fill(~available, -torch.inf).argmax(-1)
         assert torch.equal(allowed[joint.argmax()], best) and (joint == joint.max()).sum() == 1
+    for weight in mixer.key[-1].parameters():
+        weight.data.zero_()
+    torch.testing.assert_close(mix(mixer, every).max(), mix(mixer, every).min())  # without importance a plain maximum

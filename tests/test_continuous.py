@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -138,11 +139,12 @@ def test_matd3_is_what_its_formulas_say():
     error = (critics(learner.critic, steps.before, taken, taken) - y.unsqueeze(-1)).square()
     loss, _ = learner._critic_step.loss_module(steps.before, steps.taken, y, steps.valid)
     torch.testing.assert_close(loss, error.sum())
+    assert not torch.equal(*learner.critic(steps.before, steps.taken, steps.taken)), "two critics"
 
     value = critics(learner._frozen_critic, steps.before, agent(steps.before).tanh(), taken)[..., 0]
     wanted = torch.autograd.grad(-value.sum(), list(agent.parameters()))
     actor = learner._actor_step.loss_module(
-        steps.before, learner._frozen_critic, None, steps.valid, steps.owned[0], taken
+        steps.before, learner._frozen_critic, None, steps.valid, steps.available[0], taken
     )
     torch.testing.assert_close(torch.autograd.grad(actor[0], list(agent.parameters())), wanted)
 
@@ -165,6 +167,17 @@ def test_noise_on_target_actions_is_normal_and_clipped():
     assert noise.mean().abs() < 0.03 and (noise.std() - 1).abs() < 0.03 and noise.unique().numel() == noise.numel()
     moved = learner._smoothed(torch.full_like(noise, 0.9), noise)
     assert (moved.min().item(), moved.max().item()) == (pytest.approx(0.6), 1.0)
+    steps = learner._steps(batch, torch.arange(200), learner._key(200))
+    assert not torch.equal(learner._targets(steps), learner._targets(replace(steps, noise=None)))
+
+
+def test_critics_read_no_numbers_that_an_action_does_not_have():
+    learner, batch, given = make_ddpg(info=BOXED), pack_episodes(random_steps(1, 20, info=BOXED)), []
+    batch["avail_actions"][:, 1, 1::2] = False
+    for critic in (learner.target_critic, learner._frozen_critic):
+        critic.register_forward_pre_hook(lambda _, args: given.append(args[1].detach().clone()))
+    learner.update(batch, episodes=0)
+    assert len(given) == 2 and not any(vectors[:, 1, 1].any() for vectors in given)
 
 
 def test_worlds_say_their_bounds_and_play_within_them():

@@ -13,6 +13,7 @@ from lbforaging.foraging import ForagingEnv
 
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
+from omagd.envs.worlds import Lbf, LbfArgs
 from omagd.run.cli.main import main
 from omagd.utils.errors import UserError
 
@@ -26,6 +27,7 @@ WORLDS = {
     "pettingzoo foreign_worlds:Figures": {},
     "pymarl foreign_worlds:Pursuit": {"size": 500},
     "pymarl foreign_worlds:Seeded": {},
+    "pymarl foreign_worlds:Given": {},
     "lbf": {"map_name": "2s-8x8-2p-2f-coop", "time_limit": 12},
     "mpe": {"num_agent_neighbors": 1, "max_cycles": 9},
     "rware": {"map_name": "tiny-2ag", "time_limit": 12},
@@ -107,21 +109,34 @@ def test_foraging_shows_what_lbforaging_shows(sight, name):
         assert done
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("8x8-2p-2f", (False, 0, [0, 0])), ("-coop-ind-pen", (True, 0.1, [1, 1]))]
+)
+def test_words_after_the_size_change_foraging(name, wanted):
+    env = Lbf(LbfArgs(map_name="8x8-2p-2f".removesuffix(name) + name)).env
+    levels = [0, 0] if env.max_food_level is None else np.ravel(env.max_food_level).tolist()
+    assert (env.force_coop, env.penalty, levels) == wanted
+
+
 def test_particles_and_the_warehouse_are_their_packages_own():
     script, spread = np.random.default_rng(0).integers(0, 5, (12, 3)), simple_spread.parallel_env(max_cycles=12)
-    log, (seen, _) = played(made("mpe", max_cycles=12), 6, script), spread.reset(seed=6)
+    log, (seen, _) = played(made("mpe", max_cycles=12, common_reward=False), 6, script), spread.reset(seed=6)
     for t in range(12):
-        obs, _, avail, reward, _, _ = log[6 * t : 6 * t + 6]
+        obs, state, avail, reward, _, _, each = log[7 * t : 7 * t + 7]
+        np.testing.assert_array_equal(state.reshape(6, 5)[:3, [3, 4, 1, 2]], obs[:, 15:])
         for one, theirs in zip(obs, seen.values(), strict=True):
             units = one[:15].reshape(5, 3)
             np.testing.assert_allclose(np.concatenate([one[15:], units[:, 1:].ravel()]), theirs[:14], atol=1e-6)
             assert units[:, 0].all() and avail.all()
         seen, rewards, _, _, _ = spread.step(dict(zip(spread.possible_agents, script[t].tolist(), strict=True)))
         assert reward == pytest.approx(sum(rewards.values()), rel=1e-6)
+        np.testing.assert_allclose(each, list(rewards.values()), rtol=1e-6)
     near = made("mpe", num_agent_neighbors=1)
     near.reset(np.ones(1, bool), np.array([6]))
     shown = near.observe(full=True)
     assert [np.count_nonzero(array[0, :, 9:15:3]) for array in (shown.obs, shown.full_obs)] == [3, 6]
+    away = [np.linalg.norm(a[0, :, 9:15].reshape(3, 2, 3)[..., 1:], axis=-1) for a in (shown.obs, shown.full_obs)]
+    np.testing.assert_array_equal(away[0].max(1), away[1].min(1))
     named, by_id = (made(name, time_limit=9) for name in ("rware", "gymma rware:rware-tiny-2ag-v2"))
     np.testing.assert_equal(played(named, 2), played(by_id, 2))
 
@@ -166,6 +181,8 @@ def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
         log = played(made("pettingzoo foreign_worlds:Sloppy", how=how), 8, script)
         ends = log[4::6][3], log[5::6][3]
         assert (log[3::6], *ends) == ([2.0] * 4, True, False), "what terminates does not bootstrap"
+    gone = played(made("pettingzoo foreign_worlds:Sloppy", how="stays", common_reward=False), 8, script)
+    assert [row.tolist() for row in gone[6::7]] == [[1, 1], [1, 1], [0, 1], [0, 1]], "who has left earns nothing"
     assert played(made("pettingzoo foreign_worlds:Sloppy", how="lost"), 8, script)[-1]["env_lost"] == 1.0
     assert played(made("pettingzoo foreign_worlds:Sloppy", how="no infos"), 8, script)[-1] == {}
     cut = made("pettingzoo foreign_worlds:Sloppy", how="all cut", end="truncated")
@@ -200,6 +217,10 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         won = played(env, 3, [(place, place)])
         lost = played(env, 3, [((place + 1) % 5,) * 2] * 3)
         assert (won[3:6], lost[-4:-1]) == ([1.0, True, False], [0.0, True, True])
+        last = played(env, 3, [((place + 1) % 5,) * 2] * 2 + [(place, place)])
+        assert last[-4:-1] == [1.0, True, False], "a win at the limit is an end"
+    given = [played(made("pymarl foreign_worlds:Given"), seed, [(0, 0)] * 3) for seed in (7, 8, 7)]
+    assert [log[1][0] for log in given] == [7, 8, 7] and given[0][-4:-1] == [given[2][3], True, True] != given[1][-4:-1]
     starts = {played(made("pymarl foreign_worlds:Seeded"), seed, [(0, 0)] * 3)[1][0] for seed in (7, 8, 1007)}
     assert starts == {7.0, 8.0}
     kept = made("pymarl foreign_worlds:Seeded", new_each_episode=False)

@@ -25,6 +25,7 @@ def test_worlds_say_the_shape_of_images_and_show_bytes_as_numbers_up_to_one(name
     assert (info.image, EnvInfo.from_dict(info.to_dict())) == (image, info) and "x".join(map(str, image)) in info.sizes
     assert seen.sum() == (10 if key != "Filmed" else 12 * np.float32(env.observe().state[0, 0] / 5)) and seen.any()
     assert key != "Figures" or (env.observe().state == seen.reshape(1, -1)).all()
+    assert key != "Figures-v0" or env.observe().avail_actions[0].tolist() == [[1, 1, 1, 0]] * 2
     old = {name: value for name, value in info.to_dict().items() if name != "image"}
     assert EnvInfo.from_dict(old).image is None
     with pytest.raises(ValueError, match="an image of another size"):

@@ -136,9 +136,12 @@ def test_joint_value_never_falls_when_an_agents_value_rises(name):
     assert joint.shape == ((50, INFO.n_agents) if name == "none" else (50,))
     slopes = torch.autograd.grad(joint.sum(), qs, retain_graph=True)[0]
     assert (slopes >= 0).all() and (slopes > 0).any()
-    if name == "qatten":  # the shares of all agents add up to 1 in each head
+    if name == "qatten":  # Yang et al. 2020, eq. 11 and 13: heads that attend to the agents' own parts of the state
         state = torch.randn(50, INFO.state_dim, dtype=torch.float64)
-        torch.testing.assert_close(mixer(qs + 1, state) - mixer(qs, state), mixer.weight(state).abs().sum(-1))
+        query, key = mixer.query(state).view(50, 1, 4, -1), mixer.key(state[:, :3, None]).view(50, 3, 4, -1)
+        share = ((query * key).sum(-1) / mixer.width**0.5).softmax(1)
+        heads = torch.einsum("snh,sn,sh->s", share, qs, mixer.weight(state).abs())
+        torch.testing.assert_close(mixer(qs, state), heads + mixer.bias(state)[:, 0])
     if list(mixer.parameters()):
         grads = torch.autograd.grad(joint.square().sum(), list(mixer.parameters()))
         assert all(g.abs().sum() > 0 for g in grads)

@@ -80,8 +80,11 @@ def test_each_epoch_of_each_update_draws_anew(monkeypatch):
     keys, drawn = [], policy_learner.generator
     monkeypatch.setattr(policy_learner, "generator", lambda *key: keys.append(key) or drawn(*key))
     learner = make_learner(toy_config(learner="pqn_learner", learner_args={"epochs": 3, "minibatches": 2}))
-    learner.update(pack_episodes([random_episode(i, 3) for i in range(4)]), episodes=0)
-    assert [key[2] for key in keys] == [0, 2, 4]
+    asked, made = [], learner._lambda_returns
+    monkeypatch.setattr(learner, "_lambda_returns", lambda batch: asked.append(batch) or made(batch))
+    for _ in range(2):
+        learner.update(pack_episodes([random_episode(i, 3) for i in range(4)]), episodes=0)
+    assert [key[2] for key in keys] == [0, 2, 4, 6, 8, 10] and len(asked) == 2
 
 
 @pytest.mark.parametrize(("runner", "tests"), [("parallel", 10**6), ("stream", 100)])

@@ -63,15 +63,16 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
             ratio = (policy.log_prob(episode["actions"][t].long()) - episode["log_prob"][t]).exp()
             alive = (open_.sum(-1) > 1) if args.death_masking else torch.ones(3, dtype=torch.bool)
             rows += [(alive[i], advantage[t, i], ratio[i], policy.entropy()[i], value[t, i]) for i in range(3)]
-    counted = [row[1:] for row in rows if row[0]]
+    counted, all_rows = [row[1:] for row in rows if row[0]], rows
     raw = torch.stack([advantage for advantage, *_ in counted])
     normal = (raw - raw.mean()) / (raw.std(correction=0) + 1e-8) if args.normalise_advantages else raw
     loss, kl = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for a, (advantage, ratio, entropy, value) in zip(normal, counted, strict=True):
+    for a, (_, ratio, entropy, _) in zip(normal, counted, strict=True):
         policy_loss = -min(ratio * a, ratio.clamp(1 - args.clip, 1 + args.clip) * a)
-        error = 0.5 * (value - (advantage + value).detach()) ** 2
-        loss = loss + policy_loss - args.entropy * entropy + args.value_weight * error
+        loss = loss + policy_loss - args.entropy * entropy
         kl = kl + ratio - 1 - ratio.log()
+    for _, advantage, *_, value in all_rows:  # also of agents without a choice
+        loss = loss + args.value_weight * 0.5 * (value - (advantage + value).detach()) ** 2
     assert config.gamma < 1
     return loss / len(counted), kl / len(counted)
 

@@ -97,7 +97,6 @@ def test_targets_equal_weighted_n_step_returns(td_lambda, on_gpu, monkeypatch):
 
 def test_rewards_are_divided_by_their_running_size_over_the_steps_of_all_batches():
     batches = [pack_episodes([random_episode(seed + 7 * k, 5 + k) for seed in range(3)]) for k in range(3)]
-    batches = [replace(b, data={**b.data, "agent_reward": torch.ones(len(b["reward"]), 2)}) for b in batches]
     batches[0]["reward"][-1] = 1e6  # of a closing row
     moments, means = RunningMoments(CPU), []
     for k, batch in enumerate(batches):
@@ -105,8 +104,10 @@ def test_rewards_are_divided_by_their_running_size_over_the_steps_of_all_batches
         means.append(batch["reward"][batch.valid_mask].double().square().mean())
         size = np.sqrt(np.average(means, weights=0.99 ** np.arange(k, -1, -1)))
         torch.testing.assert_close(found["reward"], batch["reward"] / size)
-        torch.testing.assert_close(found["agent_reward"], torch.full_like(batch["agent_reward"], 1 / size))
         assert found["obs"] is batch["obs"]
+    own = torch.tensor([[3.0, -3.0]]).expand(len(batch["reward"]), -1)  # of no sum
+    (found,) = standardised([replace(batch, data={**batch.data, "agent_reward": own})], RunningMoments(CPU), Dist())
+    torch.testing.assert_close(found["agent_reward"], own / 3)
 
 
 def test_exploration_takes_available_actions_evenly_and_its_stream_ignores_who_is_alive():
@@ -163,7 +164,8 @@ def reference_mix(mixer, qs, state):
 def reference_stats(learner, episodes):
     """PyMARL's loss, half the mean squared error of the (joint) values over the valid steps, and its logged means."""
     alone, taken, targets = learner.config.mixer == "none", [], []
-    squares = torch.cat([episode["reward"][:-1].double().square() for episode in episodes])
+    read = "agent_reward" if "agent_reward" in episodes[0] else "reward"
+    squares = torch.cat([episode[read][:-1].double().square() for episode in episodes])
     size = squares.mean().sqrt() if learner.config.standardise_rewards else 1.0
     for episode in episodes:
         q, target_q = (reference_values(agent, episode) for agent in (learner.mac.agent, learner.target_agent))
@@ -226,6 +228,8 @@ def test_a_weighted_update_equals_a_loop_over_steps(weighting):
     episodes = [random_episode(i, length, truncated=i % 2 == 1) for i, length in enumerate([3, 6, 1, 6, 4] * 4)]
     given = {"learner": "wqmix_learner", "learner_args": {"weighting": weighting, "alpha": 0.3}, "grad_norm_clip": 1e9}
     learner, other = (make_learner(toy_config(**given), dtype=torch.float64, seed=seed) for seed in (0, 5))
+    copied, of_star = ([*agent.parameters()] for agent in (learner.target_agent, learner.central))
+    assert all(map(torch.equal, copied, of_star)), "Q* bootstraps, not Q_tot"
     learner.target_agent.load_state_dict(other.central.state_dict())
     learner.target_mixer.load_state_dict(other.central_mixer.state_dict())
     losses, weights = [], set()

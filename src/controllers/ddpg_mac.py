@@ -22,6 +22,7 @@ from omagd.utils.packing import PackedBatch
 if TYPE_CHECKING:
     from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 
+BARRED = -1e9  # in place of the logit of an unavailable action
 TAKEN = "action_probs"
 """The field with the vectors [S, n, A] that actions were drawn from."""
 
@@ -90,18 +91,14 @@ class DDPGMAC(BasicMAC):
             # DDPG, eq. 7, with uncorrelated noise, as in TD3.
             part = np.where(available[..., : box.dim], (np.tanh(q) + noise).clip(-1.0, 1.0), 0.0)
             return (box.scale[0] + box.scale[1] * part).astype(np.float32), {}
-        vectors = softmax(q)
-        if explore is None:
-            actions = np.where(available, q, -np.inf).argmax(axis=-1)
-        else:
+        q = np.where(available, q, BARRED)
+        vectors, actions = softmax(q), q.argmax(axis=-1)
+        if explore is not None:
             explores = explore.rng.random(len(q)) < explore.epsilon
-            drawn = explore.rng.random(q.shape).astype(np.float32)
+            drawn = 1 - explore.rng.random(q.shape)  # never 0, which all weights could be
             vectors = np.where(explores[:, None, None], 1.0 if self._one_hot else drawn, vectors).astype(np.float32)
-            weights = vectors * available
-            lost = available.any(axis=-1) & ~weights.any(axis=-1)
-            if lost.any():  # only unlikely actions are available, and float32 rounds them to 0
-                weights[lost] = softmax(np.where(available, q, -np.inf)[lost])
-            actions = draw(weights, explore.rng.random(q.shape[:2]))
+            vectors *= available
+            actions = draw(vectors, explore.rng.random(q.shape[:2]))
         if self._one_hot:
             vectors = np.eye(q.shape[-1], dtype=np.float32)[actions]
         return actions, {TAKEN: vectors}

@@ -171,7 +171,7 @@ class Foreign(Explained, MultiAgentEnv):
     def __init__(self, args: Any) -> None:
         self.args, self._own = args, args.own
         self._seed = 0
-        self._stale = False  # whether the next episode needs a new object
+        self._stale = args.new_each_episode  # whether the next episode needs a new object, as the first one does
         self._steps = 0
         self._draws: bool | None = None  # unknown until a picture is asked for
         with self._in_one_line():
@@ -270,13 +270,14 @@ class Foreign(Explained, MultiAgentEnv):
 
     def reset(self, *, seed: int) -> None:
         """Start an episode."""
+        self._seed, self._steps = seed, 0
+        random.seed(seed)  # for environments, and their constructors, that draw from a global generator
+        np.random.seed(seed % 2**32)  # noqa: NPY002
         if self._stale:
             self.env.close()
             with self._in_one_line():
                 self.env = self._make()
-        self._stale, self._steps, self._seed = self.args.new_each_episode, 0, seed
-        random.seed(seed)  # for environments that draw from Python's or NumPy's global generator
-        np.random.seed(seed % 2**32)  # noqa: NPY002
+        self._stale = self.args.new_each_episode
         self._begin(seed)
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
@@ -470,7 +471,6 @@ class PettingZooEnv(Foreign):
         space = getattr(self.env, "state_space", None) or self.env.observation_space(self.names[0])  # few declare one
         self._state_type = getattr(space, "dtype", None)
         self._begin(0)
-        self._stale = self.args.new_each_episode
         with suppress(AttributeError, NotImplementedError):  # it has no state
             if not np.array_equal(state := self._state(), super().get_state()):
                 self._own_state = state.size

@@ -24,17 +24,12 @@ class PyMARLEnv(Foreign):
         if lacking := [name for name in METHODS if not callable(getattr(self.env, name, None))]:
             raise self._wrong(f"it has no {', '.join(lacking)}")
         self.facts = dict(self.env.get_env_info())
-        self._stale = self._takes_seed  # it was made before there was a seed
+        self._stale = self._stale or self._takes_seed  # it was made before there was a seed
 
     def _make(self) -> Any:
         cls = imported(self.args.key)
         self._takes_seed = "seed" in inspect.signature(cls).parameters and "seed" not in self.args.own
         return cls(**self._own, **({"seed": self._seed % 2**31} if self._takes_seed else {}))
-
-    def reset(self, *, seed: int) -> None:
-        """Start an episode, in an object that has its seed where the constructor takes one."""
-        self._seed = seed
-        super().reset(seed=seed)
 
     def _begin(self, seed: int) -> None:
         takes = inspect.signature(self.env.reset).parameters
@@ -46,6 +41,8 @@ class PyMARLEnv(Foreign):
             return float(np.sum(reward)), bool(np.all(ended)), results_of(info or {})
         _, reward, ended, truncated, info = returned
         over, stopped = ends_of(ended, truncated)
+        # Classes that do not tell the two apart leave a step limit in the info, as PyMARL's do.
+        stopped = stopped or (over and bool((info or {}).get("episode_limit", False)))
         return float(np.sum(reward)), over or stopped, {**results_of(info or {}), TRUNCATED: stopped}
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:

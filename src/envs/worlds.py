@@ -195,7 +195,6 @@ class Lbf(_WithUnits, GymmaEnv):
         super()._measure()
         self._scale = float(self.env.sight)
         self._start(0)
-        self._stale = self.args.new_each_episode  # old places change the next start
         self._measure_units(self._look(), 1.0)
 
     def _start(self, seed: int) -> None:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.controllers.ddpg_mac import DDPGMAC
+from omagd.controllers.ddpg_mac import BARRED, DDPGMAC
 from omagd.learners.protocol import Data, Draw, SavesParts
 from omagd.learners.synced_optimizer import (
     SKIPPED,
@@ -99,12 +99,12 @@ class ActorLoss(LossModule):
     The critic is an argument and not a submodule, so its gradients are neither computed nor exchanged here.
 
     Args:
-        actor: trained. bf16: whether matrix products use bf16.
+        actor: trained. continuous: whether actions are. bf16: whether matrix products use bf16.
     """
 
-    def __init__(self, actor: nn.Module, bf16: bool = False) -> None:
+    def __init__(self, actor: nn.Module, continuous: bool, bf16: bool = False) -> None:
         super().__init__()
-        self.actor, self.bf16 = actor, bf16
+        self.actor, self.continuous, self.bf16 = actor, continuous, bf16
 
     def forward(
         self,
@@ -112,19 +112,20 @@ class ActorLoss(LossModule):
         critic: Critic,
         noise: Tensor | None,
         valid: Tensor,
-        owned: Tensor | None = None,
+        available: Tensor,
         others: Tensor | None = None,
     ) -> tuple[Tensor, Stats]:
         """Return the negative sum of values, and stats per step and agent.
 
         inputs: of S steps. critic: with frozen weights. noise: [S, n, A], Gumbel noise for straight-through one-hot
-            actions (Jang et al. 2017); None: the softmax itself. valid: as for the critic. owned: [S, n, d], 1 for the
-            numbers that an agent's continuous action has; None: actions are discrete. others: [S, n, A], the actions
-            of the other agents for a critic that reads them, else None.
+            actions (Jang et al. 2017); None: the softmax itself. valid: as for the critic. available: [S, n, A] bool.
+            others: [S, n, A], the actions of the other agents for a critic that reads them, else None.
         """
         with autocast_bf16(inputs.features.device, self.bf16):
             logits = self.actor(inputs).to(inputs.features.dtype)
-            policy = logits.softmax(-1) if owned is None else logits.tanh() * owned
+            if not self.continuous:  # the critic has only learned actions that can be played
+                logits = logits.masked_fill(~available, BARRED)
+            policy = logits.tanh() * available if self.continuous else logits.softmax(-1)
             # Jang et al. 2017: the value of one action, as the environment takes it, with the softmax's gradient.
             actions = policy if noise is None else straight_through(logits + noise)
             q = critic(inputs, actions) if others is None else critic(inputs, actions, others)
@@ -133,7 +134,7 @@ class ActorLoss(LossModule):
         with torch.no_grad():
             count = valid.sum() * logits.shape[1]
             stats = {"loss_actor": (-value.detach(), count)}
-            if owned is None:
+            if not self.continuous:
                 stats["entropy"] = (torch.special.entr(policy) * valid.unsqueeze(-1)).sum(), count
         # DDPG, eq. 6: the critic's gradient at pi(o) passes through the action into the actor.
         return -value, stats
@@ -150,9 +151,6 @@ def one_hot(logits: Tensor) -> Tensor:
     return F.one_hot(logits.argmax(-1), logits.shape[-1])
 
 
-BARRED = -1e9  # in place of the logit of an unavailable action
-
-
 @dataclass(frozen=True)
 class Steps:
     """The S steps of a batch.
@@ -162,8 +160,7 @@ class Steps:
         before, after: the agents' inputs before and after the action. taken: [S, n, A], vectors over the actions.
         reward: [S, n]. ended: [S], 1 where the episode terminated. noise: [S, n, A] for the actor step (discrete
             actions) or for the targets (continuous ones), or None.
-        owned: [2, S, n, d], 1 for the numbers that an agent's continuous action has before and after; None: discrete.
-        barred: [S, n, A], True for actions that are unavailable after the action; None without `gumbel_softmax`.
+        available: [2, S, n, A] bool, before and after the action: actions, or the numbers that a continuous one has.
     """
 
     valid: Tensor
@@ -173,8 +170,7 @@ class Steps:
     reward: Tensor
     ended: Tensor
     noise: Tensor | None
-    owned: Tensor | None = None
-    barred: Tensor | None = None
+    available: Tensor
 
 
 class DDPGLearner(SavesParts):
@@ -204,7 +200,7 @@ class DDPGLearner(SavesParts):
         self._draws = config.gumbel_softmax or self.args.target_noise > 0
         self.critic = self._new_critic(mac.agent).to(self.device, mac.dtype)
         bf16, scale = config.precision == "bf16", lr_scale(config, dist.world_size)
-        actor, critic = ActorLoss(mac.agent, bf16), CriticLoss(self.critic, bf16)
+        actor, critic = ActorLoss(mac.agent, info.box is not None, bf16), CriticLoss(self.critic, bf16)
         self.rewards = moments_of_rewards(critic, config)
         self.optimizer = Adam(actor.parameters(), lr=config.lr * scale)
         critic_lr = config.lr if config.critic_lr is None else config.critic_lr
@@ -236,9 +232,9 @@ class DDPGLearner(SavesParts):
         values = inputs.features.new_zeros(2, self.info.n_agents)
         actions = values.unsqueeze(-1).expand(-1, -1, self.info.action_dim)
         valid = values[:, :1]
-        owned = None if self.info.box is None else actions
         self._critic_step.warm_up(inputs, actions, values, valid)
-        self._actor_step.warm_up(inputs, self._frozen_critic, None, valid, owned, self._others(actions))
+        others = self._others(actions)
+        self._actor_step.warm_up(inputs, self._frozen_critic, None, valid, actions.bool(), others)
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take a critic step and an actor step on this rank's batch, then move the targets.
@@ -295,8 +291,8 @@ class DDPGLearner(SavesParts):
             return {**stats, SKIPPED: critic.skipped}
         of_actor = (
             (
-                part.before, self._frozen_critic, part.noise if part.owned is None else None, part.valid,
-                None if part.owned is None else part.owned[0], self._others(part.taken),
+                part.before, self._frozen_critic, part.noise if self.info.box is None else None, part.valid,
+                part.available[0], self._others(part.taken),
             )
             for part in parts
         )  # fmt: skip
@@ -326,11 +322,7 @@ class DDPGLearner(SavesParts):
         # Rows in which an action was taken, and the row after each.
         rows = packing.acting, packing.next_row[packing.acting]
         now, later = (row.to(self.device, non_blocking=True) for row in rows)
-        noise, barred = self._noise(packing, place, key) if self._draws else None, None
-        if self.config.gumbel_softmax:  # the critic has only learned one-hots that can be played
-            assert noise is not None
-            barred_now, barred = (batch["avail_actions"][row] == 0 for row in (now, later))
-            noise = noise.masked_fill(barred_now, BARRED)
+        available = batch["avail_actions"][..., : self.info.action_dim].bool()
         return Steps(
             valid=batch.valid_mask[now].to(dtype).unsqueeze(-1),
             before=inputs.rows(now),
@@ -338,26 +330,20 @@ class DDPGLearner(SavesParts):
             taken=self.mac.taken(batch)[now].to(dtype),
             reward=rewards_of_agents(batch)[now].to(dtype).expand(-1, self.info.n_agents),
             ended=batch["terminated"][now].to(dtype),
-            noise=noise,
-            barred=barred,
-            owned=None if self.info.box is None else self._owned(batch, now, later),
+            noise=self._noise(packing, place, key) if self._draws else None,
+            available=torch.stack([available[row] for row in (now, later)]),
         )
-
-    def _owned(self, batch: PackedBatch, *rows: Tensor) -> Tensor:
-        mask = batch["avail_actions"][..., : self.info.action_dim].to(self.mac.dtype)
-        return torch.stack([mask[row] for row in rows])
 
     @torch.no_grad()
     def _targets(self, steps: Steps) -> Tensor:
         """Return y [S, n]."""
         # Actor and critic of the targets: y must not move with every step of the trained ones.
         logits = self.target_agent(steps.after)
-        if steps.owned is not None:
-            actions = self._smoothed(logits.tanh(), steps.noise) * steps.owned[1]
-        elif steps.barred is not None:
-            actions = one_hot(logits.masked_fill(steps.barred, BARRED)).to(logits.dtype)
+        if self.info.box is not None:
+            actions = self._smoothed(logits.tanh(), steps.noise) * steps.available[1]
         else:
-            actions = logits.softmax(-1)
+            logits = logits.masked_fill(~steps.available[1], BARRED)
+            actions = one_hot(logits).to(logits.dtype) if self.config.gumbel_softmax else logits.softmax(-1)
         value = self.target_critic(steps.after, actions).to(steps.reward.dtype)
         # TD3, eq. 10: the smaller of two values is not too large where one critic errs upwards.
         value = value if value.dim() == 2 else value.amin(dim=0)

@@ -10,7 +10,7 @@ A *sample* is one agent at one step at which it has a choice. Dead agents have o
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -50,7 +50,7 @@ class PolicyArgs(BaseModel):
     clip: float = Field(default=0.2, gt=0.0)  # bound of the probability ratio's distance from 1
     entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus; 0 by default for Box actions
     normalise_advantages: bool = True  # subtract the mean and divide by the deviation over the samples of all ranks
-    death_masking: bool = True  # learn nothing from agents that have only one action
+    death_masking: bool = True  # the policy learns nothing from agents that have only one action
     anneal_lr: bool = False  # let the learning rate fall linearly, to 0 at t_max steps learned from
 
 
@@ -123,7 +123,8 @@ class PolicyRows:
         actions: [R, n] int64; continuous ones [R, n, d]. available: [R, n, A] bool. log_prob: [R, n], of the actions
             when they were taken.
         state: [R, state_dim]. advantage: [R, n].
-        weight: [R, n], 1 for samples; 0 where an agent has no choice, or where the rows stand in for a missing part.
+        valid: [R, 1], 1 for steps; 0 where the rows stand in for a missing part.
+        weight: [R, n], 1 for samples of the policy: 0 also where an agent has no choice.
         value, target: [R, n], what a critic predicted before the update, and what it should; None without a critic.
         cases: of `belief_loss`, of the same rows; None without.
     """
@@ -135,6 +136,7 @@ class PolicyRows:
     log_prob: Tensor
     state: Tensor
     advantage: Tensor
+    valid: Tensor
     weight: Tensor
     value: Tensor | None = None
     target: Tensor | None = None
@@ -193,15 +195,15 @@ class PolicyLoss(AgentLoss, Generic[Args]):
         """Return the summed loss, and stats per sample; with `belief` its sum is a second one, [2]."""
         with autocast_bf16(rows.state.device, self.bf16):
             logits, belief = self.unroll(rows.inputs, rows.packing, rows.cases)
-        loss, terms = self.terms(rows, logits)
-        # Still a sum: ranks and parts have different numbers of samples.
-        total, count = (loss * rows.weight).sum(), rows.weight.sum()
-        stats = {name: ((term.detach() * rows.weight).sum(), count) for name, term in terms.items()}
-        stats = {"loss_ppo": (total.detach(), count), **stats}
+        total, stats = self.terms(rows, logits)
+        stats = {"loss_ppo": (total.detach(), rows.weight.sum()), **stats}
         return self.with_belief(total, stats, belief)
 
-    def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each sample [R, n], and what is logged of it. logits: [R, n, A], of the agent."""
+    def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, Stats]:
+        """Return the summed loss, since ranks and parts have different numbers of samples, and what is logged of it.
+
+        logits: [R, n, A], of the agent.
+        """
         args, kind = self.args, rows.advantage.dtype
         chosen, entropy = self.policy(logits.to(kind), rows)
         # Masked before exp, so that rows without a sample cannot overflow.
@@ -213,12 +215,18 @@ class PolicyLoss(AgentLoss, Generic[Args]):
         # PPO, eq. 7. The minimum keeps the gradient of changes that have made things worse.
         policy = -torch.min(ratio * rows.advantage, clipped * rows.advantage)
         # The bonus of PPO, eq. 9: a policy that is certain too early would stop exploring.
-        return policy - args.entropy * entropy, {
+        terms = {
             "loss_policy": policy,
             "entropy": entropy,
             "clipped_share": (ratio != clipped).to(kind),
             "kl": ratio - 1 - change,  # Schulman's estimate of KL(pi_old, pi), never negative
         }
+        return ((policy - args.entropy * entropy) * rows.weight).sum(), weighted(terms, rows.weight)
+
+
+def weighted(terms: Mapping[str, Tensor], weight: Tensor) -> Stats:
+    """Return the weighted sum of each term [R, n], and the sum of the weights [R, n]."""
+    return {name: ((term.detach() * weight).sum(), weight.sum()) for name, term in terms.items()}
 
 
 class PolicyLearner(SavesParts, Generic[Args]):
@@ -267,7 +275,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
     ) -> Advantages:
         """Return the advantages of a batch of S rows.
 
-        state: [S, state_dim]. weight: [S, n], 1 for samples. origin: what `origin` returned, on the device.
+        state: [S, state_dim]. weight: [S, n], of `PolicyRows`. origin: what `origin` returned, on the device.
         """
 
     def origin(self, meta: Sequence[EpisodeMeta]) -> tuple[Tensor, ...]:
@@ -290,7 +298,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
             actions=no_action(self.info, 2, like.device).clamp(min=0),
             available=torch.ones(2, n, a, dtype=torch.bool, device=like.device),
             state=like.new_zeros(2, self.info.state_dim),
-            log_prob=each, advantage=each, weight=each, value=each, target=each,
+            log_prob=each, advantage=each, valid=each[:, :1], weight=each, value=each, target=each,
             cases=None if self.belief is None else self.belief.blank(2, n, like),
         )  # fmt: skip
         self.step.warm_up(rows)
@@ -362,7 +370,8 @@ class PolicyLearner(SavesParts, Generic[Args]):
         # Closing rows have no action. An agent with one action, such as a dead one, has no choice to learn from.
         # MAPPO's death masking: the only action of a dead agent says nothing of the policy.
         choices = available.sum(dim=-1) > 1 if self.args.death_masking else torch.ones_like(available[..., 0])
-        weight = (choices & batch.valid_mask.unsqueeze(-1)).to(kind)
+        valid = batch.valid_mask.unsqueeze(-1)
+        weight = (choices & valid).to(kind)
         found = self.advantages(batch, inputs, state, weight, *origin)
         cases = None
         if self.belief is not None:
@@ -377,6 +386,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
             log_prob=batch[LOG_PROB].to(kind),
             state=state,
             advantage=found.advantage,
+            valid=valid.to(kind),
             weight=weight,
             value=found.value,
             target=found.target,
@@ -419,6 +429,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
         if not len(episodes):  # every rank must take part in every step
             first = rows.rows(torch.zeros(1, dtype=torch.int64), Packing((1,)), every)
             none = first.cases and replace(first.cases, counted=torch.zeros_like(first.cases.counted))
-            return [replace(first, weight=torch.zeros_like(first.weight), cases=none)]
+            zeros = torch.zeros_like(first.weight)
+            return [replace(first, valid=zeros[:, :1], weight=zeros, cases=none)]
         parts = min(self.config.accumulate, len(episodes))
         return [rows.rows(*rows.packing.steps_of(episodes[i::parts]), every) for i in range(parts)]

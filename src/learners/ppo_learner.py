@@ -12,8 +12,8 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from omagd.learners.policy_learner import Advantages, PolicyArgs, PolicyLearner, PolicyLoss, PolicyRows
-from omagd.learners.synced_optimizer import RunningMoments
+from omagd.learners.policy_learner import Advantages, PolicyArgs, PolicyLearner, PolicyLoss, PolicyRows, weighted
+from omagd.learners.synced_optimizer import RunningMoments, Stats
 from omagd.modules import critics
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.ops import autocast_bf16
@@ -56,14 +56,17 @@ class PPOLoss(PolicyLoss[PPOArgs]):
         super().__init__(agent, args, bf16)
         self.critic = critic
 
-    def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each sample [R, n], and what is logged of it."""
-        loss, terms = super().terms(rows, logits)
+    def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, Stats]:
+        """Return the summed loss, and what is logged of it."""
+        loss, stats = super().terms(rows, logits)
         with autocast_bf16(rows.state.device, self.bf16):
             value = self.critic(rows.inputs, rows.state)
         value = _per_agent(value.to(loss.dtype), rows.weight)
         error = self._value_error(value, rows)
-        return loss + self.args.value_weight * error, {**terms, "loss_value": error, "value_mean": value}
+        # Also where an agent has no choice: the returns of the step before bootstrap from this value.
+        every = rows.valid.expand_as(error)
+        loss = loss + self.args.value_weight * (error * every).sum()
+        return loss, {**stats, **weighted({"loss_value": error, "value_mean": value}, every)}
 
     def _value_error(self, value: Tensor, rows: PolicyRows) -> Tensor:
         assert rows.value is not None and rows.target is not None
@@ -111,7 +114,7 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         # Targets in the units of the moments after this batch, which the next predictions will be read in.
         returns = _per_agent(returns, weight)
         if self.args.normalise_values:
-            self.value_norm.add(self.sums(returns, weight))
+            self.value_norm.add(self.sums(returns, batch.valid_mask.unsqueeze(-1)))
         mean, deviation = self.value_norm.scale
         return Advantages(advantage, _per_agent(predicted, weight), ((returns - mean) / deviation).to(predicted.dtype))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from omagd.config.schema import Config
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
+from omagd.utils.packing import rewards_of_agents
 from omagd.utils.registry import described, owner_of
 
 if TYPE_CHECKING:
@@ -211,11 +212,12 @@ def standardised(parts: Sequence[PackedBatch], moments: RunningMoments | None, d
     """Return (parts of) a batch with rewards over their running root mean square, in which they count. A collective.
 
     EPyMARL's `standardise_rewards` also subtracts the mean; here it stays, since without it an agent would earn by
-    longer or by shorter episodes. moments: of the team's reward; None: rewards stay as they are.
+    longer or by shorter episodes. moments: of agents' own rewards where there are any; None: rewards stay as they are.
     """
     if moments is None:
         return parts
-    sums = [sums_of(part["reward"], part.valid_mask) for part in parts]
+    # Rewards of agents can cancel in the team's, which would then divide them by nearly nothing.
+    sums = [sums_of(rewards_of_agents(part), part.valid_mask.unsqueeze(-1)) for part in parts]
     moments.add(dist.sum(torch.stack(sums).sum(0)))
     size = torch.hypot(*moments.scale)
     found = []
