@@ -368,7 +368,7 @@ def assert_same_as_batched(env: ParallelBattle, batched: BatchedEnv) -> None:
     for seen, actions, result in played:
         for i, agent in enumerate(agents):
             assert env.observation_space(agent).contains(observations[agent])
-            assert env.observation_space(agent) is env.observation_space(agent)
+            assert env.observation_space(agent) is env.observation_spaces[agent]
             assert np.array_equal(observations[agent]["observation"], seen.obs[0, i])
             assert np.array_equal(observations[agent]["action_mask"], seen.avail_actions[0, i])
             assert env.action_space(agent).contains(actions[i])

@@ -264,7 +264,7 @@ def test_truth_that_is_not_finite_does_not_stay_in_the_statistics():
 
 @pytest.mark.parametrize(("env", "words", "message"), [
     ("skirmish", {"agent": "ff"}, "agent=ff has no memory"),
-    ("matrix_game", {}, "env=matrix_game has no entity layout"),
+    ("matrix_game", {}, "an entity layout; env=matrix_game has none"),
     ("skirmish", {"belief_loss": "tokens"}, "pretrained_tokenizer_path is empty"),
     ("skirmish", {"use_graph_reconstruction": True, "mac": "n_graph_mac", "learner": "nq_graph_learner"},
      "use_graph_reconstruction=True"),

@@ -118,6 +118,8 @@ BROKEN = {
     "no W&B": (with_version("wandb"), "W&B", "missing", "omagd[full]", ""),
     "little shared memory": (little_shared_memory, "shared memory", "warning", "--shm-size", ""),
     "no numba-cuda": (a_card(), "gpu battles", "missing", "omagd[gpu]", ""),
+    "no pettingzoo": (with_version("pettingzoo"), "pettingzoo", "missing", "omagd[pettingzoo]", "pettingzoo"),
+    "no gymnasium": (with_version("gymnasium"), "gymma", "missing", "omagd[gymnasium]", "gymma"),
     "no protobuf": (with_version("protobuf"), "pysc2", "missing", "protobuf", "sc2"),
     "no shared memory": (patched(device, "SHARED", Path("/nowhere")), "shared memory", "missing", "/dev/shm", "sc2"),
     "game not executable": (

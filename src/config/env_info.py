@@ -263,7 +263,10 @@ class EnvInfo:
     def layout_for(self, given: str, env: str) -> EntityLayout:
         """Return the layout. Errors: UserError without one, by what was `given`, as key=value, with `env`."""
         if self.layout is None:
-            raise UserError(f"{given} needs an environment with an entity layout; env={env} has none")
+            raise UserError(
+                f"{given} needs an environment with an entity layout; env={env} has none. Use --config=qmix or mappo,"
+                " or an environment with units, such as --env-config=lbf"
+            )
         return self.layout
 
     def shape_key(self) -> str:

@@ -49,7 +49,7 @@ class DDPGMAC(BasicMAC):
             raise UserError("gumbel_softmax=True: is for discrete actions; use gumbel_softmax=False")
         if info.box is not None and not info.box.bounded:
             raise UserError(
-                f"mac=ddpg_mac: needs actions that are bounded on both sides, not those of env={config.env}"
+                f"mac=ddpg_mac: env={config.env} has actions that are not bounded on both sides. Use --config=mappo"
             )
         self._one_hot = config.gumbel_softmax
         super().__init__(config, info, device, reconstructor)

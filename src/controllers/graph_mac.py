@@ -35,15 +35,11 @@ class NGraphMAC(BasicMAC):
     def __init__(
         self, config: Config, info: EnvInfo, device: torch.device, reconstructor: Reconstructor | None = None
     ) -> None:
-        if info.layout is None:
-            raise UserError(
-                f"mac={config.mac} needs an environment with an entity layout; env={config.env} has none."
-                " Use mac=n_mac, or an environment with units, such as --env-config=skirmish"
-            )
+        layout = info.layout_for(f"mac={config.mac}", config.env)
         if reconstructor is not None and config.use_full_obs:
             raise UserError("use_full_obs=True leaves nothing to reconstruct: set use_graph_reconstruction=False")
         self.reconstructor = reconstructor
-        self._infers = n_inferred(config, info.layout) > 0
+        self._infers = n_inferred(config, layout) > 0
         super().__init__(config, info, device, reconstructor)
 
     @classmethod

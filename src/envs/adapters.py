@@ -118,6 +118,7 @@ class Explained:
     """What an environment of another package does wrong, in one line that names its key. args: its arguments."""
 
     args: Any
+    _fix = ""  # where a key names what is not there
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:
@@ -126,14 +127,16 @@ class Explained:
             yield
         except UserError:
             raise
-        except Exception as problem:  # noqa: BLE001 (constructors of other people)
-            said = _said(problem)
+        except (Exception, SystemExit) as problem:  # noqa: BLE001 (constructors of other people)
+            said = _said(problem).partition(" was raised from the environment creator")[0]  # Gymnasium's repetition
             names = [str(each.name) for each in causes(problem) if isinstance(each, ImportError)]
             fixes = [f" Install it: {install(EXTRAS[name])}" for name in names if name in EXTRAS]
             packages = {name.rpartition(".")[0] for name in names} & sys.modules.keys()  # in which they are not
             there = [iter_modules(getattr(sys.modules[each], "__path__", ()), f"{each}.") for each in packages]
             fixes += [nearest(name, [found.name for found in chain(*there)]) for name in names]
-            fix = " Give module:Class" if self.args.given[1].endswith(".py") else next(filter(None, fixes), "")
+            unknown = re.findall(r"unexpected keyword argument '(\w+)'", said)
+            fixes += [nearest(name, type(self.args).model_fields) for name in unknown]
+            fix = next(filter(None, fixes), self._fix if names else "")
             raise self._wrong(f"{said}.{fix}") from None
 
     def _wrong(self, what: str) -> UserError:
@@ -278,7 +281,8 @@ class Foreign(Explained, MultiAgentEnv):
             with self._in_one_line():
                 self.env = self._make()
         self._stale = self.args.new_each_episode
-        self._begin(seed)
+        with self._in_one_line():
+            self._begin(seed)
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
         """Return [n, obs_dim] float32; an agent that has left sees zeros."""
@@ -461,9 +465,7 @@ class PettingZooEnv(Foreign):
     def _measure(self) -> None:
         self.names = list(getattr(self.env, "possible_agents", None) or ())
         if not self.names:
-            raise self._wrong(
-                "it has no fixed possible_agents; environments whose agents come and go are not supported"
-            )
+            raise self._wrong("it has no fixed possible_agents; agents that come and go are not supported")
         self.n_agents = len(self.names)
         self._set_actions([self.env.action_space(name) for name in self.names])
         self._set_observations([self.env.observation_space(name) for name in self.names])
@@ -546,10 +548,10 @@ class GymmaEnv(Foreign):
         return PettingZooEnv(args) if args.given[1].startswith("pz-") else super().__new__(cls)
 
     def _measure(self) -> None:
-        from gymnasium import spaces
+        from gymnasium.spaces import Tuple
 
         seen, acts = self.env.observation_space, self.env.action_space
-        if not isinstance(seen, spaces.Tuple) or not isinstance(acts, spaces.Tuple):
+        if not (isinstance(seen, Tuple) and isinstance(acts, Tuple)):
             raise self._wrong("its spaces are not tuples with a part for each agent: it is for one agent")
         self.n_agents = len(acts)
         self._set_actions(list(acts))

@@ -126,6 +126,16 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         return self._spaces_of(agent)[1]
 
     @property
+    def observation_spaces(self) -> dict[str, spaces.Space[Any]]:
+        """Observation spaces by agent. Errors: UserError without gymnasium."""
+        return {agent: self.observation_space(agent) for agent in self.possible_agents}
+
+    @property
+    def action_spaces(self) -> dict[str, spaces.Space[Any]]:
+        """Action spaces by agent. Errors: UserError without gymnasium."""
+        return {agent: self.action_space(agent) for agent in self.possible_agents}
+
+    @property
     def state_space(self) -> spaces.Space[Any]:
         """Space of the global state. Errors: UserError without gymnasium."""
         return _gymnasium().Box(-np.inf, np.inf, (self.info.state_dim,), np.float32)

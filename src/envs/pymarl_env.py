@@ -9,6 +9,7 @@ import numpy as np
 
 from omagd.envs.adapters import AdapterArgs, Foreign, as_vector, ends_of, imported, results_of
 from omagd.envs.protocol import TRUNCATED
+from omagd.utils.errors import nearest
 
 
 class PyMARLEnv(Foreign):
@@ -19,6 +20,7 @@ class PyMARLEnv(Foreign):
 
     args_model = AdapterArgs
     returns = (3, 5)
+    _fix = " Give module:Class"
 
     def _measure(self) -> None:
         if lacking := [name for name in METHODS if not callable(getattr(self.env, name, None))]:
@@ -27,7 +29,10 @@ class PyMARLEnv(Foreign):
         self._stale = self._stale or self._takes_seed  # it was made before there was a seed
 
     def _make(self) -> Any:
-        cls = imported(self.args.key)
+        module, _, name = self.args.key.partition(":")
+        cls = getattr(found := imported(module), name, None)
+        if not callable(cls):
+            raise self._wrong(f"{module} has no class {name!r}. Give module:Class.{nearest(name, dir(found))}")
         self._takes_seed = "seed" in inspect.signature(cls).parameters and "seed" not in self.args.own
         return cls(**self._own, **({"seed": self._seed % 2**31} if self._takes_seed else {}))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from pydantic import BaseModel
 
-from omagd.config.env_info import EntityLayout, EnvInfo, StateLayout
+from omagd.config.env_info import EnvInfo, StateLayout
 from omagd.envs.frames import Frame
 from omagd.envs.protocol import BatchedEnv, CanBeResident, Observation, ResidentGame, StepResult
 from omagd.envs.task_sets import TaskSet
@@ -27,13 +27,16 @@ NONE = -1
 UNITS = ("move_dim", "enemy_dim", "ally_dim", "own_dim", "position", "sight", "health", "healer")
 
 
+OF_SETS = "env_args.map_name: a set of maps"
+
+
 def common_info(infos: Sequence[EnvInfo], label: str, n_training: int) -> EnvInfo:
     """Return the facts of a set from those of its maps. label: name of the set.
 
     Errors: UserError for maps without units, and for maps whose units have different features.
     """
     first = infos[0]
-    layouts = [_layout(info) for info in infos]
+    layouts = [info.layout_for(OF_SETS, info.name) for info in infos]
     states = [_state_layout(info) for info in infos]
     for info in infos:
         here, there = unit_features(info), unit_features(first)
@@ -64,12 +67,6 @@ def common_info(infos: Sequence[EnvInfo], label: str, n_training: int) -> EnvInf
     )  # fmt: skip
 
 
-def _layout(info: EnvInfo) -> EntityLayout:
-    if info.layout is None:
-        raise UserError(f"env={info.name} has no units: a set of maps needs an environment with an entity layout")
-    return info.layout
-
-
 def _state_layout(info: EnvInfo) -> StateLayout:
     if info.state_layout is None:
         raise UserError(
@@ -81,7 +78,7 @@ def _state_layout(info: EnvInfo) -> StateLayout:
 
 def unit_features(info: EnvInfo) -> dict[str, object]:
     """Return what all maps that one policy plays must have in common, by name. Errors: as `common_info`."""
-    layout, state = _layout(info), _state_layout(info)
+    layout, state = info.layout_for(OF_SETS, info.name), _state_layout(info)
     return {
         **{name: getattr(layout, name) for name in UNITS},
         "n_normal_actions": info.n_normal_actions,

@@ -27,9 +27,13 @@ INSTALL = "pip install -e . -c constraints.txt"
 GAME = ("pysc2", "s2clientprotocol", "protobuf", "websocket-client", "absl-py")
 GET_MAPS = f"{INSTALL_GAME} --maps-only"
 GIGABYTE = 2.0**30
-WORLDS = {"lbf": "lbforaging", "mpe": "mpe2", "rware": "rware", "jaxmarl": "jaxmarl"}
-"""Environments that are an extra of the same name, and its package."""
-EXTRAS = ("full", "smax", "gpu", *WORLDS)
+WORLDS = {
+    "lbf": ("lbf", "lbforaging"), "mpe": ("mpe", "mpe2"), "rware": ("rware", "rware"),
+    "gymma": ("gymnasium", "gymnasium"), "pettingzoo": ("pettingzoo", "pettingzoo"),
+    "jaxmarl": ("jaxmarl", "jax", "jaxlib", "jaxmarl"), "smax": ("smax", "jax", "jaxlib", "jaxmarl"),
+}  # fmt: skip
+"""The extra of an environment, and its packages."""
+EXTRAS = ("full", "gpu", *(extra for extra, *_ in WORLDS.values()))
 MORE_ROOM = "give local_results_path=… on a disk with enough space"
 LEAST_DISK, LEAST_MEMORY = 2.0, 2.0
 
@@ -375,8 +379,7 @@ CHECKS = (
     Check("limits", limits, fix="see the line on torch"),
     Check("shared memory", shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),
     Check("disk", disk, ALL, fix=MORE_ROOM),
-    Check("smax", of_extra("smax", "jaxmarl", "jax", "jaxlib"), frozenset({"smax"}), fix=install("smax")),
-    *(Check(name, of_extra(name, WORLDS[name]), frozenset({name}), fix=install(name)) for name in WORLDS),
+    *(Check(name, of_extra(*found), frozenset({name}), fix=install(found[0])) for name, found in WORLDS.items()),
     Check("pysc2", pysc2, GAMES, fix=install("full")),
     Check("game", game, GAMES, fix="./install_sc2.sh"),
     Check("SMAC maps", smac_maps, frozenset({"sc2"}), fix=GET_MAPS),

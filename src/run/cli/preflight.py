@@ -126,9 +126,8 @@ def _require_units(config: Config, info: EnvInfo) -> None:
     """Reject what predicts unseen units where the environment does not say what units are, or too many of them."""
     from omagd.modules.graph_reconstructers import check_inferences
 
-    if info.layout is None and (needs := _needs_units(config)):
-        fix = "Use --config=qmix" if config.use_graph_reconstruction else "Use belief_loss=none"
-        raise UserError(f"{needs}: env={config.env} has no entity layout, so nobody knows of unseen units. {fix}")
+    if needs := _needs_units(config):
+        info.layout_for(needs, config.env)
     check_inferences(config, info)
 
 
