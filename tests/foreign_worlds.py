@@ -209,6 +209,10 @@ def raises() -> None:
     raise OSError("the simulator is not there")
 
 
+def exits() -> None:
+    raise SystemExit("usage: give a map")
+
+
 class Reach:
     """One step: each agent is shown a place and should give it; `far` in a box of two numbers, `near` of one."""
 

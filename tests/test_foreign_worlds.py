@@ -89,6 +89,7 @@ def test_foraging_is_gymnasiums_own():
 def test_foraging_shows_what_lbforaging_shows(sight, name):
     """Whoever plays `lbf` sees the units of lbforaging's observation, at their places, and earns its rewards."""
     size, foods = int(name.split("x")[-2].split("-")[-1]), int(name[-2])
+    scale = sight if sight < size else 1
     for seed in range(6):
         script = np.random.default_rng(seed).integers(0, 6, (25, 2))
         own = ForagingEnv(2, 1, 2, 1, None, (size, size), foods, sight, 25, False)
@@ -98,12 +99,14 @@ def test_foraging_shows_what_lbforaging_shows(sight, name):
             for i, player in enumerate(own.players):
                 row, column = player.position
                 *units, last = np.split(obs[i], range(4, 4 * foods + 5, 4))
-                shown = [(row - u[2] * sight, column + u[1] * sight, u[3]) for u in units if u[0]]
+                shown = [(row - u[2] * scale, column + u[1] * scale, u[3]) for u in units if u[0]]
+                left = [u[0] for u in units[:foods]]
+                assert sight < size or left == sorted(left, reverse=True), "foods that are left come first"
                 shown = [(y - max(row - sight, 0), x - max(column - sight, 0), level) for y, x, level in shown]
                 theirs = [each for each in seen[i].reshape(-1, 3).tolist() if each[2]]
                 of_self = theirs.pop(sum(each[2] > 0 for each in seen[i][: 3 * foods].reshape(-1, 3).tolist()))
                 assert np.round(sorted(shown), 3).tolist() == sorted(theirs) and last[2] == of_self[2] == player.level
-                assert np.round(last[:2] * size).tolist() == [column, size - 1 - row]
+                assert last[:2].tolist() == [column, size - 1 - row]
             seen, rewards, done, _, _ = own.step(script[t].tolist())
             assert (reward, ended, truncated) == (pytest.approx(sum(rewards)), done, False)
         assert done
@@ -238,6 +241,11 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         ("pettingzoo mpe2.simple_spread_v2", {}, "Did you mean 'mpe2.simple_spread_v3'?"),
         ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there"),
         ("pymarl collections:Counter", {}, "it has no reset"),
+        ("pymarl foreign_worlds", {}, "has no class ''. Give module:Class"),
+        ("pymarl foreign_worlds:Pursiut", {}, "Did you mean 'Pursuit'?"),
+        ("pymarl foreign_worlds.py:Pursuit", {}, "Give module:Class"),
+        ("pettingzoo foreign_worlds:exits", {}, "SystemExit: usage"),
+        ("gymma lbforaging:Foraging-8x8-2p-3f-v3", {"time_limt": 50}, "'time_limt'. Did you mean 'time_limit'?"),
         ("lbf", {"map_name": "8x9-2p-3f"}, "must be of the form 8x8-2p-3f"),
         ("lbf", {"map_name": "8x8-0p-3f"}, "must be of the form 8x8-2p-3f"),
         ("lbf", {"field_size": [8]}, "field_size=[8] must be rows and columns"),

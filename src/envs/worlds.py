@@ -6,7 +6,7 @@ The rules are those of lbforaging, mpe2 and rware, which are extras. Shapes: n a
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -163,7 +163,9 @@ class _WithUnits(Foreign):
 class Lbf(_WithUnits, GymmaEnv):
     """Agents of levels gather foods of levels; those who lift a food together need its level in all.
 
-    Features of a unit: its level. Own: x and y over the size of the field, level. An agent sees what lbforaging shows.
+    Foods that are left come first, in the order of the field, as in lbforaging's own vectors: so all agents find the
+    same one in the first place. Features of a unit: its level. Own: x and y in cells, level. An agent sees what
+    lbforaging shows. dx and dy are over the sight where it is limited, else in cells.
     """
 
     args_model = LbfArgs
@@ -193,47 +195,38 @@ class Lbf(_WithUnits, GymmaEnv):
 
     def _measure(self) -> None:
         super()._measure()
-        self._scale = float(self.env.sight)
-        self._start(0)
+        # Over the size of the field, a cell would be too little for a network to learn from within a million steps.
+        self._scale = float(self.env.sight) if self.env.sight < self.env.rows else 1.0
+        self.env.reset(seed=0)
         self._measure_units(self._look(), 1.0)
-
-    def _start(self, seed: int) -> None:
-        """Start an episode of `env`; its foods keep their order, in which some may be missing for lack of room."""
-        self.env.reset(seed=seed)
-        found = np.argwhere(self.env.field)
-        self._foods = np.concatenate([found, np.full((self.env.max_num_food - len(found), 2), -1)])
-        self._at = tuple(self._foods.T)
-        levels = [player.level for player in self.env.players]
-        self._levels = np.concatenate([levels, self.env.field[self._at]])[:, None]
-
-    def _begin(self, seed: int) -> None:
-        self._start(seed)
-        self._keep((), {})
 
     def _keep(self, obs: Any, info: Any) -> None:
         self._see_units(self._look())
 
     def _look(self) -> Units:
-        players, sight, size, levels = self.env.players, self.env.sight, self.env.rows, self._levels
-        own = np.array([player.position for player in players])  # row, column
-        n, cells = len(own), np.concatenate([own, self._foods])
+        players, sight, size, field = self.env.players, self.env.sight, self.env.rows, self.env.field
+        own, foods = np.array([player.position for player in players]), np.argwhere(field)  # row, column
+        gone = np.zeros((self.env.max_num_food - len(foods), 2), int)  # also those without room at the start
+        n, cells = len(own), np.concatenate([own, foods, gone])
+        levels = np.array([player.level for player in players] + field[tuple(cells[n:].T)].tolist(), float)[:, None]
         away = cells - own[:, None]
         last = np.full(away.shape, sight)
         last[:, :n] = np.maximum(sight, 2 * sight - own)[:, None]  # lbforaging's rule for agents
         sees = ((away >= -sight) & (away <= last)).all(-1)
-        there = np.concatenate([np.ones(n), self.env.field[self._at]]) > 0  # at [-1, -1] is never a food
+        there = np.arange(len(cells)) < n + len(foods)
         place = np.array([0.0, size - 1]) + cells[:, ::-1] * (1, -1)
-        own_features = np.concatenate([place[:n] / size, levels[:n]], 1)
+        own_features = np.concatenate([place[:n], levels[:n]], 1)
         return Units(place, there, levels, np.empty((len(cells), 0)), own_features, sees)
 
     def get_frame(self) -> Frame:
-        """Return agents and foods in their cells."""
+        """Return agents and foods in their cells; their health is the level."""
         units, n, size = self._units, self.n_agents, float(self.env.rows)
-        kinds = [f"{'agent' if i < n else 'food'} of level {level:.0f}" for i, level in enumerate(units.features[:, 0])]
-        sight = self._scale if self._scale < size else 0.0
+        kinds = ["agent"] * n + ["food"] * (len(units.place) - n)
+        sight = float(self.env.sight) if self.env.sight < size else 0.0
         actions = ("stay", "north", "south", "west", "east", "lift")
         x0, x1 = -0.5, size - 0.5
-        return _frame("f", kinds, units.place, units.there, n, (x0, x0, x1, x1), actions, sight)
+        levels = units.features[:, 0].tolist()
+        return _frame("f", kinds, units.place, units.there, n, (x0, x0, x1, x1), actions, sight, levels)
 
 
 class Mpe(_WithUnits, PettingZooEnv):
@@ -316,11 +309,16 @@ class Rware(GymmaEnv):
 def _frame(
     letter: str, kinds: list[str], place: np.ndarray, there: np.ndarray, n: int,
     bounds: tuple[float, float, float, float], actions: tuple[str, ...], sight: float = 0.0,
+    levels: Sequence[float] = (),
 ) -> Frame:  # fmt: skip
-    """Return agents, first in `kinds`, and things, whose names begin with a letter. place: [U, 2] in cells."""
+    """Return agents, first in `kinds`, and things, whose names begin with a letter. place: [U, 2] in cells.
+
+    levels: [U], which can be as high as that of all agents together.
+    """
     m = len(kinds) - n
     ids = (*unit_names(n, 0), *(f"{letter}{i}" for i in range(m)))
     teams, names = (AGENTS,) * n + (THINGS,) * m, ("agents", "opponents", kinds[-1].split()[0] + "s")
-    scene = Scene(ids, teams, tuple(kinds), names, actions, sight=(sight,) * n, bounds=bounds)
+    highest = (sum(levels[:n]),) * len(levels)
+    scene = Scene(ids, teams, tuple(kinds), names, actions, highest, sight=(sight,) * n, bounds=bounds)
     x, y = map(rounded, place.T)
-    return Frame(scene, x, y, there.tolist())
+    return Frame(scene, x, y, there.tolist(), list(levels))
