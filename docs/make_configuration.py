@@ -140,7 +140,7 @@ def entries(rows: list[tuple[str, str, Any, str]]) -> str:
     """Return a Markdown list of (key, type, default, meaning)."""
     lines = []
     for key, typed, value, meaning in rows:
-        text = meaning.replace("<", "&lt;").replace("\n", " ")
+        text = re.sub("(`[^`]*`)|<", lambda found: found[1] or "&lt;", meaning).replace("\n", " ")
         lines.append(f"- `{key}` ({shown(value, typed)}): {text}")
     return "\n".join(lines) + "\n"
 

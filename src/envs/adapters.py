@@ -32,6 +32,8 @@ from omagd.utils.errors import UserError, causes, install, nearest
 LOG = logging.getLogger("omagd")
 EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "pettingzoo", "gymnasium": "gymnasium"}
 """Packages that an extra of this one installs."""
+GYMNASIUMS = " was raised from the environment creator| Environment registration via importing"
+"""Where Gymnasium's errors begin to repeat what is known."""
 
 
 class OutsideArgs(BaseModel):
@@ -128,7 +130,7 @@ class Explained:
         except UserError:
             raise
         except (Exception, SystemExit) as problem:  # noqa: BLE001 (constructors of other people)
-            said = _said(problem).partition(" was raised from the environment creator")[0]  # Gymnasium's repetition
+            said = re.split(GYMNASIUMS, _said(problem))[0].rstrip(".")
             names = [str(each.name) for each in causes(problem) if isinstance(each, ImportError)]
             fixes = [f" Install it: {install(EXTRAS[name])}" for name in names if name in EXTRAS]
             packages = {name.rpartition(".")[0] for name in names} & sys.modules.keys()  # in which they are not
@@ -137,7 +139,7 @@ class Explained:
             unknown = re.findall(r"unexpected keyword argument '(\w+)'", said)
             fixes += [nearest(name, type(self.args).model_fields) for name in unknown]
             fix = next(filter(None, fixes), self._fix if names else "")
-            raise self._wrong(f"{said}.{fix}") from None
+            raise self._wrong(f"{said}{'.' * (said[-1] != '?')}{fix}") from None
 
     def _wrong(self, what: str) -> UserError:
         return UserError(f"env_args.{'='.join(self.args.given)}: {what}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from omagd.envs.adapters import AdapterArgs, Foreign, as_vector, ends_of, imported, results_of
+from omagd.envs.adapters import AdapterArgs, Foreign, Rewards, as_vector, ends_of, imported, results_of
 from omagd.envs.protocol import TRUNCATED
 from omagd.utils.errors import nearest
 
@@ -33,7 +33,10 @@ class PyMARLEnv(Foreign):
         cls = getattr(found := imported(module), name, None)
         if not callable(cls):
             raise self._wrong(f"{module} has no class {name!r}. Give module:Class.{nearest(name, dir(found))}")
-        self._takes_seed = "seed" in inspect.signature(cls).parameters and "seed" not in self.args.own
+        takes = inspect.signature(cls).parameters
+        if unread := [key for key in Rewards.model_fields if key in self._own and key not in takes]:
+            raise self._wrong(f"{name} has one reward and its own step limit. Leave out {', '.join(unread)}")
+        self._takes_seed = "seed" in takes and "seed" not in self.args.own
         return cls(**self._own, **({"seed": self._seed % 2**31} if self._takes_seed else {}))
 
     def _begin(self, seed: int) -> None:
