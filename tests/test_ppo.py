@@ -71,7 +71,10 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
         policy_loss = -min(ratio * a, ratio.clamp(1 - args.clip, 1 + args.clip) * a)
         loss = loss + policy_loss - args.entropy * entropy
         kl = kl + ratio - 1 - ratio.log()
-    for _, advantage, *_, value in all_rows:  # also of agents without a choice
+    team = args.critic in {"state", "set"}
+    for alive, advantage, *_, value in all_rows:
+        if team and not alive:  # values of agents are learned also where they have no choice
+            continue
         loss = loss + args.value_weight * 0.5 * (value - (advantage + value).detach()) ** 2
     assert config.gamma < 1
     return loss / len(counted), kl / len(counted)

@@ -60,13 +60,11 @@ class PPOLoss(PolicyLoss[PPOArgs]):
         """Return the summed loss, and what is logged of it."""
         loss, stats = super().terms(rows, logits)
         with autocast_bf16(rows.state.device, self.bf16):
-            value = self.critic(rows.inputs, rows.state)
-        value = _per_agent(value.to(loss.dtype), rows.weight)
+            value = self.critic(rows.inputs, rows.state).to(loss.dtype)
+        weight, value = _value_weight(value, rows.valid, rows.weight), _per_agent(value, rows.weight)
         error = self._value_error(value, rows)
-        # Also where an agent has no choice: the returns of the step before bootstrap from this value.
-        every = rows.valid.expand_as(error)
-        loss = loss + self.args.value_weight * (error * every).sum()
-        return loss, {**stats, **weighted({"loss_value": error, "value_mean": value}, every)}
+        loss = loss + self.args.value_weight * (error * weight).sum()
+        return loss, {**stats, **weighted({"loss_value": error, "value_mean": value}, weight)}
 
     def _value_error(self, value: Tensor, rows: PolicyRows) -> Tensor:
         assert rows.value is not None and rows.target is not None
@@ -114,7 +112,8 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         # Targets in the units of the moments after this batch, which the next predictions will be read in.
         returns = _per_agent(returns, weight)
         if self.args.normalise_values:
-            self.value_norm.add(self.sums(returns, batch.valid_mask.unsqueeze(-1)))
+            counted = _value_weight(value, batch.valid_mask.unsqueeze(-1).to(weight.dtype), weight)
+            self.value_norm.add(self.sums(returns, counted))
         mean, deviation = self.value_norm.scale
         return Advantages(advantage, _per_agent(predicted, weight), ((returns - mean) / deviation).to(predicted.dtype))
 
@@ -125,6 +124,12 @@ class PPOLearner(PolicyLearner[PPOArgs]):
     def saved(self) -> dict[str, Any]:
         """Return also the moments of the value normaliser."""
         return {**super().saved(), "value_norm": self.value_norm.moments}
+
+
+def _value_weight(values: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
+    """Return how much each value counts, [S, n]: the team's [S] as its samples, of agents [S, n] at every step."""
+    # The returns of an agent's last step with a choice bootstrap from its next value, which must be learned, too.
+    return weight if values.dim() == 1 else valid.expand_as(weight)
 
 
 def _per_agent(values: Tensor, like: Tensor) -> Tensor:
