@@ -47,14 +47,15 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
     rows = []
     for episode in episodes:
         steps, ended = len(episode["reward"]) - 1, episode["terminated"].double()
-        features, state = episode["obs"].double(), episode["state"].double()
+        features, state, own = episode["obs"].double(), episode["state"].double(), "agent_reward" in episode
+        reward = episode["agent_reward" if own else "reward"]
         last = torch.cat([torch.full((1, 3), -1), episode["actions"][:-1].long()])
         value = learner.critic(AgentInputs(features, last), state)
         value = value if value.dim() > 1 else value[:, None].expand(-1, 3)
         hidden, total = learner.mac.agent.init_hidden(1), torch.zeros(3, dtype=torch.float64)
         advantage = torch.zeros(steps, 3, dtype=torch.float64)
         for t in reversed(range(steps)):  # Schulman et al. 2016, equation 16
-            delta = episode["reward"][t] + gamma * (1 - ended[t]) * value[t + 1] - value[t]
+            delta = reward[t] + gamma * (1 - ended[t]) * value[t + 1] - value[t]
             advantage[t] = total = (delta + gamma * args.gae_lambda * (1 - ended[t]) * total).detach()
         for t in range(steps):
             logits, hidden = learner.mac.agent.step(AgentInputs(features[t : t + 1], last[t : t + 1]), hidden)
@@ -71,9 +72,8 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
         policy_loss = -min(ratio * a, ratio.clamp(1 - args.clip, 1 + args.clip) * a)
         loss = loss + policy_loss - args.entropy * entropy
         kl = kl + ratio - 1 - ratio.log()
-    team = args.critic in {"state", "set"}
     for alive, advantage, *_, value in all_rows:
-        if team and not alive:  # values of agents are learned also where they have no choice
+        if not (alive or own):  # what an agent that has left is worth
             continue
         loss = loss + args.value_weight * 0.5 * (value - (advantage + value).detach()) ** 2
     assert config.gamma < 1
@@ -87,12 +87,15 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
         {"critic": "observation", "death_masking": False},
         {"critic": "set", "normalise_advantages": False, "agent": "hpn_rnn"},
         {"critic": "observation", "share_parameters": False, "gae_lambda": 0.5},
-        {"critic": "agent_state"},
+        {"critic": "agent_state", "own": True},
         {"critic": "agent_state", "share_parameters": False},
     ],
 )
 def test_a_step_follows_the_gradient_of_an_independent_computation(args):
-    learner, episodes = ppo(**args), episodes_of(5, 2, 4, 1)
+    args, episodes = dict(args), episodes_of(5, 2, 4, 1)
+    if args.pop("own", False):
+        episodes = [{**e, "agent_reward": torch.randn(len(e["reward"]), 3)} for e in episodes]
+    learner = ppo(**args)
     loss, kl = expected_loss(learner, episodes)
     loss.backward()
     weights = [p for group in learner.optimizer.param_groups for p in group["params"]]

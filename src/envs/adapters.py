@@ -388,7 +388,7 @@ class Foreign(Explained, MultiAgentEnv):
         self.env.close()
 
 
-def _said(problem: Exception) -> str:
+def _said(problem: BaseException) -> str:
     """Return an error in one line."""
     return f"{type(problem).__name__}: {' '.join(str(problem).split())}".rstrip(". :")
 

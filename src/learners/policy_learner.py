@@ -123,9 +123,9 @@ class PolicyRows:
         actions: [R, n] int64; continuous ones [R, n, d]. available: [R, n, A] bool. log_prob: [R, n], of the actions
             when they were taken.
         state: [R, state_dim]. advantage: [R, n].
-        valid: [R, 1], 1 for steps; 0 where the rows stand in for a missing part.
-        weight: [R, n], 1 for samples of the policy: 0 also where an agent has no choice.
+        weight: [R, n], 1 for samples; 0 where an agent has no choice, or where the rows stand in for a missing part.
         value, target: [R, n], what a critic predicted before the update, and what it should; None without a critic.
+        value_weight: [R, n], 1 where it learns; None without a critic.
         cases: of `belief_loss`, of the same rows; None without.
     """
 
@@ -136,10 +136,10 @@ class PolicyRows:
     log_prob: Tensor
     state: Tensor
     advantage: Tensor
-    valid: Tensor
     weight: Tensor
     value: Tensor | None = None
     target: Tensor | None = None
+    value_weight: Tensor | None = None
     cases: BeliefCases | None = None
 
     def rows(self, which: Tensor, packing: Packing, every: int) -> PolicyRows:
@@ -153,11 +153,12 @@ class PolicyRows:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What an update learns from: `advantage` [S, n], and a critic's `value` and `target` [S, n] where there is one."""
+    """What an update learns from: `advantage` [S, n], and `value`, `target` and `value_weight` [S, n] of a critic."""
 
     advantage: Tensor
     value: Tensor | None = None
     target: Tensor | None = None
+    value_weight: Tensor | None = None
 
 
 class PolicyLoss(AgentLoss, Generic[Args]):
@@ -298,7 +299,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
             actions=no_action(self.info, 2, like.device).clamp(min=0),
             available=torch.ones(2, n, a, dtype=torch.bool, device=like.device),
             state=like.new_zeros(2, self.info.state_dim),
-            log_prob=each, advantage=each, valid=each[:, :1], weight=each, value=each, target=each,
+            log_prob=each, advantage=each, weight=each, value=each, target=each, value_weight=each,
             cases=None if self.belief is None else self.belief.blank(2, n, like),
         )  # fmt: skip
         self.step.warm_up(rows)
@@ -370,8 +371,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
         # Closing rows have no action. An agent with one action, such as a dead one, has no choice to learn from.
         # MAPPO's death masking: the only action of a dead agent says nothing of the policy.
         choices = available.sum(dim=-1) > 1 if self.args.death_masking else torch.ones_like(available[..., 0])
-        valid = batch.valid_mask.unsqueeze(-1)
-        weight = (choices & valid).to(kind)
+        weight = (choices & batch.valid_mask.unsqueeze(-1)).to(kind)
         found = self.advantages(batch, inputs, state, weight, *origin)
         cases = None
         if self.belief is not None:
@@ -386,10 +386,10 @@ class PolicyLearner(SavesParts, Generic[Args]):
             log_prob=batch[LOG_PROB].to(kind),
             state=state,
             advantage=found.advantage,
-            valid=valid.to(kind),
             weight=weight,
             value=found.value,
             target=found.target,
+            value_weight=found.value_weight,
         )
 
     def sums(self, values: Tensor, weight: Tensor) -> Tensor:
@@ -430,6 +430,6 @@ class PolicyLearner(SavesParts, Generic[Args]):
             first = rows.rows(torch.zeros(1, dtype=torch.int64), Packing((1,)), every)
             none = first.cases and replace(first.cases, counted=torch.zeros_like(first.cases.counted))
             zeros = torch.zeros_like(first.weight)
-            return [replace(first, valid=zeros[:, :1], weight=zeros, cases=none)]
+            return [replace(first, weight=zeros, value_weight=zeros, cases=none)]
         parts = min(self.config.accumulate, len(episodes))
         return [rows.rows(*rows.packing.steps_of(episodes[i::parts]), every) for i in range(parts)]

@@ -60,11 +60,12 @@ class PPOLoss(PolicyLoss[PPOArgs]):
         """Return the summed loss, and what is logged of it."""
         loss, stats = super().terms(rows, logits)
         with autocast_bf16(rows.state.device, self.bf16):
-            value = self.critic(rows.inputs, rows.state).to(loss.dtype)
-        weight, value = _value_weight(value, rows.valid, rows.weight), _per_agent(value, rows.weight)
+            value = self.critic(rows.inputs, rows.state)
+        value = _per_agent(value.to(loss.dtype), rows.weight)
         error = self._value_error(value, rows)
-        loss = loss + self.args.value_weight * (error * weight).sum()
-        return loss, {**stats, **weighted({"loss_value": error, "value_mean": value}, weight)}
+        assert rows.value_weight is not None
+        loss = loss + self.args.value_weight * (error * rows.value_weight).sum()
+        return loss, {**stats, **weighted({"loss_value": error, "value_mean": value}, rows.value_weight)}
 
     def _value_error(self, value: Tensor, rows: PolicyRows) -> Tensor:
         assert rows.value is not None and rows.target is not None
@@ -109,13 +110,17 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         # GAE (Schulman et al. 2016, eq. 16): the sum of (gamma lambda)^k delta is the lambda-return minus the value.
         returns = batch_targets(value, batch, self.config.gamma, self.args.gae_lambda)
         advantage = self.normalised(_per_agent(returns - value, weight), weight)
+        # An agent that has left earns no more: returns bootstrap from its value, which must be learned there, too.
+        counts = weight
+        if "agent_reward" in batch:
+            counts = batch.valid_mask.unsqueeze(-1).to(weight.dtype).expand_as(weight)
         # Targets in the units of the moments after this batch, which the next predictions will be read in.
         returns = _per_agent(returns, weight)
         if self.args.normalise_values:
-            counted = _value_weight(value, batch.valid_mask.unsqueeze(-1).to(weight.dtype), weight)
-            self.value_norm.add(self.sums(returns, counted))
+            self.value_norm.add(self.sums(returns, counts))
         mean, deviation = self.value_norm.scale
-        return Advantages(advantage, _per_agent(predicted, weight), ((returns - mean) / deviation).to(predicted.dtype))
+        target = ((returns - mean) / deviation).to(predicted.dtype)
+        return Advantages(advantage, _per_agent(predicted, weight), target, counts)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""
@@ -124,12 +129,6 @@ class PPOLearner(PolicyLearner[PPOArgs]):
     def saved(self) -> dict[str, Any]:
         """Return also the moments of the value normaliser."""
         return {**super().saved(), "value_norm": self.value_norm.moments}
-
-
-def _value_weight(values: Tensor, valid: Tensor, weight: Tensor) -> Tensor:
-    """Return how much each value counts, [S, n]: the team's [S] as its samples, of agents [S, n] at every step."""
-    # The returns of an agent's last step with a choice bootstrap from its next value, which must be learned, too.
-    return weight if values.dim() == 1 else valid.expand_as(weight)
 
 
 def _per_agent(values: Tensor, like: Tensor) -> Tensor:
