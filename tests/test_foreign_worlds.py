@@ -122,9 +122,9 @@ def test_words_after_the_size_change_foraging(name, wanted):
 
 
 def test_particles_and_the_warehouse_are_their_packages_own():
-    script, spread = np.random.default_rng(0).integers(0, 5, (12, 3)), simple_spread.parallel_env(max_cycles=12)
-    log, (seen, _) = played(made("mpe", max_cycles=12, common_reward=False), 6, script), spread.reset(seed=6)
-    for t in range(12):
+    script, spread = np.random.default_rng(10).integers(0, 5, (25, 3)), simple_spread.parallel_env()
+    log, (seen, _) = played(made("mpe", common_reward=False), 10, script), spread.reset(seed=10)
+    for t in range(25):  # agents collide in some
         obs, state, avail, reward, _, _, each = log[7 * t : 7 * t + 7]
         np.testing.assert_array_equal(state.reshape(6, 5)[:3, [3, 4, 1, 2]], obs[:, 15:])
         for one, theirs in zip(obs, seen.values(), strict=True):
