@@ -143,8 +143,9 @@ class Pursuit:
         won = all(action == self.place for action in actions)
         if self.five:
             late = self.t == 3  # also where it is won, as Gymnasium's TimeLimit says
-            return self.get_obs(), float(won), [won, won or late], [late, late], {}
-        return float(won), won or self.t == 3, {"battle_won": won, "episode_limit": self.t == 3 and not won}
+            return self.get_obs(), [won, 0.0], [True, won], [late, late], {}  # of each agent
+        over = [True, won or self.t == 3]
+        return [0.0, float(won)], over, {"battle_won": won, "episode_limit": self.t == 3 and not won}
 
     def get_obs(self) -> list:
         return [np.array([self.place, self.t, i]) for i in range(2)]
@@ -178,14 +179,14 @@ class Given(Pursuit):
 
     def __init__(self, size: int = 1000) -> None:
         super().__init__(size, five=True)
-        self.drawn = random.random()  # noqa: S311
+        self.drawn, self.also = random.random(), np.random.random()  # noqa: S311, NPY002
 
     def reset(self, seed: int = 0) -> None:
         self.t, self.place = 0, seed % self.size
 
     def step(self, actions: list) -> tuple:
         obs, reward, _, (late, _), _ = super().step(actions)
-        return obs, self.drawn, late, False, {"episode_limit": late}
+        return obs, self.drawn, late, False, {"episode_limit": late, "also": self.also}
 
 
 class Seeded(Pursuit):

@@ -21,6 +21,7 @@ from walk_env import pids_of
 import omagd
 from omagd.components.gaussian import Gaussian, TanhGaussian
 from omagd.config.env_info import ActionBox, EnvInfo
+from omagd.controllers.types import Exploration
 from omagd.envs import adapters
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
@@ -79,6 +80,12 @@ def test_what_is_drawn_has_the_density_that_is_learned_from(kind):
     assert actions.dtype == log_prob.dtype == np.float32 and (actions[:, 1, 1] == 0.5).all()
     again = selector.log_prob(*(torch.from_numpy(x) for x in (q, actions, available)))
     assert torch.equal(again, torch.from_numpy(log_prob))
+    other, where = torch.from_numpy(q).clone(), torch.from_numpy(available)
+    other[:, 1, [1, 3]] += 1  # of a number that it does not have
+    assert torch.equal(selector.log_prob(other, torch.from_numpy(actions), where), again)
+    assert torch.equal(selector.entropy(other, where), selector.entropy(torch.from_numpy(q), where))
+    wide = selector.choose(np.full_like(q, 9), np.ones_like(available), np.random.default_rng(1))[0]
+    assert kind.squashes or (wide / BOX.scale[1]).std(0).max() < 10, "no deviation is above exp(2)"
     inside = ((actions >= BOX.ends[0]) & (actions <= BOX.ends[1])).all()
     assert inside == kind.squashes
     best = selector.select(q, available, 0.0, None)[:, 0]
@@ -144,7 +151,7 @@ def test_matd3_is_what_its_formulas_say():
     value = critics(learner._frozen_critic, steps.before, agent(steps.before).tanh(), taken)[..., 0]
     wanted = torch.autograd.grad(-value.sum(), list(agent.parameters()))
     actor = learner._actor_step.loss_module(
-        steps.before, learner._frozen_critic, None, steps.valid, steps.available[0], taken
+        steps.before, learner._frozen_critic, None, steps.valid, steps.available[0], learner._others(steps.taken)
     )
     torch.testing.assert_close(torch.autograd.grad(actor[0], list(agent.parameters())), wanted)
 
@@ -165,7 +172,11 @@ def test_noise_on_target_actions_is_normal_and_clipped():
     batch = pack_episodes(random_steps(1, 200, 9, info=BOXED))
     noise = learner._noise(batch.packing, torch.arange(200), learner._key(200))
     assert noise.mean().abs() < 0.03 and (noise.std() - 1).abs() < 0.03 and noise.unique().numel() == noise.numel()
-    moved = learner._smoothed(torch.full_like(noise, 0.9), noise)
+    moved, little = learner._smoothed(torch.full_like(noise, 0.9), noise), noise.abs() < 1
+    torch.testing.assert_close(learner._smoothed(0 * noise, noise)[little], 0.2 * noise[little])
+    q, explore = np.zeros((999, 3, 2), np.float32), Exploration(0.1, np.random.default_rng(0))
+    explored, _ = learner.mac.select_actions(q, np.ones((999, 3, 4), bool), explore)
+    assert ((explored - BOX.scale[0]) / BOX.scale[1]).std() == pytest.approx(0.1, rel=0.1)
     assert (moved.min().item(), moved.max().item()) == (pytest.approx(0.6), 1.0)
     steps = learner._steps(batch, torch.arange(200), learner._key(200))
     assert not torch.equal(learner._targets(steps), learner._targets(replace(steps, noise=None)))

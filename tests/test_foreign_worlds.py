@@ -90,12 +90,15 @@ def test_foraging_shows_what_lbforaging_shows(sight, name):
     """Whoever plays `lbf` sees the units of lbforaging's observation, at their places, and earns its rewards."""
     size, foods = int(name.split("x")[-2].split("-")[-1]), int(name[-2])
     scale = sight if sight < size else 1
+    assert made("lbf", map_name=name).info.state_layout.n_allies == 2
     for seed in range(6):
         script = np.random.default_rng(seed).integers(0, 6, (25, 2))
         own = ForagingEnv(2, 1, 2, 1, None, (size, size), foods, sight, 25, False)
         log, (seen, _) = played(made("lbf", map_name=name, time_limit=25), seed, script), own.reset(seed=seed)
         for t in range(len(log) // 6):
-            obs, _, _, reward, ended, truncated = log[6 * t : 6 * t + 6]
+            obs, state, _, reward, ended, truncated = log[6 * t : 6 * t + 6]
+            there, *_ = state.reshape(-1, 4).T
+            assert (there == state.reshape(-1, 4).any(1)).all(), "a food that is gone is zeros"
             for i, player in enumerate(own.players):
                 row, column = player.position
                 *units, last = np.split(obs[i], range(4, 4 * foods + 5, 4))
@@ -125,7 +128,8 @@ def test_particles_and_the_warehouse_are_their_packages_own():
     script, spread = np.random.default_rng(10).integers(0, 5, (25, 3)), simple_spread.parallel_env()
     log, (seen, _) = played(made("mpe", common_reward=False), 10, script), spread.reset(seed=10)
     for t in range(25):  # agents collide in some
-        obs, state, avail, reward, _, _, each = log[7 * t : 7 * t + 7]
+        obs, state, avail, reward, ended, truncated, each = log[7 * t : 7 * t + 7]
+        assert ended == truncated == (t == 24)
         np.testing.assert_array_equal(state.reshape(6, 5)[:3, [3, 4, 1, 2]], obs[:, 15:])
         for one, theirs in zip(obs, seen.values(), strict=True):
             units = one[:15].reshape(5, 3)
@@ -223,10 +227,12 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         last = played(env, 3, [((place + 1) % 5,) * 2] * 2 + [(place, place)])
         assert last[-4:-1] == [1.0, True, False], "a win at the limit is an end"
     given = [played(made("pymarl foreign_worlds:Given"), seed, [(0, 0)] * 3) for seed in (7, 8, 7)]
+    assert given[0][-1] == given[2][-1] != given[1][-1], "NumPy's numbers, too"
     assert [log[1][0] for log in given] == [7, 8, 7] and given[0][-4:-1] == [given[2][3], True, True] != given[1][-4:-1]
     starts = {played(made("pymarl foreign_worlds:Seeded"), seed, [(0, 0)] * 3)[1][0] for seed in (7, 8, 1007)}
     assert starts == {7.0, 8.0}
     kept = made("pymarl foreign_worlds:Seeded", new_each_episode=False)
+    assert not (kept.deterministic or made("pettingzoo foreign_worlds:Leaving", new_each_episode=False).deterministic)
     assert [played(kept, seed, [(0, 0)] * 3)[1][0] for seed in (7, 8)] == [7.0, 7.0], "one object, seeded once"
 
 

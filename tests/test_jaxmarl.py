@@ -28,6 +28,7 @@ WORLDS = {
     "MPE_simple_speaker_listener_v4": {"max_steps": 9, "time_limit": 5, "reward_scalarisation": "mean"},
     "overcooked": {"layout": "coord_ring", "max_steps": 6, "shaped_reward": 0.5, "random_reset": True},
     "hanabi": SMALL_HANABI,
+    "coin_game": {"num_inner_steps": 5, "num_outer_steps": 1},  # with chance in its steps, which alone end it
 }
 
 

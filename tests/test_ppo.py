@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +106,12 @@ def test_a_step_follows_the_gradient_of_an_independent_computation(args):
     for got, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
     choices = sum(int((e["avail_actions"][:-1].sum(-1) > 1).sum()) for e in episodes)
+    rows, name = learner.all_rows(pack_episodes(episodes)), learner.args.critic
+    read, last = rows.inputs, (rows.inputs.last_action + 1) % 9
+    given = [read, replace(read, features=read.features + 1), replace(read, last_action=last)]
+    value, *others = (learner.critic(*pair) for pair in [*((x, rows.state) for x in given), (read, rows.state + 1)])
+    of_agents = name in ("observation", "agent_state")
+    assert [not torch.equal(value, x) for x in others] == [of_agents, of_agents, name != "observation"]
     samples = choices if learner.args.death_masking else 3 * (5 + 2 + 4 + 1)
     assert float(stats["loss_ppo"][1]) == samples
     assert float(stats["kl"][0] / samples) == pytest.approx(kl.item(), rel=1e-4) and kl > 1e-3
@@ -118,8 +125,10 @@ def test_advantages_are_gae_of_values_in_units_of_returns(critic, name):
         episodes = [{**e, name: torch.rand(len(e["reward"]), 3) - 50} for e in episodes]
     learner = ppo(critic=critic, normalise_values=True, normalise_advantages=False, death_masking=False)
     batch, gamma, weight = pack_episodes(episodes), learner.config.gamma, learner.args.gae_lambda
-    learner.all_rows(batch)
+    first = learner.all_rows(batch)
     mean, deviation = learner.value_norm.scale
+    returns = (first.target * deviation + mean)[batch.valid_mask]
+    torch.testing.assert_close(returns.mean(), mean)  # closing rows have none
     rows = learner.all_rows(batch)
     raw = learner.critic(rows.inputs, rows.state).detach().view(len(rows.state), -1).expand(-1, 3)
     torch.testing.assert_close(rows.value, raw)
