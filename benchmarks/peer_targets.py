@@ -1,18 +1,24 @@
-"""Trains EPyMARL's own code on tasks of the benchmark, and stores lines beside which `make_benchmark.py` sets ours.
+"""Trains peers' own code on tasks of the benchmark, and stores lines beside which `make_benchmark.py` sets ours.
 
     python benchmarks/peer_targets.py --epymarl CHECKOUT --maps 8x8-2p-2f-coop simple_spread_v3 --seeds 1 2 3 4 5
+    python benchmarks/peer_targets.py --jaxmarl CHECKOUT --seeds 1 2     # pip install distrax hydra-core omegaconf
 
-Same packages, rules and rewards as `studies/lbf.yaml` and `studies/mpe.yaml`; observations, states and settings
-(`--configs`) are its own, not tuned here. Each run saves its weights every `--test-interval` steps; those of the best
-test then play 320 episodes of another seed: the absolute metric. EPyMARL reports means, so a line has no single
-episodes. Its tests come late and none at the end, so it trains 1 % longer: its last one is at `--t-max` steps.
-Its `soft_policies` draw actions in tests, as ours do there (`test_greedy: false`).
-A line of the same code and words is not made again. Runs take one core each, one after another.
+Same packages, rules and rewards as the study files; observations, states and settings (`--configs`) are the peer's
+own, not tuned here. A line of the same code and words is not made again. Runs take one core each, one after another.
+
+EPyMARL saves its weights every `--test-interval` steps; those of the best test then play 320 episodes of another seed:
+the absolute metric. It reports means, so a line has no single episodes. Its tests come late and none at the end, so it
+trains 1 % longer: its last one is at `--t-max` steps. Its `soft_policies` draw actions in tests, as ours do there
+(`test_greedy: false`).
+
+JaxMARL's PPO tests nothing and keeps no weights: its figure is the best of the means over the episodes that end during
+an update's 16,384 steps of training (some 500), in its favour. Its Q-learning presets would take hours on a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -22,8 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from omagd.lab.studies.results import append
 from omagd.run.run_folder import read_records
@@ -63,22 +70,108 @@ runpy.run_path("src/main.py", run_name="__main__")
 
 Its wrapper replaces the rewards of the last step by zeros; here they stay, since returns are compared.
 """
+START_JAXMARL = """
+import json, runpy, sys, wandb
+wandb.log = lambda values: print("LOGGED", json.dumps({name: float(value) for name, value in values.items()}))
+wandb.init = lambda **settings: None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+import jax
+jax.effects_barrier()
+"""
+"""Starts a script of JaxMARL, which does not wait for its own end, and prints what it would send to W&B."""
 UNSEEN = 1_000_000  # added to the seed: the absolute metric plays no start of training or tests
 NAME, WHEN = "test_return_mean", "test_return_mean_T"
 
 
-def run(options: argparse.Namespace, config: str, words: list[str], folder: Path) -> dict[str, list[Any]]:
-    """Run EPyMARL once and return what Sacred kept of it, by name. Errors: RuntimeError with the end of its output."""
-    shutil.copytree(options.epymarl / "src", folder / "src")  # it writes beside its code
-    keys = ["use_cuda=False", "use_tensorboard=False", *words]
-    command = [sys.executable, "-c", START, f"--config={config}", "--env-config=gymma", "with", *keys]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": "src"}, capture_output=True, text=True, check=False
-    )
-    found = list(folder.glob("results/sacred/**/info.json"))
-    if done.returncode or not found:
+Outcome = tuple[dict[str, float], dict[str, list[Any]]]
+"""Values of the line, and its tests."""
+
+
+def run(command: list[str], folder: Path, path: str | Path) -> str:
+    """Run a peer on one core, and return what it prints. Errors: RuntimeError with the end of its errors."""
+    alone = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | alone | {"PYTHONPATH": str(path)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    return dict(json.loads(max(found, key=lambda path: path.stat().st_mtime).read_text()))
+    return done.stdout
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of the peers' processes that have ended."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+@dataclass
+class EPyMARL:
+    """Tasks that EPyMARL plays by Gymnasium's ids."""
+
+    checkout: Path
+    options: argparse.Namespace
+    configs: ClassVar = ("qmix", "vdn", "iql", "mappo", "ippo")
+    maps: ClassVar = MAPS
+
+    def words(self, map_name: str, seed: int) -> list[str]:
+        """Return the words of a run; 40 test episodes are whole rounds of each preset's environments."""
+        _, key, limit = MAPS[map_name]
+        every, steps = self.options.test_interval, self.options.t_max * 101 // 100
+        task = [f"env_args.key={key}", f"env_args.time_limit={limit}", f"seed={seed}"]
+        return [*task, f"t_max={steps}", f"test_interval={every}", "test_nepisode=40"]
+
+    def run(self, config: str, words: list[str], folder: Path) -> dict[str, list[Any]]:
+        """Run it once and return what Sacred kept, by name."""
+        shutil.copytree(self.checkout / "src", folder / "src")  # it writes beside its code
+        keys = ["use_cuda=False", "use_tensorboard=False", *words]
+        run([sys.executable, "-c", START, f"--config={config}", "--env-config=gymma", "with", *keys], folder, "src")
+        found = folder.glob("results/sacred/**/info.json")
+        return dict(json.loads(max(found, key=lambda path: path.stat().st_mtime).read_text()))
+
+    def outcome(self, config: str, map_name: str, seed: int, place: Path) -> Outcome:
+        """Train, and play the absolute metric with the weights of the best test."""
+        saves = ["save_model=True", f"save_model_interval={self.options.test_interval}"]
+        before = cpu_seconds()
+        info = self.run(config, [*self.words(map_name, seed), *saves], place / "train")
+        spent = cpu_seconds() - before
+        curve = numbers(info[NAME])
+        best = max(range(len(curve)), key=curve.__getitem__)
+        (models,) = (place / "train" / "results" / "models").iterdir()
+        played = ["evaluate=True", f"checkpoint_path={models}", f"load_step={max(1, info[WHEN][best])}"]
+        played += ["runner=episode", "batch_size_run=1", f"test_nepisode={self.options.episodes}"]
+        again = self.run(config, [*self.words(map_name, seed + UNSEEN), *played], place / "play")
+        tests = {"t_env": info[WHEN], NAME: curve, "cpu_seconds": [round(spent, 1)]}
+        return {"absolute_return_mean": numbers(again[NAME])[-1]}, tests
+
+
+@dataclass
+class JaxMARL:
+    """SMAX by JaxMARL's PPO."""
+
+    checkout: Path
+    options: argparse.Namespace
+    configs: ClassVar = ("mappo", "ippo")
+    maps: ClassVar = {"3m": ("smax",), "2s3z": ("smax",)}
+
+    def words(self, map_name: str, seed: int) -> list[str]:
+        """Return the words of a run."""
+        return [f"MAP_NAME={map_name}", f"SEED={seed}", f"TOTAL_TIMESTEPS={self.options.t_max}"]
+
+    def outcome(self, config: str, map_name: str, seed: int, place: Path) -> Outcome:
+        """Train, and take the best update's mean."""
+        script = self.checkout / "baselines" / config.upper() / f"{config}_rnn_smax.py"
+        before = cpu_seconds()
+        start = [sys.executable, "-c", START_JAXMARL, str(script)]
+        said = run([*start, *self.words(map_name, seed)], place, self.checkout).splitlines()
+        rows = [json.loads(line.removeprefix("LOGGED ")) for line in said if line.startswith("LOGGED ")]
+        curve = [round(row["win_rate"], 4) for row in rows]
+        # its steps are those before the update
+        tests = {"t_env": [int(row["env_step"]) for row in rows], "test_battle_won_mean": curve}
+        spent = [round(cpu_seconds() - before, 1)]
+        return {"absolute_battle_won_mean": max(curve)}, tests | {"cpu_seconds": spent}
+
+
+Peer = EPyMARL | JaxMARL
 
 
 def numbers(values: list[Any]) -> list[float]:
@@ -86,64 +179,52 @@ def numbers(values: list[Any]) -> list[float]:
     return [float(value["value"] if isinstance(value, dict) else value) for value in values]
 
 
-def words_of(options: argparse.Namespace, map_name: str, seed: int) -> list[str]:
-    """Return the words of a run; 40 test episodes are whole rounds of each preset's environments."""
-    _, key, limit = MAPS[map_name]
-    task = [f"env_args.key={key}", f"env_args.time_limit={limit}", f"seed={seed}"]
-    return [*task, f"t_max={options.t_max * 101 // 100}", f"test_interval={options.test_interval}", "test_nepisode=40"]
-
-
-def target(options: argparse.Namespace, config: str, map_name: str, seed: int) -> dict[str, Any]:
-    """Return the line of a run: its tests, and the absolute metric of the best one's weights."""
-    words = words_of(options, map_name, seed)
-    saves = ["save_model=True", f"save_model_interval={options.test_interval}"]
-    started, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    with tempfile.TemporaryDirectory() as place:
-        info = run(options, config, [*words, *saves], Path(place, "train"))
-        spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-        curve = numbers(info[NAME])
-        best = max(range(len(curve)), key=curve.__getitem__)
-        (models,) = Path(place, "train", "results", "models").iterdir()
-        played = ["evaluate=True", f"checkpoint_path={models}", f"load_step={max(1, info[WHEN][best])}"]
-        played += ["runner=episode", "batch_size_run=1", f"test_nepisode={options.episodes}"]
-        again = run(options, config, [*words_of(options, map_name, seed + UNSEEN), *played], Path(place, "play"))
-    cpu = spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime
-    values = {"absolute_return_mean": numbers(again[NAME])[-1]}
-    return {
-        "study": "targets", "arm": config, "env": MAPS[map_name][0], "map": map_name, "seed": seed,
-        "code": code(options.epymarl), "words": words, "machine": platform.processor() or platform.machine(),
-        "finished": time.time(), "seconds": round(time.time() - started, 1),
-        "summary": {"stages": {"stage3": {"values": values}}},
-        "tests": {"t_env": info[WHEN], NAME: curve, "cpu_seconds": [round(cpu, 1)]},
-    }  # fmt: skip
-
-
-def code(checkout: Path) -> str:
+def code(peer: Peer) -> str:
     """Return name and commit of a checkout."""
-    asked = ["git", "-C", str(checkout), "rev-parse", "--short=8", "HEAD"]
-    return f"EPyMARL {subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()}"
+    asked = ["git", "-C", str(peer.checkout), "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    return f"{type(peer).__name__} {commit}"
+
+
+def target(peer: Peer, config: str, map_name: str, seed: int) -> dict[str, Any]:
+    """Return the line of a run."""
+    started = time.time()
+    with tempfile.TemporaryDirectory() as place:
+        values, tests = peer.outcome(config, map_name, seed, Path(place))
+    return {
+        "study": "targets", "arm": config, "env": peer.maps[map_name][0], "map": map_name, "seed": seed,
+        "code": code(peer), "words": peer.words(map_name, seed), "machine": platform.processor() or platform.machine(),
+        "finished": time.time(), "seconds": round(time.time() - started, 1),
+        "summary": {"stages": {"stage3": {"values": values}}}, "tests": tests,
+    }  # fmt: skip
 
 
 def main() -> None:
     """Train what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epymarl", type=Path, required=True, help="a checkout of uoe-agents/epymarl")
-    parser.add_argument("--configs", nargs="+", default=["qmix", "vdn", "iql", "mappo", "ippo"])
-    parser.add_argument("--maps", nargs="+", choices=list(MAPS), default=list(MAPS))
+    parser.add_argument("--epymarl", type=Path, help="a checkout of uoe-agents/epymarl")
+    parser.add_argument("--jaxmarl", type=Path, help="a checkout of JaxMARL 0.2.0")
+    parser.add_argument("--configs", nargs="+", help="default: all that the peer has")
+    parser.add_argument("--maps", nargs="+", choices=[*EPyMARL.maps, *JaxMARL.maps])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--t-max", type=int, default=1_000_000)
-    parser.add_argument("--test-interval", type=int, default=50_000)
-    parser.add_argument("--episodes", type=int, default=320, help="of the absolute metric")
+    parser.add_argument("--test-interval", type=int, default=50_000, help="of EPyMARL")
+    parser.add_argument("--episodes", type=int, default=320, help="of EPyMARL's absolute metric")
     parser.add_argument("--rows", type=Path, default=RESULTS)
     options = parser.parse_args()
-    options.epymarl = options.epymarl.resolve()
-    own, known = code(options.epymarl), [(row["arm"], row["code"], row["words"]) for row in read_records(options.rows)]
-    for seed in options.seeds:
-        for map_name in options.maps:
-            for config in options.configs:
-                if (config, own, words_of(options, map_name, seed)) not in known:
-                    append(options.rows, target(options, config, map_name, seed))
-                    print(config, map_name, seed, flush=True)
+    peers: list[Peer] = []
+    if options.epymarl:
+        peers.append(EPyMARL(options.epymarl.resolve(), options))
+    if options.jaxmarl:
+        peers.append(JaxMARL(options.jaxmarl.resolve(), options))
+    known = [(row["arm"], row["code"], row["words"]) for row in read_records(options.rows)]
+    for peer in peers:
+        own = code(peer)
+        asked = itertools.product(options.seeds, options.maps or peer.maps, options.configs or peer.configs)
+        for seed, map_name, config in asked:
+            if map_name in peer.maps and (config, own, peer.words(map_name, seed)) not in known:
+                append(options.rows, target(peer, config, map_name, seed))
+                print(config, map_name, seed, flush=True)
 
 
 if __name__ == "__main__":
