@@ -25,7 +25,7 @@ UPDATE, MODULES = "one QMIX update: files; without kernels", "modules that a qmi
 RESUME = "files that a resume enters"
 LIMITS: dict[str, tuple[float, ...]] = {
     "core: files; lines": (190, 34_724),
-    "src: files; lines": (270, 48_580),
+    "src: files; lines": (270, 48_566),
     "longest file; function p95": (600, 26),
     "tests: files; lines": (200, 29_405),
     "mutations: lines": (1_900,),

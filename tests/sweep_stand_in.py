@@ -35,7 +35,7 @@ class KnownExecutor:
 
     def __init__(self, place: Place) -> None:
         self.place, self.args = place, place.settings
-        self.slots: list[tuple[int, ...]] = [()] * self.args.jobs
+        self.slots = self.args.jobs
         self.references: dict[str, str] = {}
         self.jobs: dict[str, list] = {}
         self.ended: list[Ended] = []
@@ -44,7 +44,7 @@ class KnownExecutor:
         with (self.place.folder / "started").open("a") as file:
             file.write(text + "\n")
 
-    def start(self, job: Job, command: list[str], cpus: tuple[int, ...]) -> None:
+    def start(self, job: Job, command: list[str]) -> None:
         keys = dict(word.split("=", 1) for word in command if "=" in word)
         assert keys["unique_token"] == job.name and keys["auto_resume"] == "True"
         folder = Path(keys["local_results_path"]) / job.name

@@ -82,7 +82,7 @@ def on_slurm(tmp_path: Path, references=None, **settings) -> SlurmExecutor:
 
 def submit(executor: SlurmExecutor, *names: str) -> list[Ended]:
     for name in names:
-        executor.start(job(name), ["true"], ())
+        executor.start(job(name), ["true"])
     return executor.poll()
 
 
@@ -114,7 +114,7 @@ def test_settings_of_slurm_reach_sbatch(cluster, tmp_path):
 
 def test_jobs_that_start_together_are_one_array_and_have_references_until_their_end(cluster, tmp_path):
     executor = on_slurm(tmp_path, references={"old": "9_4"})
-    assert len(executor.slots) >= 1000, "SLURM decides how many runs there are at a time"
+    assert executor.slots >= 1000, "SLURM decides how many runs there are at a time"
     assert submit(executor, "a", "b", "c") == [] and len(cluster.calls("sbatch")) == 1
     assert executor.references == {"old": "9_4", "a": "17_0", "b": "17_1", "c": "17_2"}
     cluster.states(_0="RUNNING", _1="PENDING", _2="RUNNING")
@@ -145,7 +145,7 @@ def test_cancel_asks_slurm_and_stop_leaves_what_it_has(cluster, tmp_path):
     executor.cancel("b")
     executor.cancel("unknown")
     assert cluster.calls("scancel") == ["17_1"]
-    executor.start(job("late"), ["true"], ())
+    executor.start(job("late"), ["true"])
     executor.stop()
     assert executor.poll() == [] and len(cluster.calls("sbatch")) == 1 and len(cluster.calls("scancel")) == 1
     assert executor.references == {"a": "17_0", "b": "17_1"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -64,18 +63,18 @@ class Executor(Protocol):
 
     Attributes:
         args_model: pydantic model of its settings.
-        slots: for each job that may be in progress at a time, the CPU cores that it gets; empty: the executor decides.
+        slots: how many jobs may be in progress at a time.
         references: job name -> text by which a later start of the study finds a job that outlives this process; the
             engine saves it. Jobs in `Place.references` that still exist are in progress from the beginning.
     """
 
     args_model: ClassVar[type[BaseModel]]
-    slots: Sequence[tuple[int, ...]]
+    slots: int
     references: dict[str, str]
 
     def __init__(self, place: Place) -> None: ...
 
-    def start(self, job: Job, command: list[str], cpus: tuple[int, ...]) -> None:
+    def start(self, job: Job, command: list[str]) -> None:
         """Start a command, or hand it to a queue; its output is appended to `Place.log(job.name)`.
 
         Errors: OSError or UserError where that is impossible.

@@ -1,4 +1,4 @@
-"""`executor: local`: runs as processes of this machine, each with cores of its own, its log and its end."""
+"""`executor: local`: runs as processes of this machine, each with its log and its end."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class LocalArgs(BaseModel):
     """Settings of `executor: local`.
 
     Attributes:
-        jobs: runs at a time; None: as many as fit on the cores. cores_per_run: cores of each, and threads of NumPy
-            and its like there.
+        jobs: runs at a time; None: as many as fit on the cores. cores_per_run: threads of NumPy and its like in each.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -48,13 +47,12 @@ class LocalExecutor:
     def __init__(self, place: Place) -> None:
         self._place, self._args = place, place.settings
         self.references: dict[str, str] = {}
-        self.slots = _cores(self._args)
+        self.slots = _at_a_time(self._args)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, job: Job, command: list[str], cpus: tuple[int, ...]) -> None:
-        """Start a run on its cores."""
-        log = self._place.log(job.name)
-        self._processes[job.name] = start_run(command, log, cpus, self._args.cores_per_run)
+    def start(self, job: Job, command: list[str]) -> None:
+        """Start a run."""
+        self._processes[job.name] = start_run(command, self._place.log(job.name), self._args.cores_per_run)
 
     def poll(self) -> list[Ended]:
         """Return the runs that have ended."""
@@ -90,27 +88,23 @@ class LocalExecutor:
                 process.wait()
 
 
-def _cores(args: LocalArgs) -> list[tuple[int, ...]]:
-    """Return the cores of each place for a run. Errors: UserError for more runs than cores."""
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    jobs = args.jobs or max(1, len(usable) // args.cores_per_run)
-    if (needed := jobs * args.cores_per_run) > len(usable):
+def _at_a_time(args: LocalArgs) -> int:
+    """Return how many runs go on at a time. Errors: UserError for more runs than cores."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = args.jobs or max(1, usable // args.cores_per_run)
+    if (needed := jobs * args.cores_per_run) > usable:
         raise UserError(
             f"executor.local: jobs={jobs} with cores_per_run={args.cores_per_run} need {needed} cores, and"
-            f" {len(usable)} can be used here. Lower one of them"
+            f" {usable} can be used here. Lower one of them"
         )
-    return [tuple(usable[i * args.cores_per_run : (i + 1) * args.cores_per_run]) for i in range(jobs)]
+    return jobs
 
 
-def start_run(command: Sequence[str], log: Path, cpus: Sequence[int] = (), threads: int = 1) -> subprocess.Popen[bytes]:
+def start_run(command: Sequence[str], log: Path, threads: int = 1) -> subprocess.Popen[bytes]:
     """Start a command whose output is appended to a log; call it in the main thread.
 
     It has a process group of its own, so Ctrl-C in the terminal does not reach it, and gets SIGTERM when this process
-    dies, so it saves and ends.
-
-    Args:
-        cpus: cores that it may use, all for none. threads: of NumPy and its like.
-    Errors: OSError.
+    dies, so it saves and ends. threads: of NumPy and its like. Errors: OSError.
     """
     environment = without_tasks(os.environ) | dict.fromkeys(THREADS, str(threads))
     handle = open_lines(log)
@@ -122,13 +116,13 @@ def start_run(command: Sequence[str], log: Path, cpus: Sequence[int] = (), threa
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            preexec_fn=bound(frozenset(cpus)),
+            preexec_fn=bound(),
         )
     finally:
         os.close(handle)
 
 
-def bound(cpus: frozenset[int] = frozenset()) -> Callable[[], None]:
+def bound() -> Callable[[], None]:
     """Return what a new process does before its command begins, so that it gets SIGTERM when this process dies."""
     parent = os.getpid()
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -139,9 +133,6 @@ def bound(cpus: frozenset[int] = frozenset()) -> Callable[[], None]:
             if os.getppid() != parent:  # it has died in the meantime
                 os._exit(1)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM sends it to all processes of a task; the first one acts
-        if cpus and hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, cpus)
 
     return prepare
 

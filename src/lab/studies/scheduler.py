@@ -68,8 +68,7 @@ class _Engine:
     ) -> None:
         self._executor, self._state, self._on_end, self._show = executor, state, on_end, show
         self._waiting: deque[Record] = deque()
-        self._started: dict[str, tuple[Record, int | None]] = {}  # with the index of its slot
-        self._free = deque(range(len(executor.slots)))
+        self._started: dict[str, Record] = {}
         self._cancelled: set[str] = set()
 
     @property
@@ -92,7 +91,7 @@ class _Engine:
             if record.state != PRUNED and self._state.is_finished(job.name):
                 self._close(record, DONE)
             elif job.name in self._executor.references:  # it outlived the process that started it
-                self._started[job.name] = record, self._free.popleft() if self._free else None
+                self._started[job.name] = record
             else:
                 self._set(record, WAITING)
                 self._waiting.append(record)
@@ -101,12 +100,12 @@ class _Engine:
         """Note what has ended, and start what has room."""
         for ended in self._executor.poll():
             self._note(ended)
-        while self._waiting and self._free:
+        while self._waiting and len(self._started) < self._executor.slots:
             record = self._waiting.popleft()
             if record.state != PRUNED:
-                self._start(record, self._free.popleft())
+                self._start(record)
         running, submitted = self._executor.running(), False
-        for name, (record, _) in self._started.items():
+        for name, record in self._started.items():
             reference = self._executor.references.get(name, "")
             if reference != record.reference:
                 record.reference, submitted = reference, True
@@ -126,7 +125,7 @@ class _Engine:
             self._executor.stop()
         finally:
             over = {ended.name for ended in self._executor.poll()}
-            for name, (record, _) in self._started.items():
+            for name, record in self._started.items():
                 if record.state == PRUNED:
                     continue
                 self._spend(record)
@@ -136,22 +135,19 @@ class _Engine:
                     self._close(record, WAITING)
             self._state.save(now=True)
 
-    def _start(self, record: Record, slot: int) -> None:
+    def _start(self, record: Record) -> None:
         record.error, record.starts = "", record.starts + 1
         command = command_of(record, self._state)
         try:
-            self._executor.start(record.job, command, tuple(self._executor.slots[slot]))
+            self._executor.start(record.job, command)
         except (OSError, UserError) as problem:
-            self._free.append(slot)
             self._fail(record, f"cannot be started: {problem}")
             return
-        self._started[record.job.name] = record, slot
+        self._started[record.job.name] = record
         self._state.changed()
 
     def _note(self, ended: Ended) -> None:
-        record, slot = self._started.pop(ended.name, (None, None))
-        if slot is not None:
-            self._free.append(slot)
+        record = self._started.pop(ended.name, None)
         if record is None:
             return
         if record.state == PRUNED:

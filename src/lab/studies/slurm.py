@@ -92,7 +92,7 @@ class SlurmExecutor:
         submitit = import_extra("executor=slurm", "slurm", "submitit")
         logging.getLogger("submitit").setLevel(logging.ERROR)
         self._place, self._args, self._folder = place, place.settings, place.folder / "slurm"
-        self.slots: Sequence[tuple[int, ...]] = [()] * MOST
+        self.slots = MOST
         try:
             self._slurm = submitit.SlurmExecutor(self._folder, max_num_timeout=self._args.requeues)
             self._slurm.update_parameters(**self._parameters())
@@ -106,7 +106,7 @@ class SlurmExecutor:
             self._jobs[name] = self._job_class(self._folder, reference)
         self.references = dict(place.references)
 
-    def start(self, job: Job, command: list[str], cpus: tuple[int, ...]) -> None:
+    def start(self, job: Job, command: list[str]) -> None:
         """Note a job; the next `poll` submits all that were noted."""
         self._new.append((job, SlurmRun(command, self._place.log(job.name), self._args.cpus)))
 

@@ -92,7 +92,7 @@ def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, An
         trials = read_trials(sweep)
         executor = make_executor(sweep.executor, sweep.settings, state)
         replace_file(sweep.folder / "sweep.yaml", sweep.text.encode())
-        search = _Search(sweep, state, trials, len(executor.slots), warn)
+        search = _Search(sweep, state, trials, executor.slots, warn)
         show = None if quiet else printing(search.headline)
         try:
             scheduler.run(search.begin(), executor, state, more=search.more, show=show)
