@@ -76,7 +76,7 @@ def part(name: str, targets: Lines) -> str:
     lines += [line for line in targets if line["env"] == name]
     if not lines:
         return f"### {name}: {PARTS[name]}\n\nNo runs yet.\n"
-    curves = IMAGES / f"benchmark_{name}.png"
+    curves = IMAGES / f"benchmark_{name}.svg"
     shown = f"\n![Curves of {name}](../images/{curves.name})\n" if curves.exists() else ""
     return f"### {name}: {PARTS[name]}\n\n{table(lines, study['arms'], maps, PARTS[name])}{shown}\n"
 
