@@ -209,11 +209,9 @@ def test_a_failed_run_is_noted_and_the_others_go_on(study):
 
 
 def test_no_more_than_asked_run_at_a_time_on_any_core(study):
-    """Runs of two studies on a machine would share cores that each study binds its runs to, beside idle ones."""
     with pytest.raises(UserError, match=r"executor.local: jobs=1000 with cores_per_run=2 need 2000 cores, and \d+ can"):
         local(study, jobs=1000, cores_per_run=2)
-    cores = sorted(os.sched_getaffinity(0))
-    assert local(study).slots == len(cores)
+    assert local(study).slots == len(cores := sorted(os.sched_getaffinity(0)))
     if len(cores) < 2:
         pytest.skip("one core")
     scheduler.run([stub_job("both")], local(study, cores_per_run=2), study)
@@ -222,9 +220,9 @@ def test_no_more_than_asked_run_at_a_time_on_any_core(study):
     scheduler.run(jobs, local(study, jobs=2), study)
     seen = [starts(study, job.name)[0] for job in jobs]
     assert {(*allowed, threads) for allowed, threads, _ in seen} == {(*cores, "1")}
-    ends = [float((study.run_folder(job.name).path / "ended").read_text()) for job in jobs]
-    spans = [(begin, end) for (_, _, begin), end in zip(seen, ends, strict=True)]
-    assert max(sum(other[0] <= begin < other[1] for other in spans) for begin, _ in spans) == 2
+    ended = [float((study.run_folder(job.name).path / "ended").read_text()) for job in jobs]
+    begun = [start[2] for start in seen]
+    assert max(sum(b <= at < e for b, e in zip(begun, ended, strict=True)) for at in begun) <= 2
 
 
 def test_an_interrupted_engine_lets_its_runs_save(study):
