@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from omagd.lab.studies.local import bound
 from omagd.lab.studies.results import append
 from omagd.run.run_folder import read_records
 
@@ -92,7 +93,7 @@ def run(command: list[str], folder: Path, path: str | Path) -> str:
     """Run a peer on one core, and return what it prints. Errors: RuntimeError with the end of its errors."""
     alone = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1", "JAX_PLATFORMS": "cpu"}
     env = os.environ | alone | {"PYTHONPATH": str(path)}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, preexec_fn=bound())
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout
