@@ -25,9 +25,9 @@ UPDATE, MODULES = "one QMIX update: files; without kernels", "modules that a qmi
 RESUME = "files that a resume enters"
 LIMITS: dict[str, tuple[float, ...]] = {
     "core: files; lines": (190, 34_724),
-    "src: files; lines": (270, 48_566),
+    "src: files; lines": (270, 48_569),
     "longest file; function p95": (600, 26),
-    "tests: files; lines": (200, 29_405),
+    "tests: files; lines": (200, 29_404),
     "mutations: lines": (1_900,),
     "imports of lab by core; import cycles": (0, 0),
     UPDATE: (12, 8),

@@ -89,14 +89,15 @@ Outcome = tuple[dict[str, float], dict[str, list[Any]]]
 """Values of the line, and its tests."""
 
 
-def run(command: list[str], folder: Path, path: str | Path) -> str:
-    """Run a peer on one core, and return what it prints. Errors: RuntimeError with the end of its errors."""
+def run(command: list[str], folder: Path, path: str | Path) -> tuple[str, float]:
+    """Run a peer; return what it prints, and CPU seconds. Errors: RuntimeError with the end of its errors."""
+    before = cpu_seconds()
     alone = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1", "JAX_PLATFORMS": "cpu"}
     env = os.environ | alone | {"PYTHONPATH": str(path)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, preexec_fn=bound())
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    return done.stdout
+    return done.stdout, round(cpu_seconds() - before, 1)
 
 
 def cpu_seconds() -> float:
@@ -121,27 +122,26 @@ class EPyMARL:
         task = [f"env_args.key={key}", f"env_args.time_limit={limit}", f"seed={seed}"]
         return [*task, f"t_max={steps}", f"test_interval={every}", "test_nepisode=40"]
 
-    def run(self, config: str, words: list[str], folder: Path) -> dict[str, list[Any]]:
-        """Run it once and return what Sacred kept, by name."""
+    def run(self, config: str, words: list[str], folder: Path) -> tuple[dict[str, list[Any]], float]:
+        """Run it once and return what Sacred kept, by name, and CPU seconds."""
         shutil.copytree(self.checkout / "src", folder / "src")  # it writes beside its code
         keys = ["use_cuda=False", "use_tensorboard=False", *words]
-        run([sys.executable, "-c", START, f"--config={config}", "--env-config=gymma", "with", *keys], folder, "src")
+        start = [sys.executable, "-c", START, f"--config={config}", "--env-config=gymma", "with"]
+        _, spent = run([*start, *keys], folder, "src")
         found = folder.glob("results/sacred/**/info.json")
-        return dict(json.loads(max(found, key=lambda path: path.stat().st_mtime).read_text()))
+        return dict(json.loads(max(found, key=lambda path: path.stat().st_mtime).read_text())), spent
 
     def outcome(self, config: str, map_name: str, seed: int, place: Path) -> Outcome:
         """Train, and play the absolute metric with the weights of the best test."""
         saves = ["save_model=True", f"save_model_interval={self.options.test_interval}"]
-        before = cpu_seconds()
-        info = self.run(config, [*self.words(map_name, seed), *saves], place / "train")
-        spent = cpu_seconds() - before
+        info, spent = self.run(config, [*self.words(map_name, seed), *saves], place / "train")
         curve = numbers(info[NAME])
         best = max(range(len(curve)), key=curve.__getitem__)
         (models,) = (place / "train" / "results" / "models").iterdir()
         played = ["evaluate=True", f"checkpoint_path={models}", f"load_step={max(1, info[WHEN][best])}"]
         played += ["runner=episode", "batch_size_run=1", f"test_nepisode={self.options.episodes}"]
-        again = self.run(config, [*self.words(map_name, seed + UNSEEN), *played], place / "play")
-        tests = {"t_env": info[WHEN], NAME: curve, "cpu_seconds": [round(spent, 1)]}
+        again, _ = self.run(config, [*self.words(map_name, seed + UNSEEN), *played], place / "play")
+        tests = {"t_env": info[WHEN], NAME: curve, "cpu_seconds": [spent]}
         return {"absolute_return_mean": numbers(again[NAME])[-1]}, tests
 
 
@@ -161,15 +161,14 @@ class JaxMARL:
     def outcome(self, config: str, map_name: str, seed: int, place: Path) -> Outcome:
         """Train, and take the best update's mean."""
         script = self.checkout / "baselines" / config.upper() / f"{config}_rnn_smax.py"
-        before = cpu_seconds()
         start = [sys.executable, "-c", START_JAXMARL, str(script)]
-        said = run([*start, *self.words(map_name, seed)], place, self.checkout).splitlines()
-        rows = [json.loads(line.removeprefix("LOGGED ")) for line in said if line.startswith("LOGGED ")]
+        said, spent = run([*start, *self.words(map_name, seed)], place, self.checkout)
+        lines = [line for line in said.splitlines() if line.startswith("LOGGED ")]
+        rows = [json.loads(line.removeprefix("LOGGED ")) for line in lines]
         curve = [round(row["win_rate"], 4) for row in rows]
-        # its steps are those before the update
-        tests = {"t_env": [int(row["env_step"]) for row in rows], "test_battle_won_mean": curve}
-        spent = [round(cpu_seconds() - before, 1)]
-        return {"absolute_battle_won_mean": max(curve)}, tests | {"cpu_seconds": spent}
+        steps = [int(row["env_step"]) for row in rows]  # before the update
+        tests = {"t_env": steps, "test_battle_won_mean": curve, "cpu_seconds": [spent]}
+        return {"absolute_battle_won_mean": max(curve)}, tests
 
 
 Peer = EPyMARL | JaxMARL

@@ -194,11 +194,13 @@ def torch(config: Config) -> str:
     """Check that torch computes correctly."""
     import torch as library
 
+    from omagd.lab.studies.local import usable_cores
+
     if float((library.ones(2, 2) @ library.ones(2, 2)).sum()) != 8.0:
         raise Problem(f"{library.__version__} computes wrongly", "install another build of torch (pytorch.org)")
     text = f"{library.__version__}, torch_threads={config.torch_threads} for each rank"
     ranks = config.world_size or 1
-    cores, threads = _cores(), config.torch_threads * ranks
+    cores, threads = usable_cores(), config.torch_threads * ranks
     if threads > cores:
         fix = f"lower torch_threads to {max(1, cores // ranks)}"
         raise Limited(f"{text}, {threads} in all on {cores} cores", fix)
@@ -361,10 +363,6 @@ def wandb(_config: Config) -> str:
 
     kinds = {"online": "online, a key is stored", "offline": "offline, no key is stored (run `wandb login`)"}
     return f"{found}, use_wandb=True records {kinds.get(mode := choose_mode(), f'with WANDB_MODE={mode}')}"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 ALL = frozenset({"all"})

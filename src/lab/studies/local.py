@@ -31,7 +31,7 @@ class LocalArgs(BaseModel):
     """Settings of `executor: local`.
 
     Attributes:
-        jobs: runs at a time; None: as many as fit on the cores. cores_per_run: threads of NumPy and its like in each.
+        jobs: runs at a time; None: as many as fit. cores_per_run: cores that each counts for, and threads of NumPy.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -88,9 +88,14 @@ class LocalExecutor:
                 process.wait()
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _at_a_time(args: LocalArgs) -> int:
     """Return how many runs go on at a time. Errors: UserError for more runs than cores."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores()
     jobs = args.jobs or max(1, usable // args.cores_per_run)
     if (needed := jobs * args.cores_per_run) > usable:
         raise UserError(
