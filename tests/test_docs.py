@@ -13,7 +13,7 @@ from documented import documented_commands
 from plugin_toys import own_names
 
 from omagd import envs, learners
-from omagd.config.loading import HERE, base_values, find_yaml, known_keys, read_yaml
+from omagd.config.loading import base_values, known_keys
 from omagd.learners.ppo_learner import PPOArgs
 from omagd.run.cli.main import main
 
@@ -54,17 +54,6 @@ def test_the_drawing_of_the_packages_shows_what_exists():
     words = set(re.findall(r"[a-z][a-z0-9_]+", drawing)) - {"src", "py", "yaml", "fit", "stage"}
     assert words - there == set()
     assert packages - words == set()
-
-
-def test_defaults_in_the_page_on_ddp_are_those_of_the_files():
-    default, omagd = read_yaml(HERE / "default.yaml"), read_yaml(find_yaml("algs", "omagd"))
-    page = (ROOT / "docs" / "DDP_MULTI_GPU_TRAINING.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE))
-    assert {"run", "learner", "use_ddp", "world_size", "ddp_port"} <= rows.keys()
-    for key, text in rows.items():
-        wanted = ["empty" if default[key] is None else str(default[key])]
-        wanted += [f"{omagd[key]}` in omagd*"] if key in omagd else []
-        assert [word.strip("` ") for word in text.split(",")] == wanted, key
 
 
 def test_the_page_on_ppo_has_every_key_with_its_default():
@@ -117,14 +106,10 @@ def test_the_search_of_the_site_finds_keys_metrics_files_and_messages(tmp_path):
     names += ["summary.json", "rank_0.jsonl", "agent.th", "tokenizer.th", "mixer.th", "stage2_model.th", "saved.json"]
     words = {word.lower() for name in names for word in re.findall(r"\w\w+", name)} - {"all", "other"}  # stop words
     assert {word for word in words if stem(word) not in terms and not any(word in term for term in terms)} == set()
-    for page, words in (
-        ("errors", "surrogate reserved uninstall"),
-        ("metrics", "battle_won_mean test_battle_won_mean"),
-    ):
+    for page, words in (("errors", "surrogate reserved uninstall"), ("metrics", "battle_won_mean test_return_mean")):
         number = str(index["docnames"].index(f"docs/{page}"))
-        assert [
-            word for word in words.split() if number not in re.findall(r"\d+", str(index["terms"][stem(word)]))
-        ] == []
+        found = [re.findall(r"\d+", str(index["terms"][stem(word)])) for word in words.split()]
+        assert all(number in pages for pages in found), page
 
 
 def test_all_pages_together_are_a_book_that_somebody_reads():
