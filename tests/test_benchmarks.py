@@ -30,7 +30,6 @@ PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 PEERS = ("--peer", "--pymarl3", "--epymarl", "--on")
 # Words appended to a command, by its script and, where it has several parts, the part; OUT is a folder of the test.
 SMALL: dict[str, str] = {
-    "acting.py": "--rounds 2 --slots 2 --sizes small",
     "env_speed.py": "--slots 4 --steps 40 --rounds 1",
     "learning.py": "--seeds 1 --t-max 30 --results OUT --env skirmish --config qmix",  # SMAX is slow to compile
     "ppo_update.py": "--map 3m --batch 4 --updates 1 --epochs 1",
@@ -42,16 +41,14 @@ SMALL: dict[str, str] = {
     "snakes.py scripts": "--games 1 --out OUT --pictures OUT",
     "time_to_win.py": "--map 3m --rate 0 batch_size_run=4 test_nepisode=4 test_interval=20 --seeds 1",
     "two_ranks.py": "--maps 3m --batch 4 --turns 1 --calls 1",
-    "whole_loop.py": "--map 3m --t-max 60",
 }
 # Reasons why a command does not run here; only its imports and `--help` are tested.
 NOT_RUN: dict[str, str] = {
     "chaos.py": "tests/test_chaos.py and tests/test_dealt_resuming.py are its short forms",
     "many_maps.py": "compiles kernels for a minute; tests/test_many_maps.py trains on sets of maps",
-    "mutations.py": "copies the tree; tests/test_mutations.py judges a fault",
+    "mutations.py": "copies the tree and runs tests on it for hours",
     "snakes.py learners": "trains as learning.py does; the other part plays its games",
     "startup.py": "starts runs and only measures them",
-    "house.py": "starts three runs; only its reader needs the numbers",
     "pymarl3.py gradients": "compares with a checkout of PyMARL3; tests/test_q_learning.py has the formula",
 }
 

@@ -175,10 +175,6 @@ def test_what_cannot_play_another_map_says_why(trained, tmp_path):
     numbered = omagd.load_policy(trained_on(tmp_path, "3m", obs_agent_id=True, test_nepisode=4)["folder"])
     with pytest.raises(UserError, match="policy was trained on skirmish 3m, not on skirmish 5m"):
         numbered.on(make_env("skirmish", {"map_name": "5m"}, 1, processes=False).info)
-    numbered.config = numbered.config.model_copy(update={"use_graph_reconstruction": True})
-    numbered._mac.agent.n_numbers = 0
-    with pytest.raises(UserError, match="reconstructs observations of 3m; it cannot play 5m"):
-        numbered.on(replace(make_env("skirmish", {"map_name": "5m"}, 1, processes=False).info))
 
 
 def test_what_an_environment_reports_is_of_the_slots_and_battles_of_the_set(monkeypatch):
