@@ -37,9 +37,14 @@ GYMNASIUMS = " was raised from the environment creator| Environment registration
 
 
 class OutsideArgs(BaseModel):
-    """Arguments of all environments of other packages; those that have no name here go to the constructor."""
+    """Arguments of all environments of other packages; those that have no name here go to the constructor.
+
+    Attributes:
+        place: form of `path`, from the value that says which environment.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
+    place: ClassVar[str] = "{}"
 
     @property
     def own(self) -> dict[str, Any]:
@@ -49,12 +54,13 @@ class OutsideArgs(BaseModel):
     @property
     def given(self) -> tuple[str, str]:
         """The key that says which environment, and its value."""
-        return "map_name", str(getattr(self, "map_name", ""))
+        key = "key" if "key" in type(self).model_fields else "map_name"
+        return key, str(getattr(self, key, ""))
 
     @property
     def path(self) -> str:
         """Import path, or Gymnasium id, of the environment."""
-        return self.given[1]
+        return self.place.format(self.given[1])
 
     @property
     def package(self) -> str:
@@ -82,11 +88,6 @@ class AdapterArgs(ForeignArgs):
     """
 
     key: str
-
-    @property
-    def given(self) -> tuple[str, str]:
-        """The key that says which environment, and its value."""
-        return "key", self.key
 
     @property
     def path(self) -> str:

@@ -38,11 +38,6 @@ class JaxMarlArgs(JaxArgs, Rewards):
     key: str
     shaped_reward: float = Field(default=0.0, ge=0.0)
 
-    @property
-    def given(self) -> tuple[str, str]:
-        """The key that says which environment, and its value."""
-        return "key", self.key
-
 
 def _made(jaxmarl: Any, args: JaxMarlArgs) -> Any:
     """Return JaxMARL's environment. Errors: UserError for an id or argument that is not known; any of a constructor."""

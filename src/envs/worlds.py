@@ -41,13 +41,9 @@ class LbfArgs(Rewards, ForeignArgs):
         time_limit: steps of an episode, which terminates then.
     """
 
+    place = "lbforaging"
     map_name: str = "8x8-2p-3f"
     time_limit: int = Field(default=50, ge=1)
-
-    @property
-    def path(self) -> str:
-        """Package."""
-        return "lbforaging"
 
 
 class MpeArgs(Rewards, ForeignArgs):
@@ -57,12 +53,8 @@ class MpeArgs(Rewards, ForeignArgs):
         map_name: the world.
     """
 
+    place = "mpe2.{}"
     map_name: MpeMap = SPREAD
-
-    @property
-    def path(self) -> str:
-        """Import path."""
-        return f"mpe2.{self.map_name}"
 
 
 class RwareArgs(Rewards, ForeignArgs):
@@ -73,13 +65,9 @@ class RwareArgs(Rewards, ForeignArgs):
         time_limit: steps of an episode.
     """
 
+    place = "rware:rware-{}-v2"
     map_name: str = "tiny-2ag"
     time_limit: int = Field(default=500, ge=1)
-
-    @property
-    def path(self) -> str:
-        """Gymnasium id."""
-        return f"rware:rware-{self.map_name}-v2"
 
 
 class Units(NamedTuple):
