@@ -19,7 +19,7 @@ from omagd.envs.battle.backend import Order, Terrain, Units
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.units import UNIT_ID
 from omagd.envs.sc2.client import debug_pb, sc_pb
-from omagd.envs.sc2.game import ATTEMPTS, Game, GameLost, Match
+from omagd.envs.sc2.game import ATTEMPTS, Game, GameLost
 from omagd.envs.sc2.install import GAME_TYPES, read_terrain
 from omagd.utils.errors import UserError
 
@@ -103,10 +103,8 @@ class GameBackend:
     def _launch(self, seed: int) -> None:
         own = self._args.seed
         chosen = seed if own is None or self._starts else own
-        spec, args = self._spec, self._args
         self.seed = chosen & 0x7FFFFFFF
-        match = Match(spec.game_file, spec.a_race, spec.b_race, args.difficulty, self.seed)
-        self.game = Game(match, args.game_version, args.game_timeout)
+        self.game = Game(self._spec, self._args, self.seed)
         self.restarts += self._starts > 0
         self._starts += 1
         try:

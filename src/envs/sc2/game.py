@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import websocket
 from google.protobuf.message import DecodeError, Message
 
+from omagd.envs.battle.args import SmacArgs
+from omagd.envs.battle.maps import MapSpec
 from omagd.envs.sc2.client import common_pb, sc_pb
 from omagd.envs.sc2.install import RACES, build_of, game_folder, map_data, map_path
 from omagd.utils.errors import UserError
@@ -57,35 +58,19 @@ class GameLost(Exception):
     """The game has died, hangs, or refuses a request: the current battle is void."""
 
 
-@dataclass(frozen=True)
-class Match:
-    """Settings of a match.
+def requests(spec: MapSpec, difficulty: str, seed: int) -> tuple[Message, Message]:
+    """Return the requests that load a map and join as the first player. Errors: UserError if its file is missing.
 
-    Attributes:
-        map_name: map file without its ending. ally_race, enemy_race: "T", "P", "Z" or "R".
-        difficulty: SMAC's scale. seed: of the game, 0 to 2**31 - 1.
+    difficulty: SMAC's scale. seed: of the game, 0 to 2**31 - 1.
     """
-
-    map_name: str
-    ally_race: str
-    enemy_race: str
-    difficulty: str
-    seed: int
-
-    def create_request(self) -> Message:
-        """Return the request that loads the map. Errors: UserError if its file is missing."""
-        local_map = sc_pb.LocalMap(map_path=map_path(self.map_name), map_data=map_data(game_folder(), self.map_name))
-        create = sc_pb.RequestCreateGame(local_map=local_map, realtime=False, random_seed=self.seed)
-        create.player_setup.add(type=sc_pb.Participant)
-        enemy_race = common_pb.Race.Value(RACES[self.enemy_race])
-        difficulty = int(self.difficulty, 16)  # SMAC's "1" to "9" and "A" are the game's 1 (VeryEasy) to 10
-        create.player_setup.add(type=sc_pb.Computer, race=enemy_race, difficulty=difficulty)
-        return create
-
-    def join_request(self) -> Message:
-        """Return the request to join as the first player."""
-        options = sc_pb.InterfaceOptions(raw=True, score=False)
-        return sc_pb.RequestJoinGame(race=common_pb.Race.Value(RACES[self.ally_race]), options=options)
+    ally_race, enemy_race = (common_pb.Race.Value(RACES[race]) for race in (spec.a_race, spec.b_race))
+    local_map = sc_pb.LocalMap(map_path=map_path(spec.game_file), map_data=map_data(game_folder(), spec.game_file))
+    create = sc_pb.RequestCreateGame(local_map=local_map, realtime=False, random_seed=seed)
+    create.player_setup.add(type=sc_pb.Participant)
+    level = int(difficulty, 16)  # SMAC's "1" to "9" and "A" are the game's 1 (VeryEasy) to 10
+    create.player_setup.add(type=sc_pb.Computer, race=enemy_race, difficulty=level)
+    options = sc_pb.InterfaceOptions(raw=True, score=False)
+    return create, sc_pb.RequestJoinGame(race=ally_race, options=options)
 
 
 @contextlib.contextmanager
@@ -129,7 +114,7 @@ class Game:
     The thread that constructs this object must outlive it: Linux kills the game when that thread ends.
 
     Args:
-        match: settings. game_version: as in `env_args`. timeout: seconds to start, and for each answer.
+        spec: the map. args: version, difficulty and timeout of the game. seed: as in `requests`.
 
     Attributes:
         facts: the game's ResponseGameInfo. version: reported by the game, "4.10.0.75689".
@@ -140,14 +125,15 @@ class Game:
     facts: Any
     version: str
 
-    def __init__(self, match: Match, game_version: str | None = None, timeout: float = 120.0) -> None:
-        self._build, self._version, self._timeout = build_of(game_version), game_version, timeout
+    def __init__(self, spec: MapSpec, args: SmacArgs, seed: int) -> None:
+        self._version, self._timeout = args.game_version, args.game_timeout
+        self._build = build_of(self._version)
         self._stack = contextlib.ExitStack()
         self._process: _Process | None = None
         self._web: websocket.WebSocket | None = None
         self._status = sc_pb.launched
         self._log: Path | None = None  # the output of the game
-        create, join = match.create_request(), match.join_request()
+        create, join = requests(spec, args.difficulty, seed)
         reasons: list[str] = []
         while len(reasons) < ATTEMPTS:
             try:
