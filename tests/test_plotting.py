@@ -115,9 +115,10 @@ def test_runs_that_cannot_be_drawn_are_named_and_runs_of_unknown_seed_all_count(
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Return a list of what is rendered: (panels, axes, caption, marked)."""
+    """Return a list of what is drawn: (panels, axes, caption, width, marked)."""
     found = []
-    monkeypatch.setattr(plot, "render", lambda *args: found.append(args) or {})
+    monkeypatch.setattr(plot, "_figure", lambda *args: found.append(args))
+    monkeypatch.setattr(plot, "picture", lambda *_, **__: b"")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from omagd.lab.analysis.groups import differences, groups, repeated, shown, telling, with_studies
+from omagd.lab.analysis.groups import Group, differences, groups, repeated, shown, telling, with_studies
 from omagd.lab.analysis.run_report import COUNTS, stages_of, values_of
 from omagd.lab.analysis.runs import Run, aligned, load
 from omagd.lab.analysis.statistics import INTERVALS, Interval, estimate, lead, wins
@@ -27,15 +27,6 @@ RESULTS = {"test_battle_won_mean": "win rate", "test_return_mean": "return"}
 """In which methods are compared with the first one."""
 
 EMPTY = {"-", ""}
-
-
-@dataclass(frozen=True)
-class Row:
-    """Runs of one method on one map; `values` are the keys in which the methods differ."""
-
-    label: str
-    values: dict[str, Any]
-    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True)
@@ -150,7 +141,7 @@ def _fitting(columns: Sequence[Column], width: int | None) -> tuple[list[Column]
     return kept, out
 
 
-def _about(rows: Sequence[Row], keys: Sequence[str], asterisks: Sequence[str]) -> list[Column]:
+def _about(rows: Sequence[Group], keys: Sequence[str], asterisks: Sequence[str]) -> list[Column]:
     """Return the columns that say what a row is: run, map, and the keys in which the methods differ."""
     columns = [Column("run", [row.label + asterisk for row, asterisk in zip(rows, asterisks, strict=True)])]
     places = [row.runs[0].place for row in rows]
@@ -162,7 +153,7 @@ def _about(rows: Sequence[Row], keys: Sequence[str], asterisks: Sequence[str]) -
     ]
 
 
-def _results(runs: Sequence[Run], rows: Sequence[Row]) -> list[Column]:
+def _results(runs: Sequence[Run], rows: Sequence[Group]) -> list[Column]:
     """Return a column for each value that the last stage of any run has, and for its best."""
     stage = max((name for run in runs for name in [*stages_of(run), *(["stage3"] if run.tests else [])]), default="")
     results = {run.folder: values_of(run, stage) for run in runs}
@@ -178,7 +169,7 @@ def _results(runs: Sequence[Run], rows: Sequence[Row]) -> list[Column]:
     return columns
 
 
-def _ends(rows: Sequence[Row]) -> list[Column]:
+def _ends(rows: Sequence[Group]) -> list[Column]:
     """Return the last columns: time, state and card."""
     kinds = [row.runs[0].kind for row in rows]
     return [
@@ -189,9 +180,9 @@ def _ends(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def _leads(rows: Sequence[Row], about: Sequence[Column], width: int | None) -> list[str]:
+def _leads(rows: Sequence[Group], about: Sequence[Column], width: int | None) -> list[str]:
     """Return the table of differences from the first row of each map; nothing where no two rows have two seeds."""
-    firsts: dict[str, Row] = {}
+    firsts: dict[str, Group] = {}
     first = [firsts.setdefault(row.runs[0].place, row) for row in rows]
     columns, some, paired = list[Column](), set[int](), set[bool]()
     for metric, name in RESULTS.items():
@@ -212,19 +203,19 @@ def _leads(rows: Sequence[Row], about: Sequence[Column], width: int | None) -> l
     return ["", *([title] if width is None else textwrap.wrap(title, width)), *lines]
 
 
-def _rows(runs: Sequence[Run], each: bool) -> list[Row]:
+def _rows(runs: Sequence[Run], each: bool) -> list[Group]:
     """Return the rows, those of one map together; runs that repeat a seed have rows of their own."""
-    rows: list[Row] = []
+    rows: list[Group] = []
     found = groups(runs)
     for place in dict.fromkeys(run.place for run in runs):
         first = len(rows)
         for group in found:
             there = group.at(place)
             if each or repeated(there):
-                rows += [Row(run.label, group.values, (run,)) for run in there]
+                rows += [Group(run.label, group.values, (run,)) for run in there]
             elif there:
                 name = there[0].label if len(there) == 1 else there[0].arm or there[0].name
-                rows.append(Row(name, group.values, tuple(there)))
+                rows.append(Group(name, group.values, tuple(there)))
         labels = with_studies([row.label for row in rows[first:]], [row.runs[0] for row in rows[first:]])
         rows[first:] = [replace(row, label=label) for row, label in zip(rows[first:], labels, strict=True)]
     return rows
@@ -238,7 +229,7 @@ def _cell(known: Sequence[float]) -> str:
     return f"{number_text(middle)} {ends_text(ends)}".rstrip()
 
 
-def _marks(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+def _marks(rows: Sequence[Group]) -> tuple[list[str], list[str]]:
     """Return an asterisk for each row that cannot be compared with the first row of its map, and the footnotes."""
     asterisks, notes = [""] * len(rows), dict[tuple[str, str], dict[str, None]]()
     places = dict.fromkeys(row.runs[0].place for row in rows)
@@ -277,7 +268,7 @@ def _card(runs: Sequence[Run]) -> str:
     return found[0] if len(found) == 1 else f"{found[0]} …"
 
 
-def _others(rows: Sequence[Row], keys: Sequence[str]) -> str:
+def _others(rows: Sequence[Group], keys: Sequence[str]) -> str:
     """Return the differing keys that have no column."""
     found = [key for key in dict.fromkeys(key for row in rows for key in row.values) if key not in keys]
     return ", ".join(found[:KEYS_SHOWN]) + (f" and {len(found) - KEYS_SHOWN} more" if len(found) > KEYS_SHOWN else "")

@@ -98,14 +98,22 @@ def _short(panels: Sequence[Panel]) -> list[str]:
 def drawing(
     panels: Sequence[Panel], found: Sequence[Group], metric: str, marked: set[str], clock: str = "steps"
 ) -> dict[str, bytes]:
-    """Return the figure of panels as PNG and SVG. clock: of the x axis, as for `--x`."""
+    """Return the figure of panels as PNG (300 dots per inch) and SVG, one column of a page wide, with several two.
+
+    marked: labels with an asterisk. clock: of the x axis, as for `--x`.
+    """
+    import matplotlib
+
     unit, labels = curves.ranges(found, metric) is None, tuple(group.label for group in found)
     x, seconds = AXES[clock], 0
     if clock != "steps":
         longest = max(part.max(initial=0) for panel in panels for line in panel.lines for part in line.times)
         name, seconds = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
         x = f"{x} {name}"
-    return render(panels, Axes(x, _label(metric), labels, seconds, unit), caption(panels, found), marked)
+    axes = Axes(x, _label(metric), labels, seconds, unit)
+    with matplotlib.rc_context(SETTINGS):
+        figure = _figure(panels, axes, caption(panels, found), WIDTHS[len(panels) > 1], marked)
+        return {"png": picture(figure, "png", dpi=300), "svg": picture(figure, "svg", metadata={"Date": None})}
 
 
 def caption(panels: Sequence[Panel], found: Sequence[Group]) -> str:
@@ -144,19 +152,6 @@ class Axes:
     groups: tuple[str, ...]
     seconds: int = 0
     unit: bool = False
-
-
-def render(panels: Sequence[Panel], axes: Axes, caption: str, marked: set[str]) -> dict[str, bytes]:
-    """Return a figure as PNG (300 dots per inch) and SVG, one column of a page wide, with several panels two.
-
-    Args:
-        caption: what a point and its band are. marked: labels with an asterisk.
-    """
-    import matplotlib
-
-    with matplotlib.rc_context(SETTINGS):
-        figure = _figure(panels, axes, caption, WIDTHS[len(panels) > 1], marked)
-        return {"png": picture(figure, "png", dpi=300), "svg": picture(figure, "svg", metadata={"Date": None})}
 
 
 def picture(figure: Any, form: str, **more: Any) -> bytes:

@@ -16,6 +16,13 @@ TRAINING = "#8796a5"
 MARKED = 25
 """Most points of a line that have marks."""
 
+GUESSES = {
+    "predictor": "reconstruction", "ridge": "ridge regression", "map_constant": "map constant",
+    "last_seen_or_mean": "last seen, else mean", "last_seen": "last seen", "slot_mean": "mean of the node",
+    "zeros": "zeros",
+}  # fmt: skip
+"""Predictor and baselines of a table of beliefs."""
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -42,13 +49,9 @@ def _played(name: str) -> tuple[tuple[str, str], ...]:
 
 CODES = (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))
 ACCURACIES = (*((f"eval/top{k}", f"top {k}") for k in (1, 3, 5)), ("eval/balanced_accuracy", "dead or alive, balanced"))
-ERRORS = (
-    ("eval/error", "reconstruction"),
-    ("eval/error_ridge", "ridge regression"),
-    ("eval/error_map_constant", "map constant"),
-    ("eval/error_last_seen_or_mean", "last seen, else mean"),
-    ("eval/error_slot_mean", "mean of the node"),
-    ("eval/error_last_seen", "last seen"),
+ERRORS = tuple(
+    (f"eval/error_{name}".removesuffix("_predictor"), GUESSES[name])
+    for name in ("predictor", "ridge", "map_constant", "last_seen_or_mean", "slot_mean", "last_seen")
 )
 PANELS = (
     Panel("stage1", "Tokenizer: loss", "loss per graph", _trained("graph_loss"), log=True),

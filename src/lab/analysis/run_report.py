@@ -9,6 +9,7 @@ from typing import Any
 from omagd.config.loading import base_values, config_names
 from omagd.lab.analysis import run_curves
 from omagd.lab.analysis.groups import LABELLED, frozen
+from omagd.lab.analysis.run_curves import GUESSES
 from omagd.lab.analysis.runs import Run, is_number
 from omagd.run.reporting.card import NO_EFFECT, flattened, recorded_of, resumed
 from omagd.run.reporting.report import SHOWN, number_text
@@ -25,13 +26,6 @@ COUNTS = {
     "worker_restarts": "environment workers replaced",
 }
 """Failures that `metrics.jsonl` counts since the start of the run."""
-
-GUESSES = {
-    "predictor": "reconstruction", "ridge": "ridge regression", "map_constant": "map constant",
-    "last_seen_or_mean": "last seen, else mean", "last_seen": "last seen", "slot_mean": "mean of the node",
-    "zeros": "zeros",
-}  # fmt: skip
-"""Predictor and baselines of a table of beliefs."""
 
 POPULATIONS = {
     "": "all", "ally": "allies", "enemy": "enemies", "never": "never seen", "before": "seen before",

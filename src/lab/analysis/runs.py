@@ -168,23 +168,22 @@ class Run:
         return readable(found) if isinstance(found, str) else ""
 
 
-def load(paths: Iterable[str | Path], command: str = "load", found_none: str = "") -> list[Run]:
+def load(paths: Iterable[str | Path], command: str = "load") -> list[Run]:
     """Return the runs in folders, in the order of the paths, those of one folder by name.
 
     Args:
         paths: each a run, a folder of runs, a study, or the results file of a study (`.jsonl`); or a folder or file of
             Sacred's that another program wrote.
         command: for the message if there is none.
-        found_none: end of that message, what to give instead.
     Errors: UserError where no run can be read. A damaged run among others is one warning.
     """
-    runs, problems = read_runs(paths, command, found_none)
+    runs, problems = read_runs(paths, command)
     for problem in problems:
         LOG.warning("left out: %s", readable(problem))
     return runs
 
 
-def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -> tuple[list[Run], list[str]]:
+def read_runs(paths: Iterable[str | Path], command: str) -> tuple[list[Run], list[str]]:
     """Return the runs of `load`, and a line on each folder that cannot be read instead of a warning."""
     runs: dict[object, Run] = {}
     problems: list[str] = []
@@ -210,8 +209,7 @@ def read_runs(paths: Iterable[str | Path], command: str, found_none: str = "") -
                     problems.append(f"{RunFolder(folder).summary_json}: cannot be read, or holds values of other types")
     if not runs:
         first = problems[0] if problems else "no folder was given"
-        fix = found_none or "Give the folder of a run, a folder of runs, or a study"
-        raise UserError(f"{command} {first}. {fix}")
+        raise UserError(f"{command} {first}. Give the folder of a run, a folder of runs, or a study")
     return _foreign_arms(list(runs.values())), problems
 
 
