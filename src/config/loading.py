@@ -270,7 +270,7 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{source}: {path} must hold a mapping of keys to values: give the folder of a run")
     for key, player in ACTED_WITH.items():
-        if (value := _value_at(values, key)) not in (None, REMOVED[key][0]):
+        if (value := value_at(values, key)) not in (None, REMOVED[key][0]):
             raise UserError(f"{source}: trained with {key}={value}, which was removed. Play it with {player}")
     values = _without(REMOVED, values)
     if values.get("task_dealing") == "queue":  # how training dealt its maps, which left; a trained team plays the same
@@ -346,7 +346,7 @@ def parse_value(text: str, current: Any = None, key: str = "") -> Any:
         return text
 
 
-def _value_at(values: Mapping[str, Any], key: str) -> Any:
+def value_at(values: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key, None if there is none."""
     found: Any = values
     for part in key.split("."):
@@ -370,7 +370,7 @@ def apply_texts(
                 given |= text
                 continue
             row = None if key.partition(".")[0] in FIELDS else foreign("key", key)
-            current = _value_at(result, row.here if row and row.here else key)
+            current = value_at(result, row.here if row and row.here else key)
             value = parse_value(text, current, key) if parse else text
             result = _merge(result, _nested(key, value), found, source="with", shown=value)
             given[key] = value
@@ -456,7 +456,7 @@ def _merge(
 
 def _current(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` without removed keys at their defaults, which the `config.json` of an earlier version holds."""
-    return _without({key for key, (default, _) in REMOVED.items() if _value_at(values, key) == default}, values)
+    return _without({key for key, (default, _) in REMOVED.items() if value_at(values, key) == default}, values)
 
 
 def _without(keys: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:

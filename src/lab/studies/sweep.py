@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter
 
-from omagd.config.loading import default_config, read_preset, to_plain
+from omagd.config.loading import default_config, read_preset, to_plain, value_at
 from omagd.lab.analysis.runs import is_number
 from omagd.lab.studies import scheduler
 from omagd.lab.studies.executors import Job
@@ -397,19 +397,13 @@ def preset(sweep: Sweep, best: Trial) -> str:
     found = to_plain(config_of_words(sweep.jobs(best.trial, best.keys)[0].words))
     for key in dict.fromkeys([*given, *best.keys]):
         if key != MAP or key in best.keys:
-            _put(values, key, _at(found, key))
+            _put(values, key, value_at(found, key))
     values["name"] = sweep.folder.name
     place = f"{sweep.config.env} {sweep.config.map_name}".strip()
     score = f"{sweep.file.metric} {_number(best.value)} on {place}, {len(sweep.seeds)} seeds"
     head = f"# Trial {best.trial} of the sweep {sweep.folder.name}: {score}.\n"
     searched = "".join(f"# searched: {key}\n" for key in best.keys)
     return head + searched + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def _at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values[part]
-    return values
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:

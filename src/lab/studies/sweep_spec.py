@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from omagd.config.checks import shorten
+from omagd.config.loading import value_at
 from omagd.config.schema import OPEN_SECTIONS, Config
 from omagd.lab.analysis.runs import is_number
 from omagd.lab.studies.executors import Job
@@ -192,7 +193,8 @@ def _distribution(key: str, entry: SpaceEntry, config: Config | None) -> BaseDis
     if not (is_number(low) and is_number(high)):
         raise UserError("give low: and high:, or choices:")
     whole = all(isinstance(number, int) for number in (low, high, step) if number is not None)
-    now = _now(config, key)
+    typed = config.model_dump() if config is not None and key.partition(".")[0] not in OPEN_SECTIONS else {}
+    now = value_at(typed, key)  # None where the configuration does not know its type
     if isinstance(now, int) and not isinstance(now, bool) and not whole:
         raise UserError("takes whole numbers: give low:, high: and step: without a point")
     try:
@@ -202,11 +204,3 @@ def _distribution(key: str, entry: SpaceEntry, config: Config | None) -> BaseDis
             return kinds.FloatDistribution(low, high, entry.log, step)
     except ValueError as problem:
         raise UserError(f"low={shorten(low)}, high={shorten(high)}: {problem}") from None
-
-
-def _now(config: Config | None, key: str) -> Any:
-    """Return the value of a key without the space; None if it has none, or the configuration does not know its type."""
-    found: Any = config.model_dump() if config is not None and key.partition(".")[0] not in OPEN_SECTIONS else None
-    for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
