@@ -11,7 +11,7 @@ from omagd.envs.snakes.board import NEXT_CELL
 from omagd.envs.snakes.engine import RING, Engine
 from omagd.envs.snakes.observer import Observer, state_features
 from omagd.envs.snakes.opponents import SCRIPTS
-from omagd.envs.snakes.rewards import Ledger, Prices
+from omagd.envs.snakes.rewards import Ledger
 from omagd.envs.snakes.snakes_env import prepare
 
 prepare()
@@ -153,7 +153,7 @@ def test_full_boards_lay_what_beans_they_can_and_are_shown(free):
     board.codes[0, [40, 41, 42]], board.codes[0, round_and_round] = [0, 7, 7], 2
     board.heads[0, 0], board.tails[0, 0], board.lengths[0, 0], board.directions[0, 0] = 110, 111, 4, UP
     open_before = np.flatnonzero(board.codes[0] == 0).tolist()
-    ledger = Ledger(Prices("potential", 0.3, 0.9, 1.0), 1)
+    ledger = Ledger("potential", (0.3, 0.9, 1.0), 1)
     before = ledger.potential(board, row, row)
     outcome = engine.step(MOVES, row)
     assert not outcome.hit.any()

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,16 +30,7 @@ SUMS = ("own", "other", "beans", "deaths")
 OWN, OTHER, BEANS, DEATHS = range(len(SUMS))  # rows of the sums
 SCORE, POTENTIAL, BASELINE = range(3)  # kinds of rewards
 KINDS = {"score": SCORE, "potential": POTENTIAL, "baseline": BASELINE}
-SCALE, GAMMA, WIN = range(3)  # entries of the prices
-
-
-class Prices(NamedTuple):
-    """How steps are paid; the fields of `SnakesArgs` without "reward"."""
-
-    reward: str
-    potential_scale: float
-    potential_gamma: float
-    win: float
+SCALE, GAMMA, WIN = range(3)  # entries of the price
 
 
 @function
@@ -120,12 +111,15 @@ def pay(
 class Ledger:
     """Pays the steps of `n_slots` games, and sums up their episodes.
 
+    Args:
+        kind: of `KINDS`. price: scale and discount of the potential, and for a win.
+
     Attributes:
         sums: by the names `SUMS`, [B] int64 each.
     """
 
-    def __init__(self, prices: Prices, n_slots: int) -> None:
-        self._kind, self._price = KINDS[prices.reward], np.array(prices[1:], np.float64)
+    def __init__(self, kind: str, price: Sequence[float], n_slots: int) -> None:
+        self._kind, self._price = KINDS[kind], np.array(price, np.float64)
         self._totals = np.zeros((len(SUMS), n_slots), np.int64)
         self.sums = dict(zip(SUMS, self._totals, strict=True))
 

@@ -35,7 +35,7 @@ from omagd.envs.snakes.opponents import (
     OpponentPool,
     random_bits,
 )
-from omagd.envs.snakes.rewards import Ledger, Prices
+from omagd.envs.snakes.rewards import Ledger
 
 
 class SnakesArgs(BaseModel):
@@ -126,8 +126,7 @@ class Snakes3v3(BatchedEnv):
         self._observer = Observer(args.obs, args.normalise, args.sight)
         prepare()
         self._engine = Engine(n_slots)
-        prices = Prices(args.reward, args.potential_scale, args.potential_gamma, args.reward_win)
-        self._ledger = Ledger(prices, n_slots)
+        self._ledger = Ledger(args.reward, (args.potential_scale, args.potential_gamma, args.reward_win), n_slots)
         self._pool = OpponentPool(n_slots, args.opponent)
         self._team = np.zeros(n_slots, np.int64)
         self._avail = np.ones((n_slots, N_TEAM, N_ACTIONS), bool)
@@ -249,7 +248,7 @@ def prepare() -> None:
 
 def _play_one_step() -> None:
     """Call every kernel with the types that it always has."""
-    engine, ledger = Engine(1), Ledger(Prices("potential", 1.0, 1.0, 1.0), 1)
+    engine, ledger = Engine(1), Ledger("potential", (1.0, 1.0, 1.0), 1)
     row = team = np.zeros(1, np.int64)
     engine.reset(row, row)
     names: tuple[ObsName, ...] = "26", "near", "entities"
