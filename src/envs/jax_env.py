@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from omagd.envs.protocol import BatchedEnv, Observation, ResidentGame, StepResult, random_actions, require_available
+from omagd.envs.protocol import BatchedEnv, Observation, ResidentGame, StepResult, require_available
 from omagd.utils.compiling import user_cache
 from omagd.utils.errors import UserError, require_extra
 
@@ -176,10 +176,6 @@ class JaxEnv(BatchedEnv):
         """Return observations; `full_obs` has the same features without the sight mask, if there is one."""
         obs, state, avail = (self._view[name].copy() for name in ("obs", "state", "avail"))
         return Observation(obs, state, avail, self._view["full"].copy() if full else None)
-
-    def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
-        """Return [B, n] actions: "random", or those of another script. Errors: NotImplementedError."""
-        return random_actions(self._view["avail"], rng) if policy == "random" else super().scripted_actions(policy, rng)
 
     @staticmethod
     def why_not_resident(args: Any, on_gpu: bool) -> str:

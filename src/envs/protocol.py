@@ -127,11 +127,13 @@ class BatchedEnv(ABC):
         """Return the current observations, with `full_obs` if `full`. Ended slots show their last moment."""
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
-        """Return [B, n] actions of one of `info.scripted_policies`. Errors: NotImplementedError.
+        """Return [B, n] actions of one of `info.scripted_policies`; here: of "random". Errors: NotImplementedError.
 
         "random" draws from `rng` for all slots. In worker processes, other policies get a generator that follows from
         the episode's seed and step; policies that draw nothing are the same either way.
         """
+        if policy == "random" and policy in self.info.scripted_policies:
+            return random_actions(self.observe().avail_actions, rng, self.info.box)
         raise NotImplementedError(f"{self.info.name} has no scripted policy {policy}")
 
     def snapshot(self) -> dict[str, Any]:

@@ -8,14 +8,14 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from omagd.config.env_info import EnvInfo
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult, random_actions, require_available
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult, require_available
 
 _CLIMBING = ((11.0, -30.0, 0.0), (-30.0, 7.0, 6.0), (0.0, 0.0, 5.0))
 _MONOTONIC = ((0.0, 1.0, 2.0), (1.0, 3.0, 5.0), (2.0, 5.0, 8.0))
 
 
 class _TinyGame(BatchedEnv):
-    """Base of both games: step counters, masks, the random policy, snapshots of the fields in `_saved`."""
+    """Base of both games: step counters, masks, snapshots of the fields in `_saved`."""
 
     _saved: ClassVar[tuple[str, ...]]
 
@@ -37,12 +37,6 @@ class _TinyGame(BatchedEnv):
             truncated=np.zeros(self.n_slots, bool),
             info={"battle_won": (won & terminated).astype(np.float32)},
         )
-
-    def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
-        """Return [B, n] actions drawn uniformly from the available ones (policy "random")."""
-        if policy not in self.info.scripted_policies:
-            return super().scripted_actions(policy, rng)
-        return random_actions(self._avail(), rng)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state of all slots."""

@@ -14,7 +14,6 @@ from omagd.envs.battle.actions import EAST, NORTH, SOUTH, STOP, WEST, Geometry
 from omagd.envs.battle.args import N_NORMAL_ACTIONS
 from omagd.envs.battle.backend import Units
 from omagd.envs.battle.units import LOOPS_PER_SECOND, UNITS, hit_damage
-from omagd.envs.protocol import random_actions
 
 FAR = 1e6
 HEALER_DISTANCE = 3.0  # healers follow to this distance
@@ -44,10 +43,8 @@ class Scene:
         return self.avail.shape[1]
 
 
-def choose(policy: str, scene: Scene, rng: np.random.Generator) -> np.ndarray:
-    """Return the actions [B, n] of `policy`, one of `POLICIES`; dead agents take the no-op."""
-    if policy == "random":
-        return random_actions(scene.avail, rng)
+def choose(policy: str, scene: Scene) -> np.ndarray:
+    """Return the actions [B, n] of `policy`, one of `POLICIES` but "random"; dead agents take the no-op."""
     script = {"attack_nearest": attack_nearest, "focus_fire": focus_fire, "kiting": kiting}[policy]
     return np.where(scene.units.alive[:, : scene.n_agents], script(scene), 0)
 

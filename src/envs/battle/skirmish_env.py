@@ -76,13 +76,13 @@ class SkirmishEnv(BattleEnv):
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
         """Return [B, n] actions of `random`, `attack_nearest`, `focus_fire` or `kiting`."""
-        if policy not in POLICIES:
+        if policy == "random" or policy not in POLICIES:
             return super().scripted_actions(policy, rng)
         from omagd.envs.battle.scripted import Scene, choose  # most runs play no scripts
 
         semantics = self._semantics
         scene = Scene(self._simulator.units, semantics.geometry(), semantics.avail_actions())
-        return choose(policy, scene, rng)
+        return choose(policy, scene)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole simulation as arrays and plain values."""

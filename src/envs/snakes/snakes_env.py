@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from omagd.config.env_info import EnvInfo
 from omagd.envs.frames import AGENTS, OPPONENTS, THINGS, Frame, Scene
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult, random_actions, require_available
+from omagd.envs.protocol import BatchedEnv, Observation, StepResult, require_available
 from omagd.envs.snakes.board import (
     EPISODE_LIMIT,
     HEIGHT,
@@ -186,10 +186,8 @@ class Snakes3v3(BatchedEnv):
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
         """Return the actions [B, 3] of the script of that name in the agents' place."""
-        if policy not in SCRIPTS:
+        if policy == "random" or policy not in SCRIPTS:
             return super().scripted_actions(policy, rng)
-        if policy == "random":
-            return random_actions(self._avail, rng)
         return SCRIPTS[policy].act(self._engine.board, self._team)
 
     def snapshot(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from omagd.envs.frames import Frame
-from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult, random_actions
+from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
 from omagd.envs.single import env_info_from_dict, single_env
 from omagd.envs.workers.shared_memory import Arrays, array_specs
 from omagd.envs.workers.slot import CHOOSE, FRAME, RANDOM, REPLAY, RESET, SHOW_FULL, STATS, STEP, UNSUPPORTED, EnvSlot
@@ -174,11 +174,8 @@ class VectorEnv(BatchedEnv):
 
     def scripted_actions(self, policy: str, rng: np.random.Generator) -> np.ndarray:
         """Return [B, n] actions: "random" is drawn here, other policies are computed by each environment."""
-        if policy not in self.info.scripted_policies:
+        if policy == RANDOM or policy not in self.info.scripted_policies:
             return super().scripted_actions(policy, rng)
-        if policy == RANDOM:
-            self._wait(self._starting())
-            return random_actions(self._arrays["avail"], rng, self.info.box)
         self._choices = self._choices or self._ask(CHOOSE)
         nothing = np.zeros_like(self._arrays["actions"][0])  # of a slot whose episode is lost
         return np.stack([nothing if own is None else np.asarray(own[policy], nothing.dtype) for own in self._choices])
