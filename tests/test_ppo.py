@@ -68,7 +68,7 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
     counted, all_rows = [row[1:] for row in rows if row[0]], rows
     raw = torch.stack([advantage for advantage, *_ in counted])
     normal = (raw - raw.mean()) / (raw.std(correction=0) + 1e-8) if args.normalise_advantages else raw
-    loss, kl = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    loss, errors, kl = torch.zeros((), dtype=torch.float64), [], torch.zeros((), dtype=torch.float64)
     for a, (_, ratio, entropy, _) in zip(normal, counted, strict=True):
         policy_loss = -min(ratio * a, ratio.clamp(1 - args.clip, 1 + args.clip) * a)
         loss = loss + policy_loss - args.entropy * entropy
@@ -76,9 +76,9 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
     for alive, advantage, *_, value in all_rows:
         if not (alive or own):  # what an agent that has left is worth
             continue
-        loss = loss + args.value_weight * 0.5 * (value - (advantage + value).detach()) ** 2
+        errors.append(0.5 * (value - (advantage + value).detach()) ** 2)
     assert config.gamma < 1
-    return loss / len(counted), kl / len(counted)
+    return loss / len(counted) + args.value_weight * torch.stack(errors).mean(), kl / len(counted)
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,9 @@ class BeliefCases:
 
 
 def counts(count: Tensor, found: Sequence[BeliefCases]) -> Tensor:
-    """Return [2]: the samples of the other loss, and the cases of a batch that comes in parts."""
+    """Return the samples of the other losses, followed by the cases of a batch that comes in parts."""
     asked = torch.stack([cases.counted.sum() for cases in found]).sum()
-    return torch.stack([count.to(asked.device, non_blocking=True), asked.to(count.dtype)])
+    return torch.cat([count.to(asked.device, non_blocking=True).view(-1), asked.to(count.dtype).view(1)])
 
 
 def rows_read(packing: Packing, every: int, device: torch.device) -> Tensor | None:

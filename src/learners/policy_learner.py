@@ -125,7 +125,7 @@ class PolicyRows:
         state: [R, state_dim]. advantage: [R, n].
         weight: [R, n], 1 for samples; 0 where an agent has no choice, or where the rows stand in for a missing part.
         value, target: [R, n], what a critic predicted before the update, and what it should; None without a critic.
-        value_weight: [R, n], 1 where it learns; None without a critic.
+        value_weight: [R, n], 1 where the critic learns; None: as `weight`.
         cases: of `belief_loss`, of the same rows; None without.
     """
 
@@ -142,6 +142,11 @@ class PolicyRows:
     value_weight: Tensor | None = None
     cases: BeliefCases | None = None
 
+    def counts(self) -> Tensor:
+        """Return the number of samples; where the critic has others, [2] with theirs."""
+        weights = [self.weight] if self.value_weight is None else [self.weight, self.value_weight]
+        return torch.stack([weight.sum() for weight in weights]).squeeze(0)
+
     def rows(self, which: Tensor, packing: Packing, every: int) -> PolicyRows:
         """Return the rows at the places `which` [R'] as rows of another packing. every: `belief_every`."""
         which = which.to(self.state.device, non_blocking=True)
@@ -153,7 +158,7 @@ class PolicyRows:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What an update learns from: `advantage` [S, n], and `value`, `target` and `value_weight` [S, n] of a critic."""
+    """What an update learns from: `advantage`; of a critic `value`, `target`, `value_weight`. As in `PolicyRows`."""
 
     advantage: Tensor
     value: Tensor | None = None
@@ -193,11 +198,11 @@ class PolicyLoss(AgentLoss, Generic[Args]):
         return taken, -(log_probs.exp() * log_probs).sum(dim=-1)  # p log p is 0 for unavailable actions
 
     def forward(self, rows: PolicyRows) -> tuple[Tensor, Stats]:
-        """Return the summed loss, and stats per sample; with `belief` its sum is a second one, [2]."""
+        """Return the summed losses, and stats per sample; the sum of `belief` is the last one."""
         with autocast_bf16(rows.state.device, self.bf16):
             logits, belief = self.unroll(rows.inputs, rows.packing, rows.cases)
         total, stats = self.terms(rows, logits)
-        stats = {"loss_ppo": (total.detach(), rows.weight.sum()), **stats}
+        stats = {"loss_ppo": (total.detach().sum(), rows.weight.sum()), **stats}
         return self.with_belief(total, stats, belief)
 
     def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, Stats]:
@@ -299,7 +304,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
             actions=no_action(self.info, 2, like.device).clamp(min=0),
             available=torch.ones(2, n, a, dtype=torch.bool, device=like.device),
             state=like.new_zeros(2, self.info.state_dim),
-            log_prob=each, advantage=each, weight=each, value=each, target=each, value_weight=each,
+            log_prob=each, advantage=each, weight=each, value=each, target=each,
             cases=None if self.belief is None else self.belief.blank(2, n, like),
         )  # fmt: skip
         self.step.warm_up(rows)
@@ -352,7 +357,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
         for own in minibatches:
             if not parts or self.args.minibatches > 1:  # a single one has the same rows in every epoch
                 parts = self._parts(rows, own)
-            count = torch.stack([part.weight.sum() for part in parts]).sum()
+            count = torch.stack([part.counts() for part in parts]).sum(0)
             if self.belief is not None:
                 count = counts(count, [part.cases for part in parts if part.cases is not None])
             result = self.step(count, *((part,) for part in parts))
@@ -430,6 +435,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
             first = rows.rows(torch.zeros(1, dtype=torch.int64), Packing((1,)), every)
             none = first.cases and replace(first.cases, counted=torch.zeros_like(first.cases.counted))
             zeros = torch.zeros_like(first.weight)
-            return [replace(first, weight=zeros, value_weight=zeros, cases=none)]
+            own = None if first.value_weight is None else zeros
+            return [replace(first, weight=zeros, value_weight=own, cases=none)]
         parts = min(self.config.accumulate, len(episodes))
         return [rows.rows(*rows.packing.steps_of(episodes[i::parts]), every) for i in range(parts)]

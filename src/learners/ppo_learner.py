@@ -62,10 +62,12 @@ class PPOLoss(PolicyLoss[PPOArgs]):
         """Return the summed loss, and what is logged of it."""
         loss, stats = super().terms(rows, logits)
         value = _per_agent(self.values(rows.inputs, rows.state, rows.packing).to(loss.dtype), rows.weight)
-        error = self._value_error(value, rows)
-        assert rows.value_weight is not None
-        loss = loss + self.args.value_weight * (error * rows.value_weight).sum()
-        return loss, {**stats, **weighted({"loss_value": error, "value_mean": value}, rows.value_weight)}
+        error, own = self._value_error(value, rows), rows.value_weight
+        weight = rows.weight if own is None else own
+        of_critic = self.args.value_weight * (error * weight).sum()
+        # Each mean is over its own samples, so that `value_weight` means the same wherever the critic learns.
+        loss = loss + of_critic if own is None else torch.stack([loss, of_critic])
+        return loss, {**stats, **weighted({"loss_value": error, "value_mean": value}, weight)}
 
     def values(self, inputs: AgentInputs, state: Tensor, packing: Packing) -> Tensor:
         """Return the critic's values of packed rows, [S] or [S, n]."""
@@ -123,16 +125,14 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         returns = batch_targets(value, batch, self.config.gamma, self.args.gae_lambda)
         advantage = self.normalised(_per_agent(returns - value, weight), weight)
         # An agent that has left earns no more: returns bootstrap from its value, which must be learned there, too.
-        counts = weight
-        if "agent_reward" in batch:
-            counts = batch.valid_mask.unsqueeze(-1).to(weight.dtype).expand_as(weight)
+        own = batch.valid_mask.unsqueeze(-1).to(weight.dtype).expand_as(weight) if "agent_reward" in batch else None
         # Targets in the units of the moments after this batch, which the next predictions will be read in.
         returns = _per_agent(returns, weight)
         if self.args.normalise_values:
-            self.value_norm.add(self.sums(returns, counts))
+            self.value_norm.add(self.sums(returns, weight if own is None else own))
         mean, deviation = self.value_norm.scale
         target = ((returns - mean) / deviation).to(predicted.dtype)
-        return Advantages(advantage, _per_agent(predicted, weight), target, counts)
+        return Advantages(advantage, _per_agent(predicted, weight), target, own)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules by the names of their weight files."""

@@ -79,11 +79,11 @@ class AgentLoss(LossModule):
 
     @staticmethod
     def with_belief(loss: Tensor, stats: Stats, belief: tuple[Tensor, Stats] | None) -> tuple[Tensor, Stats]:
-        """Return a loss and its stats, with those of the head as a second sum, [2]."""
+        """Return losses and their stats, followed by those of the head."""
         if belief is None:
             return loss, stats
-        # Two sums with two counts: each loss is averaged over its own samples.
-        return torch.stack([loss, belief[0].to(loss.dtype)]), {**stats, **belief[1]}
+        # Sums with a count of their own: each loss is averaged over its own samples.
+        return torch.cat([loss.view(-1), belief[0].to(loss.dtype).view(1)]), {**stats, **belief[1]}
 
 
 @dataclass(frozen=True)

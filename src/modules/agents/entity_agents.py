@@ -2,8 +2,9 @@
 
 The order of the allies does not matter to any value (invariance); when enemies change places, the values of the attacks
 change places with them (equivariance). Where the targets of some agents are allies (`EntityLayout.healer`), the same
-holds for allies and the values of healing them. A unit of zeros is unseen, dead or absent, and changes nothing. So one
-policy plays all maps whose units have the same features, if agents do not read their numbers (`obs_agent_id=False`).
+holds for allies and the values of healing them. A unit of zeros is unseen, dead or absent, and changes nothing, unless
+it was the last target. So one policy plays all maps whose units have the same features, if agents do not read their
+numbers (`obs_agent_id=False`).
 
 Letters: S rows, n agents, m enemies, k allies, H hidden units, D features of a unit, J hidden units of a hypernetwork.
 """
