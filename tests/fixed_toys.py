@@ -94,7 +94,7 @@ ON_POLICY: dict[str, dict[str, Any]] = {
         **IN_PARTS, "critic": "set", "death_masking": False, "value_clip": 0.01,
     }},
     "mappo, beliefs": {**PPO, "belief_loss": "features", "belief_every": 2, "accumulate": 2, "learner_args": IN_PARTS},
-    "ppo, tokens": {**PPO, **METHODS["tokens"], "learner_args": {"normalise_values": False, "critic_rnn": True}},
+    "ppo, tokens": {**PPO, **METHODS["tokens"], "learner_args": {"normalise_values": False}},
     "rloo": {**GROUPS, "enable_dynamic_sampling": True, "learner_args": IN_PARTS},
     "rloo, returns": {**GROUPS, "learner_args": {**IN_PARTS, "score": "return", "normalise_advantages": True}},
     "pqn_vdn": {**PQN, "mixer": "vdn", "td_lambda": 0.65, "use_layer_norm": True, "learner_args": IN_PARTS},

@@ -60,15 +60,14 @@ Q = {
     # More minibatches than some ranks have episodes.
     "PPO belief": {
         **PPO, "belief_loss": "features", "belief_weight": 0.5, "belief_every": 2, "accumulate": 2,
-        "learner_args": {"epochs": 2, "minibatches": 3, "critic_rnn": True},
+        "learner_args": {"epochs": 2, "minibatches": 3},
     },
     "PPO continuous": {
         **PPO, "action_selector": "tanh_gaussian",
         "learner_args": {"epochs": 2, "minibatches": 2, "critic": "observation"},
     },
     "PPO apart": {
-        **PPO, "share_parameters": False, "accumulate": 2,
-        "learner_args": {"epochs": 2, "critic": "observation", "critic_rnn": True},
+        **PPO, "share_parameters": False, "accumulate": 2, "learner_args": {"epochs": 2, "critic": "observation"},
     },
 }  # fmt: skip
 FIXED = " of fixed shapes"

@@ -22,7 +22,7 @@ from omagd.modules.critics import REGISTRY as CRITICS
 from omagd.run.cli.preflight import preflight, too_many_parts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch, Packing, pack_episodes
+from omagd.utils.packing import PackedBatch, pack_episodes
 
 torch.set_num_threads(1)
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "grad_norm_clip": 1e9}
@@ -51,7 +51,7 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
         features, state, own = episode["obs"].double(), episode["state"].double(), "agent_reward" in episode
         reward = episode["agent_reward" if own else "reward"]
         last = torch.cat([torch.full((1, 3), -1), episode["actions"][:-1].long()])
-        value = learner._values(AgentInputs(features, last), state, Packing((steps + 1,)))
+        value = learner.critic(AgentInputs(features, last), state)
         value = value if value.dim() > 1 else value[:, None].expand(-1, 3)
         hidden, total = learner.mac.agent.init_hidden(1), torch.zeros(3, dtype=torch.float64)
         advantage = torch.zeros(steps, 3, dtype=torch.float64)
@@ -89,7 +89,7 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
         {"critic": "set", "normalise_advantages": False, "agent": "hpn_rnn"},
         {"critic": "observation", "share_parameters": False, "gae_lambda": 0.5},
         {"critic": "agent_state", "own": True},
-        {"critic": "agent_state", "share_parameters": False, "critic_rnn": True},
+        {"critic": "agent_state", "share_parameters": False},
     ],
 )
 def test_a_step_follows_the_gradient_of_an_independent_computation(args):
@@ -109,8 +109,7 @@ def test_a_step_follows_the_gradient_of_an_independent_computation(args):
     rows, name = learner.all_rows(pack_episodes(episodes)), learner.args.critic
     read, last = rows.inputs, (rows.inputs.last_action + 1) % 9
     given = [read, replace(read, features=read.features + 1), replace(read, last_action=last)]
-    pairs = [*((x, rows.state) for x in given), (read, rows.state + 1)]
-    value, *others = (learner._values(*pair, rows.packing) for pair in pairs)
+    value, *others = (learner.critic(*pair) for pair in [*((x, rows.state) for x in given), (read, rows.state + 1)])
     of_agents = name in ("observation", "agent_state")
     assert [not torch.equal(value, x) for x in others] == [of_agents, of_agents, name != "observation"]
     samples = choices if learner.args.death_masking else 3 * (5 + 2 + 4 + 1)
@@ -159,18 +158,6 @@ def test_defaults_and_presets_are_those_of_the_papers():
         config = resolve(name, "skirmish", {})
         assert [config.learner, config.agent, config.mixer] == wanted
         assert given.items() <= config.learner_args.items(), name
-
-
-@pytest.mark.parametrize("critic", ["state", "observation", "agent_state"])
-def test_a_critic_with_memory_follows_each_episode(critic):
-    learner, batch = ppo(critic=critic, critic_rnn=True), pack_episodes(episodes_of(5, 2, 4))
-    rows, module, gru = learner.all_rows(batch), learner.critic, torch.nn.GRU(8, 8).double()
-    gru.load_state_dict({f"{name}_l0": value for name, value in module.rnn.state_dict().items()})
-    found, first = learner._values(rows.inputs, rows.state, batch.packing), module.first(rows.inputs, rows.state)
-    for episode, length in enumerate(batch.packing.lengths):
-        steps = batch.packing.episode == episode
-        hidden, _ = gru(first[steps].view(length, -1, 8))
-        torch.testing.assert_close(found[steps].view(length, -1), module.head(module.fc2(hidden).relu()).squeeze(-1))
 
 
 def test_values_are_clipped_and_normalised():
@@ -317,7 +304,6 @@ def test_agents_that_share_nothing_have_critics_of_their_own(name):
         ({"learner_args": {"chunk_length": 10}}, ["learner_args.chunk_length=10"]),
         ({"td_lambda": 0.5}, ["td_lambda=0.5: has no meaning for learner=ppo_learner", "Leave it out"]),
         ({"learner": "nq_learner", "learner_args": {}}, ["action_selector=softmax", "epsilon_greedy"]),
-        ({"learner_args": {"critic": "set", "critic_rnn": True}}, ["critic_rnn=True", "critic=agent_state"]),
         ({"learner_args": {"critic": "staet"}}, ["learner_args.critic=staet is not known. Did you mean 'state'?"]),
     ],
 )

@@ -6,7 +6,6 @@ Sources: PPO, Schulman et al. 2017, arXiv:1707.06347. GAE, Schulman et al. 2016,
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -18,8 +17,8 @@ from omagd.learners.synced_optimizer import RunningMoments, Stats
 from omagd.modules import critics
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.ops import autocast_bf16
-from omagd.utils.errors import UserError, unknown_name
-from omagd.utils.packing import PackedBatch, Packing, batch_targets
+from omagd.utils.errors import unknown_name
+from omagd.utils.packing import PackedBatch, batch_targets
 
 
 class PPOArgs(PolicyArgs):
@@ -28,7 +27,6 @@ class PPOArgs(PolicyArgs):
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)  # 0: one-step advantages, 1: whole returns
     critic: str = "state"  # of the team: state | set (of units); of each agent: observation | agent_state
     critic_hidden: int = Field(default=128, ge=1, le=2**16)  # width of the critic
-    critic_rnn: bool = False  # the critic remembers the episode, as agents do; not set
     value_weight: float = Field(default=0.5, gt=0.0)  # weight of the critic's loss
     value_clip: float | None = Field(default=0.2, gt=0.0)  # bound of a value's distance from the one before the update
     normalise_values: bool = True  # the critic predicts returns with running mean 0 and deviation 1
@@ -61,20 +59,15 @@ class PPOLoss(PolicyLoss[PPOArgs]):
     def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, Stats]:
         """Return the summed loss, and what is logged of it."""
         loss, stats = super().terms(rows, logits)
-        value = _per_agent(self.values(rows.inputs, rows.state, rows.packing).to(loss.dtype), rows.weight)
+        with autocast_bf16(rows.state.device, self.bf16):
+            value = self.critic(rows.inputs, rows.state)
+        value = _per_agent(value.to(loss.dtype), rows.weight)
         error, own = self._value_error(value, rows), rows.value_weight
         weight = rows.weight if own is None else own
         of_critic = self.args.value_weight * (error * weight).sum()
         # Each mean is over its own samples, so that `value_weight` means the same wherever the critic learns.
         loss = loss + of_critic if own is None else torch.stack([loss, of_critic])
         return loss, {**stats, **weighted({"loss_value": error, "value_mean": value}, weight)}
-
-    def values(self, inputs: AgentInputs, state: Tensor, packing: Packing) -> Tensor:
-        """Return the critic's values of packed rows, [S] or [S, n]."""
-        episodes = (packing,) if self.args.critic_rnn else ()
-        with autocast_bf16(state.device, self.bf16):
-            found: Tensor = self.critic(inputs, state, *episodes)
-        return found
 
     def _value_error(self, value: Tensor, rows: PolicyRows) -> Tensor:
         assert rows.value is not None and rows.target is not None
@@ -95,14 +88,8 @@ class PPOLearner(PolicyLearner[PPOArgs]):
     def make_loss(self, bf16: bool) -> PPOLoss:
         """Return the loss, which holds agent and critic."""
         made = critics.REGISTRY.build(self.args.critic, self.config, self.info, self.args.critic_hidden)
-        if self.args.critic_rnn and len(signature(made.forward).parameters) < 3:
-            raise UserError(
-                f"learner_args.critic_rnn=True: learner_args.critic={self.args.critic} cannot remember. Use"
-                " learner_args.critic=agent_state, or leave critic_rnn out"
-            )
         self.critic: nn.Module = made.to(self.dist.device, self.mac.dtype)
         loss = PPOLoss(self.mac.agent, self.critic, self.args, bf16)
-        self._values = loss.values
         # A part of the loss, because it is of what an update changes, as weights are.
         # Unlike PopArt (van Hasselt et al. 2016), the critic's last layer is not rescaled when moments change.
         loss.value_norm = self.value_norm = RunningMoments(self.dist.device)
@@ -117,7 +104,8 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         closing row; at their step limit most environments terminate (`continuing_episode=False`). Each agent learns
         from its own reward where the critic values agents one by one and the environment reports rewards of agents.
         """
-        predicted = self._values(inputs, state, batch.packing).to(weight.dtype)
+        with autocast_bf16(state.device, self.config.precision == "bf16"):
+            predicted = self.critic(inputs, state).to(weight.dtype)
         mean, deviation = self.value_norm.scale
         # Back to units of returns, in which rewards are added.
         value = (predicted * deviation + mean).to(predicted.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -14,9 +13,8 @@ from omagd.config.schema import Config
 from omagd.modules.agents.agent import AgentInputs, InputLinear
 from omagd.modules.agents.separate import alone
 from omagd.modules.graph_reconstructers import n_inferred
-from omagd.modules.ops import FastLinear, PackedGRU
+from omagd.modules.ops import FastLinear
 from omagd.modules.units import UnitEncoder
-from omagd.utils.packing import Packing
 
 
 class Critic(Protocol):
@@ -25,35 +23,19 @@ class Critic(Protocol):
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None: ...
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
-        """Return [S], or [S, n] from the agents' inputs and the state [S, state_dim].
-
-        One that also takes the rows' `Packing` can remember: it is called with it if `learner_args.critic_rnn`.
-        """
+        """Return [S], or [S, n] from the agents' inputs and the state [S, state_dim]."""
 
 
-class FlatCritic(nn.Module, ABC):
-    """Base of critics with two hidden layers, and a GRU between them with `learner_args.critic_rnn`.
+class FlatCritic(nn.Module):
+    """Base of critics with two hidden layers. Subclasses make the first one, then call `add_rest`."""
 
-    Subclasses make the first layer, then call `add_rest`.
-    """
-
-    def add_rest(self, config: Config, width: int) -> None:
-        """Make the other layers, behind `width` hidden units."""
-        # Recurrent-MAPPO (Yu et al. 2022, algorithm 1): what a state is worth depends on what the agents remember.
-        if config.learner_args.get("critic_rnn"):
-            self.rnn = PackedGRU(width, width)
+    def add_rest(self, width: int) -> None:
+        """Make the second layer and the head, behind `width` hidden units."""
         self.fc2 = FastLinear(width, width)
         self.head = nn.Linear(width, 1)
 
-    @abstractmethod
-    def first(self, inputs: AgentInputs, state: Tensor) -> Tensor:
-        """Return the first layer's activations, [S, width] or [S, n, width]."""
-
-    def forward(self, inputs: AgentInputs, state: Tensor, packing: Packing | None = None) -> Tensor:
-        """Return [S] or [S, n] from the agents' inputs and the state [S, state_dim]. packing: for `critic_rnn`."""
-        hidden = self.first(inputs, state)
-        if packing is not None:
-            hidden = self.rnn(hidden.view(len(hidden), -1, hidden.shape[-1]), packing).view_as(hidden)
+    def rest(self, hidden: Tensor) -> Tensor:
+        """Return values [...] from the first layer's activations [..., width]."""
         value: Tensor = self.head(self.fc2(hidden).relu())
         return value.squeeze(-1)
 
@@ -64,25 +46,28 @@ class StateCritic(FlatCritic):
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
         self.fc1 = FastLinear(info.state_dim, width)
-        self.add_rest(config, width)
+        self.add_rest(width)
 
-    def first(self, inputs: AgentInputs, state: Tensor) -> Tensor:
-        """Return [S, width] from the state [S, state_dim]; the agents' inputs are not used."""
-        return self.fc1(state).relu()
+    def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
+        """Return [S] from the state [S, state_dim]; the agents' inputs are not used."""
+        return self.rest(self.fc1(state).relu())
 
 
 class ObservationCritic(FlatCritic):
-    """V(o_i): a value for each agent from its own inputs (independent PPO, de Witt et al. 2020, arXiv:2011.09533)."""
+    """V(o_i): a value for each agent from its own inputs (independent PPO, de Witt et al. 2020, arXiv:2011.09533).
+
+    It has no memory.
+    """
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
         self.n_inferred = n_inferred(config, info.layout)
         self.fc1 = InputLinear(info.obs_dim + self.n_inferred, width, config, info)
-        self.add_rest(config, width)
+        self.add_rest(width)
 
-    def first(self, inputs: AgentInputs, state: Tensor) -> Tensor:
-        """Return [S, n, width] from the agents' inputs; the state [S, state_dim] is not used."""
-        return self.fc1.relu(inputs.read(self.n_inferred), inputs.last_action)
+    def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
+        """Return [S, n] from the agents' inputs; the state [S, state_dim] is not used."""
+        return self.rest(self.fc1.relu(inputs.read(self.n_inferred), inputs.last_action))
 
 
 class AgentStateCritic(FlatCritic):
@@ -94,12 +79,12 @@ class AgentStateCritic(FlatCritic):
         self.of_inputs = InputLinear(info.obs_dim + self.n_inferred, width, config, info)
         # W [s | x_i] = W_s s + W_x x_i: the product with the state is made once for the team.
         self.of_state = FastLinear(info.state_dim, width, bias=False)
-        self.add_rest(config, width)
+        self.add_rest(width)
 
-    def first(self, inputs: AgentInputs, state: Tensor) -> Tensor:
-        """Return [S, n, width] from the agents' inputs and the state [S, state_dim]."""
-        of_inputs = self.of_inputs(inputs.read(self.n_inferred), inputs.last_action)
-        return (of_inputs + self.of_state(state).unsqueeze(1)).relu()
+    def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
+        """Return [S, n] from the agents' inputs and the state [S, state_dim], the product with which agents share."""
+        first = self.of_inputs(inputs.read(self.n_inferred), inputs.last_action) + self.of_state(state).unsqueeze(1)
+        return self.rest(first.relu())
 
 
 class SetCritic(nn.Module):
@@ -132,9 +117,9 @@ class SeparateCritics(nn.Module):
         super().__init__()
         self.each = nn.ModuleList(kind(*alone(config, info), width) for _ in range(info.n_agents))
 
-    def forward(self, inputs: AgentInputs, state: Tensor, *packing: Packing) -> Tensor:
+    def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S, n] from the agents' inputs and the state [S, state_dim]."""
-        return torch.cat([critic(inputs.agent(i), state, *packing) for i, critic in enumerate(self.each)], dim=1)
+        return torch.cat([critic(inputs.agent(i), state) for i, critic in enumerate(self.each)], dim=1)
 
 
 def observation_critic(config: Config, info: EnvInfo, width: int) -> nn.Module:
