@@ -45,6 +45,7 @@ def test_the_map_names_every_module_and_nothing_else():
     words, missing = set(re.findall(r"[a-z]\w+", PAGE.split("```")[1])), []
     there = {path.stem for path in (ROOT / "src").rglob("*") if "__" not in path.name}
     assert words - there <= {"src", "py", "yaml", "fit", "stage"}
+    assert {path.parent.name for path in (ROOT / "src").glob("*/__init__.py")} <= words
     for package in ("lab", "run", "resident", "learners", "runners", "controllers", "components"):
         for path in sorted((ROOT / "src" / package).rglob("*.py")):
             inside = {"compiled"} & {path.parent.name}  # a package that is named as a whole

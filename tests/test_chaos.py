@@ -202,6 +202,30 @@ def test_a_run_that_was_never_saved_begins_from_scratch_and_keeps_what_it_wrote(
     assert "resumed" not in json_of(run.card_json)
 
 
+WRONG_PARTS = [
+    ("common", "finished", None), ("common", "finished", 5), ("common", "finished", [{"name": "stage1"}]),
+    ("common", "products", None), ("common", "run", {}), ("common", "stage", 3), ("common", "modules", [1]),
+    ("rank_0", "episode_bytes", "x"), ("rank_0", "episode_bytes", [1]), ("rank_0", "past", None),
+]  # fmt: skip
+
+
+def test_values_of_other_types_make_a_checkpoint_damaged(torn, tmp_path, capsys):
+    """Though its checksums fit: the one before it is used, and `checkpoint_path` rejects it."""
+    for number, (part, key, value) in enumerate(WRONG_PARTS):
+        run = torn.copy(tmp_path / str(number))
+        newest, older = run.checkpoint_folders
+        run.change_part(part, lambda state, key=key, value=value: state.update({key: value}))
+        plan = plan_of(run)
+        assert plan.state.checkpoint.path == older, (key, value)
+        assert plan.problems[newest].startswith(f"{part}.th"), (key, value)
+    assert run.start("auto_resume=False", f"checkpoint_path={newest}", results=tmp_path / "results") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: checkpoint_path=") and f"{part}.th" in line
+    assert not (tmp_path / "results").exists()
+    plan = plan_of(run, "resume=weights")
+    assert (plan.kind, plan.state.checkpoint.path) == ("weights", newest), "a rank's part is not needed for them"
+
+
 def test_missing_lines_and_other_versions_are_reported(run):
     card = json_of(run.card_json)
     card["recorded"]["versions"]["torch"] = "1.0"

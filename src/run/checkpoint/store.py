@@ -200,11 +200,11 @@ class Checkpoint:
 
     def common(self) -> dict[str, Any]:
         """Return what all ranks share. Errors: Damaged, Unreadable."""
-        return read_part(self.path / "common.th")
+        return _fitting(CommonForm, "common.th", read_part(self.path / "common.th"))
 
     def of_rank(self, rank: int) -> dict[str, Any]:
         """Return a rank's part. Errors: Damaged, Unreadable."""
-        return read_part(self.path / f"rank_{rank}.th")
+        return _fitting(RankForm, f"rank_{rank}.th", read_part(self.path / f"rank_{rank}.th"))
 
     def shared(self, name: str) -> Path:
         """Return the path of a file that the manifest names below `checkpoints/`. Errors: Damaged."""
@@ -245,7 +245,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a folder, its files unchecked. Errors: Damaged, Unreadable."""
     text = _content(path / MANIFEST)
     try:
-        return Checkpoint(path, _fitting(_known(json.loads(text))))
+        return Checkpoint(path, _fitting(ManifestForm, MANIFEST, _known(json.loads(text))))
     except (ValueError, RecursionError) as problem:
         raise Damaged(f"{MANIFEST}: no JSON ({problem})") from problem
 
@@ -268,15 +268,15 @@ def _known(manifest: Any) -> dict[str, Any]:
     return manifest
 
 
-def _fitting(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return a manifest that fits its form. The other files need none: their sums are in it. Errors: Damaged."""
+def _fitting(form: type[Form], name: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a file, which fits a form. Errors: Damaged."""
     try:
-        ManifestForm.model_validate(manifest)
+        form.model_validate(content)
     except ValidationError as problem:
         first = problem.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part)[:40] for part in first["loc"])
-        raise Damaged(": ".join(filter(None, (MANIFEST, place, first["msg"])))) from problem
-    return manifest
+        raise Damaged(": ".join(filter(None, (name, place, first["msg"])))) from problem
+    return content
 
 
 class CheckpointStore:
@@ -448,6 +448,48 @@ class ManifestForm(Form):
         if self.stage != "stage3" and "epoch" not in self.clock:
             raise ValueError("clock: no epoch")
         return self
+
+
+class ResultForm(Form):
+    """A finished stage."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: Stage
+    clock: dict[str, int]
+    values: dict[str, Any]
+    files: dict[str, str]
+    facts: dict[str, Any]
+
+
+class RunForm(Form):
+    """What the run has logged."""
+
+    wall_seconds: float
+    metrics_bytes: Count
+    sinks: dict[str, dict[str, Any]]
+    earlier_ranks: dict[Count, Count] = {}
+
+
+class CommonForm(Form):
+    """`common.th`."""
+
+    stage: Stage | None
+    finished: list[ResultForm]
+    products: dict[str, str]
+    modules: dict[str, str]
+    shared: dict[str, Any]
+    run: RunForm
+
+
+class RankForm(Form):
+    """`rank_<r>.th`."""
+
+    stage: dict[str, Any]
+    random: dict[str, Any]
+    runners: dict[str, Any]
+    past: dict[str, float]
+    episode_bytes: Count
 
 
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
