@@ -185,7 +185,7 @@ SHARED: dict[str, tuple[type[BaseModel], str]] = {
     "sc2_v2": (SmacArgs, "every other key of `sc2`, with the same defaults"),
     "pettingzoo": (RewardArgs, "the keys of `gymma`"),
     **dict.fromkeys(("lbf", "mpe", "rware"), (RewardArgs, "the keys of `gymma` but `key`")),
-    "jaxmarl": (Rewards, "`common_reward`, `reward_scalarisation` and `time_limit` of `gymma`"),
+    "jaxmarl": (Rewards, "`common_reward`, `reward_scalarisation`, `time_limit` and `continuing_episode` of `gymma`"),
     "pymarl": (AdapterArgs, "`key` and `new_each_episode` of `gymma`"),
 }
 
@@ -207,7 +207,8 @@ def arguments(
     """Return the rows of a model and of the models in it, without the keys that are those of `base`."""
     rows, meanings = [], attributes(model)
     for key, field in model.model_fields.items():
-        if base is not None and key in base.model_fields and field.annotation == base.model_fields[key].annotation:
+        shared = None if base is None else base.model_fields.get(key)
+        if shared is not None and field.annotation == shared.annotation and values.get(key, "") in ("", shared.default):
             if key != "map_name" or base is BattleArgs:
                 continue
         part = next((one for one in (field.annotation, *get_args(field.annotation)) if _is_model(one)), None)

@@ -129,7 +129,7 @@ def test_particles_and_the_warehouse_are_their_packages_own():
     log, (seen, _) = played(made("mpe", common_reward=False), 10, script), spread.reset(seed=10)
     for t in range(25):  # agents collide in some
         obs, state, avail, reward, ended, truncated, each = log[7 * t : 7 * t + 7]
-        assert ended == truncated == (t == 24)
+        assert (ended, truncated) == (t == 24, False)
         np.testing.assert_array_equal(state.reshape(6, 5)[:3, [3, 4, 1, 2]], obs[:, 15:])
         for one, theirs in zip(obs, seen.values(), strict=True):
             units = one[:15].reshape(5, 3)
@@ -177,6 +177,8 @@ def test_agents_that_leave_see_nothing_and_play_nothing(end, masks):
     assert [rows[0].tolist() for rows in avail[:3]] == [[1, 1, 0], [1, 1, 1], [1, 0, 0]]
     assert [row.tolist() for row in rewards] == [[1, 2], [3, 1], [0, 2], [0, 1]]
     assert log[5::7][3] == (end == "truncated") and [row.tolist() for row in log[1:14:7]] == [[0, 3], [1, 3]]
+    ends = made("pettingzoo foreign_worlds:Leaving", end=end, masks=masks, continuing_episode=False)
+    assert not played(ends, 8, [(0, 1), (2, 0), (0, 1), (0, 0)])[5::6][3], "it ends as in EPyMARL"
     last, own = env.observe(), ([1, 1, 0], [4, 3]) if end == "truncated" else ([1, 0, 0], [0, 0])
     assert (last.avail_actions[0, 1].tolist(), last.state[0].tolist()) == own, "a target that bootstraps needs both"
     assert log[-1]["score"] == 7.0 and log[-1]["env_return"] == 1.0

@@ -40,8 +40,10 @@ class Selector(Protocol):
         """Return [B, n] int64; shapes as in `Greedy`."""
 
 
-class DrawingSelector(Selector, Protocol):
+class DrawingSelector(Protocol):
     """Draws actions from the agent's outputs, which are logits: its class sets `draws = True`."""
+
+    def __init__(self) -> None: ...
 
     def choose(
         self, q: np.ndarray, available: np.ndarray, rng: np.random.Generator | None

@@ -45,12 +45,6 @@ class Gaussian:
     def __init__(self) -> None:
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
 
-    def select(
-        self, q: np.ndarray, available: np.ndarray, epsilon: float, rng: np.random.Generator | None
-    ) -> np.ndarray:
-        """Return [B, n, d] float32; shapes as in `choose`."""
-        return self.choose(q, available, rng)[0]
-
     def choose(
         self, q: np.ndarray, available: np.ndarray, rng: np.random.Generator | None
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -104,6 +104,7 @@ class Rewards(OutsideArgs):
 
     Attributes:
         time_limit: steps of an episode; without it, those that the environment declares.
+        continuing_episode: where an episode is cut off, the target bootstraps. False: it ends there, as in EPyMARL.
         common_reward: all agents learn from one reward; False: each from its own (`iql`, `ippo`).
         reward_scalarisation: how that reward follows from those of the agents.
     """
@@ -111,6 +112,7 @@ class Rewards(OutsideArgs):
     common_reward: bool = True
     reward_scalarisation: Literal["sum", "mean"] = "sum"
     time_limit: int | None = Field(default=None, ge=1)
+    continuing_episode: bool = True
 
 
 class RewardArgs(Rewards, AdapterArgs):
@@ -353,7 +355,7 @@ class Foreign(Explained, MultiAgentEnv):
         if self.args.reward_scalarisation == "mean" and self.args.common_reward and each.ndim:
             each = each / self.n_agents
         info = results_of(results)
-        info[TRUNCATED] = not ended and (truncated or late)
+        info[TRUNCATED] = self.args.continuing_episode and not ended and (truncated or late)
         if not self.args.common_reward:
             if not each.ndim:
                 raise self._wrong("it gives one reward to all agents. Leave env_args.common_reward=True")

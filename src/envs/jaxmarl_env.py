@@ -142,7 +142,8 @@ class World(Program):
             ended = self._endless.step_env(*played)[3]["__all__"]
         over = over | (t >= self.limit)
         new = {"world": world, "obs": self._padded(self._each(obs)), "t": t}
-        out = {"reward": reward, "over": over, "truncated": over & ~ended, "agent_reward": each}
+        truncated = over & ~ended & args.continuing_episode
+        out = {"reward": reward, "over": over, "truncated": truncated, "agent_reward": each}
         return self._choose(active, new, old), out
 
     def _view_one(self, state: Any) -> dict[str, Any]:
