@@ -48,7 +48,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Let collections of garbage leave out what is imported by now, which lives until the end."""
+    """Let torch use one thread, and collections of garbage leave out what is imported by now, until the end."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     gc.freeze()
 
 

@@ -45,11 +45,6 @@ OWN_ENVS = sorted({name for name, where in ENVS._lazy.items() if where.startswit
 SMALL = {key: parse_value(text) for key, text in (budget.split("=") for budget in BUDGETS)}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> dict:
     """Run the Python blocks of docs/python_api.md in their order, with small budgets; return what they define."""

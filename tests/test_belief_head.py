@@ -40,7 +40,6 @@ from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 from omagd.utils.seeding import EpisodeSeeds
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 BELIEF = {"belief_loss": "features", "grad_norm_clip": 1e9}
 TOKENS = {**BELIEF, "belief_loss": "tokens", "pretrained_tokenizer_path": "given", **CODES}

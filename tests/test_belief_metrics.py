@@ -26,7 +26,6 @@ from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
 
-torch.set_num_threads(1)
 TYPED = replace(LAYOUT, ally_types=1, enemy_types=3, n_types=2)
 N, D = LAYOUT.n_nodes, LAYOUT.node_dim
 

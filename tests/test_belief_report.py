@@ -30,11 +30,6 @@ SMALLEST = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    torch.set_num_threads(1)
-
-
 def config(results: Path, *more: str) -> Config:
     return config_from([*SMALLEST, f"local_results_path={results}", "graph_pretrain_test_episodes=6", *more])
 

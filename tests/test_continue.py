@@ -122,7 +122,6 @@ def test_agents_of_pymarl_load_and_have_their_values(agent, as_zip, tmp_path):
 @pytest.mark.processes
 def test_a_loaded_run_holds_what_was_saved_and_goes_on(qmix_run, tmp_path):
     """Weights, targets, Adam's moments and counters are those of the file, bit for bit; then the clock goes on."""
-    torch.set_num_threads(1)
     step = find_step_folder(str(qmix_run))
     t_env = int(step.name)
     words = (f"load_step={t_env}", f"t_max={t_env + 100}", "target_update_interval=1000")

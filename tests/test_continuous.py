@@ -33,7 +33,6 @@ from omagd.run.training.checks import complete_args
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 
-torch.set_num_threads(1)
 REACH = "--env-config=pettingzoo with env_args.key=foreign_worlds:Reach use_cuda=False".split()
 FIGURES = "env_args.key=foreign_worlds:Figures agent=cnn_rnn"
 SMALL = "test_nepisode=64 rnn_hidden_dim=32 save_model=False".split()

@@ -36,7 +36,6 @@ from omagd.run.training.stages.base import check_replicas, held_in_common
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.processes
 PLAIN = {"learner": "nq_learner_ddp", "target_update_updates": 5}
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none"}

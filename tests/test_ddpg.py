@@ -18,8 +18,6 @@ from omagd.run.training.stages.base import held_in_common
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 
-torch.set_num_threads(1)
-
 
 def weights_of(learner):
     return {name: value.detach().clone() for name, value in held_in_common(learner).items()}

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from ddp_harness import run_ranks
 from runner_toys import FakeEnv, LossyEnv, Probe
 
@@ -21,7 +20,6 @@ from omagd.runners.runner import DealtStarts, ParallelRunner
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 
-torch.set_num_threads(1)
 MAPS = ("3m", "4m", "5m")
 SMALL = {
     "use_cuda": False, "rnn_hidden_dim": 8, "batch_size_run": 4, "batch_size": 4, "test_nepisode": 1, "t_max": 600,

@@ -20,7 +20,6 @@ from omagd.run.training.checks import plays_any_map
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
 
-torch.set_num_threads(1)
 NAMES = [name for name in AGENTS.names() if plays_any_map(AGENTS.get(name))]
 VARIANTS = [*({"agent": name} for name in NAMES), *({"agent": name, "obs_last_action": False} for name in NAMES)]
 PACKING = Packing((4, 2, 1))

@@ -18,7 +18,6 @@ from omagd.envs.workers.vector import SerialEnvs
 from omagd.run.reporting.log_sinks import EpisodeLog
 from omagd.utils.errors import UserError
 
-torch.set_num_threads(1)
 SLOT, STEP = 2, 1
 
 

@@ -26,8 +26,6 @@ from omagd.utils.packing import (
     time_order,
 )
 
-torch.set_num_threads(1)
-
 ODD = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-42, 1.5], np.float32)
 WIDTH = 60 + 12 + 5 + 2 + 6 + 4 + 1 + 30 + 8 + 2
 """Bytes of a row of `made_up`: full_obs, state, masks of 33 and 9, actions, reward, terminated, recon, number, obs."""

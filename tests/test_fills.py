@@ -22,7 +22,6 @@ from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 from omagd.utils.seeding import EpisodeSeeds
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

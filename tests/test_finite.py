@@ -28,8 +28,6 @@ from omagd.run.training.stages.base import MOST_SKIPPED, Health
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, pack_episodes
 
-torch.set_num_threads(1)
-
 
 def learner_of(name: str) -> Any:
     torch.manual_seed(0)

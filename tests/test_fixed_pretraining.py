@@ -20,7 +20,6 @@ from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.run.training.build import new_predictor, new_tokenizer
 from omagd.utils.dist_utils import Dist
 
-torch.set_num_threads(1)
 CPU, HELD, BATCH = torch.device("cpu"), 12, 5
 CASES: dict[str, dict[str, Any]] = {
     "stage1": {"tokenizer_config__dead_code_threshold": 0.6},

@@ -16,7 +16,6 @@ from omagd.resident.replay import ResidentBuffer
 from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.utils.dist_utils import Dist
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.processes
 KINDS = ("all beliefs in parts", "optimistic weights")
 UPDATES = 20

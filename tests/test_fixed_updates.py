@@ -37,8 +37,6 @@ from omagd.run.training.device import check_machine
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("kind", [ResidentBuffer, StagedBuffer])
 def test_a_batch_of_fixed_shape_repeats_closing_rows(kind):

@@ -28,7 +28,6 @@ from omagd.run.training.checks import check_groups
 from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 
-torch.set_num_threads(1)
 SMALL: dict[str, Any] = {
     "use_cuda": False, "rnn_hidden_dim": 8, "test_nepisode": 4, "checkpoint_interval": 0, "log_interval": 60,
     "runner_log_interval": 60, "learner_log_interval": 60, "batch_size_run": 4, "batch_size": 4, "group_size": 2,

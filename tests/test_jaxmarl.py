@@ -7,7 +7,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-import torch
 from resident_toys import assert_same, game, played
 
 import omagd
@@ -19,7 +18,6 @@ from omagd.run.cli.main import config_from, main
 from omagd.runners import REGISTRY as RUNNERS
 from omagd.utils.errors import UserError
 
-torch.set_num_threads(1)
 SLOTS = 4
 ALL = np.ones(SLOTS, bool)
 SMALL_HANABI = {"num_colors": 2, "num_ranks": 2, "num_cards_of_rank": [2, 1], "hand_size": 2, "max_info_tokens": 3}

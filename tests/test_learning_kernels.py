@@ -27,7 +27,6 @@ from omagd.modules.ops import PackedGRU, lookup_relu
 from omagd.utils.errors import UserError
 from omagd.utils.packing import Packing
 
-torch.set_num_threads(1)
 GRAPH_AGENTS = [{}, {"gnn_layer_num": 3}, {"obs_last_action": False}]
 LENGTHS = [(6, 6, 4, 1, 1), (1,), (3, 3), (40, 38, 37, 20, 9, 2)]
 

@@ -40,7 +40,6 @@ def trained_on(folder: Path, map_name: str, config: str = "hpn_mappo", **updates
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, Any]:
     """Return the summary of a run on two maps, with two more for tests."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("sets")
     (folder / "mine.yaml").write_text("training: [3m, 4m_vs_3m]\nheld_out: [1m, 5m]\n")
     return trained_on(folder, str(folder / "mine.yaml"), name="first")

@@ -19,8 +19,6 @@ from omagd.run.memory_budget import asked_bytes, oom_hint, replay_bytes, replay_
 from omagd.runners.rollout import Recorder
 from omagd.utils.errors import UserError
 
-torch.set_num_threads(1)
-
 LAYOUT = EntityLayout(4, 6, 5, 4, 5, 1)
 INFO = EnvInfo("null", "5m_vs_6m", 5, 12, 55, 98, 70, 6, LAYOUT)
 GB = 2**30

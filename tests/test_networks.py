@@ -24,7 +24,6 @@ from omagd.modules.mixers.mixer import MixerInputs
 from omagd.modules.ops import attend, cross_entropy, fast_linear
 from omagd.utils.packing import Packing, last_actions, pack_episodes
 
-torch.set_num_threads(1)
 SHAPES = [((7, 5), 3), ((300, 55), 64), ((2, 150, 64), 12), ((5, 0, 4), 3), ((0, 4), 6), ((257, 1), 1)]
 VARIANTS = [
     *({"agent": name} for name in AGENTS.names()),

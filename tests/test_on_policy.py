@@ -27,7 +27,6 @@ from omagd.utils.errors import UserError
 from omagd.utils.packing import EpisodeMeta, RecordedEpisode, pack_episodes
 
 add_example()
-torch.set_num_threads(1)
 SIZES = {"batch_size_run": 3, "batch_size": 4}
 SMALL = {
     "use_cuda": False, "rnn_hidden_dim": 8, "test_nepisode": 4, "checkpoint_interval": 0, "log_interval": 60,

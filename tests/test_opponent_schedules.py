@@ -23,7 +23,6 @@ from omagd.runners.runner import Runner
 from omagd.utils.errors import UserError
 from omagd.utils.seeding import EpisodeSeeds, seed_everything
 
-torch.set_num_threads(1)
 SMALL = ("rnn_hidden_dim=8", "batch_size_run=2", "batch_size=4", "buffer_size=300", "test_nepisode=2", "use_cuda=False")
 DDPG = ("--config=snakes_ddpg", "--env-config=snakes", "with", *SMALL)
 RUN = (*DDPG, "env_args.opponent=random")

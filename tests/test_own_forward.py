@@ -28,8 +28,6 @@ from omagd.resident.reconstruction import ResidentReconstruction
 from omagd.utils.errors import UserError
 from omagd.utils.packing import last_actions, pack_episodes
 
-torch.set_num_threads(1)
-
 
 def scaled(kind: type[Any], method: str = "forward", by: float = -2.0) -> type[Any]:
     """Return a subclass in which a method returns its result times `by`."""

@@ -24,7 +24,6 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch, pack_episodes
 
-torch.set_num_threads(1)
 PPO = {"learner": "ppo_learner", "action_selector": "softmax", "mixer": "none", "grad_norm_clip": 1e9}
 ARGS = {"epochs": 1, "normalise_values": False, "value_clip": None, "critic_hidden": 8}
 

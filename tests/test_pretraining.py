@@ -20,7 +20,6 @@ from omagd.modules.ops import attend
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 
-torch.set_num_threads(1)
 K, MASK, PAD, ABSENT = 12, 12, 13, 12
 
 

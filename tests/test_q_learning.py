@@ -45,7 +45,6 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import WEIGHT, Packing, pack_episodes, td_lambda_targets
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

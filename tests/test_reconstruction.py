@@ -35,7 +35,6 @@ from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.packing import pack_episodes
 
-torch.set_num_threads(1)
 DECODES = ["mean", "argmax"]
 layouts = st.builds(
     EntityLayout,

@@ -15,7 +15,6 @@ from omagd.config.schema import Config
 from omagd.learners.policy_learner import log_softmax
 from omagd.run.cli.preflight import preflight
 
-torch.set_num_threads(1)
 SIZES: dict[str, Any] = {
     **SMALL, "use_cuda": False, "runner": "resident", "batch_size_run": 4, "batch_size": 6, "torch_threads": 1,
     "env_args": {"map_name": "3m"}, "t_max": 1000,

@@ -36,8 +36,6 @@ from omagd.utils.errors import UserError
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import EpisodeSeeds, uniform
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize(("name", "limit", "options"), [
     ("3m", 27, {}),

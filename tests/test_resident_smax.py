@@ -13,8 +13,6 @@ from omagd.controllers.types import Exploration
 from omagd.envs.smax import SmaxArgs, SmaxEnv
 from omagd.utils.errors import UserError
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def env() -> SmaxEnv:

@@ -19,7 +19,6 @@ from omagd.modules import agents
 from omagd.resident.runner import plays_here
 from omagd.utils.errors import UserError
 
-torch.set_num_threads(1)
 GUESSED = {"mac": "n_graph_mac", "agent": "n_rnn", "use_graph_reconstruction": True}
 GRAPHS = [
     {"mac": "gnn_graph_mac", "agent": "gnn_rnn"},

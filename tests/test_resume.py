@@ -49,7 +49,6 @@ def config(results: Path, *more: str, base: str = "qmix") -> Config:
 
 def run(results: Path, *more: str, base: str = "qmix") -> RunFolder:
     """Run to the end; return the folder."""
-    torch.set_num_threads(1)
     return RunFolder(launch(config(results, *more, base=base), "run")["folder"])
 
 

@@ -34,8 +34,6 @@ from omagd.utils.errors import UserError
 from omagd.utils.packing import Episode
 from omagd.utils.seeding import EpisodeSeeds, Generators, stream_seed, stream_seeds
 
-torch.set_num_threads(1)
-
 
 def test_rows_hold_what_happened_and_the_closing_row_the_last_observation():
     env = FakeEnv(3)

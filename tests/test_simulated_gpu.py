@@ -29,8 +29,6 @@ from omagd.utils import packing
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import pack_episodes
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize(("preset", "learner"), cases(("mac", "agent", "runner", "use_graph_reconstruction")))
 def test_a_learner_plays_learns_is_saved_and_continues_on_a_gpu(preset: str, learner: str, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from omagd.run.training.stages.rl import RLStage
 from omagd.utils.packing import Episode
 from omagd.utils.seeding import seed_everything
 
-torch.set_num_threads(1)
 SLOTS = 3
 
 

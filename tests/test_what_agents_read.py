@@ -19,7 +19,6 @@ from omagd.runners import REGISTRY as RUNNERS
 from omagd.utils.packing import pack_episodes
 from omagd.utils.seeding import EpisodeSeeds
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from runner_toys import Game, assert_same
 from walk_env import N, SteadyArgs, SteadyWalk, Walk, WalkArgs, all_slots, gone, pids_of
 
@@ -27,7 +26,6 @@ from omagd.envs.workers.vector import SerialEnvs
 from omagd.runners.rollout import Rollout
 from omagd.utils.errors import UserError
 
-torch.set_num_threads(1)
 SLOTS = 4
 
 

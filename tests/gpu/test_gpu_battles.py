@@ -16,7 +16,6 @@ from omagd.resident import graphs as cuda_graphs
 if not torch.cuda.is_available():
     pytest.skip("there is no NVIDIA GPU here", allow_module_level=True)
 
-torch.set_num_threads(1)
 GPU = torch.device("cuda", 0)
 SLOTS, TICKS = 48, 80
 CASES = {**{name: {"map_name": name} for name in MAPS}}

@@ -37,7 +37,6 @@ if not torch.cuda.is_available():
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import qmix_update  # noqa: E402
 
-torch.set_num_threads(1)
 torch.backends.cudnn.allow_tf32 = False  # as runs do
 GPU = torch.device("cuda", 0)
 
