@@ -145,6 +145,8 @@ def played(kind, *what, sight=0.8):
     """Return a random episode; of "team" and "belief" one in which agents see parts of `full_obs`."""
     if kind != "team" and "belief" not in kind:
         made = random_episode(*what, info=BOXED if "continuous" in kind else INFO)
+        if kind == "PPO apart":
+            made["agent_reward"] = made["reward"].unsqueeze(-1) * torch.arange(1.0, INFO.n_agents + 1)
         return {**made, "weight": torch.full_like(made["reward"], what[0] % 3 + 0.5)} if kind == "parts" else made
     return foggy(random_episode(*what), dead=kind != "team", sight=sight)
 
