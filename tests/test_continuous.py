@@ -87,7 +87,7 @@ def test_what_is_drawn_has_the_density_that_is_learned_from(kind):
     assert kind.squashes or (wide / BOX.scale[1]).std(0).max() < 10, "no deviation is above exp(2)"
     inside = ((actions >= BOX.ends[0]) & (actions <= BOX.ends[1])).all()
     assert inside == kind.squashes
-    best = selector.select(q, available, 0.0, None)[:, 0]
+    best = selector.choose(q, available, None)[0][:, 0]
     mean = np.tanh(q[:, 0, :2]) if kind.squashes else q[:, 0, :2]
     np.testing.assert_allclose(best, [1, 0.5] + mean * [2, 0.5], rtol=1e-4, atol=1e-5)
 

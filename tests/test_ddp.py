@@ -51,8 +51,8 @@ Q = {
     "qplex": {**PLAIN, "mixer": "qplex", "mixer_args": {"n_heads": 2}},
     "central weights": {**PLAIN, "learner": "wqmix_learner_ddp", "learner_args": {"weighting": "central"}},
     "PQN": {
-        "learner": "pqn_learner_ddp", "use_layer_norm": True, "standardise_rewards": True,
-        "learner_args": {"epochs": 2, "minibatches": 3},
+        "learner": "pqn_learner_ddp", "use_layer_norm": True, "standardise_rewards": True, "t_max": 400,
+        "learner_args": {"epochs": 2, "minibatches": 3, "anneal_lr": True},
     },
     "PPO": {**PPO, "t_max": 400, "learner_args": {"epochs": 2, "critic": "set", "value_clip": 0.01, "anneal_lr": True}},
     "PPO in groups": {**PPO, "learner": "rloo_learner", "learner_args": {"epochs": 2, "minibatches": 2}},

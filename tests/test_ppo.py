@@ -207,17 +207,20 @@ def test_minibatches_hold_every_episode_of_all_ranks_once(monkeypatch):
     assert orders[0] != orders[1]
 
 
-def test_the_learning_rate_falls_to_0_at_t_max_also_after_a_restore():
-    episodes, t_max = episodes_of(5, 2, 4, 1), 30
-    learner, rates = ppo(anneal_lr=True, t_max=t_max), []
+@pytest.mark.parametrize("kind", [PPO, {"learner": "pqn_learner", "mixer": "vdn"}], ids=["PPO", "PQN"])
+def test_the_learning_rate_falls_to_0_at_t_max_also_after_a_restore(kind):
+    def new(**args: Any) -> Any:
+        return make_learner(toy_config(**kind, t_max=30, learner_args={"epochs": 1, "minibatches": 1, **args}))
+
+    episodes, learner, rates = episodes_of(5, 2, 4, 1), new(anneal_lr=True), []
     for _ in range(4):
         learner.update(pack_episodes(episodes), episodes=0)
         rates.append(learner.optimizer.param_groups[0]["lr"] / learner.config.lr)
         assert learner.updates == len(rates)
-        state, learner = learner.state_dict(), ppo(anneal_lr=True, t_max=t_max)
+        state, learner = learner.state_dict(), new(anneal_lr=True)
         learner.load_state_dict(state)
     assert rates == pytest.approx([1, 18 / 30, 6 / 30, 0])
-    fixed = ppo(t_max=t_max)
+    fixed = new()
     fixed.update(pack_episodes(episodes), episodes=0)
     fixed.update(pack_episodes(episodes), episodes=0)
     assert fixed.optimizer.param_groups[0]["lr"] == fixed.config.lr

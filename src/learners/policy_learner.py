@@ -99,19 +99,55 @@ class Minibatches:
             own = [self._place[index] for index, rank in drawn if rank == self._rank]
             yield sorted(own, key=lambda place: -self._lengths[place])
 
-    def of_epochs(self, epochs: int, count: int, seed: int, updates: int) -> list[list[int]]:
-        """Return the minibatches of all epochs of an update. updates: taken before it."""
-        drawn: list[list[int]] = []
-        for _ in range(epochs):
+
+class Epochs:
+    """The minibatches of each update, and a learning rate that falls with `anneal_lr`.
+
+    Args:
+        args: `epochs`, `minibatches` and `anneal_lr`. config: the run. optimizer: new, with the first learning rate.
+        dist: the ranks.
+
+    Attributes:
+        learned_from: environment steps over all ranks, int64. taken: optimisation steps of the last update, as far as
+            the host knows.
+    """
+
+    taken: int = 0
+
+    def __init__(self, args: Any, config: Config, optimizer: torch.optim.Optimizer, dist: Dist) -> None:
+        self._args, self._config, self._optimizer, self._dist = args, config, optimizer, dist
+        self._lr = optimizer.param_groups[0]["lr"]
+        self.learned_from, self._steps = torch.tensor(0), 0
+
+    def draw(self, lengths: Sequence[int], sample: Sequence[int], updates: int) -> list[list[int]]:
+        """Return this rank's episodes of each minibatch of all epochs, and set the learning rate.
+
+        lengths, sample: as in `Minibatches`. updates: taken before.
+        """
+        if self._args.anneal_lr:
+            # By steps learned from, not by updates: these depend on the number of minibatches.
+            left = max(0.0, 1.0 - float(self.learned_from) / self._config.t_max)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._lr * left
+        minibatches, drawn = Minibatches(lengths, sample, self._dist), list[list[int]]()
+        for _ in range(self._args.epochs):
             # Keyed by the number of updates, so that a resumed run draws the same minibatches.
-            drawn += self.draw(count, generator(seed, "minibatches", updates + len(drawn)))
+            rng = generator(self._config.seed, "minibatches", updates + len(drawn))
+            drawn += minibatches.draw(self._args.minibatches, rng)
+        self._steps, self.taken = minibatches.steps, len(drawn)
         return drawn
 
+    def draw_fixed(self, draw: Draw, updates: int) -> Tensor:
+        """Return the same of drawn episodes: minibatches [M, k] int64, filled up with an episode without steps."""
+        lengths = draw.drawn[1].tolist()
+        drawn = self.draw(lengths, range(len(lengths)), updates)
+        size = few(max(map(len, drawn)))  # takes few values
+        return torch.tensor([[*own, *[len(lengths) - 1] * (size - len(own))] for own in drawn])
 
-def of_fixed_size(minibatches: Sequence[Sequence[int]], fill: int) -> Tensor:
-    """Return minibatches [M, k] int64, filled up with an episode without steps; k takes few values."""
-    size = few(max(map(len, minibatches)))
-    return torch.tensor([[*own, *[fill] * (size - len(own))] for own in minibatches])
+    def finish(self) -> int:
+        """Count what the last update has learned from; return its optimisation steps."""
+        self.learned_from += self._steps
+        return self.taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +287,6 @@ class PolicyLearner(SavesParts, Generic[Args]):
         **NO_TARGETS,
     }
     args_model: ClassVar[type[Any]]  # of `learner_args`; a subclass of PolicyArgs
-    _last: tuple[int, int] = (0, 0)  # environment steps of the last batch, and updates as far as the host knows
 
     def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
         if not action_selectors.draws(config.action_selector):
@@ -260,16 +295,15 @@ class PolicyLearner(SavesParts, Generic[Args]):
                 " the agent's logits. Use action_selector=softmax"
             )
         self.mac, self.config, self.info, self.dist = mac, config, info, dist
-        self.lr = config.lr * lr_scale(config, dist.world_size)
         bonus = {} if info.box is None else {"entropy": 0.0}  # a Gaussian's grows without end, past the bounds
         self.args: Args = self.args_model.model_validate({**bonus, **config.learner_args})
         loss = self.make_loss(config.precision == "bf16")
         loss.belief = self.belief = belief_loss(config, mac)
         loss.gaussian = None if info.box is None else action_selectors.new_selector(config, info)
-        self.optimizer = Adam(loss.parameters(), lr=self.lr, eps=ADAM_EPSILON)
+        self.optimizer = Adam(loss.parameters(), lr=config.lr * lr_scale(config, dist.world_size), eps=ADAM_EPSILON)
         self.step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
         self.device = dist.device
-        self._learned_from = 0  # environment steps, over all ranks
+        self.epochs = Epochs(self.args, config, self.optimizer, dist)
 
     def make_loss(self, bf16: bool) -> PolicyLoss[Args]:
         """Return the loss, which holds all that is trained."""
@@ -311,7 +345,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     def update(self, batch: PackedBatch, *, episodes: int) -> Stats:
         """Take a step on each minibatch of each epoch; return their merged stats. `episodes` is not used."""
-        drawn = self._minibatches(batch.packing.lengths, batch.sample_index)
+        drawn = self.epochs.draw(batch.packing.lengths, batch.sample_index, self.updates)
         stats = self._learn(self.all_rows(batch), drawn)
         self.finish(episodes)
         return stats
@@ -322,9 +356,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
         """Return the numbers of the drawn episodes, the minibatches of all epochs, and what `origin` says."""
-        lengths = draw.drawn[1].tolist()
-        drawn = of_fixed_size(self._minibatches(lengths, range(len(lengths))), fill=len(lengths) - 1)
-        return draw.drawn, drawn, *self.origin(draw.meta)
+        return draw.drawn, self.epochs.draw_fixed(draw, self.updates), *self.origin(draw.meta)
 
     def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
         """Take the steps of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
@@ -334,20 +366,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     def finish(self, episodes: int) -> None:
         """Count what was learned from; updates without a sample count where only the device knows of them."""
-        self._learned_from += self._last[0]
-        self.updates += self._last[1]
-
-    def _minibatches(self, lengths: Sequence[int], sample: Sequence[int]) -> list[list[int]]:
-        """Return this rank's episodes of each step of an update, and set its learning rate."""
-        minibatches = Minibatches(lengths, sample, self.dist)
-        if self.args.anneal_lr:
-            # By steps learned from, not by updates: these depend on the number of minibatches.
-            left = max(0.0, 1.0 - self._learned_from / self.config.t_max)
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.lr * left
-        found = minibatches.of_epochs(self.args.epochs, self.args.minibatches, self.config.seed, self.updates)
-        self._last = minibatches.steps, len(found)
-        return found
+        self.updates += self.epochs.finish()
 
     def _learn(self, rows: PolicyRows, minibatches: Sequence[Sequence[int]] | Tensor) -> Stats:
         """Take a step on each minibatch; return their merged stats."""
@@ -363,7 +382,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
             result = self.step(count, *((part,) for part in parts))
             taken += result.stepped
             merged = merge(merged, {**result.stats, "grad_norm": result.norm, SKIPPED: result.skipped})
-        self._last = self._last[0], taken
+        self.epochs.taken = taken
         return merged
 
     @torch.no_grad()
@@ -390,11 +409,8 @@ class PolicyLearner(SavesParts, Generic[Args]):
             available=available,
             log_prob=batch[LOG_PROB].to(kind),
             state=state,
-            advantage=found.advantage,
             weight=weight,
-            value=found.value,
-            target=found.target,
-            value_weight=found.value_weight,
+            **vars(found),
         )
 
     def sums(self, values: Tensor, weight: Tensor) -> Tensor:
@@ -416,17 +432,14 @@ class PolicyLearner(SavesParts, Generic[Args]):
         return {"agent": self.mac.agent, **({} if self.belief is None else {HEAD: self.belief.head})}
 
     def saved(self) -> dict[str, Any]:
-        """Return the optimizer and the belief head's moments, by their keys in `state_dict`."""
-        return {"optimizer": self.optimizer, **({} if self.belief is None else {"belief": self.belief.running.moments})}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside `modules()`: the optimizer and the numbers of steps."""
-        return {**super().state_dict(), "steps": self._learned_from}
+        """Return the optimizer, the steps learned from and the belief head's moments, by their keys in `state_dict`."""
+        belief = {} if self.belief is None else {"belief": self.belief.running.moments}
+        return {"optimizer": self.optimizer, "steps": self.epochs.learned_from, **belief}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; the caller loads the weights of `modules()`."""
-        super().load_state_dict(state)
-        self._learned_from = state.get("steps", 0)  # checkpoints before `anneal_lr` have none
+        # A number in checkpoints of earlier versions; before `anneal_lr` they had none.
+        super().load_state_dict({**state, "steps": torch.as_tensor(state.get("steps", 0))})
 
     def _parts(self, rows: PolicyRows, episodes: Sequence[int] | Tensor) -> list[PolicyRows]:
         """Return this rank's rows of a minibatch, in `accumulate` parts at most; rows of weight 0 where it has none."""

@@ -6,7 +6,6 @@ Source: Gallici et al. 2024, "Simplifying deep temporal difference learning", ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,14 +13,17 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
+from omagd.controllers.types import MAC
 from omagd.learners.nq_learner import QLearner
-from omagd.learners.policy_learner import Minibatches, of_fixed_size
+from omagd.learners.policy_learner import Epochs
 from omagd.learners.protocol import NO_TARGETS, Data, Draw
 from omagd.learners.synced_optimizer import Stats, merge, standardised
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.mixers.mixer import MixerInputs, greedy_actions, mix
 from omagd.modules.ops import autocast_bf16
+from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, Packing
 
 TARGET = "target"
@@ -33,6 +35,7 @@ class PQNArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     epochs: int = Field(default=4, ge=1, le=2**16)  # passes over each batch
     minibatches: int = Field(default=4, ge=1, le=2**16)  # parts of the batch, over all ranks, each with one step
+    anneal_lr: bool = False  # let the learning rate fall linearly, to 0 at t_max steps learned from
 
 
 class PQNLearner(QLearner):
@@ -43,7 +46,11 @@ class PQNLearner(QLearner):
     counts_updates: ClassVar[bool] = True
     unread: ClassVar[dict[str, str]] = NO_TARGETS
     args_model: ClassVar[type[Any]] = PQNArgs
-    _taken: int = 0  # steps of the last update
+
+    def __init__(self, mac: MAC, config: Config, info: EnvInfo, dist: Dist) -> None:
+        super().__init__(mac, config, info, dist)
+        args = PQNArgs.model_validate(config.learner_args)
+        self.epochs = Epochs(args, config, self.optimizer, dist)
 
     @classmethod
     def steps_per_batch(cls, config: Config) -> int:
@@ -56,7 +63,7 @@ class PQNLearner(QLearner):
         # Once, before any step: with weights that move, each minibatch would follow targets of its own.
         batch = replace(batch, data={**batch.data, TARGET: self._lambda_returns(batch)})
         merged: Stats = {}
-        for own in self._minibatches(batch.packing.lengths, batch.sample_index):
+        for own in self.epochs.draw(batch.packing.lengths, batch.sample_index, self.updates):
             part = batch.select(own) if own else _closing_row(batch)
             count = torch.tensor(len(part.packing.step) - part.packing.n_episodes)
             merged = merge(merged, self.learn(count, part.split(self.config.accumulate)))
@@ -65,8 +72,7 @@ class PQNLearner(QLearner):
 
     def fixed_inputs(self, draw: Draw) -> tuple[Tensor, ...]:
         """Return the numbers of the drawn episodes, and the minibatches of all epochs."""
-        lengths = draw.drawn[1].tolist()
-        return draw.drawn, of_fixed_size(self._minibatches(lengths, range(len(lengths))), fill=len(lengths) - 1)
+        return draw.drawn, self.epochs.draw_fixed(draw, self.updates)
 
     def learn_fixed(self, draw: Draw, inputs: tuple[Tensor, ...]) -> Stats:
         """Take the steps of `update` on drawn episodes; only launches work. inputs: `fixed_inputs` on the device."""
@@ -83,16 +89,12 @@ class PQNLearner(QLearner):
         return merged
 
     def finish(self, episodes: int) -> None:
-        """Count the steps that were taken."""
-        self.updates += self._taken
+        """Count what was learned from, and the steps that were taken."""
+        self.updates += self.epochs.finish()
 
-    def _minibatches(self, lengths: Sequence[int], sample: Sequence[int]) -> list[list[int]]:
-        """Return this rank's episodes of each step of an update."""
-        args = PQNArgs.model_validate(self.config.learner_args)
-        drawn = Minibatches(lengths, sample, self.step.dist)
-        found = drawn.of_epochs(args.epochs, args.minibatches, self.config.seed, self.updates)
-        self._taken = len(found)
-        return found
+    def saved(self) -> dict[str, Any]:
+        """Return also the environment steps learned from."""
+        return {**super().saved(), "steps": self.epochs.learned_from}
 
     @torch.no_grad()
     def _lambda_returns(self, batch: PackedBatch) -> Tensor:
