@@ -27,7 +27,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "core: files; lines": (190, 34_702),
     "src: files; lines": (270, 48_492),
     "longest file; function p95": (600, 26),
-    "tests: files; lines": (200, 29_300),
+    "tests: files; lines": (200, 29_301),
     "mutations: lines": (1_900,),
     "imports of lab by core; import cycles": (0, 0),
     UPDATE: (12, 8),

@@ -1,6 +1,6 @@
 """Fills in the tables of docs/results/benchmark.md from the results files of its studies.
 
-    for part in lbf mpe smax smax_gpu skirmish skirmish_gpu; do omagd study benchmarks/studies/$part.yaml; done
+    for part in lbf mpe smax smax_long skirmish smax_gpu skirmish_gpu; do omagd study benchmarks/studies/$part.yaml; done
     python benchmarks/make_benchmark.py
     omagd plot benchmarks/results/benchmark_lbf.jsonl --metric return --maps-only -o docs/images/benchmark_lbf
 
@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "results" / "benchmark.md"
 IMAGES = HERE.parent / "docs" / "images"
 PARTS = dict.fromkeys(("lbf", "mpe"), "return") | dict.fromkeys(
-    ("smax", "smax_gpu", "skirmish", "skirmish_gpu"), "win rate"
+    ("smax", "smax_long", "smax_gpu", "skirmish", "skirmish_gpu"), "win rate"
 )
 METRICS = {"return": "absolute_return_mean", "win rate": "absolute_battle_won_mean"}
 REGION = re.compile(r"(<!-- begin results -->\n).*?(<!-- end results -->)", re.DOTALL)

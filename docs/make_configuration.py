@@ -207,8 +207,7 @@ def arguments(
     """Return the rows of a model and of the models in it, without the keys that are those of `base`."""
     rows, meanings = [], attributes(model)
     for key, field in model.model_fields.items():
-        shared = None if base is None else base.model_fields.get(key)
-        if shared is not None and field.annotation == shared.annotation and values.get(key, "") in ("", shared.default):
+        if base is not None and key in base.model_fields and field.annotation == base.model_fields[key].annotation:
             if key != "map_name" or base is BattleArgs:
                 continue
         part = next((one for one in (field.annotation, *get_args(field.annotation)) if _is_model(one)), None)

@@ -125,5 +125,6 @@ def test_the_tables_of_the_benchmark_follow_from_the_lines_of_its_studies():
 @pytest.mark.parametrize("file", sorted((BENCHMARKS / "studies").glob("*.yaml")), ids=lambda file: file.stem)
 def test_a_study_of_the_benchmark_has_the_learners_that_are_compared_and_the_absolute_metric(file):
     jobs = load(file).jobs
-    assert {job.arm for job in jobs} == set("qmix vdn iql qplex mappo ippo pqn_vdn".split())
+    others = {"vdn", "iql", "qplex", "ippo"} if file.stem != "smax_long" else set()
+    assert {job.arm for job in jobs} == {"qmix", "mappo", "pqn_vdn", *others}
     assert {config_of(job).absolute_episodes for job in jobs[::10]} == {320}

@@ -129,7 +129,7 @@ def test_particles_and_the_warehouse_are_their_packages_own():
     log, (seen, _) = played(made("mpe", common_reward=False), 10, script), spread.reset(seed=10)
     for t in range(25):  # agents collide in some
         obs, state, avail, reward, ended, truncated, each = log[7 * t : 7 * t + 7]
-        assert (ended, truncated) == (t == 24, False)
+        assert ended == truncated == (t == 24)
         np.testing.assert_array_equal(state.reshape(6, 5)[:3, [3, 4, 1, 2]], obs[:, 15:])
         for one, theirs in zip(obs, seen.values(), strict=True):
             units = one[:15].reshape(5, 3)
