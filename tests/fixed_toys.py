@@ -99,7 +99,7 @@ ON_POLICY: dict[str, dict[str, Any]] = {
     "rloo, returns": {**GROUPS, "learner_args": {**IN_PARTS, "score": "return", "normalise_advantages": True}},
     "pqn_vdn": {**PQN, "mixer": "vdn", "td_lambda": 0.65, "use_layer_norm": True, "learner_args": IN_PARTS},
     "pqn": {**PQN, "accumulate": 2, "belief_loss": "features", "learner_args": {"epochs": 2}},
-    "pqn, independent": {**PQN, "mixer": "none", "learner_args": IN_PARTS},
+    "pqn, independent": {**PQN, "mixer": "none", "learner_args": {**IN_PARTS, "anneal_lr": True}, "t_max": 400},
 }  # fmt: skip
 
 
