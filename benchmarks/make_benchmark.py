@@ -1,6 +1,6 @@
 """Fills in the tables of docs/results/benchmark.md from the results files of its studies.
 
-    for part in lbf mpe smax smax_long skirmish smax_gpu skirmish_gpu; do omagd study benchmarks/studies/$part.yaml; done
+    for part in lbf mpe smax smax_long skirmish; do omagd study benchmarks/studies/$part.yaml; done
     python benchmarks/make_benchmark.py
     omagd plot benchmarks/results/benchmark_lbf.jsonl --metric return --maps-only -o docs/images/benchmark_lbf
 
