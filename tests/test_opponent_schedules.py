@@ -63,8 +63,7 @@ class Training:
         """Return the opponents of training at each (t_env, episodes, updates)."""
         out = []
         for self.clock.t_env, self.clock.episodes, self.clock.updates in moments:
-            if self.opponents.due():
-                self.opponents.run()
+            self.opponents.deal(None)
             out.append(self.opponents.playing)
         return out
 
@@ -106,12 +105,11 @@ def test_the_pool_holds_the_newest_selves_and_comes_back_from_its_state():
     assert set(one.begun("train")) <= {"self_27", "self_31"}
     other.clock.updates = 31
     other.opponents.load_state_dict(one.opponents.state_dict())
-    assert other.opponents.playing == one.opponents.playing and not other.opponents.due()
+    assert other.opponents.playing == one.opponents.playing == other.playing((0, 0, 31))[0]
     assert one.begun("train") == other.begun("train")
     other.env.restore(one.env.snapshot())  # with opponents of the same names that are other objects
     assert other.begun("train") == one.begun("train")
-    one.clock.updates = other.clock.updates = 40
-    assert one.opponents.due() and other.opponents.due()
+    assert one.playing((0, 0, 40)) == other.playing((0, 0, 40)) == [["self_31", "self_40"]]
 
 
 @pytest.mark.parametrize("kind", ["ddpg", "ff"])

@@ -34,7 +34,7 @@ from omagd.utils.errors import USER_ERROR_EXIT_CODE, RankFailed, UserError
 from omagd.utils.waits import broken_exchange
 
 LOG = logging.getLogger("omagd")
-WATCHED = frozenset({BUILDING, CLOSING, COUNTING, "collect", "update", "sample", "replay", "test", "opponents"})
+WATCHED = frozenset({BUILDING, CLOSING, COUNTING, "collect", "update", "sample", "replay", "test"})
 """Phases in which no progress means a hang. Reading and writing files may take as long as the disk needs."""
 
 Hung = Callable[[str, str], None]

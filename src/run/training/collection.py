@@ -12,7 +12,7 @@ from omagd.controllers.types import MAC
 from omagd.envs.protocol import ChangingOpponents
 from omagd.run.reporting.metrics import Counters, Every
 from omagd.run.training.checks import EVASION, change
-from omagd.run.training.stages.base import MOST_SKIPPED, Session, Shaper, Task
+from omagd.run.training.stages.base import MOST_SKIPPED, Session, Shaper
 from omagd.run.training.tasks import training_tasks
 from omagd.runners.runner import DealtStarts
 from omagd.utils.errors import UserError
@@ -107,22 +107,17 @@ class Opponents(Shaper):
         self._pool: list[tuple[str, Any]] = []  # name and layers, oldest first
         self._made: dict[str, Any] = {}
         self._copy = Every(config.opponent_pool_interval)
-        self._copy_now = False
         assert isinstance(session.env, ChangingOpponents), "check_opponents rejects others"
         self._env = session.env
         self._usual = sorted(set(self._env.opponents))
         self._ladder = self._env.ladders[config.opponent_order]
         for purpose, runner in session.runners.items():
             runner.prepare = self._before_training if purpose == "train" else self._before_others
-        self.start()
+        self._set()
 
     def register(self, register: Callable[..., None]) -> None:
         """Save the pool."""
         register("opponents", self)
-
-    def tasks(self) -> list[Task]:
-        """Return the change of opponents."""
-        return [Task("opponents", self.due, self.run)]
 
     def _level(self) -> int | None:
         """Return the schedule's level, at most the last of the ladder; None where there is none."""
@@ -132,21 +127,17 @@ class Opponents(Shaper):
         level = self._schedule.level(share)
         return None if level is None else min(level, len(self._ladder) - 1)
 
-    def due(self) -> bool:
-        """Whether the opponents change now."""
-        self._copy_now = self._schedule.selves and self._copy.due(self._clock.updates)
-        return self._copy_now or self._wanted() != self.playing
-
-    def run(self) -> None:
-        """Add a frozen policy to the pool if that is due, and set the current opponents."""
-        if self._copy_now:
+    def deal(self, data: DataSource) -> None:
+        """Add a frozen policy to the pool if that is due, and change the opponents where clock or pool ask for it."""
+        if copies := self._schedule.selves and self._copy.due(self._clock.updates):
             agent: Any = self._policy.agent
             self._pool.append((f"self_{self._clock.updates}", agent.layers()))
             self._pool = self._pool[-self._session.config.opponent_pool_size :]
-        self.start()
-        self._session.logger.info(f"opponents from now on: {', '.join(self.playing)}")
+        if copies or self._wanted() != self.playing:
+            self._set()
+            self._session.logger.info(f"opponents from now on: {', '.join(self.playing)}")
 
-    def start(self) -> None:
+    def _set(self) -> None:
         """Set the opponents that follow from clock and pool."""
         kind: Any = type(self._policy.agent)
         self._made = {name: self._env.frozen_opponent(name, layers, kind.samples) for name, layers in self._pool}
@@ -169,7 +160,7 @@ class Opponents(Shaper):
         if state:
             self._pool = [(kept["name"], [tuple(pair) for pair in kept["layers"]]) for kept in state["pool"]]
             self._copy.load_state_dict(state["copied"])
-        self.start()
+        self._set()
 
     def _wanted(self) -> list[str]:
         config, level = self._session.config, self._level()

@@ -309,15 +309,13 @@ class TrainingTasks(Shaper):
         for record, seconds in zip(self.own.values(), spent.tolist(), strict=True):
             record.seconds += seconds
 
-    def exchanges(self, iteration: int) -> bool:
-        """Return whether the statistics are exchanged after an iteration."""
-        return iteration % self.config.sync_every_n_steps == 0
-
-    def synchronise(self) -> bool:
-        """Add what all ranks have played since the last time; return whether maps have other ranks now.
+    def synchronise(self, iteration: int = 0) -> bool:
+        """Add what all ranks have played since the last time, if it is due; return whether maps have other ranks now.
 
         A collective. Only increments are exchanged, and each is added once.
         """
+        if iteration % self.config.sync_every_n_steps:
+            return False
         added = Records(self.names)
         added.merge(self.dist.gather(self.own.state_dict()))
         self.own.load_state_dict(Records(self.names).state_dict())

@@ -283,13 +283,6 @@ class Shaper:
     def register(self, register: Callable[..., None]) -> None:
         """Save what a resumed run needs: calls `Stage.register`."""
 
-    def start(self) -> None:
-        """Begin at the stage's clock, where no checkpoint is loaded."""
-
-    def tasks(self) -> list[Task]:
-        """Return what is done between iterations."""
-        return []
-
     def deal(self, data: DataSource) -> None:
         """Begin an iteration."""
 
@@ -310,12 +303,8 @@ class Shaper:
         """Return whether the batches of so many ranks suffice for an update; None: all of them are needed."""
         return None
 
-    def exchanges(self, iteration: int) -> bool:
-        """Return whether ranks exchange something after an iteration."""
-        return False
-
-    def synchronise(self) -> bool:
-        """Exchange what ranks have to tell each other; return whether their batches need other episodes now."""
+    def synchronise(self, iteration: int = 0) -> bool:
+        """Exchange what ranks tell each other after this iteration, 0: at the end; return whether batches change."""
         return False
 
     def news(self) -> str:

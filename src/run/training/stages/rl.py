@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,7 @@ from omagd.run.training.collection import shapers
 from omagd.run.training.device import replay_device
 from omagd.run.training.evaluate import Tests, means
 from omagd.run.training.judges import Verdict, judges
-from omagd.run.training.stages.base import PretrainedModules, Session, Shaper, Stage, Task, require_same_weights
+from omagd.run.training.stages.base import PretrainedModules, Session, Stage, Task, require_same_weights
 from omagd.runners.rollout import Rollout
 from omagd.utils.dist_utils import Pending
 from omagd.utils.logging import Progress
@@ -67,7 +66,6 @@ class RLStage(Stage):
         self.dues.update({"test": test, "save": save, **{f"log {name}": due for name, due in self._log_due.items()}})
         self._parts_due: set[str] = set()
         self.tasks = [
-            *chain.from_iterable(shaper.tasks() for shaper in self.shapers),
             Task("test", lambda: test.due(self.clock.t_env) or self.done(), self.test),
             Task("log", self._something_to_log, self.write_log),
             Task("save", lambda: save.due(self.clock.t_env) or self.done(), self.save),
@@ -133,8 +131,6 @@ class RLStage(Stage):
             self.session.logger.info(f"continuing from {folder} at {where}")
             for name, due in self.dues.items():
                 due.last = None if name == "test" else self.clock.t_env
-            for shaper in self.shapers:
-                shaper.start()
 
     def restored(self) -> None:
         """Start to measure speed and to show the progress."""
@@ -254,13 +250,13 @@ class RLStage(Stage):
         """Add what all ranks have played to the clock."""
         self._count()
         self.clock.epoch += 1
-        self._synchronise([shaper for shaper in self.shapers if shaper.exchanges(self.clock.epoch)])
+        self._synchronise(self.clock.epoch)
 
-    def _synchronise(self, shapers: list[Shaper]) -> None:
+    def _synchronise(self, iteration: int = 0) -> None:
         """Exchange what ranks have to tell each other; batches may need more episodes than before."""
-        for shaper in shapers:
+        for shaper in self.shapers:
             with self.phase("tasks"):
-                if shaper.synchronise():
+                if shaper.synchronise(iteration):
                     self._ready = False
         self._log_news()
 
@@ -344,7 +340,7 @@ class RLStage(Stage):
             self.log(found)
             values.update(found)
         models = {"agent": str(saved)} if saved.is_dir() else {}
-        self._synchronise(self.shapers)
+        self._synchronise()
         facts = {**self._facts(), **absolute, **({"beliefs": judged.table} if judged.table else {})}
         return StageResult(self.name, self.clock.state_dict(), values, {**models, **judged.files}, facts)
 
