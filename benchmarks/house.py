@@ -24,10 +24,10 @@ APART = ("lab", "envs/battle", "envs/snakes")
 UPDATE, MODULES = "one QMIX update: files; without kernels", "modules that a qmix run loads"
 RESUME = "files that a resume enters"
 LIMITS: dict[str, tuple[float, ...]] = {
-    "core: files; lines": (190, 34_702),
-    "src: files; lines": (270, 48_492),
+    "core: files; lines": (190, 34_597),
+    "src: files; lines": (270, 48_386),
     "longest file; function p95": (600, 26),
-    "tests: files; lines": (200, 29_301),
+    "tests: files; lines": (200, 29_287),
     "mutations: lines": (1_900,),
     "imports of lab by core; import cycles": (0, 0),
     UPDATE: (12, 8),

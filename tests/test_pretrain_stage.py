@@ -46,7 +46,7 @@ def stage_of(tmp_path, dist=None, episodes=8, **changes):
 
 def measure(stage, errors):
     """Measure `errors`, each with its number as the weight."""
-    stage.pretrained.held_out = MagicMock(__len__=lambda buffer: 1)
+    stage.pretrained.episodes["held_out"] = MagicMock(__len__=lambda buffer: 1)
     for number, stage.error in enumerate(errors, start=1):
         stage.module.weight.data.fill_(number)
         stage.clock.epoch = number
@@ -83,6 +83,6 @@ def test_all_ranks_and_purposes_have_different_random_numbers(tmp_path):
 @pytest.mark.parametrize("episodes", [1, 3, 17, 48, 1000])
 def test_every_rank_plays_the_same_number_of_whole_rounds(world_size, episodes, tmp_path):
     stages = [stage_of(tmp_path, Dist(rank, world_size), episodes) for rank in range(world_size)]
-    (share,) = {stage.pretrained.train_episodes.capacity for stage in stages}
+    (share,) = {stage.pretrained.episodes["pretrain"].capacity for stage in stages}
     assert share % SLOTS == 0
     assert episodes <= share * world_size < episodes + SLOTS * world_size

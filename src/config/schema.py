@@ -270,7 +270,7 @@ class Config(Frozen):
     graph_frames_at_once: Count  # agents' frames of an update that stages 1 and 2 process together: limits memory
     graph_pretrain_eval_interval: Count  # epochs between evaluations that select the model; fewer if they take too long
     graph_pretrain_eval_episodes: Size  # their episodes over all ranks, rounded up; more if the best model is noise
-    graph_pretrain_test_episodes: Size  # test episodes of stage 2, played once it has ended; rounded up likewise
+    graph_pretrain_test_episodes: Size  # test episodes of stage 2, which judge its best model; rounded up likewise
     graph_pretrain_policy: Text  # policy that plays them: random | mixed (scripts, 0.3 random) | path of a checkpoint
     graph_lr: Rate  # learning rate of Adam in stages 1 and 2
     tokenizer_config: TokenizerConfig

@@ -98,10 +98,9 @@ class BeliefJudge(Judge):
         session, pretrained = self.session, self.pretrained
         if session.config.evaluation_only or not self.says_of_units:
             return self._saved_baselines()
-        assert pretrained.train_episodes is not None and pretrained.held_out is not None
         training, validation = (
-            partial(in_batches, buffer, session.dist.device)
-            for buffer in (pretrained.train_episodes, pretrained.held_out)
+            partial(in_batches, pretrained.episodes[purpose], session.dist.device)
+            for purpose in ("pretrain", "held_out")
         )
         return fit_baselines(training, validation, session.info, session.dist)
 

@@ -170,7 +170,7 @@ class Checkpointer:
         self.stage = None
         if self.enabled and more:
             self.finish()
-            self._begin(stage, stage.pretrained.buffers(), over=True)
+            self._begin(stage, stage.pretrained.episodes, over=True)
             self.finish()
 
     def reached(self) -> list[StageResult]:

@@ -97,7 +97,7 @@ NO_AGENT: tuple[int, dict[str, Any], tuple[float, ...]] = (-1, {}, (-math.inf,))
 
 def upgraded(shared: Mapping[str, Any]) -> dict[str, Any]:
     """Return the shared state of a stage as this version reads it: others wrote none of these."""
-    return {"health": [0, 0, 0], "opponents": {}, "tested": {}, "best_agent": NO_AGENT, **shared}
+    return {"health": [0, 0, 0], "opponents": {}, "best_agent": NO_AGENT, **shared}
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
         result.facts["phases"] = session.profiler.end()
         result.values.update(session.failure_counts())
         if name == "stage2":
-            pretrained.forget_episodes()  # stage 3 collects its own
+            pretrained.episodes.clear()  # stage 3 collects its own
         session.checkpointer.stage_finished(stage, result, more=name != names[-1])
     return results
 

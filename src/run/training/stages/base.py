@@ -322,27 +322,14 @@ class Shaper:
 
 @dataclass
 class PretrainedModules:
-    """What stages hand on: trained modules, and the episodes of stages 1 and 2.
+    """What stages hand on: trained modules, and the episodes of stages 1 and 2 by the purpose that plays them.
 
-    Attributes:
-        train_episodes: to learn from. held_out: validation, to select the best model. test_episodes: for the report
-            at the end of stage 2, which is played once there is nothing left to select.
+    These are "pretrain", to learn from, "held_out", to select the best model, and "pretrain_test", to judge it.
     """
 
     tokenizer: Tokenizer | None = None
     predictor: nn.Module | None = None
-    train_episodes: EpisodeBuffer | None = None
-    held_out: EpisodeBuffer | None = None
-    test_episodes: EpisodeBuffer | None = None
-
-    def buffers(self) -> dict[str, EpisodeBuffer]:
-        """Return the episodes that are there, by the name that checkpoints have for them."""
-        found = {"pretrain": self.train_episodes, "held_out": self.held_out, "pretrain_test": self.test_episodes}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
-
-    def forget_episodes(self) -> None:
-        """Release the memory of all episodes."""
-        self.train_episodes = self.held_out = self.test_episodes = None
+    episodes: dict[str, EpisodeBuffer] = field(default_factory=dict)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the trained modules that there are, by name."""
@@ -471,7 +458,7 @@ class Stage(ABC):
 
     def buffers(self) -> dict[str, EpisodeBuffer]:
         """Return the training episodes, which checkpoints include, by name."""
-        return self.pretrained.buffers()
+        return self.pretrained.episodes
 
     def policies(self) -> dict[str, Policy]:
         """Return who plays the battles that may be in flight between two iterations, by the runner's purpose."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from omagd.resident.updates import FixedUpdates
 
 TOGETHER = 32  # episodes that are read together
+TEST = "pretrain_test"  # purpose of the test episodes of stage 2
 
 
 class PretrainStage(Stage):
@@ -65,7 +66,7 @@ class PretrainStage(Stage):
         self.last: dict[str, float] = {}
         evaluation = Every(config.graph_pretrain_eval_interval)
         self.dues["test"] = evaluation
-        self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self._is_over(), self.evaluate)]
+        self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self._learned_all(), self.evaluate)]
         self._missing: dict[str, int] = {}
         self._fixed: FixedUpdates | None = None
         self._make_room()
@@ -90,9 +91,12 @@ class PretrainStage(Stage):
         if not self.session.config.evaluation_only:
             self.learner.warm_up()
 
-    def start(self) -> None:
-        """Begin with the episodes of the stage before; without them, by playing some."""
-        self._missing = {} if any(len(buffer) for buffer in self.buffers().values()) else self._wanted()
+    def restored(self) -> None:
+        """Play the episodes of which a rank has none: at the beginning, and where it has lost them."""
+        super().restored()
+        for purpose, count in self._wanted().items():
+            if not self.session.dist.all(len(self.buffers()[purpose]) > 0):
+                self._missing[purpose] = count
 
     def done(self) -> bool:
         """Whether all epochs have been run; under `evaluation_only`, whether the given module has been measured."""
@@ -103,10 +107,6 @@ class PretrainStage(Stage):
         config = self.session.config
         over = self.clock.epoch >= config.graph_pretrain_epochs
         return not self._missing and (config.evaluation_only or over)
-
-    def _is_over(self) -> bool:
-        """Whether the last evaluation on the held-out episodes is due."""
-        return self._learned_all()
 
     def collect(self) -> None:
         """Play a round of the episodes that are still missing: first those to learn from, then those to measure on."""
@@ -168,22 +168,12 @@ class PretrainStage(Stage):
         if self._bar is not None:
             self._bar.update(1)
 
-    def episodes_changed(self, *, lost: bool) -> None:
-        """Play again what a rank has lost completely."""
-        wanted = self._wanted()
-        for purpose, buffer in self.buffers().items() if lost else ():
-            if purpose in wanted and not self.session.dist.all(len(buffer) > 0):
-                self._missing[purpose] = wanted[purpose]
-
     def evaluate(self) -> None:
         """Measure on the held-out episodes, keep the best model, write one record.
 
         Errors: UserError where training has diverged.
         """
-        assert self.pretrained.held_out is not None
-        held_out = self.pretrained.held_out
-        values = self.measure(held_out)
-        self.last = values
+        self.last = values = self.measure(self.buffers()["held_out"])
         record = {f"eval/{name}": value for name, value in values.items()}
         measured = {**self.session.profiler.record(self.clock.updates), **self.health.record()}
         record = {**self.trained_on.reduce(self.session.dist), **record, **measured, **self.session.failure_counts()}
@@ -232,8 +222,7 @@ class PretrainStage(Stage):
 
     @property
     def _episodes(self) -> EpisodeBuffer:
-        assert self.pretrained.train_episodes is not None
-        return self.pretrained.train_episodes
+        return self.buffers()["pretrain"]
 
     def _wanted(self) -> dict[str, int]:
         """Return how many episodes are to be played over all ranks, by purpose; in whole rounds of all slots."""
@@ -244,14 +233,12 @@ class PretrainStage(Stage):
         return wanted
 
     def _make_room(self) -> None:
-        """Create buffers for the episodes that are missing."""
-        pretrained, slots = self.pretrained, self.session.env.n_slots
+        """Create buffers for the episodes that no stage before has."""
+        slots = self.session.env.n_slots
         room = {name: self.session.rounds(count) * slots for name, count in self._wanted().items()}
-        fixed, stored = self._fixed_shapes(room.get("pretrain", 1))
-        if pretrained.train_episodes is None or pretrained.held_out is None:
-            pretrained.train_episodes = stored
-            pretrained.held_out = EpisodeBuffer(room["held_out"])
-        self._fixed = fixed
+        self._fixed, stored = self._fixed_shapes(room.get("pretrain", 1))
+        for name, count in room.items():
+            self.buffers().setdefault(name, stored if name == "pretrain" else EpisodeBuffer(count))
 
     def _fixed_shapes(self, episodes: int) -> tuple[FixedUpdates | None, EpisodeBuffer]:
         """Return updates of fixed shapes, None for packed batches, and room for `episodes` where these read them.
@@ -264,7 +251,7 @@ class PretrainStage(Stage):
         from omagd.resident.replay import ResidentBuffer  # other runs load none of it
         from omagd.resident.updates import FixedUpdates, why_packed
 
-        there = self.pretrained.train_episodes
+        there = self.buffers().get("pretrain")
         why = why_packed(config, type(self.learner))
         if there is not None and not isinstance(there, ResidentBuffer):
             why = why or "the episodes of the stage before are in main memory"
@@ -325,17 +312,10 @@ class Stage1(PretrainStage):
         return TokenizerLearner(tokenizer, session.config, session.info, session.dist)
 
 
-TEST = "pretrain_test"
-"""Purpose of the test episodes of stage 2."""
-
-
 class Stage2(PretrainStage):
     """Trains a fresh predictor, over the frozen tokenizer's tokens where its kind reads them.
 
-    Held-out episodes select the best predictor. Then, and not before, test episodes are played, on which it is judged.
-
-    Attributes:
-        tested: the table of the test episodes, empty until then.
+    Held-out episodes select the best predictor; test episodes, which nothing else reads, judge it at the end.
     """
 
     name = "stage2"
@@ -344,10 +324,7 @@ class Stage2(PretrainStage):
 
     def __init__(self, session: Session, pretrained: PretrainedModules) -> None:
         super().__init__(session, pretrained)
-        self.tested: dict[str, Any] = {}
         self.judges = judges(session, pretrained)
-        self.register("tested", Attribute(self, "tested"))
-        self.tasks.append(Task("test", self._is_report_due, self.report))
 
     def make_learner(self) -> Any:
         """Return the learner over a new predictor, or over the given one when it is only evaluated."""
@@ -357,23 +334,10 @@ class Stage2(PretrainStage):
         kind = learners.PREDICTORS.get(session.config.mask_predictor_config.kind)
         return kind(predictor, tokenizer, session.config, session.info, session.dist)
 
-    def done(self) -> bool:
-        """Whether the predictor is trained, selected and tested."""
-        return super().done() and bool(self.tested or self.session.config.evaluation_only)
-
-    def collect(self) -> None:
-        """Play test episodes when training is over, else as in stage 1."""
-        if self._learned_all() and self.last and not self._in_test() and not self.session.config.evaluation_only:
-            self._close_bar()
-            self._missing = {TEST: self.session.config.graph_pretrain_test_episodes}
-        super().collect()
-
-    def episodes_changed(self, *, lost: bool) -> None:
-        """Play again what a rank has lost completely."""
-        super().episodes_changed(lost=lost)
-        begun = TEST in self._missing or (lost and not self.tested and self._in_test())
-        if lost and begun and not self.session.dist.all(len(self.buffers()[TEST]) > 0):
-            self._missing[TEST] = self.session.config.graph_pretrain_test_episodes
+    def _wanted(self) -> dict[str, int]:
+        """Return also the test episodes."""
+        tests = {} if self.session.config.evaluation_only else {TEST: self.session.config.graph_pretrain_test_episodes}
+        return {**super()._wanted(), **tests}
 
     def measure(self, buffer: EpisodeBuffer, together: int = 0) -> dict[str, float]:
         """Return also what the judges measure."""
@@ -386,45 +350,15 @@ class Stage2(PretrainStage):
         """Return what judges need to judge the predictor in later runs too."""
         return {name: value for judge in self.judges for name, value in judge.saved().items()}
 
-    def report(self) -> None:
-        """Measure the best predictor on the test episodes and log one record."""
-        module = self.trained
-        last = {name: value.clone() for name, value in module.state_dict().items()}
-        module.load_state_dict(self.best[2])
-        values = self.measure(self.buffers()[TEST], TOGETHER)
-        module.load_state_dict(last)
-        self.tested = {"values": values, "table": self._verdict.table}
-        self.log({f"test/{name}": value for name, value in values.items()})
-
-    def standing(self) -> dict[str, float]:
-        """Return also what the best predictor has reached on the test episodes."""
-        tested = self.tested.get("values", {})
-        return {**super().standing(), **{f"test_{name}": value for name, value in tested.items()}}
-
     def finish(self) -> StageResult:
-        """Save the models, and let judges draw what the best one believes."""
-        result = super().finish()
-        if self.tested.get("table"):
-            result.facts["beliefs"] = self.tested["table"]
-        held_out = self.pretrained.held_out
-        assert held_out is not None
+        """Save the models, judge the best one on the test episodes, and let judges draw what it believes."""
+        result, episodes = super().finish(), self.buffers()
+        if TEST in episodes:
+            values = self.measure(episodes[TEST], TOGETHER)
+            self.log({f"test/{name}": value for name, value in values.items()})
+            result.values.update({f"test_{name}": value for name, value in values.items()})
+            result.facts.update({"beliefs": self._verdict.table} if self._verdict.table else {})
+        held_out = episodes["held_out"]
         for judge in self.judges if self.session.dist.is_main else []:
             result.files.update(judge.picture(held_out.batch(range(len(held_out)))))
         return result
-
-    def _is_over(self) -> bool:
-        """Whether the last evaluation on the held-out episodes is due: it is over when test episodes are played."""
-        return self._learned_all() and (self.session.config.evaluation_only or not self._in_test())
-
-    def _is_report_due(self) -> bool:
-        return self._learned_all() and self._in_test() and not self.tested
-
-    def _in_test(self) -> bool:
-        """Whether any rank has test episodes. A collective."""
-        return self.session.dist.sum_int(len(self.buffers()[TEST])) > 0
-
-    def _make_room(self) -> None:
-        super()._make_room()
-        session = self.session
-        room = session.rounds(session.config.graph_pretrain_test_episodes) * session.env.n_slots
-        self.pretrained.test_episodes = EpisodeBuffer(room)
