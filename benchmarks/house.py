@@ -24,8 +24,8 @@ APART = ("lab", "envs/battle", "envs/snakes")
 UPDATE, MODULES = "one QMIX update: files; without kernels", "modules that a qmix run loads"
 RESUME = "files that a resume enters"
 LIMITS: dict[str, tuple[float, ...]] = {
-    "core: files; lines": (190, 34_597),
-    "src: files; lines": (270, 48_386),
+    "core: files; lines": (190, 34_566),
+    "src: files; lines": (270, 48_355),
     "longest file; function p95": (600, 26),
     "tests: files; lines": (200, 29_287),
     "mutations: lines": (1_900,),

@@ -193,7 +193,7 @@ class Game:
     def restore(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
         """Continue from what another game has `saved`, by way of a file."""
         loaded = torch.load(io.BytesIO(serialized(pack(saved[0]))), weights_only=True)
-        self.runner.restore(unpack(loaded), self.policy)
+        self.runner.restore(unpack(loaded))
         self.explore.rng.bit_generator.state = saved[1]
 
 

@@ -221,7 +221,7 @@ def test_acting_reads_the_weights_at_every_tick():
     for controller in (mac, other):
         for parameter in controller.agent.parameters():
             parameter.data.neg_()  # a write that torch does not count
-    fresh.restore({"stream": {"played": [1] * SLOTS, "generation": 0}, "lost": 0}, other)
+    fresh.restore({"stream": {"played": [1] * SLOTS, "generation": 0}, "lost": 0})
     second = played(plays, mac, explore=None)
     assert_same(second, played(fresh, other, explore=None))
     assert first.log != second.log

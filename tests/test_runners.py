@@ -240,7 +240,7 @@ def test_play_continues_from_a_snapshot_with_new_or_renewed_episodes(generation)
     runner_of(env, "test").run(Probe(), explore=None, keep=False)
     expected = runner.run(Probe(), explore=None, episodes_per_slot=2)
     assert len({seed for _, seed in env.begun}) == 10
-    again.restore(snapshot, None)
+    again.restore(snapshot)
     found = again.run(Probe(), explore=None, episodes_per_slot=2)
     assert (found.stats, found.log) == (expected.stats, expected.log)
     assert all(same(*pair) for pair in zip(found.episodes, expected.episodes, strict=True))

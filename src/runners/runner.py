@@ -213,7 +213,7 @@ class Runner:
         return self.run(policy, explore=explore, episodes_per_slot=self.stream.per_round, full_obs=full_obs)
 
     def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
-        """Finish the episodes that `collect` left in flight and return them: here, none."""
+        """Set aside, or finish and return, the episodes that `collect` left in flight: here, none."""
         return Rollout()
 
     @property
@@ -225,8 +225,8 @@ class Runner:
         """Return the state between two calls, as arrays, tensors and plain values; changes nothing."""
         return {"stream": self.stream.state_dict(), "lost": self.lost}
 
-    def restore(self, snapshot: dict[str, Any], policy: Policy | None) -> None:
-        """Continue from a `snapshot`; where episodes are in flight, with a policy of the same weights."""
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a `snapshot`; its episodes in flight go on with the next `collect`."""
         self.stream.load_state_dict(snapshot["stream"])
         self.lost = int(snapshot["lost"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,11 +21,15 @@ class StreamRunner(Runner):
     An iteration plays ticks of all slots until as many episodes have ended as there are slots: as many as in a round of
     `ParallelRunner`, but not one of each slot, and the longest of them began under older weights. Episodes come in the
     order of their ticks, whichever environment answers first, so a run is a function of its seed.
+
+    Where the environment can be saved, episodes in flight are set aside while tests are played, and continue with the
+    next `collect`; otherwise they are finished first. Tests and episodes for pre-training are played in rounds.
     """
 
     rounds: ClassVar[bool] = False
     loop_kind: ClassVar[type[RolloutLoop]] = RolloutLoop
     _flying: RolloutLoop | None = None  # the loop that has episodes in flight
+    _aside: dict[str, Any] | None = None  # episodes set aside, as in a snapshot
     _full_obs = False
 
     def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
@@ -32,7 +37,6 @@ class StreamRunner(Runner):
 
         `steps` counts all steps of the returned episodes. Those in flight are of the same policy, or must be drained.
         """
-        self.prepare()
         loop = self._in_flight(policy, full_obs)
         while loop.rollout.n_episodes < self.env.n_slots:
             loop.tick(explore)
@@ -40,6 +44,10 @@ class StreamRunner(Runner):
 
     def _in_flight(self, policy: Policy, full_obs: bool) -> RolloutLoop:
         """Return the loop in flight, with the policy's newest weights; a new loop where there is none."""
+        aside, self._aside = self._aside, None
+        if aside is not None:
+            self._resume(aside, policy)
+        self.prepare()
         if self._flying is None:
             self._flying = self._loop(policy, full_obs, keep=True, kind=self.loop_kind)
             self._full_obs = full_obs
@@ -49,11 +57,14 @@ class StreamRunner(Runner):
         return self._flying
 
     def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
-        """Finish the episodes in flight, start no others except replacements of lost ones, and return them."""
+        """Set the episodes in flight aside; where that cannot be, finish them, begin no others, and return them."""
         if self._flying is None:
             return Rollout()
-        policy.refresh()
         loop, self._flying = self._flying, None
+        with suppress(NotImplementedError):
+            self._aside = self._saved(loop)
+            return Rollout()
+        policy.refresh()
         loop.clock.left[:] = 0
         while not loop.over:
             loop.tick(explore)
@@ -65,13 +76,13 @@ class StreamRunner(Runner):
         return self._flying is not None
 
     def snapshot(self) -> dict[str, Any]:
-        """Return also the state of the episodes in flight: environment, policy's memory, rows.
+        """Return also the state of the episodes in flight or set aside: environment, policy's memory, rows.
 
         Where the environment cannot be saved, return only their number: they will be lost.
         """
         loop = self._flying
         if loop is None:
-            return {**super().snapshot(), "flying": None, "dropped": 0}
+            return {**super().snapshot(), "flying": self._aside, "dropped": 0}
         loop.finish_steps()
         state = super().snapshot()  # after finishing: lost episodes have drawn other seeds
         try:
@@ -87,14 +98,16 @@ class StreamRunner(Runner):
         memory = loop.policy.snapshot()
         return {"env": env, "play": loop.snapshot(), "policy": memory, "full_obs": self._full_obs}
 
-    def restore(self, snapshot: dict[str, Any], policy: Policy | None) -> None:
-        """Continue from a `snapshot`, with a policy of the same weights; episodes that are not in it are `lost`."""
-        super().restore(snapshot, policy)
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue from a `snapshot` with the next `collect`; episodes that are not in it are `lost`."""
+        super().restore(snapshot)
         self.lost += int(snapshot["dropped"])
-        self._flying = None
-        if (flying := snapshot["flying"]) is not None:
-            assert policy is not None
-            self._resume(flying, policy)
+        self._flying, self._aside = None, snapshot["flying"]
+
+    def renew(self, generation: int) -> None:
+        """Draw other seeds from here on; episodes set aside are dropped. Errors: as in `Runner`."""
+        super().renew(generation)
+        self._aside = None
 
     def _resume(self, flying: dict[str, Any], policy: Policy) -> None:
         """Continue the episodes of `_saved`."""
@@ -124,14 +137,11 @@ class TickRunner(StreamRunner):
 
     The episodes that `collect` returns are single steps, of two rows each, and `steps` is their number; `n_episodes`,
     stats and log count the episodes that ended. A slot needs one tick to observe an episode's end and one to begin the
-    next episode: such a tick adds no step. Where the environment can be saved, episodes in flight are set aside while
-    tests are played and continue with the next `collect`; otherwise they are finished first. Tests and episodes for
-    pre-training are played in rounds, as by any runner.
+    next episode: such a tick adds no step.
     """
 
     unit: ClassVar[str] = "steps"
     loop_kind: ClassVar[type[RolloutLoop]] = StepLoop
-    _aside: dict[str, Any] | None = None  # the episodes set aside, as in a snapshot
 
     @staticmethod
     def rows(info: EnvInfo) -> int:
@@ -145,42 +155,10 @@ class TickRunner(StreamRunner):
 
     def collect(self, policy: Policy, *, explore: Exploration | None, full_obs: bool = False) -> Rollout:
         """Play the ticks of an iteration and return their steps. Arguments and errors as in `StreamRunner`."""
-        aside, self._aside = self._aside, None
-        if aside is not None:
-            self._resume(aside, policy)
-        self.prepare()
         loop = self._in_flight(policy, full_obs)
         for _ in range(self.config.ticks_per_iteration):
             loop.tick(explore)
         return self._take(loop)
-
-    def drain(self, policy: Policy, *, explore: Exploration | None) -> Rollout:
-        """Keep a snapshot of the episodes in flight where the environment can be saved; otherwise finish them."""
-        if self._flying is None:
-            return Rollout()
-        try:
-            self._aside = self._saved(self._flying)
-        except NotImplementedError:
-            return super().drain(policy, explore=explore)
-        self._flying = None
-        return Rollout()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return also the state of the episodes in flight or set aside."""
-        state = super().snapshot()
-        return state if self._aside is None else {**state, "flying": self._aside}
-
-    def restore(self, snapshot: dict[str, Any], policy: Policy | None) -> None:
-        """Continue from a `snapshot`; its episodes continue with the next `collect`."""
-        self._flying = None
-        Runner.restore(self, snapshot, policy)
-        self.lost += int(snapshot["dropped"])
-        self._aside = snapshot["flying"]
-
-    def renew(self, generation: int) -> None:
-        """Draw other seeds from here on; episodes set aside are dropped. Errors: as in `Runner`."""
-        super().renew(generation)
-        self._aside = None
 
     def _take(self, loop: RolloutLoop) -> Rollout:
         rollout = super()._take(loop)

@@ -327,7 +327,7 @@ class Checkpointer:
         session = stage.session
         for name, runner in session.runners.items():
             if name in own["runners"]:  # earlier versions had fewer purposes
-                runner.restore(own["runners"][name], stage.policies().get(name))
+                runner.restore(own["runners"][name])
         session.resume_counting(own["past"])
         if inside:
             for name, stateful in self._registered["rank"].items():

@@ -24,7 +24,6 @@ from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.checks import shorten
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
-from omagd.controllers.types import Policy
 from omagd.envs.protocol import BatchedEnv
 from omagd.learners.protocol import Trainable
 from omagd.learners.synced_optimizer import SKIPPED, Stats
@@ -459,10 +458,6 @@ class Stage(ABC):
     def buffers(self) -> dict[str, EpisodeBuffer]:
         """Return the training episodes, which checkpoints include, by name."""
         return self.pretrained.episodes
-
-    def policies(self) -> dict[str, Policy]:
-        """Return who plays the battles that may be in flight between two iterations, by the runner's purpose."""
-        return {}
 
     def urgent(self) -> bool:
         """Whether this iteration has reached something that a checkpoint should hold. The same on all ranks."""

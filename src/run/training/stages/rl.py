@@ -13,7 +13,7 @@ from omagd import runners
 from omagd.components.action_selectors import epsilon_at
 from omagd.components.data import DataSource, GroupData, OnPolicyData, PrioritisedReplay, Read, ReplayData
 from omagd.components.episode_buffer import UNLIMITED, EpisodeBuffer
-from omagd.controllers.types import Exploration, Policy
+from omagd.controllers.types import Exploration
 from omagd.learners.protocol import Learner, explores, records_full_obs, updates_per_iteration
 from omagd.run.checkpoint.store import Attribute, StageResult
 from omagd.run.checkpoint.weights import far_step, find_step_folder, load_learner, save_learner
@@ -144,10 +144,6 @@ class RLStage(Stage):
         """Return the episodes that checkpoints hold."""
         return {self.data.log_name: self.data.buffer}
 
-    def policies(self) -> dict[str, Policy]:
-        """Return the controller, which plays the training episodes."""
-        return {"train": self.mac}
-
     def episodes_changed(self, *, lost: bool) -> None:
         """Wait again until every rank can give a batch."""
         self._ready = False
@@ -274,7 +270,7 @@ class RLStage(Stage):
             self._bar.set(self.clock.t_env, total=self._end())
 
     def _drain(self) -> None:
-        """Finish, store and count the episodes in flight, before other episodes are played in the environment."""
+        """Set aside, or finish and store, the episodes in flight before others are played in the environment."""
         train = self.session.runners["train"]
         if train.in_flight:
             self._store(train.drain(self.mac, explore=self._exploration()))
