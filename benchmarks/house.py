@@ -1,4 +1,4 @@
-"""Print the size of the code base, and what one update, one start and one resume read of it.
+"""Print the size of the code base beside its limits.
 
     python benchmarks/house.py
 
@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import graphlib
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -21,8 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
 APART = ("lab", "envs/battle", "envs/snakes")
-UPDATE, MODULES = "one QMIX update: files; without kernels", "modules that a qmix run loads"
-RESUME = "files that a resume enters"
+MODULES = "modules that a qmix run loads"
 LIMITS: dict[str, tuple[float, ...]] = {
     "core: files; lines": (190, 34_566),
     "src: files; lines": (270, 48_355),
@@ -30,58 +27,9 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "tests: files; lines": (200, 29_287),
     "mutations: lines": (1_900,),
     "imports of lab by core; import cycles": (0, 0),
-    UPDATE: (12, 8),
     MODULES: (130,),
-    RESUME: (20,),
 }
-"""The most that each measure may be; `tests/test_structure.py` checks those that need no run."""
-
-RUN = "--config=qmix --env-config=skirmish with env_args.map_name=3m batch_size_run=16 use_cuda=False use_wandb=False"
-
-# Runs the command line in this process and notes the files of the package whose functions are called: by an update (not
-# the first one, which loads the kernels), or by the package `run/checkpoint` and by what it calls until the state of a
-# checkpoint is restored.
-PROFILED = """
-import os, signal, sys, threading
-from omagd.learners.nq_learner import NQLearner
-from omagd.run.checkpoint.checkpointer import Checkpointer
-from omagd.run.cli.main import main
-src, what, *words = sys.argv[1:]
-files, on = set(), what == "resume"
-def note(frame, event, argument):
-    if not on or event != "call" or not frame.f_code.co_filename.startswith(src):
-        return
-    above = frame
-    while what == "resume" and above and "run/checkpoint" not in above.f_code.co_filename:
-        above = above.f_back if above.f_code.co_name != "<module>" else None  # imports restore nothing
-    if above:
-        files.add(frame.f_code.co_filename[len(src) + 1:])
-def switch(owner, name, inside, after):
-    plain = getattr(owner, name)
-    def call(*values, **more):
-        global on
-        on = inside and (what != "update" or values[0].updates > 0)
-        try:
-            return plain(*values, **more)
-        finally:
-            on = after
-    setattr(owner, name, call)
-if "stop" in what:
-    NQLearner.update = lambda *values, **more: os.kill(os.getpid(), signal.SIGINT) or {}
-switch(NQLearner, "update", what == "update", False)
-switch(Checkpointer, "restore", what == "resume", False)
-if what in ("update", "resume"):
-    sys.setprofile(note)
-if what == "resume":
-    threading.setprofile(note)
-try:
-    main(words)
-finally:
-    sys.setprofile(None)
-    if "modules" in what:
-        files = {name for name in sys.modules if name.startswith("omagd")}
-    print("FOUND", *sorted(files))
-"""
+"""The most that each measure may be, as `tests/test_structure.py` and `test_architecture.py` check."""
 
 
 def lines(path: Path) -> int:
@@ -144,7 +92,7 @@ def wrong_imports() -> tuple[int, int]:
 
 
 def sizes() -> dict[str, tuple[int, ...]]:
-    """Return the measures that need no run, by name."""
+    """Return the measures by name, all but the one that needs a run."""
     files = sorted(SRC.rglob("*.py"))
     core = [path for path in files if not path.relative_to(SRC).as_posix().startswith(APART)]
     tests = sorted((ROOT / "tests").rglob("*.py"))
@@ -159,32 +107,12 @@ def sizes() -> dict[str, tuple[int, ...]]:
     }
 
 
-def noted(what: str, *words: str) -> list[str]:
-    """Return the files of `src/` whose functions a run called, or the modules that it loaded."""
-    source = (SRC / "__init__.py").resolve().parent
-    command = [sys.executable, "-c", PROFILED, str(source), what, *RUN.split(), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    if done.returncode not in (0, 130):  # 130: the interrupted run
-        sys.exit(done.stderr)
-    return next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("FOUND"))
-
-
 def main() -> None:
-    """Print a line for each measure and its limit; with `--names` also the files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--names", action="store_true", help="name the files of an update and of a resume")
-    names, table = parser.parse_args().names, sizes()
-    with tempfile.TemporaryDirectory() as folder:
-        run = (f"local_results_path={folder}", "auto_resume=True", "t_max=2000")
-        modules, resume = noted("modules, then stop", *run), noted("resume", *run)
-        update = noted("update", *run)
-    table[UPDATE] = len(update), sum("kernels" not in name for name in update)
-    table |= {MODULES: (len(modules),), RESUME: (len(resume),)}
-    for name, found in table.items():
+    """Print a line for each measure and its limit."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for name, found in sizes().items():
         value, limit = ("; ".join(map(str, numbers)) for numbers in (found, LIMITS[name]))
         print(f"{name:42} {value:14} at most {limit}")
-    if names:
-        print("\nupdate:", *update, "\nresume:", *resume, sep="\n  ")
 
 
 if __name__ == "__main__":
