@@ -27,7 +27,7 @@ from omagd.run.cli.main import main
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 PAGE = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 # Options whose value is other code, which is left out.
-PEERS = ("--peer", "--pymarl3", "--epymarl", "--on")
+PEERS = ("--peer", "--pymarl3", "--epymarl")
 # Words appended to a command, by its script and, where it has several parts, the part; OUT is a folder of the test.
 SMALL: dict[str, str] = {
     "env_speed.py": "--slots 4 --steps 40 --rounds 1",
