@@ -58,27 +58,14 @@ bench() { # limit, script, arguments
     row "$1" "$venv_python" "benchmarks/$2" --device "$DEVICE" "${@:3}"
 }
 
-train() { # limit, what it is, arguments of main.py: a run; what its records say about speed and memory
-    rm -rf "$scratch/runs"
-    row "$1" "$venv_python" -c '
-import json, pathlib, subprocess, sys
-what, folder, *command = sys.argv[1:]
-subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-last = json.loads(pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()[-1])
-kept = {k: round(v, 4) for k, v in last.items() if k.startswith(("time/", "memory/", "gpu/")) or k == "steps_per_second"}
-print(json.dumps({"work": what, "t_env": last["t_env"], "wall_seconds": round(last["wall_seconds"], 1)} | kept))' \
-        "$2" "$scratch/runs" "$venv_python" src/main.py "$3" --env-config=skirmish with "use_cuda=$use_cuda" \
-        "local_results_path=$scratch/runs" unique_token=run save_model=False log_memory_usage=True "${@:4}"
-}
-
-use_cuda=True maps="3m 5m_vs_6m" battles="4096 16384" many=16384 some=4096 batch=128 updates=20 t_max=20000
+use_cuda=True maps="3m 5m_vs_6m" battles="4096 16384" many=16384 some=4096 batch=128 updates=20
 interval=50000
 [ "$DEVICE" = cuda ] || use_cuda=False
-if [ "$SMALL" = 1 ]; then maps=3m battles=16 many=16 some=16 batch=8 updates=2 t_max=4000 interval=4000; fi
-few=(--batch "$batch" --parallel-up-to 0 --rounds 3)
+if [ "$SMALL" = 1 ]; then maps=3m battles=16 many=16 some=16 batch=8 updates=2 interval=4000; fi
+few=(--batch "$batch" --rounds 3)
 
 for map in $maps; do
-    sizes=(--map "$map" --lengths play --updates "$updates")
+    sizes=(--map "$map" --updates "$updates")
     bench 40 qmix_update.py "${sizes[@]}" --batch "$batch" "${pymarl3[@]}"
     bench 40 ppo_update.py "${sizes[@]}" "${epymarl[@]}"
     # shellcheck disable=SC2086
@@ -91,10 +78,6 @@ for config in gnn_qmix omagd_small; do
 done
 row 75 "$venv_python" benchmarks/time_to_win.py runner=resident "batch_size_run=$((some / 8))" \
     updates_per_iteration=64 "test_interval=$interval" "use_cuda=$use_cuda" --limit 20
-[ "$DEVICE" = cpu ] || train 40 "qmix on 3m, one rank by NCCL" --config=qmix env_args.map_name=3m run=ddp world_size=1 \
-    dist_backend=nccl "t_max=$t_max"
-train 40 "qmix on 3m, two ranks by gloo" --config=qmix env_args.map_name=3m run=ddp world_size=2 dist_backend=gloo \
-    "t_max=$t_max"
 if "$venv_python" -c 'import jaxmarl' 2>/dev/null; then
     bench 60 resident.py --env smax --map 3m --slots "$some" "${few[@]}"
 fi

@@ -1,13 +1,13 @@
 """Time one MAPPO update (all epochs) at the sizes of SMAC's maps, beside EPyMARL's learner where a checkout is given.
 
-    python benchmarks/ppo_update.py [--map 3m|5m_vs_6m|27m_vs_30m|all] [--lengths play mix]
-        [--peer PATH_OF_AN_EPYMARL_CHECKOUT] [--updates 20] [--batch 32] [--epochs 4] [--device cpu|cuda]
+    python benchmarks/ppo_update.py [--map 3m|5m_vs_6m|27m_vs_30m|all] [--peer PATH_OF_AN_EPYMARL_CHECKOUT]
+        [--updates 20] [--batch 32] [--epochs 4] [--device cpu|cuda]
 
 Both learners get the same random episodes with the same networks: a GRU of 128 units that reads observation and agent
 number, a critic of the state with two layers of 128, the same number of epochs over the whole batch. As in
 `qmix_update.py`, each works in a process of its own, in turns with the other, and ratios are medians over all rounds.
 What differs is each one's own: EPyMARL gives each agent a value, computes five-step returns in every epoch and pads
-episodes to the longest one. Prints one JSON line for each map and kind of lengths.
+episodes to the longest one. Prints one JSON line for each map.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ def main() -> None:
     """Time and print."""
     parser = argparse.ArgumentParser(description="Time one MAPPO update.")
     parser.add_argument("--map", choices=[*MAPS, "all"], default="5m_vs_6m")
-    parser.add_argument("--lengths", nargs="+", choices=["play", "mix"], default=["play", "mix"])
     parser.add_argument("--peer", type=Path, help="a checkout of EPyMARL")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--batch", type=int, default=32)
@@ -95,9 +94,7 @@ def main() -> None:
     options.precision = "float32"
     for name in MAPS if options.map == "all" else [options.map]:
         row = {"work": f"ppo_update {name}", "device": options.device, "batch": options.batch, "epochs": options.epochs}
-        for lengths in options.lengths:
-            sys.stdout.write(json.dumps({**row, **measure(options, MAPS[name], lengths, make_update)}) + "\n")
-            sys.stdout.flush()
+        print(json.dumps(row | measure(options, MAPS[name], make_update)), flush=True)
 
 
 if __name__ == "__main__":

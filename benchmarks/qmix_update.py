@@ -1,17 +1,16 @@
 """Time one QMIX update at the sizes of SMAC's maps, beside PyMARL3's learner where a checkout of it is given.
 
     python benchmarks/qmix_update.py [--map 3m|5m_vs_6m|27m_vs_30m|all] [--precision float32|bf16]
-        [--lengths play mix] [--peer PATH_OF_A_PYMARL3_CHECKOUT] [--updates 20] [--batch 128] [--device cpu|cuda]
+        [--peer PATH_OF_A_PYMARL3_CHECKOUT] [--updates 20] [--batch 128] [--device cpu|cuda]
 
 Both learners get the same random episodes, ready as each keeps them once sampled, several batches in turn. Lengths are
-those of real play (`play`: from the replay of a training, results/played_lengths.json), or a wider mix (`mix`), of
-which a padded batch is 43 % full; the more padding, the more a learner on packed steps gains. Each learner works in a
-process of its own, set up as its own runs are; they take turns. On a CPU the peer works a second time with our setting
-of the allocator (`peer_kept`), which is no part of it; on a GPU we work a second time on batches of fixed shapes, read
-from a replay in its memory by CUDA graphs (`ours_graph`, as `runner=resident` does). Times are CPU seconds of one
-thread, on a GPU seconds until it is idle; ratios are medians over all rounds, with the quartiles as their spread.
-Prints one JSON line for each map and kind of lengths, `filled` being the share of a padded batch that is real; without
-a checkout the stored ratio.
+those of real play, from the replay of a training (results/played_lengths.json); the more padding, the more a learner on
+packed steps gains. Each learner works in a process of its own, set up as its own runs are; they take turns. On a CPU
+the peer works a second time with our setting of the allocator (`peer_kept`), which is no part of it; on a GPU we work a
+second time on batches of fixed shapes, read from a replay in its memory by CUDA graphs (`ours_graph`, as
+`runner=resident` does). Times are CPU seconds of one thread, on a GPU seconds until it is idle; ratios are medians over
+all rounds, with the quartiles as their spread. Prints one JSON line for each map, `filled` being the share of a padded
+batch that is real.
 """
 
 from __future__ import annotations
@@ -54,13 +53,6 @@ Update = Callable[[int], object]
 MakeUpdate = Callable[[str, argparse.Namespace, list[Episodes], EnvInfo], Update]
 BATCHES = {"27m_vs_30m": 1}  # of the most agents, which take the most memory and time; 4 otherwise
 MOST_UPDATES = {"27m_vs_30m": 5}
-# What --peer measured at batch 128 on one core of an Intel Xeon with AVX-512 and AMX that had other work.
-STORED = {
-    ("3m", "float32", "play"): 1.94, ("5m_vs_6m", "float32", "play"): 2.02, ("27m_vs_30m", "float32", "play"): 7.9,
-    ("3m", "bf16", "play"): 3.08, ("5m_vs_6m", "bf16", "play"): 3.47, ("27m_vs_30m", "bf16", "play"): 12.6,
-    ("3m", "float32", "mix"): 3.24, ("5m_vs_6m", "float32", "mix"): 3.27,
-    ("3m", "bf16", "mix"): 5.38, ("5m_vs_6m", "bf16", "mix"): 5.61,
-}  # fmt: skip
 
 
 def info_of(name: str, n: int, m: int, state_dim: int, limit: int) -> EnvInfo:
@@ -76,20 +68,16 @@ MAPS = {
 }
 
 
-def played_lengths() -> dict[str, list[int]]:
-    """Return the lengths of the newest 5,000 episodes at the most of a training on each map."""
+def played_lengths(name: str) -> list[int]:
+    """Return the lengths of the newest 5,000 episodes at the most of a training on a map."""
     counts = json.loads((RESULTS / "played_lengths.json").read_text(encoding="utf-8"))["counts"]
-    return {name: [int(n) for n, times in of_map.items() for _ in range(times)] for name, of_map in counts.items()}
+    return [int(n) for n, times in counts[name].items() for _ in range(times)]
 
 
-def make_episodes(n_episodes: int, rng: np.random.Generator, info: EnvInfo, lengths: str = "mix") -> Episodes:
-    """Return random episodes whose `lengths` are those of real play, or a mix from 10 steps to the limit."""
+def make_episodes(n_episodes: int, rng: np.random.Generator, info: EnvInfo) -> Episodes:
+    """Return random episodes whose lengths are those of real play."""
     episodes = []
-    if lengths == "play":
-        drawn = rng.choice(played_lengths()[info.map_name], n_episodes)
-    else:
-        drawn = rng.gamma(6.0, 0.0743 * info.episode_limit, n_episodes)
-    for steps in np.clip(drawn.astype(int), 10, info.episode_limit):
+    for steps in rng.choice(played_lengths(info.map_name), n_episodes):
         rows, n = int(steps) + 1, info.n_agents
         available = rng.random((rows, n, info.n_actions)) < 0.6
         actions = rng.integers(info.n_actions, size=(rows, n))
@@ -228,13 +216,11 @@ def make_update(name: str, options: argparse.Namespace, batches: list[Episodes],
     return peers(options, batches, info)
 
 
-def work(
-    pipe: Connection, options: argparse.Namespace, info: EnvInfo, lengths: str, name: str, make: MakeUpdate
-) -> None:
+def work(pipe: Connection, options: argparse.Namespace, info: EnvInfo, name: str, make: MakeUpdate) -> None:
     """Do an update for every number that comes and answer with its seconds; None ends: answer the peak in GB."""
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
-    batches = [make_episodes(options.batch, rng, info, lengths) for _ in range(n_batches(info))]
+    batches = [make_episodes(options.batch, rng, info) for _ in range(n_batches(info))]
     cuda = options.device == "cuda"
     if name != "peer":
         keep_freed_memory()
@@ -256,15 +242,15 @@ def n_batches(info: EnvInfo) -> int:
     return BATCHES.get(info.map_name, 4)
 
 
-def measure(options: argparse.Namespace, info: EnvInfo, lengths: str, make: MakeUpdate = make_update) -> dict[str, Any]:
-    """Return medians, peaks of memory and ratios for episodes of such `lengths`. make: builds the updates."""
+def measure(options: argparse.Namespace, info: EnvInfo, make: MakeUpdate = make_update) -> dict[str, Any]:
+    """Return medians, peaks of memory and ratios. make: builds the updates."""
     spawn = multiprocessing.get_context("spawn")
     pipes = {}
     names = ["ours"] if options.device == "cpu" else ["ours", "ours_graph"]
     names += [] if not options.peer else ["peer", "peer_kept"] if options.device == "cpu" else ["peer"]
     for name in names:
         pipes[name], far = spawn.Pipe()
-        spawn.Process(target=work, args=(far, options, info, lengths, name, make), daemon=True).start()
+        spawn.Process(target=work, args=(far, options, info, name, make), daemon=True).start()
         far.close()  # one that fails ends this process, too
     times: dict[str, list[float]] = {name: [] for name in pipes}
     first, last = -n_batches(info), min(options.updates, MOST_UPDATES.get(info.map_name, options.updates))
@@ -275,8 +261,8 @@ def measure(options: argparse.Namespace, info: EnvInfo, lengths: str, make: Make
             if number >= 0:
                 times[name].append(seconds)
     rng = np.random.default_rng(0)  # as in `work`
-    share = filled([make_episodes(options.batch, rng, info, lengths) for _ in range(n_batches(info))])
-    result: dict[str, Any] = {"lengths": lengths, "filled": round(share, 2)}
+    share = filled([make_episodes(options.batch, rng, info) for _ in range(n_batches(info))])
+    result: dict[str, Any] = {"filled": round(share, 2)}
     result |= {name: round(statistics.median(seconds), 4) for name, seconds in times.items()}
     for name, pipe in pipes.items():
         pipe.send(None)
@@ -287,10 +273,6 @@ def measure(options: argparse.Namespace, info: EnvInfo, lengths: str, make: Make
             low, middle, high = (round(float(x), 2) for x in np.percentile(ratios, [25, 50, 75]))
             of = f"{own.removeprefix('ours').removeprefix('_')}_ratio_to_{name}".removeprefix("_")
             result |= {of: middle, f"{of}_quartiles": [low, high]}
-    stored = STORED.get((info.map_name, options.precision, lengths))
-    comparable = make is make_update and not options.peer and options.device == "cpu" and options.batch == 128
-    if stored is not None and comparable:
-        result["stored_ratio_to_peer"] = stored
     return result
 
 
@@ -299,9 +281,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time one QMIX update.")
     parser.add_argument("--map", choices=[*MAPS, "all"], default="5m_vs_6m")
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32")
-    parser.add_argument(
-        "--lengths", nargs="+", choices=["play", "mix"], default=["play", "mix"], help="of the episodes"
-    )
     parser.add_argument("--peer", type=Path, help="a checkout of PyMARL3")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--batch", type=int, default=128)
@@ -310,9 +289,7 @@ def main() -> None:
     for name in MAPS if options.map == "all" else [options.map]:
         row = {"work": f"qmix_update {name}", "device": options.device}
         row |= {"precision": options.precision, "batch": options.batch}
-        for lengths in options.lengths:
-            sys.stdout.write(json.dumps({**row, **measure(options, MAPS[name], lengths)}) + "\n")
-            sys.stdout.flush()
+        print(json.dumps(row | measure(options, MAPS[name])), flush=True)
 
 
 if __name__ == "__main__":

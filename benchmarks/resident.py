@@ -1,4 +1,4 @@
-"""Battles, rollouts and training that stay in a device's memory: environment steps per second, beside `parallel`.
+"""Battles, rollouts and training that stay in a device's memory: environment steps per second.
 
     python benchmarks/resident.py --device cuda [--map 5m_vs_6m] [--slots 1024 4096 16384] [--rounds 5] [--updates 4]
     python benchmarks/resident.py --device cuda --config omagd_small        (untrained modules reconstruct)
@@ -13,7 +13,6 @@ of the rounds in steps per second of the wall clock:
     played      whole rounds of `runner=resident` with the agents of `--config`
     trained     the same, stored in the replay on the device, then so many updates of `batch_size` episodes, of fixed
                 shapes (`graph_updates`), which are CUDA graphs on a GPU
-    parallel    whole rounds of `runner=parallel` on the processor, with the agent on the device
 
 Also seconds of one update, and megabytes of the device. Without the device, it prints `not run`.
 `qmix_update.py --device cuda --peer PATH` times updates beside PyMARL3's.
@@ -104,16 +103,16 @@ def untrained(config: Config, info: EnvInfo, device: torch.device) -> TokenRecon
 
 
 class Training:
-    """A runner with its controller, replay and learner.
+    """The runner with its controller, replay and learner.
 
     Args:
-        runner: its name. slots: battles. arguments: as of the command line.
+        slots: battles. arguments: as of the command line.
     """
 
-    def __init__(self, runner: str, slots: int, arguments: argparse.Namespace) -> None:
+    def __init__(self, slots: int, arguments: argparse.Namespace) -> None:
         device = torch.device(arguments.device)
         sizes = {"batch_size_run": slots, "batch_size": arguments.batch, "updates_per_iteration": arguments.updates}
-        updates = {"runner": runner, "buffer_cpu_only": False, "buffer_size": max(5000, 2 * slots), **sizes}
+        updates = {"runner": "resident", "buffer_cpu_only": False, "buffer_size": max(5000, 2 * slots), **sizes}
         updates["env_args.map_name"] = arguments.map
         for word in arguments.keys:
             key, _, value = word.partition("=")
@@ -128,7 +127,7 @@ class Training:
         self.learns = FixedUpdates(self.learner)
         buffer = ResidentBuffer(config.buffer_size, device, env.info.episode_limit + 1)
         self.data = ReplayData(config, np.random.default_rng(0), buffer, buffer.fixed)
-        self.runner = runners.REGISTRY.get(runner)(env, config, env.info, EpisodeSeeds(1, "train"))
+        self.runner = runners.REGISTRY.get("resident")(env, config, env.info, EpisodeSeeds(1, "train"))
         self.explore = Exploration(0.5, np.random.default_rng(0))
 
     def play(self) -> int:
@@ -169,13 +168,11 @@ def measure(slots: int, arguments: argparse.Namespace) -> dict[str, Any]:
     row |= {"episodes": slots, **({"keys": arguments.keys} if arguments.keys else {})}
     if arguments.env == "skirmish":
         row["battles"] = round(speed(battles_alone(arguments.map, slots, device), rounds))
-    training = Training("resident", slots, arguments)
+    training = Training(slots, arguments)
     row["played"] = round(speed(training.play, rounds))
     row["trained"] = round(speed(training.learn, rounds))
     seconds = statistics.median(timed(training.update)[0] for _ in range(rounds))
     row["update_seconds"] = round(seconds / arguments.updates, 5)
-    if slots <= arguments.parallel_up_to:
-        row["parallel"] = round(speed(Training("parallel", slots, arguments).play, rounds))
     if device.type == "cuda":
         row["megabytes"] = round(torch.cuda.max_memory_allocated(device) / 2**20)
     return row
@@ -192,7 +189,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=128, help="episodes of an update")
     parser.add_argument("--updates", type=int, default=4, help="of a round")
-    parser.add_argument("--parallel-up-to", type=int, default=1024, help="most battles with which parallel is timed")
     parser.add_argument(
         "keys", nargs="*", metavar="key=value", help="of the configuration, such as resident_slots=4096"
     )

@@ -188,7 +188,7 @@ def gradients(device, episodes, **updates):
 @pytest.mark.parametrize(("updates", "bound"), [({}, 2e-5), ({"precision": "bf16"}, 0.1)])
 def test_gradients_are_those_of_the_cpu(updates, bound):
     info = qmix_update.MAPS["5m_vs_6m"]
-    episodes = qmix_update.make_episodes(128, np.random.default_rng(0), info, "play")
+    episodes = qmix_update.make_episodes(128, np.random.default_rng(0), info)
     wanted, found, again = gradients(CPU, episodes), *(gradients(GPU, episodes, **updates) for _ in range(2))
     assert all(map(torch.equal, found, again))
     one, other = (torch.cat([part.flatten() for part in parts]) for parts in (found, wanted))
