@@ -1,7 +1,7 @@
 """Environment steps per second of whole runners on the same battles: ours beside PyMARL3's and EPyMARL's.
 
     OMP_NUM_THREADS=1 python benchmarks/runner_speed.py --maps 3m 5m_vs_6m [--pymarl3 CHECKOUT] [--epymarl CHECKOUT]
-        [--battles 1 4 16 64 256] [--most-processes 32] [--rows FILE] [--plot PICTURE]
+        [--battles 1 4 16 64 256] [--most-processes 32] [--rows FILE]
 
 PyMARL3 and EPyMARL have no simulator without StarCraft II. What is compared is a runner with its environment: play
 random available actions until every battle of a round has ended, and keep the episodes. No agent computes anything.
@@ -13,8 +13,7 @@ random available actions until every battle of a round has ended, and keep the e
 
 Each contestant has a process of its own and one thread in each process; they take turns. CPU seconds are those of all
 processes of a contestant. On one core wall time is CPU time or more; with more cores the peers' processes share the
-work, but never take less than what their main process computes (`main` in the rows). `--rounds 0` draws the rows that
-a file has.
+work, but never take less than what their main process computes (`main` in the rows).
 """
 
 from __future__ import annotations
@@ -46,15 +45,10 @@ from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
 from omagd.envs.smac import make_smac
-from omagd.run.run_folder import read_records
 from omagd.runners import REGISTRY
 from omagd.utils.seeding import EpisodeSeeds
 
 OURS = ("skirmish", "smax")
-COLOURS = {
-    "skirmish": "#D55E00", "reference": "#E69F00", "smax": "#009E73", "PyMARL3": "#0072B2", "EPyMARL": "#CC79A7"
-}  # fmt: skip
-LABELS = {"skirmish": "skirmish", "reference": "skirmish, NumPy", "smax": "SMAX from Python"}
 ALONE = ", one process"
 Play = Callable[[], int]  # plays a round and returns its steps
 
@@ -225,39 +219,8 @@ def measure(map_name: str, battles: int, options: argparse.Namespace) -> list[di
     return rows
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw steps per CPU second over the number of battles, a panel per map."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    maps = list(dict.fromkeys(row["map"] for row in rows))
-    figure, axes = plt.subplots(1, len(maps), figsize=(4.4 * len(maps), 4.2), sharey=True, squeeze=False)
-    for axis, map_name in zip(axes[0], maps, strict=True):
-        for name, colour in COLOURS.items():
-            mine = [row for row in rows if (row["map"], row["name"]) == (map_name, name)]
-            if mine:
-                x = [row["battles"] for row in mine]
-                low, middle, high = zip(*(row["steps_per_second"]["cpu"] for row in mine), strict=True)
-                axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-                style = "o-" if name in LABELS else "s--"
-                axis.plot(x, middle, style, color=colour, label=LABELS.get(name, f"{name}: a process per battle"))
-        ticks = sorted({row["battles"] for row in rows})
-        axis.set(title=map_name, xscale="log", yscale="log", xlabel="battles at once", xticks=ticks)
-        axis.set_xticklabels([str(k) for k in ticks])
-        axis.tick_params(axis="x", which="minor", bottom=False)
-        axis.grid(axis="y", color="#DDDDDD")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("environment steps per CPU second")
-    named = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(named.values(), named.keys(), loc="upper center", ncols=3, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.89))
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
-    """Measure, print, draw."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--maps", nargs="+", default=["5m_vs_6m"])
     parser.add_argument("--battles", type=int, nargs="+", default=[1, 4, 16, 64, 256])
@@ -266,22 +229,16 @@ def main() -> None:
     parser.add_argument("--epymarl", type=Path, help="a checkout of EPyMARL")
     parser.add_argument("--most-processes", type=int, default=32, help="of a peer")
     parser.add_argument("--seconds", type=float, default=1.5, help="of processor time, of a turn of each")
-    parser.add_argument("--rounds", type=int, default=7, help="0: draw the rows of --rows")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=Path, help="JSON lines")
-    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.rounds:
-        ours("skirmish", "3m", 1)[0]()  # loads the kernels, which other processes inherit
-        rows = []
-        for name, battles in itertools.product(options.maps, options.battles):
-            rows += measure(name, battles, options)
-            if options.rows:
-                options.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        rows = list(read_records(options.rows))
-    if options.plot:
-        draw(rows, options.plot)
+    ours("skirmish", "3m", 1)[0]()  # loads the kernels, which other processes inherit
+    rows = []
+    for name, battles in itertools.product(options.maps, options.battles):
+        rows += measure(name, battles, options)
+        if options.rows:
+            options.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

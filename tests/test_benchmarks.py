@@ -35,7 +35,7 @@ SMALL: dict[str, str] = {
     "ppo_update.py": "--map 3m --batch 4 --updates 1 --epochs 1",
     "pymarl3.py learning": "--seeds 1 --t-max 30 --test-episodes 4 --out OUT --results OUT",
     "qmix_update.py": "--map 3m --batch 4 --updates 1",
-    "runner_speed.py": "--maps 3m --battles 1 2 --ours skirmish --seconds 0.01 --rounds 1 --rows OUT/r --plot OUT/p",
+    "runner_speed.py": "--maps 3m --battles 1 2 --ours skirmish --seconds 0.01 --rounds 1 --rows OUT/r",
     "scripted.py": "--maps 3m --episodes 2",
     "resident.py": "--device cpu --map 3m --slots 4 --rounds 1 --updates 1 --batch 4",
     "snakes.py scripts": "--games 1 --out OUT --pictures OUT",
