@@ -22,9 +22,9 @@ APART = ("lab", "envs/battle", "envs/snakes")
 MODULES = "modules that a qmix run loads"
 LIMITS: dict[str, tuple[float, ...]] = {
     "core: files; lines": (190, 34_566),
-    "src: files; lines": (270, 48_355),
+    "src: files; lines": (270, 48_344),
     "longest file; function p95": (600, 26),
-    "tests: files; lines": (200, 29_287),
+    "tests: files; lines": (200, 29_280),
     "mutations: lines": (1_900,),
     "imports of lab by core; import cycles": (0, 0),
     MODULES: (130,),

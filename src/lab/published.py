@@ -12,12 +12,11 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import closing, suppress
-from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 from urllib.parse import quote
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
@@ -109,25 +108,15 @@ def _is_web(source: str) -> bool:
 
 
 def _download(address: str, most: int, came: Callable[[int], None]) -> bytes:
-    """Return what `_read` does of a server. A broken transfer goes on where it broke, while each try brings more."""
+    """Return what `_read` does of a server."""
     content = bytearray()
-    while True:
-        had = len(content)
-        ask = Request(address, headers={"Range": f"bytes={had}-"} if had else {})
-        try:
-            with urlopen(ask, timeout=SECONDS) as answer:
-                if answer.status != HTTPStatus.PARTIAL_CONTENT:  # the server begins anew
-                    content.clear()
-                while part := answer.read(min(BLOCK, most + 1 - len(content))):
-                    content += part
-                    came(len(part))
-                if not answer.length or len(content) > most:  # as long as the server said
-                    return bytes(content)
-            problem: Exception = OSError(f"broke off after {len(content):,} bytes")
-        except (OSError, HTTPException) as broken:
-            problem = broken
-        if len(content) <= had:
-            raise problem
+    with urlopen(address, timeout=SECONDS) as answer:
+        while part := answer.read(min(BLOCK, most + 1 - len(content))):
+            content += part
+            came(len(part))
+        if answer.length and len(content) <= most:  # less came than the server said
+            raise OSError(f"broke off after {len(content):,} bytes")
+    return bytes(content)
 
 
 def read_index(source: str) -> Index:
