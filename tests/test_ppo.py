@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from omagd.components.action_selectors import REGISTRY as SELECTORS
 from omagd.components.action_selectors import draw, log_softmax
 from omagd.config.loading import resolve
-from omagd.learners.policy_learner import Minibatches
+from omagd.learners.policy_learner import Epochs, PolicyArgs
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.critics import REGISTRY as CRITICS
 from omagd.run.cli.preflight import preflight, too_many_parts
@@ -182,29 +182,29 @@ def test_values_are_clipped_and_normalised():
         assert torch.autograd.grad(found.sum(), value)[0].item() == pytest.approx(slope)
 
 
-def of_batch(batch: PackedBatch, dist: Dist) -> Minibatches:
-    return Minibatches(batch.packing.lengths, batch.sample_index, dist)
+def minibatches(batch: PackedBatch, dist: Dist, count: int, seed: int = 0) -> list[list[int]]:
+    epochs = Epochs(PolicyArgs(epochs=1, minibatches=count), toy_config(**PPO, seed=seed), ppo().optimizer, dist)
+    drawn = epochs.draw(batch.packing.lengths, batch.sample_index, 0)
+    assert epochs.finish() == len(drawn) and epochs.learned_from == 18
+    return drawn
 
 
 def test_minibatches_hold_every_episode_of_all_ranks_once(monkeypatch):
-    """Each rank draws its own part of those that one process would draw; steps are those of all ranks."""
-    lengths = {index: steps for index, steps in enumerate((5, 2, 1, 7, 3, 0))}
-    batches = [pack_episodes([{"t": torch.zeros(lengths[i] + 1)} for i in range(rank, 6, 2)]) for rank in range(2)]
-    whole = of_batch(pack_episodes([{"t": torch.zeros(steps + 1)} for steps in lengths.values()]), Dist())
-    steps = [{i: k - 1 for i, k in zip(b.sample_index, b.packing.lengths, strict=True)} for b in batches]
-    monkeypatch.setattr(Dist, "gather", lambda self, value: steps)
-    ranks = [of_batch(batch, Dist(rank, 2)) for rank, batch in enumerate(batches)]
-    assert [each.steps for each in (whole, *ranks)] == [18] * 3
+    """Each rank draws its own part of those that one process would draw. 18 steps: those of all ranks."""
+    lengths = 5, 2, 1, 7, 3, 0
+    episodes = [{"t": torch.zeros(steps + 1)} for steps in lengths]
+    ranks = [(pack_episodes(episodes[rank::n]), Dist(rank, n)) for rank, n in ((0, 1), (0, 2), (1, 2))]
+    steps = [dict(enumerate(lengths[rank::2])) for rank in range(2)]
+    monkeypatch.setattr(Dist, "gather", lambda self, value: steps if self.world_size > 1 else [value])
     for count, wanted in ((1, 1), (3, 3), (64, 5)):
-        alone, *parts = [list(each.draw(count, np.random.default_rng(0))) for each in (whole, *ranks)]
+        alone, *parts = (minibatches(*of_rank, count) for of_rank in ranks)
         assert len(alone) == wanted and all(alone), "no minibatch is empty on all ranks"
-        by_length = sorted((lengths[i] for i in range(5)), reverse=True)  # one process has them in this order
+        by_length = sorted(lengths[:5], reverse=True)  # one process has them in this order
         for own, of_ranks in zip(alone, zip(*parts, strict=True), strict=True):
-            found = [batches[rank].packing.lengths[i] - 1 for rank, places in enumerate(of_ranks) for i in places]
+            found = [b.packing.lengths[i] - 1 for (b, _), some in zip(ranks[1:], of_ranks, strict=True) for i in some]
             assert sorted(found) == sorted(by_length[place] for place in own) and own == sorted(own)
         assert sorted(place for own in alone for place in own) == list(range(5))
-    orders = [[*whole.draw(2, np.random.default_rng(seed))] for seed in (0, 1)]
-    assert orders[0] != orders[1]
+    assert minibatches(*ranks[0], 2) != minibatches(*ranks[0], 2, seed=1)
 
 
 @pytest.mark.parametrize("kind", [PPO, {"learner": "pqn_learner", "mixer": "vdn"}], ids=["PPO", "PQN"])

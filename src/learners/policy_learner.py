@@ -10,7 +10,7 @@ A *sample* is one agent at one step at which it has a choice. Dead agents have o
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -63,45 +63,11 @@ def log_softmax(logits: Tensor, available: Tensor) -> Tensor:
     return logits.masked_fill(~available, torch.finfo(logits.dtype).min).log_softmax(dim=-1)
 
 
-class Minibatches:
-    """Random minibatches of the episodes of all ranks' batches, drawn alike on all ranks.
-
-    One process draws the same minibatches if it holds the episodes of all ranks in turns: the first of each rank, then
-    the second of each rank, and so on. Episodes are in the order of place in the rank's sample, and rank.
-
-    Args:
-        lengths: rows of each episode of this rank's batch. sample: its place in the rank's sample. dist: the ranks.
-            A collective: every rank builds it.
-
-    Attributes:
-        steps: in the batches of all ranks.
-    """
-
-    def __init__(self, lengths: Sequence[int], sample: Sequence[int], dist: Dist) -> None:
-        self._lengths = lengths
-        self._place = {index: place for place, index in enumerate(sample)}
-        steps = {index: self._lengths[place] - 1 for index, place in self._place.items()}
-        of_ranks = [(i, rank, n) for rank, found in enumerate(dist.gather(steps)) for i, n in found.items() if n]
-        self._episodes = [(i, rank) for i, rank, _ in sorted(of_ranks)]
-        self.steps = sum(n for _, _, n in of_ranks)
-        self._rank = dist.rank
-
-    def draw(self, count: int, rng: np.random.Generator) -> Iterator[list[int]]:
-        """Yield this rank's episodes of each minibatch by their places in its batch, the longest first.
-
-        There are `count` minibatches of about as many episodes, and no empty ones: fewer, but one, where there are
-        fewer episodes. Lists are empty where only other ranks have episodes of a minibatch.
-        """
-        # All ranks permute the episodes of all ranks with equal generators, and take what is theirs.
-        order = rng.permutation(len(self._episodes))
-        for chosen in np.array_split(order, count)[: max(1, len(order))]:  # the first ones are the larger ones
-            drawn = (self._episodes[i] for i in chosen)
-            own = [self._place[index] for index, rank in drawn if rank == self._rank]
-            yield sorted(own, key=lambda place: -self._lengths[place])
-
-
 class Epochs:
     """The minibatches of each update, and a learning rate that falls with `anneal_lr`.
+
+    Minibatches are of the episodes of all ranks. One process draws the same if it holds these in turns: the first of
+    each rank, then the second of each rank, and so on. They are in the order of place in the rank's sample, and rank.
 
     Args:
         args: `epochs`, `minibatches` and `anneal_lr`. config: the run. optimizer: new, with the first learning rate.
@@ -120,21 +86,32 @@ class Epochs:
         self.learned_from, self._steps = torch.tensor(0), 0
 
     def draw(self, lengths: Sequence[int], sample: Sequence[int], updates: int) -> list[list[int]]:
-        """Return this rank's episodes of each minibatch of all epochs, and set the learning rate.
+        """Return this rank's episodes of each minibatch of all epochs, and set the learning rate; all ranks call it.
 
-        lengths, sample: as in `Minibatches`. updates: taken before.
+        Episodes are places in this rank's batch, the longest first. No minibatch is empty on all ranks: there are
+        fewer, but one, where there are fewer episodes. Lists are empty where only other ranks have episodes.
+
+        lengths: rows of each episode of the batch. sample: its place in the rank's sample. updates: taken before.
         """
         if self._args.anneal_lr:
             # By steps learned from, not by updates: these depend on the number of minibatches.
             left = max(0.0, 1.0 - float(self.learned_from) / self._config.t_max)
             for group in self._optimizer.param_groups:
                 group["lr"] = self._lr * left
-        minibatches, drawn = Minibatches(lengths, sample, self._dist), list[list[int]]()
+        places = {index: place for place, index in enumerate(sample)}
+        steps = self._dist.gather({index: lengths[place] - 1 for index, place in places.items()})
+        episodes = sorted((i, rank, n) for rank, found in enumerate(steps) for i, n in found.items() if n)
+        drawn = list[list[int]]()
         for _ in range(self._args.epochs):
-            # Keyed by the number of updates, so that a resumed run draws the same minibatches.
-            rng = generator(self._config.seed, "minibatches", updates + len(drawn))
-            drawn += minibatches.draw(self._args.minibatches, rng)
-        self._steps, self.taken = minibatches.steps, len(drawn)
+            # Keyed by the number of updates, so that a resumed run draws the same minibatches. All ranks permute the
+            # episodes of all ranks with equal generators, and take what is theirs.
+            order = generator(self._config.seed, "minibatches", updates + len(drawn)).permutation(len(episodes))
+            # The first minibatches are the larger ones.
+            for chosen in np.array_split(order, self._args.minibatches)[: max(1, len(order))]:
+                some = (episodes[i] for i in chosen)
+                own = [places[index] for index, rank, _ in some if rank == self._dist.rank]
+                drawn.append(sorted(own, key=lambda place: -lengths[place]))
+        self._steps, self.taken = sum(n for _, _, n in episodes), len(drawn)
         return drawn
 
     def draw_fixed(self, draw: Draw, updates: int) -> Tensor:
