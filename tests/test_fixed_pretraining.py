@@ -83,10 +83,10 @@ def test_an_update_waits_for_nothing_and_copies_nothing_but_its_inputs(case: str
 def on_a_gpu(case: str, **changes: Any) -> Any:
     config, dist = toy_config(**CASES[case], **changes), Dist(device=DEVICE)
     torch.manual_seed(0)
-    tokenizer = new_tokenizer(config, INFO, DEVICE)
+    tokenizer = new_tokenizer(config, INFO, DEVICE).double()
     if "stage1" in case:
         return TokenizerLearner(tokenizer, config, INFO, dist)
-    return PredictorLearner(new_predictor(config, INFO, DEVICE), tokenizer, config, INFO, dist)
+    return PredictorLearner(new_predictor(config, INFO, DEVICE).double(), tokenizer, config, INFO, dist)
 
 
 @pytest.mark.parametrize("case", ["stage1", "stage2 in parts"])
@@ -105,7 +105,7 @@ def test_a_graph_learns_what_its_update_learns(case: str, monkeypatch: pytest.Mo
         states = [{n: v.to(CPU) for n, v in state_of(each._learner).items()} for each in (graph, plain, short)]
     assert equal(*states[:2]) and short._packs
     for name, value in states[1].items():
-        torch.testing.assert_close(states[2][name], value, atol=1e-4, rtol=0, msg=name)
+        torch.testing.assert_close(states[2][name], value, atol=1e-8, rtol=0, msg=name)
 
 
 def no_memory(*_: Any) -> Any:

@@ -21,7 +21,7 @@ from omagd.modules.graph_ops import FullGraphConv
 from omagd.modules.graph_reconstructers.tokenizer import first_largest
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.modules.mixers.mixer import MixerInputs
-from omagd.modules.ops import attend, cross_entropy, fast_linear
+from omagd.modules.ops import attend, fast_linear
 from omagd.utils.packing import Packing, last_actions, pack_episodes
 
 SHAPES = [((7, 5), 3), ((300, 55), 64), ((2, 150, 64), 12), ((5, 0, 4), 3), ((0, 4), 6), ((257, 1), 1)]
@@ -233,16 +233,9 @@ def attention(n_queries: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     return attend(query, key_value, 4, 0.0), plain, [query, key_value]
 
 
-def summed_cross_entropy() -> tuple[Tensor, Tensor, list[Tensor]]:
-    logits, target = leaf(40, 13), torch.randint(0, 13, (40,))
-    got = cross_entropy(logits, logits.detach().log_softmax(-1), target)
-    return got, F.cross_entropy(logits, target, reduction="sum"), [logits]
-
-
 KERNELS = {
     "attention": lambda: attention(9),
     "attention of some tokens": lambda: attention(5),
-    "cross-entropy": summed_cross_entropy,
 }
 
 

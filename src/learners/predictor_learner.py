@@ -34,7 +34,7 @@ from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unsee
 from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor, PackedHistory
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
-from omagd.modules.ops import autocast_bf16, cross_entropy
+from omagd.modules.ops import autocast_bf16
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch
 
@@ -112,13 +112,12 @@ class PredictorLoss(LossModule):
             return nothing, {}
         with autocast_bf16(sample.masked.device, self.bf16 and self.training):
             logits = self.predictor(sample.frames, sample.masked, sample.tokens)
-        # Targets are matched without a gradient, and the loss reads the same probabilities.
-        log_p = logits.detach().to(self.predictor.table.dtype).log_softmax(-1)
+        log_p = logits.to(self.predictor.table.dtype).log_softmax(-1)
         target = sample.target
         if self.predictor.config.matching == "type":
             target = target[match_types(log_p, target, sample.masked, self.layout)]
         # BERT's masked language model (section 3.1): -log p of the true token, at masked places alone.
-        loss = cross_entropy(logits, log_p, target, sample.counted.to(log_p.dtype))
+        loss = -(log_p.gather(1, target[:, None])[:, 0] * sample.counted.to(log_p.dtype)).sum()
         with torch.no_grad():
             counted, dead = sample.counted, sample.target == self.predictor.specials.absent
             predicted_dead = (log_p[:, -1].exp() > 0.5).to(log_p.dtype)

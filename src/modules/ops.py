@@ -228,15 +228,3 @@ def attend(query: Tensor, key_value: Tensor, n_heads: int, p: float) -> Tensor:
         # Divided by sqrt(d / h), or softmax would saturate and pass no gradient (section 3.2.1).
         mixed = F.scaled_dot_product_attention(q, kv[0], kv[1], dropout_p=p)
     return mixed.transpose(1, 2).flatten(2)
-
-
-def cross_entropy(logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return the sum over M tokens of -w log p[target], differentiable in logits [M, K + 1] for K codes.
-
-    log_p: log_softmax of the logits, without a gradient. target: [M] int64. weight: w, [M]; None: ones.
-    """
-    weight = log_p.new_ones(len(target)) if weight is None else weight
-    if logits.requires_grad:
-        # Backward from `log_p`, which is there already, in place of through a second log_softmax.
-        return transformer.CrossEntropy.apply(logits, log_p, target, weight)  # type: ignore[no-untyped-call]
-    return -(log_p.gather(1, target[:, None])[:, 0] * weight).sum()

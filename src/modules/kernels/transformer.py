@@ -1,8 +1,8 @@
-"""Attention and cross-entropy for stages 1 and 2, with their own backward pass, on CPUs.
+"""Attention for stages 1 and 2, with its own backward pass, on CPUs.
 
-They are fast where torch's own wait for memory: softmax runs across attention matrices, because their rows are shorter
+It is fast where torch's own waits for memory: softmax runs across attention matrices, because their rows are shorter
 than a vector register. `g` is the gradient of the output.
-Shapes: F frames, L tokens of a sequence, n query tokens, h heads, d = d_model, G = F h, M tokens, K codes.
+Shapes: F frames, L tokens of a sequence, n query tokens, h heads, d = d_model, G = F h.
 """
 
 from __future__ import annotations
@@ -55,27 +55,3 @@ class Attention(torch.autograd.Function):
         # dL/dv = w^T g.
         for_v = torch.bmm(by_head.transpose(1, 2), grad)
         return torch.bmm(for_scores, k), torch.bmm(for_scores.transpose(1, 2), q), for_v
-
-
-class CrossEntropy(torch.autograd.Function):
-    """L = -sum over tokens of w log p[target], p = softmax(logits).
-
-    dL/dlogits = w (p - onehot(target)), because d log p[t] / d logits = onehot(t) - p. Written at once instead of
-    passing through three matrices of [M, K + 1]. Compared with `F.cross_entropy`: tests/test_networks.py.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, log_p: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-        """Return the sum over tokens. weight: w, [M]."""
-        ctx.save_for_backward(log_p, target, weight)
-        ctx.dtype = logits.dtype
-        return -(log_p.gather(1, target[:, None])[:, 0] * weight).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the logits."""
-        log_p, target, weight = ctx.saved_tensors
-        scale = (grad * weight)[:, None]
-        # p - onehot: pulls the true token up and all others down by what they were given.
-        return log_p.exp().mul_(scale).scatter_add_(1, target[:, None], -scale).to(ctx.dtype), None, None, None
