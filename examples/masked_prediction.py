@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from vq_tokenizer import K, train, units
 
 from omagd.config.loading import resolve
-from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import GraphTables, obs_to_nodes
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor, PackedHistory
 
 steps, (info, played), (_, held_out) = begin(500), play("pretrain", sight_range=4), play("held_out", sight_range=4)
@@ -25,11 +25,10 @@ MASK, ABSENT = predictor.specials.mask, predictor.specials.absent
 
 def frames(batch):
     """Return all frames with an unseen unit: the predictor's input, which units are masked, and the true tokens."""
-    full, hidden = obs_to_nodes(batch["full_obs"], layout), unseen(obs_to_nodes(batch["obs"], layout))
-    observer = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None]
-    ids = torch.where(unseen(full), ABSENT, tokenizer.ids(full))  # a dead unit has no code
-    masked = hidden & observer
-    history = PackedHistory(torch.where(hidden | ~observer, MASK, ids), batch.packing, config, predictor.specials)
+    full, played = obs_to_nodes(batch["full_obs"], layout), batch.valid_mask[:, None, None]
+    seen, masked = (marks & played for marks in GraphTables(layout, full.device).sight(batch["obs"]))
+    ids = torch.where(full.any(-1), tokenizer.ids(full), ABSENT)  # a dead unit has no code
+    history = PackedHistory(torch.where(seen, ids, MASK), batch.packing, config, predictor.specials)
     rows, agents = masked.any(-1).nonzero(as_tuple=True)
     return history.frames(rows, agents), masked[rows, agents], ids[rows, agents]
 

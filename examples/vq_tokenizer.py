@@ -9,7 +9,7 @@ from battles import begin, play
 from torch.nn.functional import one_hot
 
 from omagd.config.loading import resolve
-from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 
 K, beta, gamma = 64, 0.25, 0.99  # codes, commitment, decay of the codebook's averages
@@ -18,7 +18,7 @@ K, beta, gamma = 64, 0.25, 0.99  # codes, commitment, decay of the codebook's av
 def units(batch, layout):
     """Return x, the nodes of living units in the graphs of living agents, [P, D]."""
     graphs = obs_to_nodes(batch["full_obs"][alive(batch["full_obs"])], layout)
-    return graphs[~unseen(graphs)]
+    return graphs[graphs.any(-1)]
 
 
 def train(layout, x_all, x_test, steps):

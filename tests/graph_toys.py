@@ -13,7 +13,7 @@ from omagd.config.schema import Config, MaskPredictorConfig
 from omagd.learners import PREDICTORS
 from omagd.learners.tokenizer_learner import TokenizerLearner
 from omagd.modules.graph_reconstructers import REGISTRY
-from omagd.modules.graph_reconstructers.graphs import nodes_to_obs
+from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.utils.dist_utils import Dist
@@ -87,5 +87,8 @@ def _episode(rng: np.random.Generator, length: int, acting: np.random.Generator)
         shown[:, 0] = True
         full[:, agent], obs[:, agent] = values, np.where(shown[..., None], values, np.float32(0))
     shown_and_true = {"obs": obs, "full_obs": full}
-    made = {name: nodes_to_obs(torch.from_numpy(nodes), LAYOUT) for name, nodes in shown_and_true.items()}
+    made = {
+        name: GraphTables(LAYOUT, torch.device("cpu")).obs(torch.from_numpy(nodes))
+        for name, nodes in shown_and_true.items()
+    }
     return {**made, "actions": torch.from_numpy(acting.integers(0, INFO.n_actions, (rows, n)))}

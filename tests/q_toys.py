@@ -20,7 +20,7 @@ from omagd.learners import REGISTRY as LEARNERS
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.synced_optimizer import Stats
 from omagd.modules.graph_reconstructers.belief_head import new_head
-from omagd.modules.graph_reconstructers.graphs import nodes_to_obs, obs_to_nodes
+from omagd.modules.graph_reconstructers.graphs import GraphTables, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Reconstruction, Reconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.run.training.stages.base import held_in_common
@@ -74,11 +74,11 @@ def random_episode(seed: int, length: int, truncated: bool = False, info: EnvInf
 
 def foggy(episode: dict[str, Tensor], dead: bool = True, sight: float = 0.8) -> dict[str, Tensor]:
     """Return a random episode in which agents see parts of `full_obs`, where some units, and agents, are dead."""
-    nodes = obs_to_nodes(episode["obs"], LAYOUT)
+    nodes, back = obs_to_nodes(episode["obs"], LAYOUT), GraphTables(LAYOUT, torch.device("cpu")).obs
     lives, own = (nodes[..., 2] < 1.2) | (not dead), torch.arange(nodes.shape[-2]) == 0
     full = nodes * (lives & lives[..., :1])[..., None]
     seen = full * ((nodes[..., 1].abs() < sight) | own)[..., None]
-    return {**episode, "obs": nodes_to_obs(seen, LAYOUT), "full_obs": nodes_to_obs(full, LAYOUT)}
+    return {**episode, "obs": back(seen), "full_obs": back(full)}
 
 
 class HalvingReconstructor(Reconstructor):

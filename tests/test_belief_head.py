@@ -361,7 +361,7 @@ def test_a_loaded_team_says_what_it_remembers_and_computes_nothing_more_to_act(m
         made, missing = mac.head.filled(obs, hidden)
         calls.clear()
         assert np.array_equal(guessed, missing[0])
-        np.testing.assert_allclose(nodes, obs_to_nodes(made[0].detach().numpy(), env.info.layout), atol=1e-6)
+        np.testing.assert_allclose(nodes, obs_to_nodes(made[0].detach(), env.info.layout), atol=1e-6)
         last, n_guessed = torch.from_numpy(actions[None]), n_guessed + guessed.sum()
         env.step(actions[None], np.ones(1, bool))
     assert n_guessed > 10

@@ -20,7 +20,7 @@ from omagd.lab.beliefs import baselines as belief_baselines
 from omagd.lab.beliefs.baselines import BASELINES, LEAST, PENALTIES, Baselines, cases_of, fit_baselines
 from omagd.lab.beliefs.judge import BeliefJudge
 from omagd.lab.beliefs.table import belief_values, judge
-from omagd.modules.graph_reconstructers.graphs import feature_mask, nodes_to_obs, obs_to_nodes
+from omagd.modules.graph_reconstructers.graphs import GraphTables, feature_mask, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
@@ -143,7 +143,7 @@ def data() -> SimpleNamespace:
                 nodes[..., 3:, 1] = torch.where(there[..., 3:], 0.25, 0.0)
                 nodes[..., 3:, 0] = torch.where(there[..., 3:], nodes[..., :1, 4] + 0.1 * nodes[..., 3:, 0], 0.0)
                 nodes[..., 4, 2] = torch.where(there[..., 4], -0.5, 0.0)
-                episode[name] = nodes_to_obs(nodes, LAYOUT)
+                episode[name] = GraphTables(LAYOUT, nodes.device).obs(nodes)
     training, validation, test = episodes
     test[0]["obs"][..., 0] *= 30  # views unlike those of training: predictions are clipped
     return SimpleNamespace(

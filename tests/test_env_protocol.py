@@ -260,7 +260,7 @@ def test_a_frame_shows_the_units_where_agents_see_them(env):
         obs = shown.full_obs[1].copy()
         if layout is not None and scene.bounds is not None:
             (x0, y0, x1, y1), size = scene.bounds, np.array(scene.bounds[2:]) - scene.bounds[:2]
-            nodes, place = obs_to_nodes(obs, layout), np.array([frame.x, frame.y]).T
+            nodes, place = obs_to_nodes(torch.from_numpy(obs), layout).numpy(), np.array([frame.x, frame.y]).T
             assert ((place > (x0 - 1, y0 - 1)) & (place < (x1 + 1, y1 + 1)))[np.array(frame.alive)].all()
             for agent in np.flatnonzero(frame.alive[:n]).tolist():
                 mates, sight = [i for i in range(n) if i != agent], (scene.sight[agent] or layout.sight)

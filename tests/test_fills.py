@@ -48,7 +48,7 @@ def test_agents_read_every_unit_that_a_living_ally_sees_and_no_other(map_name):
     own, full, info = moments("skirmish", map_name, 60)
     obs, everything = np.concatenate(own), np.concatenate(full)
     got = TeamView(info.layout, info.n_agents, CPU)(torch.from_numpy(obs), torch.from_numpy(everything)).numpy()
-    nodes, truth, read = (obs_to_nodes(x, info.layout) for x in (obs, everything, got))
+    nodes, truth, read = (obs_to_nodes(torch.from_numpy(x), info.layout).numpy() for x in (obs, everything, got))
     n, filled, hidden = info.n_agents, 0, 0
     for row in range(len(obs)):
         units = [[i, *(a for a in range(n) if a != i), *range(n, n + info.layout.n_enemies)] for i in range(n)]

@@ -20,7 +20,7 @@ from omagd.envs.snakes.snakes_env import Snakes3v3, SnakesArgs
 from omagd.modules import kernels, ops
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.agents.gnn_rnn_agent import GNNRNNAgent
-from omagd.modules.graph_reconstructers.graphs import nodes_to_obs
+from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.modules.kernels import compiled_kernels, graph_encoder
 from omagd.modules.mixers.mixer import QMixer
 from omagd.modules.ops import PackedGRU, lookup_relu
@@ -161,7 +161,8 @@ def test_compiled_graphs_equal_the_layers_in_values_and_gradients(monkeypatch, u
     agent = GNNRNNAgent(toy_config(agent="gnn_rnn", gnn_hidden_dim=16, **updates), INFO)
     exact = copy.deepcopy(agent).double()
     nodes = torch.randn(40, 3, 6, 9) * (torch.rand(40, 3, 6, 1) < 0.5)  # half of the units show nothing
-    obs = nodes_to_obs(nodes * (torch.rand(40, 3, 1, 1) < 0.7), INFO.layout)  # nearly a third of the observers do
+    tables = GraphTables(INFO.layout, torch.device("cpu"))
+    obs = tables.obs(nodes * (torch.rand(40, 3, 1, 1) < 0.7))  # nearly a third of the observers do
     given = AgentInputs(obs, torch.randint(-1, 2, (40, 3)))
     like = replace(given, features=obs.double())
     (got,), (wanted,) = (a.encode(x) for a, x in ((agent, given), (exact, like)))

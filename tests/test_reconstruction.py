@@ -19,14 +19,7 @@ from omagd.envs.frames import Frame, Scene
 from omagd.lab.beliefs.picture import filled_by, picture
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.modules.graph_reconstructers import token_reconstructor
-from omagd.modules.graph_reconstructers.graphs import (
-    GraphTables,
-    alive,
-    feature_mask,
-    nodes_to_obs,
-    obs_to_nodes,
-    unseen,
-)
+from omagd.modules.graph_reconstructers.graphs import GraphTables, alive, feature_mask, obs_to_nodes
 from omagd.modules.graph_reconstructers.pretrained import check, describe
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.run.recording import WRITERS
@@ -48,36 +41,37 @@ layouts = st.builds(
 def test_there_and_back_is_the_same_bit_for_bit(layout: EntityLayout, seed: int, lead: list[int]) -> None:
     # Any bit pattern at all: also -0.0, infinities, NaN and subnormals.
     bits = np.random.default_rng(seed).integers(0, 2**32, (*lead, layout.obs_dim), dtype=np.uint32)
-    for obs in (bits.view(np.float32), torch.from_numpy(bits.view(np.float32).copy())):
-        back = nodes_to_obs(obs_to_nodes(obs, layout), layout)
-        assert type(back) is type(obs)
-        assert np.array_equal(np.ascontiguousarray(np.asarray(back)).view(np.uint32), bits)
+    tables, obs = GraphTables(layout, torch.device("cpu")), torch.from_numpy(bits.view(np.float32))
+    for nodes in (obs_to_nodes(obs, layout), tables.nodes(obs)):
+        assert np.array_equal(tables.obs(nodes).contiguous().numpy().view(np.uint32), bits)
 
 
 def test_each_node_has_its_features_in_the_environments_order() -> None:
     layout = EntityLayout(move_dim=4, n_enemies=2, enemy_dim=5, n_allies=1, ally_dim=6, own_dim=1)
-    nodes = obs_to_nodes(np.arange(1, layout.obs_dim + 1, dtype=np.float32), layout)
+    nodes = obs_to_nodes(torch.arange(1.0, layout.obs_dim + 1), layout)
     assert nodes.tolist() == [
         [1, 0, 0, 0, 1, 2, 3, 4, 21],
         [15, 16, 17, 18, 19, 20, 0, 0, 0],
         [5, 6, 7, 8, 9, 0, 0, 0, 0],
         [10, 11, 12, 13, 14, 0, 0, 0, 0],
     ]
-    assert (nodes != 0)[feature_mask(layout).numpy()].all() and feature_mask(layout).sum() == layout.obs_dim
+    assert nodes[feature_mask(layout)].all() and feature_mask(layout).sum() == layout.obs_dim
     layout = EntityLayout(move_dim=1, n_enemies=2, enemy_dim=5, n_allies=2, ally_dim=5, own_dim=1)
-    assert obs_to_nodes(np.arange(layout.obs_dim), layout)[1:, 0].tolist() == [11, 16, 1, 6]
+    assert obs_to_nodes(torch.arange(layout.obs_dim), layout)[1:, 0].tolist() == [11, 16, 1, 6]
     with pytest.raises(ValueError, match="features"):
-        obs_to_nodes(np.zeros(5, np.float32), layout)
+        obs_to_nodes(torch.zeros(5), layout)
 
 
 def test_unseen_nodes_are_all_zero_and_only_an_observer_that_sees_nothing_is_dead() -> None:
     layout = EntityLayout(move_dim=0, n_enemies=1, enemy_dim=13, n_allies=1, ally_dim=13, own_dim=10)
-    obs = np.zeros((3, layout.obs_dim), np.float32)
+    obs = torch.zeros(3, layout.obs_dim)
     obs[:2, -10:] = 7
     obs[1, 4] = 0.5
     nodes = obs_to_nodes(obs, layout)
     assert nodes[0, 0].tolist() == [1, 0, 0, 0, *[7] * 10], "the fixed head stays without move features"
-    assert unseen(nodes).tolist() == [[False, True, True], [False, True, False], [False, True, True]]
+    seen, missing = GraphTables(layout, obs.device).sight(obs)
+    assert seen.tolist() == [[True, False, False], [True, False, True], [False] * 3]
+    assert missing.tolist() == [[False, True, True], [False, True, False], [False] * 3]
     assert alive(obs).tolist() == [True, True, False]
 
 
@@ -85,10 +79,10 @@ def test_tables_convert_as_the_functions_do() -> None:
     obs = torch.cat([episode["obs"] for episode in toy_episodes(5, seed=3)])
     obs[0, 0, 0] = -0.0
     tables, nodes = GraphTables(LAYOUT, torch.device("cpu")), obs_to_nodes(obs, LAYOUT)
-    assert torch.equal(tables.nodes(obs), nodes) and torch.equal(tables.obs(nodes), nodes_to_obs(nodes, LAYOUT))
+    assert torch.equal(tables.nodes(obs), nodes) and torch.equal(tables.obs(nodes), obs)
     (seen, missing), living = tables.sight(obs), alive(obs)[..., None]
-    assert torch.equal(missing, unseen(nodes) & living) and torch.equal(seen, ~unseen(nodes) & living)
-    assert torch.equal(tables.of_nodes(missing), nodes_to_obs(missing[..., None].expand_as(nodes), LAYOUT))
+    assert torch.equal(missing, ~nodes.any(-1) & living) and torch.equal(seen, nodes.any(-1) & living)
+    assert torch.equal(tables.of_nodes(missing), tables.obs(missing[..., None].expand_as(nodes)))
 
 
 def trained(**changes):
@@ -154,7 +148,7 @@ def test_what_is_seen_and_dead_observers_pass_unchanged_and_no_other_episode_mat
         assert torch.equal(obs[~living], episode["obs"][~living])
         before, after = (obs_to_nodes(o, LAYOUT).view(torch.int32) for o in (episode["obs"], obs))
         assert torch.equal(after[~guessed], before[~guessed])
-        assert torch.equal(guessed, unseen(before) & living[..., None])
+        assert torch.equal(guessed, ~before.any(-1) & living[..., None])
         assert torch.allclose(play(reconstructor, [episode, episode])[0][0], obs, atol=2e-3)
 
 

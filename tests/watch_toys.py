@@ -10,7 +10,7 @@ from omagd.config.loading import resolve
 from omagd.controllers.types import Decision
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
-from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.run.recording.recorder import Recorder
 from omagd.run.recording.recording import Recording
 from omagd.runners.runner import Runner, TaskStarts
@@ -42,7 +42,7 @@ class Oracle:
     def restore(self, data):
         obs = obs_to_nodes(data["obs"], self.info.layout)
         living = (data["obs"] != 0).any(-1, keepdim=True)
-        return data["recon"], unseen(obs) & living  # also of what it believes to be dead
+        return data["recon"], ~obs.any(-1) & living  # also of what it believes to be dead
 
 
 class Diverged(Oracle):

@@ -30,7 +30,7 @@ from omagd.learners.graph_metrics import Tokens, mean_of, token_stats
 from omagd.learners.pretraining import GraphLearner, even_parts, places
 from omagd.learners.protocol import Draw
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
-from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.modules.graph_reconstructers.predictor import Frames, MaskPredictor, PackedHistory
 from omagd.modules.graph_reconstructers.reconstructor import Belief
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
@@ -202,9 +202,8 @@ class PredictorLearner(GraphLearner):
 
     def _sight(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return the seen and the missing nodes, [S, n, N] bool; dead observers and closing rows have neither."""
-        hidden = unseen(obs_to_nodes(batch["obs"], self.layout))
-        counts = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None]
-        return ~hidden & counts, hidden & counts
+        (seen, missing), valid = self.columns.sight(batch["obs"]), batch.valid_mask[:, None, None]
+        return seen & valid, missing & valid
 
     def units(self, batch: PackedBatch) -> Tensor:
         """Return the missing nodes, [S, n, N] bool."""
@@ -215,7 +214,7 @@ class PredictorLearner(GraphLearner):
         """Return all graphs of a batch. fixed: in shapes that depend on no value."""
         full, (seen, missing) = obs_to_nodes(batch["full_obs"], self.layout), self._sight(batch)
         # Dead units are zeros in the full view: their target is ABSENT, not a code of zeros.
-        present = ~unseen(full) & seen[..., :1]
+        present = full.any(-1) & seen[..., :1]
         ids = torch.full(present.shape, self.predictor.specials.absent, device=full.device)
         if fixed:
             ids = torch.where(present, self.tokenizer.ids(full.flatten(0, 2)).view(present.shape), ids)

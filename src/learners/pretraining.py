@@ -18,6 +18,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.learners.protocol import Draw, SavesParts
 from omagd.learners.synced_optimizer import Adam, LossModule, SyncedOptimizer, lr_scale
+from omagd.modules.graph_reconstructers.graphs import GraphTables
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import PackedBatch, few, pack_episodes
 
@@ -60,7 +61,7 @@ class GraphLearner(SavesParts):
         lr = config.graph_lr * lr_scale(config, dist.world_size)
         self.optimizer = Adam(module.parameters(), lr=lr)
         self._step = SyncedOptimizer(loss, self.optimizer, dist, config.grad_norm_clip, config.bucket_cap_mb)
-        self.device = dist.device
+        self.device, self.columns = dist.device, GraphTables(info.layout, dist.device)
 
     @abstractmethod
     def sample(self, batch: PackedBatch) -> Any:

@@ -25,7 +25,7 @@ from omagd.learners.graph_metrics import node_stats, perplexity_stats
 from omagd.learners.pretraining import GraphLearner, even_parts, places
 from omagd.learners.protocol import Draw
 from omagd.learners.synced_optimizer import SKIPPED, LossModule, Stats, merge
-from omagd.modules.graph_reconstructers.graphs import alive, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes
 from omagd.modules.graph_reconstructers.tokenizer import CodeSums, Tokenizer
 from omagd.modules.ops import add_at, autocast_bf16
 from omagd.utils.dist_utils import Dist
@@ -177,11 +177,8 @@ class TokenizerLearner(GraphLearner):
 
     def units(self, batch: PackedBatch) -> Tensor:
         """Return the nodes to train on, [S, n, N] bool: present nodes of living observers at steps that happened."""
-        full = batch["full_obs"]
-        # A dead observer's view is all zeros, and a closing row has no step: neither is a sample.
-        counts = alive(full) & batch.valid_mask[:, None]
-        # A node of zeros is a dead unit: it is never encoded, and moves no code.
-        return ~unseen(obs_to_nodes(full, self.layout)) & counts[..., None]
+        # A dead unit is a node of zeros, a dead observer's view is all zeros: they are never encoded, and move no code.
+        return self.columns.sight(batch["full_obs"])[0] & batch.valid_mask[:, None, None]
 
     def sample(self, batch: PackedBatch, marks: Sequence[Tensor] | None = None) -> Nodes:
         """Return the nodes of `batch` to train on. marks: which graphs and nodes count, for fixed shapes."""

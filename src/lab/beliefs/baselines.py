@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from omagd.config.env_info import EntityLayout, EnvInfo
-from omagd.modules.graph_reconstructers.graphs import alive, feature_mask, obs_to_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import GraphTables, alive, feature_mask, obs_to_nodes
 from omagd.modules.graph_reconstructers.predictor import last_seen_step
 from omagd.modules.ops import add_at
 from omagd.utils.dist_utils import Dist
@@ -69,19 +69,17 @@ def cases_of(batch: PackedBatch, layout: EntityLayout) -> Cases:
     """Return the cases of a batch with `obs` and `full_obs`. A sight counts if it is from an earlier step."""
     obs, full = batch["obs"], obs_to_nodes(batch["full_obs"], layout)
     nodes, packing = obs_to_nodes(obs, layout), batch.packing
-    counts = (alive(obs) & batch.valid_mask[:, None])[..., None]
-    hidden = unseen(nodes)
-    missing = hidden & counts
+    seen, missing = (marks & batch.valid_mask[:, None, None] for marks in GraphTables(layout, obs.device).sight(obs))
     step = packing.step.to(obs.device)
     # A sight at this very step would give the answer away.
-    last = last_seen_step(~hidden & counts, packing)
+    last = last_seen_step(seen, packing)
     rows = packing.row(last, packing.episode[:, None, None])
     agents, places = (torch.arange(size, device=obs.device) for size in nodes.shape[1:3])
     sights = torch.where((last < 0)[..., None], 0.0, nodes[rows, agents[:, None], places])
     ages = torch.where(last < 0, 0, step[:, None, None] - last)
     row, agent, node = torch.nonzero(missing, as_tuple=True)
     at = row, agent, node
-    living = ~unseen(full)[at]
+    living = full.any(-1)[at]
     return Cases(missing, *at, step[row], ages[at], sights[at], full[at], living, obs, sights, ages)
 
 
@@ -186,7 +184,7 @@ def fit_baselines(training: Batches, validation: Batches, info: EnvInfo, dist: D
         cases, full = cases_of(batch, layout), obs_to_nodes(batch["full_obs"], layout)
         frames += int(cases.missing.any(-1).sum())
         # What dead observers are shown, or what a closing row holds, no agent could have known.
-        counted = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None] & ~unseen(full)
+        counted = (alive(batch["obs"]) & batch.valid_mask[:, None])[..., None] & full.any(-1)
         found = [torch.where(counted[..., None], each, -torch.inf).amax((0, 1)).cpu() for each in (-full, full)]
         extremes = torch.maximum(extremes, torch.stack(found))
         where = cases.living

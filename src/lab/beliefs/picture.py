@@ -11,7 +11,7 @@ from torch import Tensor
 
 from omagd.config.env_info import EntityLayout
 from omagd.envs.frames import AGENTS, OPPONENTS, Frame, Scene, unit_names
-from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, units_of_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import obs_to_nodes, units_of_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.recording import WRITERS
 from omagd.run.recording.recorder import Views, seen_and_believed
@@ -103,7 +103,7 @@ def _scene(session: Session, layout: EntityLayout, agent: int) -> Scene:
 
 def _best_view(obs: Tensor, full: Tensor, layout: EntityLayout) -> tuple[int, int]:
     """Return (episode, agent) of the view in which most living units are hidden, above all those seen before."""
-    seen, alive = (~unseen(obs_to_nodes(each, layout))[..., 1:] for each in (obs, full))
+    seen, alive = (obs_to_nodes(each, layout).any(-1)[..., 1:] for each in (obs, full))
     hidden = alive & ~seen
     remembered = hidden & torch.cummax(seen.byte(), dim=1).values.bool()
     score = (10 * remembered + 1 * hidden).sum((1, 3))

@@ -7,8 +7,6 @@ Shapes: N nodes of a graph, D features of a node.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -16,19 +14,15 @@ from torch import Tensor
 
 from omagd.config.env_info import EntityLayout
 
-Array = TypeVar("Array", Tensor, np.ndarray)
-
 SELF_HEAD = 4  # visible, dist, relx, rely
 NO_UNIT = -1
 
 
-def obs_to_nodes(obs: Array, layout: EntityLayout) -> Array:
-    """Return the nodes [..., N, D] of observations [..., obs_dim] (Tensor or NumPy; same type and dtype out).
+def obs_to_nodes(obs: Tensor, layout: EntityLayout) -> Tensor:
+    """Return the nodes [..., N, D] of observations [..., obs_dim], in the same type.
 
     Errors: ValueError for another number of features than the layout has.
     """
-    if isinstance(obs, np.ndarray):
-        return obs_to_nodes(torch.from_numpy(obs), layout).numpy()
     if obs.shape[-1] != layout.obs_dim:
         raise ValueError(f"an observation of {obs.shape[-1]} features for a layout of {layout.obs_dim}")
     enemies_dim, allies_dim = layout.n_enemies * layout.enemy_dim, layout.n_allies * layout.ally_dim
@@ -44,29 +38,7 @@ def obs_to_nodes(obs: Array, layout: EntityLayout) -> Array:
     return nodes
 
 
-def nodes_to_obs(nodes: Array, layout: EntityLayout) -> Array:
-    """Return the observations [..., obs_dim] of nodes [..., N, D]: the exact inverse of `obs_to_nodes`."""
-    if isinstance(nodes, np.ndarray):
-        return nodes_to_obs(torch.from_numpy(nodes), layout).numpy()
-    first_enemy, own = 1 + layout.n_allies, SELF_HEAD + layout.move_dim
-    parts = (
-        nodes[..., 0, SELF_HEAD:own],
-        nodes[..., first_enemy:, : layout.enemy_dim].flatten(-2),
-        nodes[..., 1:first_enemy, : layout.ally_dim].flatten(-2),
-        nodes[..., 0, own : own + layout.own_dim],
-    )
-    return torch.cat(parts, dim=-1)
-
-
-def unseen(nodes: Array) -> Array:
-    """Return which nodes [..., N, D] are all zero, [..., N] bool; the agent itself never counts as unseen."""
-    # Environments write zeros for what is out of sight, and for the dead: one cannot tell them apart.
-    hidden = (nodes == 0).all(-1)
-    hidden[..., 0] = False
-    return hidden
-
-
-def alive(obs: Array) -> Array:
+def alive(obs: Tensor) -> Tensor:
     """Return whether the observer lives, [...] bool: a dead one sees nothing, not even itself."""
     return (obs != 0).any(-1)
 
@@ -92,7 +64,7 @@ def units_of_nodes(layout: EntityLayout, n_agents: int) -> np.ndarray:
 
 
 class GraphTables:
-    """The functions of this file as table look-ups: the same results in fewer operations, for acting.
+    """Conversions between observations and nodes as table look-ups, and the rule for what is seen.
 
     Args:
         layout: of the observations. device: of the tables.
@@ -122,7 +94,7 @@ class GraphTables:
         return nodes.unflatten(-1, (self._n_nodes, -1))
 
     def obs(self, nodes: Tensor) -> Tensor:
-        """Return `nodes_to_obs`: [..., obs_dim] of nodes [..., N, D]."""
+        """Return the observations [..., obs_dim] of nodes [..., N, D]: the exact inverse of `nodes`."""
         return nodes.flatten(-2).index_select(-1, self._place)
 
     def of_nodes(self, marks: Tensor) -> Tensor:
@@ -131,6 +103,7 @@ class GraphTables:
 
     def sight(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Return which nodes are seen and which are missing, [..., N] bool each; dead observers have neither."""
+        # Environments write zeros for what is out of sight, and for the dead: one cannot tell them apart.
         # Sums of absolute values by node in one product: above 0 where any feature is.
         seen = F.linear(obs.abs().to(self._member.dtype), self._member)[..., : self._n_nodes] > 0
         return seen, seen[..., :1] & ~seen

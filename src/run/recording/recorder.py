@@ -14,7 +14,7 @@ from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.frames import AGENTS, Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
 from omagd.modules.graph_reconstructers.belief_head import BeliefHead
-from omagd.modules.graph_reconstructers.graphs import NO_UNIT, obs_to_nodes, units_of_nodes, unseen
+from omagd.modules.graph_reconstructers.graphs import NO_UNIT, obs_to_nodes, units_of_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.recording.recording import FARTHEST, Belief, Episode, Moment, Number, number_of
 
@@ -53,7 +53,7 @@ class Viewer:
             return nodes, None, None
         else:
             made, guessed = fills.restore({"obs": first, fills.field: torch.from_numpy(np.array(stored[:1]))})
-        return nodes, obs_to_nodes(made[0].cpu().numpy(), layout), guessed[0].cpu().numpy()
+        return nodes, obs_to_nodes(made[0], layout).cpu().numpy(), guessed[0].cpu().numpy()
 
 
 class Recorder:
@@ -165,11 +165,11 @@ def seen_and_believed(layout: EntityLayout, views: Views, frame: Frame) -> tuple
     """Return `Moment.seen` and `Moment.beliefs` of a frame. views: of its agents and of agents that it lacks."""
     (nodes, made, guessed), n = views, frame.scene.teams.count(AGENTS)
     units, living = units_of_nodes(layout, n), nodes[:n].any((1, 2)) & np.array(frame.alive[:n])
-    sees = ~unseen(nodes[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
+    sees = nodes[:n].any(-1) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
     seen = [hex(sum(1 << unit for unit in units[i][sees[i]].tolist()))[2:] for i in range(n)]
     if made is None or guessed is None:
         return seen, []
-    takes = guessed[:n] & ~unseen(made[:n]) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
+    takes = guessed[:n] & made[:n].any(-1) & living[:, None] & (units < len(frame.x)) & (units != NO_UNIT)
     sight = np.array([one or layout.sight for one in frame.scene.sight or [0.0] * n])
     way = made[:n][..., list(layout.position)].astype(np.float64) * sight[:, None, None]
     place = _within(np.round(np.array([frame.x[:n], frame.y[:n]]).T[:, None] + way, 1), -FARTHEST, FARTHEST)
