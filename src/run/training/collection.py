@@ -129,11 +129,11 @@ class Opponents(Shaper):
 
     def deal(self, data: DataSource) -> None:
         """Add a frozen policy to the pool if that is due, and change the opponents where clock or pool ask for it."""
-        if copies := self._schedule.selves and self._copy.due(self._clock.updates):
+        if self._schedule.selves and self._copy.due(self._clock.updates):
             agent: Any = self._policy.agent
             self._pool.append((f"self_{self._clock.updates}", agent.layers()))
             self._pool = self._pool[-self._session.config.opponent_pool_size :]
-        if copies or self._wanted() != self.playing:
+        if self._wanted() != self.playing:  # also with another policy in the pool, whose name is new
             self._set()
             self._session.logger.info(f"opponents from now on: {', '.join(self.playing)}")
 
