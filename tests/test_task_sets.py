@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from q_toys import toy_config
-from runner_toys import Game, assert_continues
+from runner_toys import Game, assert_continues, nothing
 
 from omagd.config.env_info import EnvInfo, map_label
 from omagd.config.loading import resolve
@@ -148,8 +148,28 @@ class SetGame(Game):
         self.runner = REGISTRY.get("stream")(self.env, toy_config(), self.env.info, starts)
 
 
-def test_training_on_a_set_continues_in_mid_battle_and_plays_by_weights():
-    assert_continues(SetGame, calls=3, more=3)
+def play_the_third_map(game: Game) -> None:
+    """Play a test in all slots, which needs more battles of the third map than the set has."""
+    game.drain()
+    tests = REGISTRY.get("parallel")(game.env, toy_config(), game.env.info, TaskStarts(1, "test", weights=[0, 0, 1]))
+    assert len(tests.run(game.policy, explore=None, keep=False).log) == SLOTS
+
+
+@pytest.mark.parametrize("before", [nothing, play_the_third_map])
+def test_training_on_a_set_continues_in_mid_battle(before):
+    assert_continues(SetGame, 3, 3, before)
+
+
+def test_tests_make_the_environments_that_they_need_once():
+    game, made = SetGame(), []
+    for _ in range(3):
+        game.collect(1)
+        play_the_third_map(game)
+        made.append([pool for pool in game.env._pools if pool.task == 2])
+    assert len(made[0]) == 2 and made[0] == made[1] == made[2]
+
+
+def test_training_on_a_set_plays_by_weights():
     log = [entry["task"] for rollout in SetGame().collect(30) for entry in rollout.log]
     assert len(log) > 60 and log.count("3m") == 0
     assert abs(log.count("2m_vs_1m") - 2 * log.count("1m")) <= 3 * SLOTS

@@ -232,13 +232,14 @@ class TaskSetEnv(BatchedEnv):
                 self._add_pool(task, waiting)
         self.task = np.where(moving, self._next, self.task)
 
-    def _add_pool(self, task: int, slots: Sequence[int]) -> None:
+    def _add_pool(self, task: int, slots: Sequence[int]) -> _Pool:
         env = self._make(self.tasks.maps[task], len(slots))
         if self._timeout is not None:
             env.set_worker_timeout(self._timeout)
         pool = _Pool(env, task, Placement(env.info, self.info))
         pool.outer[:] = slots
         self._pools.append(pool)
+        return pool
 
     def _each(self, which: np.ndarray) -> Iterator[tuple[_Pool, np.ndarray, np.ndarray]]:
         """Yield (pool, its slots [b] bool, the outer slots) of all pools that play for `which` [B] bool."""
@@ -321,25 +322,28 @@ class TaskSetEnv(BatchedEnv):
         return games
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the tasks of the slots and the snapshots of all environments."""
+        """Return the tasks of the slots and the snapshots of the environments that play for them."""
         pools = [
             {"task": pool.task, "outer": pool.outer.copy(), "began": pool.began.copy(), "env": pool.env.snapshot()}
-            for pool in self._pools
-        ]
+            for pool in self._pools if (pool.outer != NONE).any()
+        ]  # fmt: skip
         return {"task": self.task.copy(), "next": self._next.copy(), "pools": pools}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Continue from a `snapshot`."""
         self.task, self._next = snapshot["task"].copy(), snapshot["next"].copy()
-        first = len(self.tasks.maps)  # these are the same in all environments of a set; others came when needed
-        for pool in self._pools[first:]:
-            pool.env.close()
-        del self._pools[first:]
-        for saved in snapshot["pools"][first:]:
-            self._add_pool(saved["task"], saved["outer"].tolist())
-        for pool, saved in zip(self._pools, snapshot["pools"], strict=True):
-            pool.outer, pool.began = saved["outer"].copy(), saved["began"].copy()
-            pool.env.restore(saved["env"])
+        free = list(self._pools)  # those that tests have needed meanwhile stay for the next test
+        for pool in free:
+            pool.outer[:], pool.began[:] = NONE, False
+        for saved in snapshot["pools"]:
+            task, outer = saved["task"], saved["outer"]
+            found = next((pool for pool in free if (pool.task, len(pool.outer)) == (task, len(outer))), None)
+            if found is None:
+                found = self._add_pool(task, outer)
+            else:
+                free.remove(found)
+            found.outer, found.began = outer.copy(), saved["began"].copy()
+            found.env.restore(saved["env"])
         self._clear(np.ones(self.n_slots, bool))
 
     def busy_slots(self) -> dict[int, int]:
