@@ -8,8 +8,11 @@ import pytest
 import torch
 from graph_toys import toy_config
 
+from omagd.config.loading import read_saved, validate
+from omagd.envs.factory import make_env
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.run_folder import RunFolder
+from omagd.run.training.build import pretrain_policy
 from omagd.run.training.stages.base import PretrainedModules, Session
 from omagd.run.training.stages.pretraining import PretrainStage
 from omagd.utils.dist_utils import Dist
@@ -77,6 +80,15 @@ def test_all_ranks_and_purposes_have_different_random_numbers(tmp_path):
         dropout.add(torch.initial_seed())
         drawn.update(*(stage.rng(purpose).random(4).tolist() for purpose in ("explore", "replay")))
     assert len(dropout) == 3 and len(drawn) == 3 * 2 * 4
+
+
+def test_an_agent_that_plays_takes_nothing_from_the_generator_of_dropout(qmix_run):
+    config = validate({**read_saved(qmix_run / "config.json", ""), "graph_pretrain_policy": str(qmix_run)})
+    info = make_env("skirmish", {"map_name": "3m"}, 1, processes=False).info
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    pretrain_policy(SimpleNamespace(config=config, info=info, dist=Dist()), None)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -39,7 +39,7 @@ from omagd.run.training.tasks import episode_starts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
-from omagd.utils.seeding import seed_everything
+from omagd.utils.seeding import random_state, seed_everything, set_random_state
 from omagd.utils.storage import read_json
 
 # What stages 1 and 2 and the belief head need is imported where it is used: a plain run loads none of it.
@@ -244,8 +244,9 @@ def pretrain_policy(session: Session, rng: np.random.Generator) -> Any:
     if config.graph_pretrain_policy == "mixed":
         names = tuple(name for name in session.info.scripted_policies if name != "random") or ("random",)
         return ScriptedPolicy(session.env, names, RANDOM_SHARE, rng)
-    # The agent of a trained run, reading plain observations.
+    # The agent of a trained run, reading plain observations. Its first weights draw from the generator of dropout.
+    kept, key = random_state(), "graph_pretrain_policy"
     mac = build_mac(config, session.info, session.dist.device)
-    key = "graph_pretrain_policy"
+    set_random_state(kept)
     load_agent(mac, find_step_folder(config.graph_pretrain_policy, key=key), key)
     return mac
