@@ -354,7 +354,8 @@ class Stage2(PretrainStage):
         """Save the models, judge the best one on the test episodes, and let judges draw what it believes."""
         result, episodes = super().finish(), self.buffers()
         if TEST in episodes:
-            values = self.measure(episodes[TEST], TOGETHER)
+            with self.phase("test"):
+                values = self.measure(episodes[TEST], TOGETHER)
             self.log({f"test/{name}": value for name, value in values.items()})
             result.values.update({f"test_{name}": value for name, value in values.items()})
             result.facts.update({"beliefs": self._verdict.table} if self._verdict.table else {})
