@@ -104,8 +104,8 @@ class GraphTables:
     def sight(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Return which nodes are seen and which are missing, [..., N] bool each; dead observers have neither."""
         # Environments write zeros for what is out of sight, and for the dead: one cannot tell them apart.
-        # Sums of absolute values by node in one product: above 0 where any feature is.
-        seen = F.linear(obs.abs().to(self._member.dtype), self._member)[..., : self._n_nodes] > 0
+        # Sums of absolute values by node in one product. NaN is not 0 either: a loss must show it, not pass over it.
+        seen = F.linear(obs.abs().to(self._member.dtype), self._member)[..., : self._n_nodes] != 0
         return seen, seen[..., :1] & ~seen
 
 
