@@ -317,7 +317,7 @@ class Checkpointer:
             else:
                 self._merge_ranks(stage, state.everyone, inside)
             if state.kind != "exact":
-                stage.episodes_changed(lost=True)
+                stage.episodes_changed()
         except MISFIT as problem:
             raise unusable(state.checkpoint.path, problem) from problem
         stage.session.logger.info(self._description(stage, state, inside))
@@ -351,7 +351,7 @@ class Checkpointer:
         for runner in stage.session.runners.values():
             runner.renew(self.iteration)
         stage.renew(self.iteration)
-        stage.episodes_changed(lost=False)
+        stage.episodes_changed()
 
     def _description(self, stage: Stage, state: RecoveredState, inside: bool) -> str:
         where = stage.when if inside else f"the beginning of {stage.title}"

@@ -484,8 +484,8 @@ class Stage(ABC):
         self.generators.renew(generation)
         seed_everything(self.session.config.seed, f"{self.name} dropout", self.session.dist.rank, generation)
 
-    def episodes_changed(self, *, lost: bool) -> None:  # noqa: B027 most stages need none
-        """Continue with other episodes than this rank had: fewer (`lost`), or redistributed. Called on all ranks."""
+    def episodes_changed(self) -> None:  # noqa: B027 most stages need none
+        """Continue with other episodes than this rank had: fewer, or redistributed. Called on all ranks."""
 
     def now(self) -> int:
         """Return the time of the stage's clock."""

@@ -144,7 +144,7 @@ class RLStage(Stage):
         """Return the episodes that checkpoints hold."""
         return {self.data.log_name: self.data.buffer}
 
-    def episodes_changed(self, *, lost: bool) -> None:
+    def episodes_changed(self) -> None:
         """Wait again until every rank can give a batch."""
         self._ready = False
 
