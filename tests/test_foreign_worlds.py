@@ -172,7 +172,7 @@ def test_agents_that_leave_see_nothing_and_play_nothing(end, masks):
     env = made("pettingzoo foreign_worlds:Leaving", end=end, masks=masks, common_reward=False)
     log = played(env, 8, [(0, 1), (2, 0), (0, 1), (0, 0)])
     obs, avail, rewards = log[0::7], log[2::7], log[6::7]
-    assert [rows[0].tolist() for rows in obs[:4]] == [[3.0] * 4, [4.0] * 4, [5.0] * 4, [0.0] * 4]
+    assert [rows[0].tolist() for rows in obs[:4]] == [[3.0] * 4, [4.0] * 4, [0.0] * 4, [0.0] * 4], "no value to go on"
     assert [rows[1].tolist() for rows in obs[:2]] == [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     assert [rows[0].tolist() for rows in avail[:3]] == [[1, 1, 0], [1, 1, 1], [1, 0, 0]]
     assert [row.tolist() for row in rewards] == [[1, 2], [3, 1], [0, 2], [0, 1]]

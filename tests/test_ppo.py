@@ -73,7 +73,7 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
         loss = loss + policy_loss - args.entropy * entropy
         kl = kl + ratio - 1 - ratio.log()
     for alive, advantage, *_, value in all_rows:
-        if not (alive or own):  # what an agent that has left is worth
+        if not (alive or args.critic in ("observation", "agent_state")):  # what the dead are worth
             continue
         errors.append(0.5 * (value - (advantage + value).detach()) ** 2)
     assert config.gamma < 1

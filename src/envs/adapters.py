@@ -508,9 +508,9 @@ class PettingZooEnv(Foreign):
         self._over = not acting
         obs, masks = [], []
         for i, (name, count) in enumerate(zip(self.names, self.n_actions, strict=True)):
-            here = name in self._playing or name in took_part
             one, mask = self._seen_by(i, seen.get(name), ((infos or {}).get(name) or {}).get("action_mask"))
-            obs.append(one if here else None)
+            # Zeros as soon as it has left: the value of its last observation is that of an agent that plays on.
+            obs.append(one if name in acting else None)
             masks.append(mask if name in acting else np.arange(count) == 0)
         self._see(obs, masks)
 

@@ -112,8 +112,8 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         # GAE (Schulman et al. 2016, eq. 16): the sum of (gamma lambda)^k delta is the lambda-return minus the value.
         returns = batch_targets(value, batch, self.config.gamma, self.args.gae_lambda)
         advantage = self.normalised(_per_agent(returns - value, weight), weight)
-        # An agent that has left earns no more: returns bootstrap from its value, which must be learned there, too.
-        own = batch.valid_mask.unsqueeze(-1).to(weight.dtype).expand_as(weight) if "agent_reward" in batch else None
+        # What an agent does last bootstraps from its value where it is dead, which must be learned there, too.
+        own = None if value.dim() == 1 else batch.valid_mask.unsqueeze(-1).to(weight.dtype).expand_as(weight)
         # Targets in the units of the moments after this batch, which the next predictions will be read in.
         returns = _per_agent(returns, weight)
         if self.args.normalise_values:
