@@ -111,7 +111,8 @@ class Sloppy(Leaving):
     def reset(self, seed: int | None = None, options: None = None) -> tuple[dict, dict]:
         seen, infos = super().reset(seed, options)
         more = {"goal": np.ones(2, np.float32)} if self.how == "goal" else {}
-        return {name: {**one, **more} for name, one in seen.items()}, infos
+        begun = {name: {**one, **more} for name, one in seen.items()}
+        return begun if self.how == "bare" else (begun, infos)
 
 
 class Painted(Leaving):
@@ -198,6 +199,13 @@ class Seeded(Pursuit):
 
     def reset(self) -> None:
         self.t, self.place = 0, self.seed % 1000
+
+
+class Unseeded(Pursuit):
+    """Its starts follow from nothing."""
+
+    def reset(self) -> None:
+        self.t, self.place = 0, int(np.random.default_rng().integers(2**62))
 
 
 class Nobody(Leaving):

@@ -371,8 +371,7 @@ def test_two_ranks_fit_and_judge_as_one_process(data) -> None:
     for state, table, (values, of_team) in ranks:
         assert of_team["episodes"] == len(data.validation)
         assert values == pytest.approx(alone[2][0], rel=1e-5, abs=1e-6) and values.keys() >= {"error", "error_all"}
-        for name, value in alone[0].items():
-            torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(state, alone[0], rtol=1e-6, atol=1e-7)
         assert table == ranks[0][1]
         for mine, wanted in zip(table["rows"], alone[1]["rows"], strict=True):
             for key, value in wanted.items():

@@ -158,7 +158,7 @@ def test_a_key_is_the_map_of_adapters_alone_and_a_run_without_wins_says_its_scor
     config = resolve("qmix", "gymma", {"env_args.key": "foraging"})
     assert (config.map_name, config.model_copy(update={"env": "mine"}).map_name) == ("foraging", "")
     sizes = [EnvInfo("mine", "", 2, 3, 4, 5, 6, has_win=won).sizes for won in (True, False)]
-    assert sizes[1] == f"{sizes[0]}; no battle_won, so the score is the return"
+    assert sizes[1] == f"{sizes[0]}; without has_win the score is the return"
 
 
 def test_both_spellings_of_the_stage_work():

@@ -238,6 +238,12 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
     assert [played(kept, seed, [(0, 0)] * 3)[1][0] for seed in (7, 8)] == [7.0, 7.0], "one object, seeded once"
 
 
+def test_episodes_that_do_not_follow_from_their_seeds_are_said(caplog):
+    assert not any(made("pymarl foreign_worlds:Unseeded").deterministic for _ in range(2))
+    (once,) = caplog.records
+    assert "its episodes do not follow from their seeds. Take" in once.getMessage()
+
+
 @pytest.mark.parametrize(
     ("name", "args", "words"),
     [
@@ -248,7 +254,10 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         ("pettingzoo foreign_worlds:Leaving", {"start": 1}, "only Discrete actions from 0 on"),
         ("pettingzoo foreign_worlds:Nobody", {}, "no fixed possible_agents"),
         ("pettingzoo mpe2.simple_spread_v2", {}, "Did you mean 'mpe2.simple_spread_v3'?"),
-        ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there"),
+        ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there ("),
+        ("pettingzoo foreign_worlds:Sloppy", {"how": "bare"}, "reset() returned a dict, not observations and infos"),
+        ("pettingzoo foreign_worlds:Leavign", {}, "Give a module with parallel_env, or module:function"),
+        ("gymma Forage-v0", {}, "Give package:Name-v0"),
         ("pymarl collections:Counter", {}, "it has no reset"),
         ("pymarl foreign_worlds:Pursuit", {"common_reward": False}, "Leave out common_reward"),
         ("pymarl foreign_worlds", {}, "has no class ''. Give module:Class"),
@@ -301,6 +310,8 @@ def test_rewards_of_single_agents_need_a_learner_that_reads_them(capsys):
         assert main([f"--config={name}", *words]) == 2
         assert f"{of_team} learns from one reward. Use --config=iql" in capsys.readouterr().err
     assert [main([f"--config={name}", *words]) for name in ("iql", "ippo")] == [0, 0]
+    assert main(["--config=vdn", *words[:-2], "env_args.key=CartPole-v1", "env_args.time_limit=0"]) == 2
+    assert capsys.readouterr().err == "error: env_args.time_limit=0: must be at least 1\n"
     assert main(["--config=rloo", *words, "learner_args.score=return"]) == 2
 
 

@@ -52,5 +52,4 @@ def test_it_learns_from_what_a_device_has_played(preset, tmp_path):
         assert any(not torch.equal(weights[name], value) for name, value in before.items())
         found.append(weights)
         stage.session.close()
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, atol=1e-3, rtol=0, msg=name)
+    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=0)

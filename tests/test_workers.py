@@ -24,7 +24,7 @@ from omagd.envs.workers import pool as worker_pool
 from omagd.envs.workers.process_envs import EnvWorkerError, ProcessEnvs
 from omagd.envs.workers.vector import SerialEnvs
 from omagd.runners.rollout import Rollout
-from omagd.utils.errors import UserError
+from omagd.utils.errors import RunFailed, UserError
 
 SLOTS = 4
 
@@ -174,10 +174,11 @@ def test_a_worker_that_always_fails_is_an_error(kind, call, how, message, monkey
     env = ProcessEnvs(kind, kind.args_model(fail_in=[call], how=how), 1)
     env.set_worker_timeout(1.0 if how == "hang" else 60.0)
     env.reset(all_slots(env), np.zeros(1, int))
-    with pytest.raises(EnvWorkerError, match=message):
+    with pytest.raises(EnvWorkerError, match=message) as caught:
         for _ in range(4):
             if env.step(np.zeros((1, N), int), all_slots(env)).lost.all():
                 env.reset(all_slots(env), np.zeros(1, int))
+    assert isinstance(caught.value, RunFailed) is (how != "leave"), "no line of Python says why"
     with pytest.raises(EnvWorkerError, match="closed"):
         env.observe()
 

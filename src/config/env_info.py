@@ -257,7 +257,7 @@ class EnvInfo:
         actions = f"{self.n_actions} actions" if self.box is None else f"continuous actions of {self.box.dim} numbers"
         seen = "x".join(map(str, self.image or (self.obs_dim,)))
         units = f"{self.n_agents} agents, {actions}, observation {seen}, state {self.state_dim}"
-        score = "" if self.has_win else "; no battle_won, so the score is the return"
+        score = "" if self.has_win else "; without has_win the score is the return"
         return f"{units}, at most {self.episode_limit} steps{score}"
 
     def layout_for(self, given: str, env: str) -> EntityLayout:

@@ -16,8 +16,9 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain
+from multiprocessing import parent_process
 from pkgutil import iter_modules, resolve_name
 from typing import Any, ClassVar, Literal
 
@@ -25,9 +26,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from omagd.envs.frames import Frame, drawn, without_place
-from omagd.envs.outputs import RESERVED
+from omagd.envs.outputs import results_of
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.utils.errors import UserError, causes, install, nearest
+from omagd.utils.registry import crash_of
 
 LOG = logging.getLogger("omagd")
 EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "pettingzoo", "gymnasium": "gymnasium"}
@@ -141,8 +143,9 @@ class Explained:
             fixes += [nearest(name, [found.name for found in chain(*there)]) for name in names]
             unknown = re.findall(r"unexpected keyword argument '(\w+)'", said)
             fixes += [nearest(name, type(self.args).model_fields) for name in unknown]
-            fix = next(filter(None, fixes), self._fix if names else "")
-            raise self._wrong(f"{said}{'.' * (said[-1] != '?')}{fix}") from None
+            fix = next(filter(None, fixes), self._fix if names or "NotFound" in said else "")
+            where = f" ({crash.last}; --loglevel=DEBUG shows the traceback)" if (crash := crash_of(problem)) else ""
+            raise self._wrong(f"{said}{where}{'.' * (said[-1] != '?')}{fix}") from problem
 
     def _wrong(self, what: str) -> UserError:
         return UserError(f"env_args.{'='.join(self.args.given)}: {what}")
@@ -182,9 +185,25 @@ class Foreign(Explained, MultiAgentEnv):
         self._stale = args.new_each_episode  # whether the next episode needs a new object, as the first one does
         self._steps = 0
         self._draws: bool | None = None  # unknown until a picture is asked for
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # for modules of the working directory
         with self._in_one_line():
             self.env = self._make()
             self._measure()
+            self._repeats = args.new_each_episode and self._starts_alike()
+
+    def _starts_alike(self) -> bool:
+        """Return whether an episode follows from its seed, as far as its start shows; say once if not."""
+
+        def start() -> np.ndarray:
+            self.reset(seed=0)
+            return np.concatenate([self.get_obs().ravel(), self.get_state()])
+
+        if np.array_equal(start(), start(), equal_nan=True):
+            return True
+        fix = "Take `seed` in reset() or in the constructor; until then a run that is continued may differ"
+        _warn_once(f"{self._wrong('its episodes do not follow from their seeds')}. {fix}")
+        return False
 
     @abstractmethod
     def _make(self) -> Any:
@@ -270,7 +289,10 @@ class Foreign(Explained, MultiAgentEnv):
 
     def _begin(self, seed: int) -> None:
         """Start an episode of `env`, and keep its observations."""
-        self._keep(*self.env.reset(seed=seed % 2**31))
+        begun = self.env.reset(seed=seed % 2**31)
+        if not isinstance(begun, tuple) or len(begun) != 2:
+            raise self._wrong(f"reset() returned a {type(begun).__name__}, not observations and infos")
+        self._keep(*begun)
 
     def _keep(self, seen: Any, info: Any) -> None:
         """Keep what agents observe, and what they can do, until they are asked for."""
@@ -312,7 +334,7 @@ class Foreign(Explained, MultiAgentEnv):
             "episode_limit": self.episode_limit,
             "agent_rewards": not self.args.common_reward,
             "has_win": False,
-            "deterministic": self.args.new_each_episode,
+            "deterministic": self._repeats,
             **({"action_bounds": self._bounds()} if self.boxes else {}),
         }
 
@@ -391,6 +413,12 @@ class Foreign(Explained, MultiAgentEnv):
         self.env.close()
 
 
+@cache
+def _warn_once(text: str) -> None:
+    if parent_process() is None:  # each worker finds the same
+        LOG.warning("%s", text)
+
+
 def _said(problem: BaseException) -> str:
     """Return an error in one line."""
     return f"{type(problem).__name__}: {' '.join(str(problem).split())}".rstrip(". :")
@@ -416,13 +444,6 @@ def ends_of(terminated: Any, truncated: Any) -> tuple[bool, bool]:
     return over and not cut, cut
 
 
-def results_of(info: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return what an environment says by name; names that the run's own records use begin with `env_`."""
-    named = {name: value for name, value in info.items() if isinstance(name, str)}
-    # "lost" would mean that a process has died.
-    return {(f"env_{key}" if key == "lost" or RESERVED.fullmatch(key) else key): named[key] for key in named}
-
-
 def as_vector(value: Any, declared: np.dtype[Any] | None = None) -> np.ndarray:
     """Return an array as a vector; bytes of images, which have at least three dimensions, as numbers from 0 to 1.
 
@@ -443,19 +464,12 @@ def _flattener(space: Any) -> Callable[[Any], np.ndarray]:
     return lambda value: np.asarray(flatten(space, value))
 
 
-def _find_here() -> None:
-    """Let modules of the working directory be imported."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-
-
 def imported(path: str) -> Any:
-    """Return what an import path `module:name` means, also of a file in the working directory.
-
-    Errors: ImportError, AttributeError, ValueError.
-    """
-    _find_here()
-    return resolve_name(path if ":" in path else f"{path}:")  # all before the colon is imported
+    """Return what an import path `module:name` means. Errors: ImportError."""
+    try:
+        return resolve_name(path if ":" in path else f"{path}:")  # all before the colon is imported
+    except (AttributeError, ValueError) as problem:
+        raise ImportError(str(problem)) from None
 
 
 class PettingZooEnv(Foreign):
@@ -466,6 +480,7 @@ class PettingZooEnv(Foreign):
     """
 
     args_model: ClassVar[type[ForeignArgs]] = RewardArgs
+    _fix = " Give a module with parallel_env, or module:function"
 
     def _measure(self) -> None:
         self.names = list(getattr(self.env, "possible_agents", None) or ())
@@ -489,7 +504,7 @@ class PettingZooEnv(Foreign):
         found = imported(self.args.path)
         make = getattr(found, "parallel_env", found)
         if not callable(make):
-            raise self._wrong("it has no parallel_env")
+            raise self._wrong("it has no parallel_env, and cannot be called")
         env = make(**self._own)
         if not hasattr(env, "observation_space") or hasattr(env, "agent_iter"):
             raise self._wrong("it is not a parallel environment (pettingzoo.utils.aec_to_parallel makes one)")
@@ -547,6 +562,7 @@ class GymmaEnv(Foreign):
     """
 
     args_model: ClassVar[type[ForeignArgs]] = RewardArgs
+    _fix = " Give package:Name-v0, such as lbforaging:Foraging-8x8-2p-3f-v3"
 
     def __new__(cls, args: Any) -> Any:
         """Return PettingZoo's environment for a key that begins with `pz-`, as EPyMARL does."""
@@ -566,7 +582,6 @@ class GymmaEnv(Foreign):
     def _make(self) -> Any:
         import gymnasium
 
-        _find_here()
         return gymnasium.make(self.args.path, disable_env_checker=True, **self._own)
 
     def _keep(self, obs: Any, info: Mapping[str, Any]) -> None:

@@ -190,3 +190,10 @@ def _kind(value: Any) -> str:
     if not isinstance(value, np.ndarray):
         return type(value).__name__
     return str(value.dtype) if value.dtype.isnative else f"{value.dtype.newbyteorder()} in another machine's byte order"
+
+
+def results_of(info: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return what an environment says by name; names that the run's own records use begin with `env_`."""
+    named = {name: value for name, value in info.items() if isinstance(name, str)}
+    # "lost" would mean that a process has died.
+    return {(f"env_{key}" if key == "lost" or RESERVED.fullmatch(key) else key): named[key] for key in named}

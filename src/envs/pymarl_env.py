@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from omagd.envs.adapters import AdapterArgs, Foreign, Rewards, as_vector, ends_of, imported, results_of
+from omagd.envs.adapters import AdapterArgs, Foreign, Rewards, as_vector, ends_of, imported
+from omagd.envs.outputs import results_of
 from omagd.envs.protocol import TRUNCATED
 from omagd.utils.errors import nearest
 
@@ -67,7 +68,7 @@ class PyMARLEnv(Foreign):
 
     def get_env_info(self) -> dict[str, Any]:
         """Return the environment's own dictionary."""
-        own = {"map_name": self.args.key, "has_win": False, "deterministic": self.args.new_each_episode}
+        own = {"map_name": self.args.key, "has_win": False, "deterministic": self._repeats}
         return {**own, **self.facts}
 
 

@@ -357,21 +357,12 @@ def close_bars() -> None:
 
 
 class BarSafeHandler(logging.Handler):
-    """Writes log lines above the bars.
-
-    Args:
-        stream: output; None: the process's stdout at the time of writing.
-    """
-
-    def __init__(self, stream: TextIO | None = None, level: int = logging.INFO) -> None:
-        super().__init__(level)
-        self._stream = stream
+    """Writes log lines above the bars, to the process's stdout at the time of writing."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         try:
-            stream = self._stream or sys.stdout
             with STORAGE.logging():
-                _show(self.format(record), stream)
+                _show(self.format(record), sys.stdout)
         except Exception:  # noqa: BLE001 (like every logging handler)
             self.handleError(record)

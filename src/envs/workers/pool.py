@@ -20,6 +20,7 @@ from typing import Any
 from omagd.envs.workers.shared_memory import Arrays, Specs, mapped, new_memory, total_size
 from omagd.envs.workers.slot import History
 from omagd.envs.workers.worker import FAILED, REPLY, work
+from omagd.utils.errors import RunFailed
 from omagd.utils.registry import carrying
 
 CLOSE_GRACE_SECONDS = 5.0
@@ -38,6 +39,10 @@ _SINGLE_THREAD = dict.fromkeys(
 
 class EnvWorkerError(RuntimeError):
     """An environment worker failed or died; the message includes its traceback."""
+
+
+class EnvWorkerDied(EnvWorkerError, RunFailed):
+    """Environment workers die again and again: a run cannot go on, and no line of Python says why."""
 
 
 class WorkerPool:
@@ -97,7 +102,7 @@ class WorkerPool:
                 how = self._join(number)
                 self.deaths[number] += 1
                 if (self.processes[number].exitcode or 0) >= 0 or self.deaths[number] >= DEATHS_IN_A_ROW:
-                    raise EnvWorkerError(f"environment worker {number} died ({how})")
+                    raise EnvWorkerDied(f"environment worker {number} died ({how}): the environment ends its process")
                 LOG.warning("environment worker %d died (%s) during its start and is restarted", number, how)
                 self._respawn(number)
             found[number] = message[1]
@@ -200,7 +205,7 @@ class WorkerPool:
         self.deaths[number] += 1
         if self.deaths[number] >= DEATHS_IN_A_ROW:
             what = "hung repeatedly" if number in self._hung else f"died {DEATHS_IN_A_ROW} times"
-            raise EnvWorkerError(f"environment worker {number} {what} without completing an episode, {how}")
+            raise EnvWorkerDied(f"environment worker {number} {what} without completing an episode, {how}")
         fate = "starts; its episode is lost" if history is None else "replays its episode"
         LOG.warning("environment worker %d died (%s); a new worker %s", number, how, fate)
         self._respawn(number)

@@ -68,6 +68,7 @@ def _prepare_process(parent_pid: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.enable(all_threads=False)  # an environment's own code may be killed by its faults
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     if os.getppid() != parent_pid:
         sys.exit(1)

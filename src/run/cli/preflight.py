@@ -168,7 +168,11 @@ def _without_wrong(
 
 def _described(config: Config, found: Mistakes) -> tuple[Config, EnvInfo | None]:
     """Return `config` without wrong `env_args`, and the facts of the environment; None if it cannot be built."""
-    left, info = tried(found, _without_wrong, config, "env_args", describe_env, found) or (config, None)
+
+    def facts(left: Config) -> EnvInfo | None:  # without a wrong argument another environment would be built
+        return describe_env(left) if left is config else described_env(left.env, dict(left.env_args))
+
+    left, info = tried(found, _without_wrong, config, "env_args", facts, found) or (config, None)
     fits = info is not None and left.map_name == config.map_name
     return left, info if fits else None  # another map's sizes say nothing about this one
 
