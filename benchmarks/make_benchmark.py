@@ -4,8 +4,9 @@
     python benchmarks/make_benchmark.py
     omagd plot benchmarks/results/benchmark_lbf.jsonl --metric return --maps-only -o docs/images/benchmark_lbf
 
-A cell is the interquartile mean of the absolute metric over seeds with its 95 % bootstrap interval; over maps the
-bootstrap is stratified. Lines of peers, which `peer_targets.py` writes, name their code; a cell without runs is `-`.
+A cell is the interquartile mean of the absolute metric over seeds with its 95 % bootstrap interval, over maps
+stratified. Below five seeds it is the mean with Student's interval, since a bootstrap of so few is much too narrow; two
+seeds have none. Lines of peers, which `peer_targets.py` writes, name their code; a cell without runs is `-`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import yaml
 
 from omagd.lab.analysis.comparison import ends_text
-from omagd.lab.analysis.statistics import interval, iqm
+from omagd.lab.analysis.statistics import FEW_SEEDS, estimate, interval, iqm
 from omagd.run.reporting.report import number_text
 from omagd.run.run_folder import read_records
 
@@ -42,10 +43,12 @@ def score(line: dict[str, Any], metric: str) -> float:
 
 
 def cell(scores: list[np.ndarray]) -> str:
-    """Return the interquartile mean over the seeds of maps, each [seeds], with its interval; `-` if a map has none."""
+    """Return the figure over the seeds of maps, each [seeds], with its interval; `-` if a map has none."""
     if not all(map(len, scores)):
         return "-"
-    return f"{number_text(float(iqm(scores)))} {ends_text(interval(iqm, scores))}".strip()
+    seeds = min(map(len, scores))
+    middle, ends = estimate(scores) if seeds < FEW_SEEDS else (float(iqm(scores)), interval(iqm, scores))
+    return f"{number_text(middle)} {ends_text(ends if seeds > 2 else None)}".strip()
 
 
 def table(lines: Lines, arms: Iterable[str], maps: list[str], metric: str) -> str:

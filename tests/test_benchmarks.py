@@ -112,13 +112,13 @@ def test_the_tables_of_the_benchmark_follow_from_the_lines_of_its_studies():
         stages = {"stage3": {"values": values}}
         return {"arm": arm, "map": map_name, "summary": {"stages": stages}, "tests": {"cpu_seconds": [0, 120]}, **more}
 
-    lines = [line("qmix", name, score) for name, score in zip("aaaab", (0.0, 0.4, 0.6, 9.0, 1.0), strict=True)]
+    lines = [line("qmix", name, score) for name, score in zip("aaaaab", (0.0, 0.4, 0.5, 0.6, 9.0, 1.0), strict=True)]
     lines += [line("vdn", "a", 0.2, code="Peer 1")]
     rows = [
         re.split(r" *\| *", row)[1:-1] for row in page.table(lines, ["qmix", "vdn"], ["a", "b"], "return").splitlines()
     ]
     assert rows[2][0] == "`qmix`" and rows[2][1].startswith("0.500 [") and rows[2][2] == "1.000"
-    assert rows[2][-2:] == ["5", "2.0"]
+    assert rows[2][3:] == ["1.550", "6", "2.0"], "the mean of the maps' means, as one has few seeds"
     assert rows[3:] == [["`vdn`", "-", "-", "-", "-", "-"], ["`vdn`, Peer 1", "0.200", "-", "-", "1", "2.0"]]
 
 
