@@ -52,6 +52,9 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
         last = torch.cat([torch.full((1, 3), -1), episode["actions"][:-1].long()])
         value = learner.critic(AgentInputs(features, last), state)
         value = value if value.dim() > 1 else value[:, None].expand(-1, 3)
+        if args.death_masking and not own:  # one return for all, and who acts sees what it will be
+            acts = episode["avail_actions"].sum(-1) > 1
+            value = torch.stack([torch.where(a | ~a.any(), v, v[a].mean()) for v, a in zip(value, acts, strict=True)])
         hidden, total = learner.mac.agent.init_hidden(1), torch.zeros(3, dtype=torch.float64)
         advantage = torch.zeros(steps, 3, dtype=torch.float64)
         for t in reversed(range(steps)):  # Schulman et al. 2016, equation 16
@@ -73,7 +76,7 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
         loss = loss + policy_loss - args.entropy * entropy
         kl = kl + ratio - 1 - ratio.log()
     for alive, advantage, *_, value in all_rows:
-        if not (alive or args.critic in ("observation", "agent_state")):  # what the dead are worth
+        if not (alive or own):  # what an agent that has left is worth
             continue
         errors.append(0.5 * (value - (advantage + value).detach()) ** 2)
     assert config.gamma < 1

@@ -369,10 +369,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
             origin = [value.to(self.device, non_blocking=True) for value in self.origin(batch.meta)]
         inputs, available = self.mac.inputs(batch), batch["avail_actions"].bool()
         state, kind = batch["state"].to(self.mac.dtype), self.mac.dtype
-        # Closing rows have no action. An agent with one action, such as a dead one, has no choice to learn from.
-        # MAPPO's death masking: the only action of a dead agent says nothing of the policy.
-        choices = available.sum(dim=-1) > 1 if self.args.death_masking else torch.ones_like(available[..., 0])
-        weight = (choices & batch.valid_mask.unsqueeze(-1)).to(kind)
+        weight = (self.choices(batch) & batch.valid_mask.unsqueeze(-1)).to(kind)  # closing rows have no action
         found = self.advantages(batch, inputs, state, weight, *origin)
         cases = None
         if self.belief is not None:
@@ -389,6 +386,14 @@ class PolicyLearner(SavesParts, Generic[Args]):
             weight=weight,
             **vars(found),
         )
+
+    def choices(self, batch: PackedBatch) -> Tensor:
+        """Return which agents learn from what they do in each row, [S, n] bool.
+
+        MAPPO's death masking: the only action of an agent, such as a dead one, says nothing of the policy.
+        """
+        available = batch["avail_actions"].bool()
+        return available.sum(dim=-1) > 1 if self.args.death_masking else torch.ones_like(available[..., 0])
 
     def sums(self, values: Tensor, weight: Tensor) -> Tensor:
         """Return the number of samples of all ranks, and the sums of their values and of the squares, in float64."""

@@ -109,11 +109,13 @@ class PPOLearner(PolicyLearner[PPOArgs]):
         mean, deviation = self.value_norm.scale
         # Back to units of returns, in which rewards are added.
         value = (predicted * deviation + mean).to(predicted.dtype)
+        # An agent that has left earns no more: returns bootstrap from its value, which must be learned there, too.
+        own = batch.valid_mask.unsqueeze(-1).to(weight.dtype).expand_as(weight) if "agent_reward" in batch else None
+        if value.dim() > 1 and own is None:
+            value = _of_those_who_act(value, self.choices(batch))
         # GAE (Schulman et al. 2016, eq. 16): the sum of (gamma lambda)^k delta is the lambda-return minus the value.
         returns = batch_targets(value, batch, self.config.gamma, self.args.gae_lambda)
         advantage = self.normalised(_per_agent(returns - value, weight), weight)
-        # What an agent does last bootstraps from its value where it is dead, which must be learned there, too.
-        own = None if value.dim() == 1 else batch.valid_mask.unsqueeze(-1).to(weight.dtype).expand_as(weight)
         # Targets in the units of the moments after this batch, which the next predictions will be read in.
         returns = _per_agent(returns, weight)
         if self.args.normalise_values:
@@ -129,6 +131,16 @@ class PPOLearner(PolicyLearner[PPOArgs]):
     def saved(self) -> dict[str, Any]:
         """Return also the moments of the value normaliser."""
         return {**super().saved(), "value_norm": self.value_norm.moments}
+
+
+def _of_those_who_act(value: Tensor, acts: Tensor) -> Tensor:
+    """Return values [S, n] with the mean of those who act, [S, n] bool, for the others, such as the dead.
+
+    One return is for all: what an agent did last bootstraps from it, but a dead agent sees nothing to tell it by.
+    """
+    count = acts.sum(-1, keepdim=True)
+    mean = value.masked_fill(~acts, 0).sum(-1, keepdim=True) / count.clamp(min=1)
+    return torch.where(acts | (count == 0), value, mean)
 
 
 def _per_agent(values: Tensor, like: Tensor) -> Tensor:
