@@ -199,6 +199,9 @@ def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
     plain = made("pettingzoo foreign_worlds:Sloppy", how="plain")
     assert played(plain, 8, script)[2].tolist() == [[1, 1, 0], [1, 1, 0]], "a mask that the space does not declare"
     assert made("pettingzoo foreign_worlds:Leaving", max_cycles=3).info.episode_limit == 3
+    for name, limit in (("mpe", 30), ("rware", 501)):  # beyond what the package says by itself
+        log = played(env := made(name, time_limit=limit), 8, [(0,) * env.info.n_agents] * limit)
+        assert len(log) == 6 * limit + 1 and log[-3:-1] == [True, True], name
     goal = made("pettingzoo foreign_worlds:Sloppy", how="goal")
     assert goal.info.obs_dim == 3 + 4 + 2, "its mask, a part of it here, and the goal"
 

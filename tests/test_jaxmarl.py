@@ -26,8 +26,9 @@ WORLDS = {
     "MPE_simple_speaker_listener_v4": {"max_steps": 9, "time_limit": 5, "reward_scalarisation": "mean"},
     "overcooked": {"layout": "coord_ring", "max_steps": 6, "shaped_reward": 0.5, "random_reset": True},
     "hanabi": SMALL_HANABI,
-    "coin_game": {"num_inner_steps": 5, "num_outer_steps": 1},  # with chance in its steps, which alone end it
+    "coin_game": {"num_inner_steps": 5, "num_outer_steps": 1},  # its last observation is of another game
 }
+ENDING = ("hanabi", "coin_game")
 
 
 @pytest.mark.parametrize(("env", "args"), [("jaxmarl", {"key": "hanabi"}), ("smax", {"map_name": "3m"})])
@@ -65,7 +66,7 @@ def episode(env, seed, script=None):
         log += copied(env)
         chosen.append(random_actions(log[-1], rng) if script is None else script[len(chosen)])
         result = env.step(chosen[-1], active)
-        log += [result.reward, result.terminated, result.truncated, result.info["episode_limit"]]
+        log += [result.reward, result.terminated, result.truncated, result.info.get("score", active)]
         log += [] if result.agent_reward is None else [result.agent_reward]
         active = active & ~result.terminated
     return log + copied(env), chosen
@@ -102,9 +103,10 @@ def test_an_episode_is_jaxmarls_own_and_follows_from_seed_and_actions(key):
         if info.agent_rewards:
             np.testing.assert_allclose(log[width * t + 7][0], given, rtol=1e-4, atol=1e-6)
         over = bool(dones["__all__"]) or t + 1 == limit
-        assert (ended, truncated) == (over, over and key != "hanabi" and env.args.continuing_episode)
+        assert (ended, truncated) == (over, over and key not in ENDING and env.args.continuing_episode)
         if over:
             break
+    assert key != "overcooked" or log[width * t + 6][0] == 0, "no soup: rewards that shape are no score"
     assert over and (key == "hanabi" or t + 1 == info.episode_limit == {"overcooked": 6}.get(key, 5))
 
 
@@ -128,7 +130,8 @@ def test_rounds_where_agents_act_are_those_of_the_host(key):
     env = made(key)
     both = [game(runner=runner, env=env, slots=SLOTS) for runner in ("parallel", "resident")]
     one, other = (played(plays, mac, explore=None, full_obs=True) for plays, mac in both)
-    assert one.n_episodes == SLOTS and {entry["episode_limit"] for entry in one.log} == {key != "hanabi"}
+    assert one.n_episodes == SLOTS and {entry["episode_limit"] for entry in one.log} == {key not in ENDING}
+    assert ["score" in entry for entry in one.log] == [key == "overcooked"] * SLOTS
     assert_same(one, other)
 
 

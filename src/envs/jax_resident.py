@@ -48,7 +48,7 @@ class ResidentJax:
         )  # fmt: skip
         over, truncated, won, draw, limit = (zeros(dtype=yes) for _ in range(5))
         dead = torch.zeros((2, n_slots), dtype=torch.int64, device=device)
-        self._outcome = Outcome(zeros(dtype=real), over, truncated, won, draw, limit, dead)
+        self._outcome = Outcome(zeros(dtype=real), over, truncated, won, draw, limit, dead, zeros(dtype=real))
         self.faults, self._which, self._active = (zeros(dtype=yes) for _ in range(3))
         self._words, self._chosen = zeros(2, dtype=torch.int32), zeros(info.n_agents, dtype=torch.int32)
         where, bits = self._jax.numpy.where, self._jax.lax.bitcast_convert_type
@@ -85,9 +85,8 @@ class ResidentJax:
         out.over.copy_(active & found["over"])
         out.truncated.copy_(active & found["truncated"])
         out.limit.copy_(out.truncated)
-        places = {"battle_won": out.won, "dead_allies": out.dead[0], "dead_enemies": out.dead[1]}
         for name in self._own:
-            places[name].copy_(out.over * found[name])
+            out.results()[name].copy_(out.over * found[name])
         return out
 
     def observe(self, full: bool = False) -> Seen:

@@ -80,7 +80,7 @@ class World(Program):
     """One of JaxMARL's environments on JAX, its results as `JaxEnv` wants them.
 
     A state holds JaxMARL's (`world`), the padded observations (`obs`, which some environments make from the last step
-    too), and the number of steps (`t`).
+    too), the number of steps (`t`), and the team's return without shaped rewards (`score`).
 
     Args:
         limit: steps after which an episode is cut off.
@@ -119,7 +119,12 @@ class World(Program):
 
     def _start_one(self, key: Any) -> Any:
         obs, world = self._reset_one(key)
-        return {"world": world, "obs": self._padded(obs), "t": self.jax.numpy.int32(0)}
+        return {
+            "world": world,
+            "obs": self._padded(obs),
+            "t": self.jax.numpy.int32(0),
+            "score": self.jax.numpy.float32(0),
+        }
 
     def _padded(self, obs: list[Any]) -> Any:
         """Return what each agent observes as [n, obs_dim] float32."""
@@ -133,17 +138,17 @@ class World(Program):
         played = self.jax.random.fold_in(key, old["t"]), old["world"], dict(zip(self.names, actions, strict=True))
         obs, world, rewards, dones, info = self.env.step_env(*played)
         each = jnp.stack([jnp.asarray(reward, "float32") for reward in self._each(rewards)])
+        team = jnp.mean if args.common_reward and args.reward_scalarisation == "mean" else jnp.sum
+        score = old["score"] + team(each)  # of the game, without what shapes it
         if args.shaped_reward:
             each += args.shaped_reward * jnp.stack(self._each(info["shaped_reward"]))
-        reward = each.mean() if args.common_reward and args.reward_scalarisation == "mean" else each.sum()
-        over = dones["__all__"]
-        ended = over & (not hasattr(self.env, "num_inner_steps"))  # nothing but steps ends the coin game and STORM
+        ended = over = dones["__all__"]  # the coin game and STORM show the next game at their last step
         if hasattr(self.env, "max_steps"):  # would it end without them? XLA computes no more of this other step
             ended = self._endless.step_env(*played)[3]["__all__"]
         over = over | (t >= self.limit)
-        new = {"world": world, "obs": self._padded(self._each(obs)), "t": t}
+        new = {"world": world, "obs": self._padded(self._each(obs)), "t": t, "score": score}
         truncated = over & ~ended & args.continuing_episode
-        out = {"reward": reward, "over": over, "truncated": truncated, "agent_reward": each}
+        out = {"reward": team(each), "over": over, "truncated": truncated, "agent_reward": each, "score": score}
         return self._choose(active, new, old), out
 
     def _view_one(self, state: Any) -> dict[str, Any]:
@@ -162,7 +167,7 @@ class JaxMarlEnv(Explained, JaxEnv):
     resident = JaxEnv.resident  # `plays_here` asks the class itself for it
 
     def __init__(self, args: JaxMarlArgs, n_slots: int) -> None:
-        self.args = args
+        self.args, self.results = args, ("score",) * bool(args.shaped_reward)  # type: ignore[misc]
         jax = import_jax(args, "jaxmarl")
         with self._in_one_line():
             env = _made(import_jaxmarl(), args)

@@ -222,7 +222,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         reward: [B] float32. over: [B] bool. truncated: [B] bool, over only because of the step limit, and the target
-            bootstraps. won, draw, limit: [B] bool. dead: [2, B] int64, allies and enemies.
+            bootstraps. won, draw, limit: [B] bool. dead: [2, B] int64, allies and enemies. score: [B] float32, of games
+            that have one.
     """
 
     reward: Tensor
@@ -232,13 +233,14 @@ class Outcome(NamedTuple):
     draw: Tensor
     limit: Tensor
     dead: Tensor
+    score: Tensor | None = None
 
     def results(self) -> dict[str, Tensor]:
         """Return the results of episodes by the names of `StepResult.info`, [B] each."""
         allies, enemies = self.dead
         return {
             "battle_won": self.won, "battle_draw": self.draw, "episode_limit": self.limit, "dead_allies": allies,
-            "dead_enemies": enemies,
+            "dead_enemies": enemies, **({} if self.score is None else {"score": self.score}),
         }  # fmt: skip
 
 

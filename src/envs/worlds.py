@@ -226,6 +226,11 @@ class Mpe(_WithUnits, PettingZooEnv):
 
     args_model = MpeArgs
 
+    def _make(self) -> Any:
+        if self.args.time_limit:
+            self._own = {"max_cycles": self.args.time_limit, **self._own}
+        return super()._make()
+
     def _measure(self) -> None:
         super()._measure()
         if self.args.map_name == SPREAD:
@@ -281,6 +286,10 @@ class Rware(GymmaEnv):
     """Robots carry the shelves that are asked for to the goals. 71 features without units."""
 
     args_model = RwareArgs
+
+    def _make(self) -> Any:
+        self._own = {"max_steps": None, **self._own}  # its own limit would say that the episode is over
+        return super()._make()
 
     def get_frame(self) -> Frame:
         """Return robots, the shelves that are asked for, and goals."""
