@@ -218,6 +218,10 @@ def raises() -> None:
     raise OSError("the simulator is not there")
 
 
+def needs() -> None:
+    __import__("gone")
+
+
 def exits() -> None:
     raise SystemExit("usage: give a map")
 

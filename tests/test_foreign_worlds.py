@@ -242,7 +242,8 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
 
 
 def test_episodes_that_do_not_follow_from_their_seeds_are_said(caplog):
-    assert not any(made("pymarl foreign_worlds:Unseeded").deterministic for _ in range(2))
+    for name in ("Unseeded", "Seeded", "Unseeded"):
+        made(f"pymarl foreign_worlds:{name}")
     (once,) = caplog.records
     assert "its episodes do not follow from their seeds. Take" in once.getMessage()
 
@@ -261,6 +262,8 @@ def test_episodes_that_do_not_follow_from_their_seeds_are_said(caplog):
         ("pettingzoo foreign_worlds:Sloppy", {"how": "bare"}, "reset() returned a dict, not observations and infos"),
         ("pettingzoo foreign_worlds:Leavign", {}, "Give a module with parallel_env, or module:function"),
         ("gymma Forage-v0", {}, "Give package:Name-v0"),
+        ("pettingzoo foreign_worlds:needs", {}, "No module named 'gone' (/"),
+        ("rware", {"map_name": "tiny"}, "Give <size>-<agents>ag"),
         ("pymarl collections:Counter", {}, "it has no reset"),
         ("pymarl foreign_worlds:Pursuit", {"common_reward": False}, "Leave out common_reward"),
         ("pymarl foreign_worlds", {}, "has no class ''. Give module:Class"),

@@ -143,7 +143,9 @@ class Explained:
             fixes += [nearest(name, [found.name for found in chain(*there)]) for name in names]
             unknown = re.findall(r"unexpected keyword argument '(\w+)'", said)
             fixes += [nearest(name, type(self.args).model_fields) for name in unknown]
-            fix = next(filter(None, fixes), self._fix if names or "NotFound" in said else "")
+            path = self.args.path.replace(":", ".") + "."
+            lost = type(problem).__name__.endswith("NotFound") or any(path.startswith(f"{name}.") for name in names)
+            fix = next(filter(None, fixes), self._fix * lost)
             where = f" ({crash.last}; --loglevel=DEBUG shows the traceback)" if (crash := crash_of(problem)) else ""
             raise self._wrong(f"{said}{where}{'.' * (said[-1] != '?')}{fix}") from problem
 
@@ -190,20 +192,19 @@ class Foreign(Explained, MultiAgentEnv):
         with self._in_one_line():
             self.env = self._make()
             self._measure()
-            self._repeats = args.new_each_episode and self._starts_alike()
+            if args.new_each_episode:
+                self._compare_starts()
 
-    def _starts_alike(self) -> bool:
-        """Return whether an episode follows from its seed, as far as its start shows; say once if not."""
+    def _compare_starts(self) -> None:
+        """Start two episodes of one seed, and say once where they differ."""
 
         def start() -> np.ndarray:
             self.reset(seed=0)
             return np.concatenate([self.get_obs().ravel(), self.get_state()])
 
-        if np.array_equal(start(), start(), equal_nan=True):
-            return True
-        fix = "Take `seed` in reset() or in the constructor; until then a run that is continued may differ"
-        _warn_once(f"{self._wrong('its episodes do not follow from their seeds')}. {fix}")
-        return False
+        if not np.array_equal(start(), start(), equal_nan=True):
+            fix = "Take `seed` in reset() or in the constructor; until then a run that is continued may differ"
+            _warn_once(f"{self._wrong('its episodes do not follow from their seeds')}. {fix}")
 
     @abstractmethod
     def _make(self) -> Any:
@@ -334,7 +335,7 @@ class Foreign(Explained, MultiAgentEnv):
             "episode_limit": self.episode_limit,
             "agent_rewards": not self.args.common_reward,
             "has_win": False,
-            "deterministic": self._repeats,
+            "deterministic": self.args.new_each_episode,
             **({"action_bounds": self._bounds()} if self.boxes else {}),
         }
 
@@ -465,11 +466,13 @@ def _flattener(space: Any) -> Callable[[Any], np.ndarray]:
 
 
 def imported(path: str) -> Any:
-    """Return what an import path `module:name` means. Errors: ImportError."""
+    """Return what an import path `module:name` means. Errors: any of the module; ImportError for another path."""
     try:
         return resolve_name(path if ":" in path else f"{path}:")  # all before the colon is imported
     except (AttributeError, ValueError) as problem:
-        raise ImportError(str(problem)) from None
+        if crash_of(problem) is not None:  # in the module
+            raise
+        raise ImportError(str(problem), name=path.replace(":", ".")) from None
 
 
 class PettingZooEnv(Foreign):

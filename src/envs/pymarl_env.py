@@ -68,7 +68,7 @@ class PyMARLEnv(Foreign):
 
     def get_env_info(self) -> dict[str, Any]:
         """Return the environment's own dictionary."""
-        own = {"map_name": self.args.key, "has_win": False, "deterministic": self._repeats}
+        own = {"map_name": self.args.key, "has_win": False, "deterministic": self.args.new_each_episode}
         return {**own, **self.facts}
 
 

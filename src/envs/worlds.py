@@ -286,6 +286,7 @@ class Rware(GymmaEnv):
     """Robots carry the shelves that are asked for to the goals. 71 features without units."""
 
     args_model = RwareArgs
+    _fix = " Give <size>-<agents>ag, such as tiny-2ag"
 
     def _make(self) -> Any:
         self._own = {"max_steps": None, **self._own}  # its own limit would say that the episode is over

@@ -102,7 +102,7 @@ class WorkerPool:
                 how = self._join(number)
                 self.deaths[number] += 1
                 if (self.processes[number].exitcode or 0) >= 0 or self.deaths[number] >= DEATHS_IN_A_ROW:
-                    raise EnvWorkerDied(f"environment worker {number} died ({how}): the environment ends its process")
+                    raise EnvWorkerDied(f"environment worker {number} died ({how}) during its start")
                 LOG.warning("environment worker %d died (%s) during its start and is restarted", number, how)
                 self._respawn(number)
             found[number] = message[1]
