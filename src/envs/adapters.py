@@ -16,7 +16,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from multiprocessing import parent_process
 from pkgutil import iter_modules, resolve_name
@@ -36,6 +36,8 @@ EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "p
 """Packages that an extra of this one installs."""
 GYMNASIUMS = " was raised from the environment creator| Environment registration via importing"
 """Where Gymnasium's errors begin to repeat what is known."""
+COMPARED: set[str] = set()
+"""Arguments of environments whose starts this process has compared."""
 
 
 class OutsideArgs(BaseModel):
@@ -192,11 +194,13 @@ class Foreign(Explained, MultiAgentEnv):
         with self._in_one_line():
             self.env = self._make()
             self._measure()
-            if args.new_each_episode:
+            # Other slots, and workers, would find the same.
+            if args.new_each_episode and parent_process() is None and repr(args) not in COMPARED:
+                COMPARED.add(repr(args))
                 self._compare_starts()
 
     def _compare_starts(self) -> None:
-        """Start two episodes of one seed, and say once where they differ."""
+        """Start two episodes of one seed, and say where they differ."""
 
         def start() -> np.ndarray:
             self.reset(seed=0)
@@ -204,7 +208,7 @@ class Foreign(Explained, MultiAgentEnv):
 
         if not np.array_equal(start(), start(), equal_nan=True):
             fix = "Take `seed` in reset() or in the constructor; until then a run that is continued may differ"
-            _warn_once(f"{self._wrong('its episodes do not follow from their seeds')}. {fix}")
+            LOG.warning("%s. %s", self._wrong("its episodes do not follow from their seeds"), fix)
 
     @abstractmethod
     def _make(self) -> Any:
@@ -412,12 +416,6 @@ class Foreign(Explained, MultiAgentEnv):
     def close(self) -> None:
         """Close the environment."""
         self.env.close()
-
-
-@cache
-def _warn_once(text: str) -> None:
-    if parent_process() is None:  # each worker finds the same
-        LOG.warning("%s", text)
 
 
 def _said(problem: BaseException) -> str:

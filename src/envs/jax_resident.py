@@ -85,8 +85,9 @@ class ResidentJax:
         out.over.copy_(active & found["over"])
         out.truncated.copy_(active & found["truncated"])
         out.limit.copy_(out.truncated)
+        places = out.results()
         for name in self._own:
-            out.results()[name].copy_(out.over * found[name])
+            places[name].copy_(out.over * found[name])
         return out
 
     def observe(self, full: bool = False) -> Seen:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -332,11 +332,11 @@ class Progress:
         self._bar.close()
 
 
-def _show(text: str, stream: TextIO) -> None:
+def _show(text: str) -> None:
     """Write a line; a closed reader or a full disk is recorded, not raised."""
     try:
-        tqdm.write(text, file=stream)
-        stream.flush()
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
     except OSError as problem:
         STORAGE.failed(OUTPUT, problem)
         if problem.errno in GONE:
@@ -363,6 +363,6 @@ class BarSafeHandler(logging.Handler):
         """Write one record."""
         try:
             with STORAGE.logging():
-                _show(self.format(record), sys.stdout)
+                _show(self.format(record))
         except Exception:  # noqa: BLE001 (like every logging handler)
             self.handleError(record)
