@@ -52,10 +52,13 @@ def cell(scores: list[np.ndarray]) -> str:
 
 
 def table(lines: Lines, arms: Iterable[str], maps: list[str], metric: str) -> str:
-    """Return a row for each learner, and below it one for each peer's; lines of other maps are left out."""
-    found: dict[tuple[str, str], dict[str, Lines]] = defaultdict(lambda: defaultdict(list))
+    """Return a row for each learner, and below it one for each peer's; lines of other maps are left out.
+
+    Of lines with the same seed the last counts.
+    """
+    found: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for line in lines:
-        found[line["arm"], line.get("code", "")][line["map"]].append(line)
+        found[line["arm"], line.get("code", "")][line["map"]][line["seed"]] = line
     every = ["all maps"] * (len(maps) > 1)
     head = ["learner", *maps, *every, "runs", "CPU minutes"]
     rows = [head, ["---"] * len(head)]
@@ -63,9 +66,9 @@ def table(lines: Lines, arms: Iterable[str], maps: list[str], metric: str) -> st
         codes = sorted({code for name, code in found if name == arm} | {""})
         for code in codes:
             runs = found[arm, code]
-            scores = [np.array([score(line, metric) for line in runs[name]]) for name in maps]
+            scores = [np.array([score(line, metric) for line in runs[name].values()]) for name in maps]
             cells = [cell([each]) for each in scores] + [cell(scores)] * len(every)
-            spent = [line["tests"]["cpu_seconds"][-1] / 60 for name in maps for line in runs[name]]
+            spent = [line["tests"]["cpu_seconds"][-1] / 60 for name in maps for line in runs[name].values()]
             count = str(len(spent) or "-")
             minutes = f"{np.median(spent):.1f}" if spent else "-"
             rows.append([f"`{arm}`" + f", {code}" * bool(code), *cells, count, minutes])

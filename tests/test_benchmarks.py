@@ -107,12 +107,14 @@ def test_a_command_of_the_page_runs(command, monkeypatch, tmp_path):
 def test_the_tables_of_the_benchmark_follow_from_the_lines_of_its_studies():
     page = importlib.import_module("make_benchmark")
 
-    def line(arm: str, map_name: str, score: float, **more: str) -> dict[str, Any]:
+    def line(arm: str, map_name: str, score: float, **more: str | int) -> dict[str, Any]:
         values = {"absolute_return_mean": score, "test_return_mean": -1.0}
         stages = {"stage3": {"values": values}}
-        return {"arm": arm, "map": map_name, "summary": {"stages": stages}, "tests": {"cpu_seconds": [0, 120]}, **more}
+        tests = {"cpu_seconds": [0, 120]}
+        return {"arm": arm, "map": map_name, "seed": 1, "summary": {"stages": stages}, "tests": tests, **more}
 
-    lines = [line("qmix", name, score) for name, score in zip("aaaaab", (0.0, 0.4, 0.5, 0.6, 9.0, 1.0), strict=True)]
+    scores = (7.0, 0.4, 0.5, 0.6, 9.0, 1.0, 0.0)  # the last line is again seed 0 of map a
+    lines = [line("qmix", "aaaaaba"[i], score, seed=i % 6) for i, score in enumerate(scores)]
     lines += [line("vdn", "a", 0.2, code="Peer 1")]
     rows = [
         re.split(r" *\| *", row)[1:-1] for row in page.table(lines, ["qmix", "vdn"], ["a", "b"], "return").splitlines()

@@ -22,11 +22,13 @@ def test_means_over_ranks_weigh_every_sample_alike():
     for metrics, values in zip(ranks, samples, strict=True):
         for part in np.array_split(values, 3):
             metrics.add({"loss": (torch.tensor(part.sum()), torch.tensor(len(part)))}, prefix="train/")
-    ranks[1].add({"won_mean": (2.0, 3)})
+        metrics.add({"length_mean": (5.0 * len(values), len(values))}, prefix="test_")
+    ranks[1].add({"won_mean": (2.0, "length_mean")}, prefix="test_")  # no episode of other ranks reports it
     states = [metrics.state_dict() for metrics in ranks]
     reduced = [metrics.reduce(SimpleNamespace(gather=lambda _: states)) for metrics in ranks]
     assert reduced[0] == reduced[1] == reduced[2]
-    assert reduced[0] == pytest.approx({"train/loss": np.concatenate(samples).mean(), "won_mean": 2 / 3})
+    loss = np.concatenate(samples).mean()
+    assert reduced[0] == pytest.approx({"train/loss": loss, "test_length_mean": 5, "test_won_mean": 2 / 21})
     assert all(metrics.reduce(Dist()) == {} for metrics in ranks), "reduce starts again"
 
 
@@ -36,10 +38,10 @@ def test_metrics_sum_in_double_precision_without_graph_and_skip_empty_counts():
     metrics, restored = Metrics(), Metrics()
     metrics.add({"a": (total, count), "empty": (torch.tensor(0.0), torch.tensor(0))})
     metrics.add({"a": (total, count)})
-    metrics.add({"a": (1.0, 1)})
+    metrics.add({"a": (1.0, 1), "b": (1.0, "a")})
     assert total.item() == 6.0 and count.item() == 2
     restored.load_state_dict(json.loads(json.dumps(metrics.state_dict())))
-    assert metrics.reduce(Dist()) == restored.reduce(Dist()) == {"a": pytest.approx(13 / 5)}
+    assert metrics.reduce(Dist()) == restored.reduce(Dist()) == {"a": pytest.approx(13 / 5), "b": 0.2}
     for _ in range(2000):
         metrics.add({"x": (torch.tensor(1e8 + 1, dtype=torch.float64), torch.tensor(1))})
         metrics.add({"y": (torch.tensor(0.1), torch.tensor(1))})

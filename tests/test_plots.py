@@ -51,7 +51,7 @@ def test_curves_show_the_values_of_metrics_jsonl(tmp_path, drawn):
     firsts = {title: {line.get_label(): line.get_ydata()[0] for line in lines} for title, lines in drawn.items()}
     assert firsts == {
         "Tokenizer: loss": {"training": 1.0, "held out": 2.0}, "Predictor: accuracy on unseen units": {"top 1": 0.2},
-        "Win rate": {"greedy test": 1 / 6}, "Exploration": {"epsilon": 5 / 6},
+        "Win rate": {"test": 1 / 6}, "Exploration": {"epsilon": 5 / 6},
     }  # fmt: skip
     assert [*drawn["Win rate"][0].get_xdata()] == [1000, 2000, 3000, 4000, 5000]
     write_lines(folder / "metrics.jsonl", [{"stage": "stage3", "t_env": 1, "unknown": 2.0}])

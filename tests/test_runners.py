@@ -182,20 +182,22 @@ def test_the_absolute_metric_is_of_the_weights_of_the_best_test(monkeypatch):
     agent = torch.nn.Linear(1, 1, bias=False)
 
     def play(session, mac, wanted, log=len, recorder=None):
-        log([{"return": agent.weight.item(), "length": wanted}] * 2)
-        return {"test_battle_won_mean": 0.0, "test_return_mean": agent.weight.item()}
+        weight = agent.weight.item()
+        log([{"return": weight, "length": wanted}, {"return": weight, "length": wanted, "battle_won": 1.0}])
+        return {"test_return_mean": weight, **({"test_battle_won_mean": 0.5} if 1 < weight < 9 else {})}
 
     monkeypatch.setattr(evaluate, "play_tests", play)
     config = SimpleNamespace(absolute_episodes=320, test_nepisode=32, log_video=False)
     tests = evaluate.Tests(SimpleNamespace(config=config, dist=Dist()), SimpleNamespace(agent=agent))
-    for t_env, weight in enumerate((1.0, 3.0, 2.0)):
+    for t_env, weight in enumerate((1.0, 3.0, 2.0, 9.0)):
         torch.nn.init.constant_(agent.weight, weight)
         tests.begin()
-        tests.play(t_env, "a test", ends=t_env == 2)
+        tests.play(t_env, "a test", ends=t_env == 3)
+        assert tests.improved == (t_env < 2), "a test without a win rate has won nothing"
     values, raw = tests.absolute()
-    assert values == {"absolute_battle_won_mean": 0.0, "absolute_return_mean": 3.0}, "returns decide between win rates"
-    assert raw == {"t_env": 1, "length": [320, 320], "return": [3.0, 3.0]}
-    assert agent.weight.item() == 2.0, "the run's own weights are back"
+    assert values == {"absolute_battle_won_mean": 0.5, "absolute_return_mean": 3.0}, "returns decide between win rates"
+    assert raw == {"t_env": 1, "length": [320, 320], "return": [3.0, 3.0], "battle_won": [0.0, 1.0]}
+    assert agent.weight.item() == 9.0, "the run's own weights are back"
 
 
 def test_rows_of_running_episodes_come_back_with_the_policys_own_fields():

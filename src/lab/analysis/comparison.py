@@ -171,11 +171,11 @@ def _results(runs: Sequence[Run], rows: Sequence[Group]) -> list[Column]:
 
 def _ends(rows: Sequence[Group]) -> list[Column]:
     """Return the last columns: time, state and card."""
-    kinds = [row.runs[0].kind for row in rows]
+    kinds, states = [row.runs[0].kind for row in rows], [_state(row.runs) for row in rows]
     return [
         *([Column("kind", kinds)] if "evaluation" in kinds else []),
         Column("time", [_time(row.runs) for row in rows], 4),
-        Column("state", [_state(row.runs) for row in rows], 3),
+        Column("state", states, 0 if set(states) - {"completed"} else 3),
         Column("card", [_card(row.runs) for row in rows], 8),
     ]
 

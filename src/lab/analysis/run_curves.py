@@ -44,7 +44,7 @@ def _trained(name: str) -> tuple[tuple[str, str], ...]:
 
 
 def _played(name: str) -> tuple[tuple[str, str], ...]:
-    return (f"test_{name}", "greedy test"), (f"test_held_out_{name}", "held-out maps"), (name, "training")
+    return (f"test_{name}", "test"), (f"test_held_out_{name}", "held-out maps"), (name, "training")
 
 
 CODES = (("eval/codes_in_use", "in use"), ("eval/perplexity", "perplexity"))

@@ -102,6 +102,7 @@ def lead(own: Scores, others: Scores, paired: bool = False, statistic: Statistic
 
     Args:
         own, others: [seeds] for each map. paired: each two have the same seed; means are compared by their differences.
+        statistic: with at least `FEW_SEEDS` seeds on each map, else `mean` with Student's t.
     """
     if paired:
         return estimate([mine - theirs for mine, theirs in zip(own, others, strict=True)])
@@ -109,9 +110,10 @@ def lead(own: Scores, others: Scores, paired: bool = False, statistic: Statistic
     def between(scores: Scores) -> np.ndarray:
         return statistic(scores[: len(own)]) - statistic(scores[len(own) :])
 
-    few = statistic is mean and min(map(len, [*own, *others])) < FEW_SEEDS
     both = [*own, *others]
-    return float(between(both)), t_interval(own, others) if few else interval(between, both)
+    if min(map(len, both)) < FEW_SEEDS:
+        return float(mean(own) - mean(others)), t_interval(own, others)
+    return float(between(both)), interval(between, both)
 
 
 def wins(own: np.ndarray, others: np.ndarray) -> np.ndarray:

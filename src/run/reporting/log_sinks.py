@@ -264,7 +264,7 @@ class ConsoleSink(Sink):
     """Prints lines of values through Python's `logger`, below the names of their columns; all with `log_detail=full`.
 
     Records that follow within a short time share a line; the last one of a stage has one. Win rate, return and length
-    are those of the last greedy test, or of training where nothing is tested.
+    are those of the last test, or of training where nothing is tested.
     """
 
     name = "console"

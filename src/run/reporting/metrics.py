@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,6 +103,8 @@ class Stopwatch:
 
 
 Number = Tensor | float
+Counted = Mapping[str, tuple[float, float | str]]
+"""(sum, count) by name. count: or the name whose count is meant."""
 
 
 class Metrics:
@@ -109,14 +112,15 @@ class Metrics:
 
     def __init__(self) -> None:
         self._sums: dict[str, Number] = {}
-        self._counts: dict[str, Number] = {}
+        self._counts: dict[str, Any] = {}
 
-    def add(self, stats: Mapping[str, tuple[Number, Number]], prefix: str = "") -> None:
-        """Add (sum, count) pairs, scalars, under `prefix + name`."""
+    def add(self, stats: Mapping[str, tuple[Number, Number | str]], prefix: str = "") -> None:
+        """Add `Counted` scalars, under `prefix + name`."""
         for name, (total, count) in stats.items():
             key = prefix + name
             self._sums[key] = _plus(self._sums.get(key, 0.0), total)
-            self._counts[key] = _plus(self._counts.get(key, 0.0), count)
+            found = self._counts.get(key, 0.0)
+            self._counts[key] = prefix + count if isinstance(count, str) else _plus(found, count)
 
     def reduce(self, dist: Dist) -> dict[str, float]:
         """Return the means over all ranks by name and clear the sums; a collective, equal on every rank."""
@@ -129,31 +133,32 @@ class Metrics:
         self._sums.clear()
         self._counts.clear()
 
-    def state_dict(self) -> dict[str, tuple[float, float]]:
+    def state_dict(self) -> dict[str, tuple[float, float | str]]:
         """Return this rank's sums and counts as plain numbers."""
         names = list(self._sums)
         values = _numbers([*(self._sums[n] for n in names), *(self._counts[n] for n in names)])
         return {name: (values[i], values[len(names) + i]) for i, name in enumerate(names)}
 
-    def load_state_dict(self, state: Mapping[str, tuple[float, float]]) -> None:
+    def load_state_dict(self, state: Counted) -> None:
         """Continue from `state_dict()`."""
         self.clear()
         self.add(state)
 
-    def merge(self, states: Iterable[Mapping[str, tuple[float, float]]]) -> None:
+    def merge(self, states: Iterable[Counted]) -> None:
         """Add what other ranks had collected."""
         for state in states:
             self.add(state)
 
 
-def weighted_means(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+def weighted_means(parts: Iterable[Counted]) -> dict[str, float]:
     """Return the sum of all sums over the sum of all counts by name, without names whose count is 0.
 
-    parts: (sum, count) by name, one part for each rank; the names may differ.
+    parts: one for each rank; the names may differ.
     """
     parts = list(parts)
     sums = added({name: total for name, (total, _) in part.items()} for part in parts)
-    counts = added({name: count for name, (_, count) in part.items()} for part in parts)
+    counts = added({name: n for name, (_, n) in part.items() if not isinstance(n, str)} for part in parts)
+    counts |= {name: counts[n] for part in parts for name, (_, n) in part.items() if isinstance(n, str)}
     return {name: total / counts[name] for name, total in sums.items() if counts[name] != 0}
 
 
@@ -176,8 +181,8 @@ def _plus(total: Number, value: Number) -> Number:
     return value.to(torch.float64) + total
 
 
-def _numbers(values: Sequence[Number]) -> list[float]:
-    """Return the values as floats; waits once per device."""
+def _numbers(values: Sequence[Any]) -> list[Any]:
+    """Return the values, tensors as floats; waits once per device."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     read = {
         device: iter(torch.stack([tensor for tensor in tensors if tensor.device == device]).tolist())

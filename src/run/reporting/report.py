@@ -95,7 +95,7 @@ def next_steps(summary: Summary) -> list[str]:
         return _commands(page)
     if "stage3" in stages:
         saved = stages["stage3"].get("files", {}).get("agent")
-        team = {f"watch{here}": "a battle in your browser", f"evaluate{here}": "more greedy episodes"}
+        team = {f"watch{here}": "a battle in your browser", f"evaluate{here}": "more episodes"}
         return _commands((team if saved else {}) | page | {f"compare {above}": "this run beside the others there"})
     given = read_entry(RunFolder(summary["folder"]).config_json).get("pretrained_tokenizer_path")
     tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or given

@@ -98,14 +98,22 @@ def _means_over_maps(values: Mapping[str, float], info: EnvInfo) -> dict[str, fl
     }
 
 
-def means(stats: dict[str, tuple[float, float]], purpose: str = "train") -> dict[str, tuple[float, float]]:
+def means(stats: dict[str, tuple[float, float]], purpose: str = "train") -> dict[str, tuple[float, float | str]]:
     """Return rollout stats by PyMARL's names: return_mean, ep_length_mean, battle_won_mean, ...
 
     Those of one map of a set are called `<purpose>/<map>/return_mean`, ...; tests of a set have no others.
     """
-    of_maps = {f"{purpose}/{name}_mean": pair for name, pair in stats.items() if "/" in name}
-    whole = {f"{name}_mean": pair for name, pair in stats.items() if "/" not in name}
-    return of_maps if of_maps and purpose == "test" else {**whole, **of_maps}
+    maps = {name.removesuffix("/ep_length") for name in stats if name.endswith("/ep_length")}
+    found = dict[str, tuple[float, float | str]]()
+    for name, (total, count) in stats.items():
+        place = name.rpartition("/")[0]
+        of_map = place in maps
+        if of_map or not maps or purpose != "test":
+            label = f"{purpose}/{name}_mean" if of_map else f"{name}_mean"
+            # An episode that does not report a result counts as 0, as in PyMARL: the mean is over all episodes.
+            lengths = f"{purpose}/{place}/ep_length_mean" if of_map else "ep_length_mean"
+            found[label] = (total, count if label == lengths else lengths)
+    return found
 
 
 BEST_OF = ("test_battle_won_mean", "test_return_mean")
@@ -152,15 +160,15 @@ class Tests:
         if session.config.log_video and session.dist.is_main:
             recorder = Recorder(self.mac, session.env, session.info, f"{session.config.name}, {when}", most=1)
         values = play_tests(session, self.mac, session.config.test_nepisode, recorder=recorder)
-        before = next((self.best.get(f"best_{name}", -math.inf) for name in BEST_OF if name in values), math.inf)
         self.last, self.played = (t_env, values), True
         score = self.score()
-        self.improved = score is not None and score > before
+        self.improved = score is not None and score > self.best.get(f"best_{self._scored_by()}", -math.inf)
         for name in BEST_OF:
             if name in values:
                 self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
-        reached = tuple(values[name] for name in BEST_OF if name in values)
-        if session.config.absolute_episodes and reached > self.best_agent[2]:
+        reached = tuple(values.get(name, 0.0) for name in BEST_OF)
+        best = (0.0, *self.best_agent[2])[-2:]  # earlier versions left out a win rate that no test had
+        if session.config.absolute_episodes and reached > best:
             self.best_agent = (t_env, _copied(self.mac.agent), reached)
         wanted = recorder is not None and recorder.episodes and (self.improved or ends)
         self._video = Recording(episodes=recorder.episodes) if recorder is not None and wanted else None
@@ -175,9 +183,10 @@ class Tests:
         agent.load_state_dict(best or last)  # none where scores are NaN
         values = play_tests(session, self.mac, session.config.absolute_episodes, own.extend)
         agent.load_state_dict(last)
-        raw = {name: [episode[name] for episode in own] for name in KEPT if own and name in own[0]}
-        ranks = session.dist.gather(raw)
-        facts = {"t_env": t_env, **{name: [value for rank in ranks for value in rank[name]] for name in raw}}
+        ranks = session.dist.gather([{name: each[name] for name in KEPT if name in each} for each in own])
+        episodes = [each for rank in ranks for each in rank]
+        names = [name for name in KEPT if any(name in each for each in episodes)]
+        facts = {"t_env": t_env, **{name: [each.get(name, 0.0) for each in episodes] for name in names}}
         return {name.replace("test", "absolute", 1): value for name, value in values.items()}, facts
 
     def results(self) -> dict[str, float]:
@@ -185,8 +194,12 @@ class Tests:
         return {**self.last[1], **self.best}
 
     def score(self) -> float | None:
-        """Return the last test's win rate, or its return."""
-        return next((self.last[1][name] for name in BEST_OF if name in self.last[1]), None)
+        """Return the last test's win rate, or its return where no test had a win rate."""
+        name = self._scored_by()
+        return self.last[1].get(name, 0.0) if name else None
+
+    def _scored_by(self) -> str:
+        return next((name for name in BEST_OF if name in self.last[1] or f"best_{name}" in self.best), "")
 
     def show(self, t_env: int) -> None:
         """Write the recorded battles of a test, if any, and send their video to the log sinks."""
