@@ -24,7 +24,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "core: files; lines": (190, 34_559),
     "src: files; lines": (270, 48_337),
     "longest file; function p95": (600, 26),
-    "tests: files; lines": (200, 29_314),
+    "tests: files; lines": (200, 29_323),
     "mutations: lines": (1_900,),
     "imports of lab by core; import cycles": (0, 0),
     MODULES: (130,),

@@ -24,6 +24,7 @@ from runner_toys import (
 from omagd.config.loading import resolve
 from omagd.controllers.scripted_mac import ScriptedPolicy
 from omagd.envs.protocol import LOST_IN_A_ROW
+from omagd.run.reporting.metrics import Metrics
 from omagd.run.run_folder import RunFolder
 from omagd.run.training import evaluate
 from omagd.run.training.build import PURPOSES, build_session
@@ -176,6 +177,14 @@ def test_test_episodes_are_played_greedily_and_as_many_in_each_slot():
     drawn = [(play_tests(session, policy, 12), policy.explored[-1])[1] for _ in range(2)]
     assert [explore.epsilon for explore in drawn] == [0.0, 0.0], "nobody explores"
     assert drawn[0].rng.random() == drawn[1].rng.random(), "a resumed run's tests draw as before"
+
+
+def test_a_result_that_an_episode_lacks_counts_as_0_there():
+    played = Metrics()
+    of_map = {"map/ep_length": (4.0, 2.0), "map/won": (1.0, 1.0)}
+    played.add(evaluate.means({"ep_length": (8.0, 4.0), "won": (1.0, 1.0), "agent/won": (2.0, 1.0), **of_map}))
+    of_map = {"train/map/ep_length_mean": 2.0, "train/map/won_mean": 0.5}
+    assert played.reduce(Dist()) == {"ep_length_mean": 2.0, "won_mean": 0.25, "agent/won_mean": 0.5, **of_map}
 
 
 def test_the_absolute_metric_is_of_the_weights_of_the_best_test(monkeypatch):
