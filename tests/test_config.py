@@ -142,6 +142,8 @@ def test_a_saved_run_may_hold_removed_keys_and_keeps_its_identity(tmp_path, monk
     assert identity_of(config) != today
     monkeypatch.undo()
     assert identity_of(config) == today
+    paths = [{"checkpoint_path": str(tmp_path / run / "models")} for run in "ab"]
+    assert len({identity_of(config.model_copy(update=path)) for path in paths}) == 2, "names are not enough"
     path.write_text(json.dumps({**to_plain(config), "truth_until": 0.9, "truth_all_until": 0.5}))
     assert validate(read_saved(path, "run")) == config, "it shaped training alone"
     gone = {"mark_guesses": True, "gnn_readout": "attention", "tokenizer_config.distance": "cosine"}

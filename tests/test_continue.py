@@ -235,6 +235,13 @@ def test_nothing_is_played_where_t_max_has_been_reached(qmix_run, tmp_path):
     assert preflight(config).stages == ("stage3",), "an unfinished run may have its last files to write"
 
 
+def test_learning_rates_fit_the_ranks_that_go_on(tmp_path):
+    stage = stage_of(qmix(tmp_path, "lr_scaling=linear"), tmp_path / "run")
+    stage.fit_rates(4)
+    assert stage.learner.optimizer.param_groups[0]["lr"] == stage.session.config.lr / 4
+    stage.session.close()
+
+
 def _train(rank: int, dist: Dist, folder: str) -> tuple[dict, dict[str, int], np.ndarray, list[int]]:
     """Train QMIX for some updates.
 

@@ -213,7 +213,7 @@ def test_stages_are_runs_of_their_own_with_project_group_and_step(tmp_path, monk
     last = {"won": 0.5, "loss_td": 0.01, **of_maps}
     log_to(["wandb"], [*logs, ("stage3", 10240, last)], facts, "failed")
     other = "published" if naming == "environment" else "environment"
-    later = replace(facts, config={**config, "wandb_naming": other})
+    later = replace(facts, config={**config, "wandb_naming": other}, world_size=2 if naming == "environment" else 1)
     log_to(["wandb"], [("stage3", 20480, {"loss_td": 0.25})], later)
     runs = {}
     for path in offline_files(tmp_path):
@@ -338,12 +338,15 @@ def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link
     for folder in (run / "wandb").glob("offline-run-*"):  # as starts with a network leave them
         folder.rename(folder.with_name(folder.name.removeprefix("offline-")))
     sent: list[int] = []
-    fake = SimpleNamespace(log=lambda _, step: sent.append(step), finish=lambda exit_code: None)
+    summary: dict[str, float] = {}  # of what has a step that has arrived
+    fake = SimpleNamespace(log=lambda _, step: sent.append(step), finish=lambda exit_code: None, summary=summary)
     monkeypatch.setattr(wandb, "init", lambda **_: fake)
     for mode in ("online", "offline"):
         monkeypatch.setenv("WANDB_MODE", mode)
         log_to(["jsonl", "wandb"], [("stage3", {"online": 40, "offline": 50}[mode], {"a": 1.0})], RunFacts(run))
     assert sent == [10, 20, 30, 40, 40, 50], "what was sent online may not have arrived"
+    log_to(["jsonl", "wandb"], [("stage3", 30, {"absolute": 2.0})], RunFacts(run))
+    assert 30 not in sent[6:] and summary["absolute"] == 2.0
 
 
 def test_a_minute_has_twenty_lines_and_an_hour_a_hundred_however_many_records_there_are(tmp_path, caplog, monkeypatch):

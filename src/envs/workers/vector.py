@@ -71,7 +71,6 @@ class VectorEnv(BatchedEnv):
         self.args_model = type(args)  # type: ignore[misc]
         self._replies: dict[int, Any] = {}
         self._infos: list[dict[str, float]] = [{} for _ in range(self.n_slots)]  # of each slot's last step
-        self._info_order: dict[str, None] = {}  # names in the infos of ended episodes, in order of appearance
         self._choices: list[Any] = []  # each slot's scripted actions by policy, for the current observations
         label = name or env_cls.__name__
         self.info = env_info_from_dict(label, args.model_dump().get("map_name"), facts)
@@ -132,8 +131,7 @@ class VectorEnv(BatchedEnv):
 
     def _episode_info(self, terminated: np.ndarray) -> dict[str, np.ndarray]:
         slots = np.flatnonzero(terminated).tolist()
-        self._info_order.update(dict.fromkeys(name for slot in slots for name in self._infos[slot]))
-        found = {name: np.zeros(self.n_slots, np.float32) for name in self._info_order}
+        found = {name: np.zeros(self.n_slots, np.float32) for slot in slots for name in self._infos[slot]}
         for slot in slots:
             for name, value in self._infos[slot].items():
                 found[name][slot] = value
@@ -185,7 +183,7 @@ class VectorEnv(BatchedEnv):
         if self._log is None:
             return super().snapshot()
         self._wait(np.arange(self.n_slots))
-        return {**self._log.snapshot(), "results": list(self._info_order)}
+        return self._log.snapshot()
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Replay the episodes of a `snapshot`. Errors: ValueError for other sizes, NotImplementedError."""
@@ -200,7 +198,6 @@ class VectorEnv(BatchedEnv):
             self.step_start(actions[:, step], lengths > step)
         self._wait(np.arange(self.n_slots))
         self._arrays["want_full"][0] = False
-        self._info_order = dict.fromkeys(snapshot["results"])
 
     def get_stats(self) -> dict[str, float]:
         """Return counters summed over the slots; "*_rate" is averaged, "*_build" the maximum."""

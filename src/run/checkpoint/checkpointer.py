@@ -310,6 +310,7 @@ class Checkpointer:
                 shared = upgraded(state.common["shared"])
                 for name, stateful in self._registered["shared"].items():
                     stateful.load_state_dict(shared[name])
+                stage.fit_rates(state.world_size)
             else:
                 stage.start()
             if state.own is not None:
@@ -341,7 +342,8 @@ class Checkpointer:
             return
         stage.session.resume_counting(added([part["past"] for part in everyone]))
         for name, runner in stage.session.runners.items():
-            runner.lost += sum(part["runners"].get(name, {}).get("lost", 0) for part in everyone)
+            states = [part["runners"].get(name, {}) for part in everyone]
+            runner.lost += sum(int(state.get("lost", 0)) + int(state.get("dropped", 0)) for state in states)
         for name, stateful in self._registered["rank"].items() if inside and everyone else ():
             if hasattr(stateful, "merge"):
                 stateful.merge([part["stage"][name] for part in everyone])

@@ -319,7 +319,7 @@ def identity_of(config: Config) -> str:
 
 
 def _content_hash(path: Path) -> str:
-    """Return a hash of a file or of a folder's weights and episodes; the name of a folder that holds neither."""
+    """Return a hash of a file or of a folder's weights and episodes; the path of a folder that holds neither."""
     if path.is_file():
         return patiently(path, partial(digest, path))
     weights = {}
@@ -328,7 +328,7 @@ def _content_hash(path: Path) -> str:
             weights[file.name] = patiently(file, partial(digest, file))
     episodes = {p.name: str(p.stat().st_size) for p in path.glob("*.episodes")}
     found = sorted({**weights, **episodes}.items())
-    return fingerprint(found) if found else path.name
+    return fingerprint(found) if found else str(path.resolve())
 
 
 def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> tuple[RunFolder, Lock] | None:

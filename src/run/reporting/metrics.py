@@ -129,9 +129,9 @@ class Metrics:
         return weighted_means(parts)
 
     def clear(self) -> None:
-        """Remove all sums and counts."""
-        self._sums.clear()
-        self._counts.clear()
+        """Remove all sums and counts. Names that share another's count stay: as 0, wherever that has one."""
+        self._counts = {name: count for name, count in self._counts.items() if isinstance(count, str)}
+        self._sums = dict.fromkeys(self._counts, 0.0)
 
     def state_dict(self) -> dict[str, tuple[float, float | str]]:
         """Return this rank's sums and counts as plain numbers."""
@@ -141,7 +141,7 @@ class Metrics:
 
     def load_state_dict(self, state: Counted) -> None:
         """Continue from `state_dict()`."""
-        self.clear()
+        self._sums, self._counts = {}, {}
         self.add(state)
 
     def merge(self, states: Iterable[Counted]) -> None:
@@ -158,7 +158,7 @@ def weighted_means(parts: Iterable[Counted]) -> dict[str, float]:
     parts = list(parts)
     sums = added({name: total for name, (total, _) in part.items()} for part in parts)
     counts = added({name: n for name, (_, n) in part.items() if not isinstance(n, str)} for part in parts)
-    counts |= {name: counts[n] for part in parts for name, (_, n) in part.items() if isinstance(n, str)}
+    counts |= {name: counts.get(n, 0.0) for part in parts for name, (_, n) in part.items() if isinstance(n, str)}
     return {name: total / counts[name] for name, total in sums.items() if counts[name] != 0}
 
 

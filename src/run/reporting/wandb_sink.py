@@ -76,6 +76,7 @@ class WandbSink(Sink):
                 logging.getLogger("omagd").warning("W&B: %s is damaged: the run gets a W&B run of its own", self._note)
         ids = own.get("ids")
         self._ids = {str(stage): str(name) for stage, name in ids.items()} if isinstance(ids, dict) else {}
+        self._projects: dict[str, str] = dict(own.get("projects", {}))
         # A resumed run stays where it is; versions without the key `wandb_naming` used the published names.
         self._naming = str(own.get("naming", "published") if self._ids else facts.config.get("wandb_naming"))
         ended = {*list(self._ids)[:-1]}
@@ -101,6 +102,8 @@ class WandbSink(Sink):
                 self._best[name] = self._run.summary[f"best_{name}"] = record.values[name]
         if record.t > self._sent:
             self._run.log(dict(record.values), step=record.t)
+        elif record.t == self._sent:  # the run was stopped after its last step, before its last results
+            self._run.summary.update(record.values)
 
     def _picture(self, name: str, path: Path, record: Record) -> None:
         import wandb
@@ -120,7 +123,8 @@ class WandbSink(Sink):
         self._stage = stage
         if stage not in self._ids:
             self._ids[stage] = secrets.token_hex(4)
-            keep_json(self._note, {"ids": self._ids, "naming": self._naming})
+            self._projects[stage] = names(self.facts, stage, self._naming)[0]
+            keep_json(self._note, {"ids": self._ids, "naming": self._naming, "projects": self._projects})
         where = f"recording offline under {self.facts.folder / 'wandb'} (`wandb sync` uploads it)"
         log = logging.getLogger("omagd")
         if not self._mode:
@@ -147,6 +151,7 @@ class WandbSink(Sink):
 
         facts = self.facts
         project, group, tags = names(facts, self._stage, self._naming)
+        project = self._projects.get(self._stage, project)  # a resumed run may have other ranks
         published = self._naming == "published"
         shown = f" {self._stage}" * bool(facts.config.get("use_graph_reconstruction"))
         about = {"stage": self._stage, "world_size": facts.world_size, "token": facts.token, "card": facts.card}

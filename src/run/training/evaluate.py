@@ -160,9 +160,11 @@ class Tests:
         if session.config.log_video and session.dist.is_main:
             recorder = Recorder(self.mac, session.env, session.info, f"{session.config.name}, {when}", most=1)
         values = play_tests(session, self.mac, session.config.test_nepisode, recorder=recorder)
+        values = {**dict.fromkeys(self.last[1], 0.0), **values}  # a result that none of these episodes reports is 0
+        before = next((self.best.get(f"best_{name}", -math.inf) for name in BEST_OF if name in values), math.inf)
         self.last, self.played = (t_env, values), True
         score = self.score()
-        self.improved = score is not None and score > self.best.get(f"best_{self._scored_by()}", -math.inf)
+        self.improved = score is not None and score > before
         for name in BEST_OF:
             if name in values:
                 self.best[f"best_{name}"] = max(values[name], self.best.get(f"best_{name}", -math.inf))
@@ -195,11 +197,7 @@ class Tests:
 
     def score(self) -> float | None:
         """Return the last test's win rate, or its return where no test had a win rate."""
-        name = self._scored_by()
-        return self.last[1].get(name, 0.0) if name else None
-
-    def _scored_by(self) -> str:
-        return next((name for name in BEST_OF if name in self.last[1] or f"best_{name}" in self.best), "")
+        return next((self.last[1][name] for name in BEST_OF if name in self.last[1]), None)
 
     def show(self, t_env: int) -> None:
         """Write the recorded battles of a test, if any, and send their video to the log sinks."""

@@ -26,7 +26,7 @@ from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.envs.protocol import BatchedEnv
 from omagd.learners.protocol import Trainable
-from omagd.learners.synced_optimizer import SKIPPED, Stats
+from omagd.learners.synced_optimizer import SKIPPED, Stats, lr_scale
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.checkpoint.store import Attribute, Group, Scope, StageResult, Stateful, first_not_finite
 from omagd.run.checkpoint.weights import checksum
@@ -377,6 +377,13 @@ class Stage(ABC):
         self.register("learner", learner)
         if hasattr(learner, "register_state"):
             learner.register_state(self.register)
+
+    def fit_rates(self, ranks: int) -> None:
+        """Fit the loaded learning rates, of so many ranks, to the number that there are now (`lr_scaling`)."""
+        config, dist = self.session.config, self.session.dist
+        for part in getattr(self.learner, "saved", dict)().values():
+            for group in getattr(part, "param_groups", ()):
+                group["lr"] *= lr_scale(config, dist.world_size) / lr_scale(config, ranks)
 
     def rng(self, purpose: str) -> np.random.Generator:
         """Return this rank's generator for `purpose`, which checkpoints hold."""

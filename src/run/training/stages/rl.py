@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from omagd import runners
@@ -145,8 +146,10 @@ class RLStage(Stage):
         return {self.data.log_name: self.data.buffer}
 
     def episodes_changed(self) -> None:
-        """Wait again until every rank can give a batch."""
+        """Wait again until every rank can give a batch; priorities were those of the places of other episodes."""
         self._ready = False
+        if isinstance(self.data, PrioritisedReplay):
+            self.data.priorities = np.empty(0)
 
     def urgent(self) -> bool:
         """Whether a test of this iteration was the best one so far."""
