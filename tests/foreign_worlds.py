@@ -63,6 +63,8 @@ class Leaving:
         seen, infos = self._look()
         if over["kind"]:
             infos["kind"] |= {"score": 7.0, "return": 1.0}
+        if self.t == 2:
+            infos["tall"] |= {"steps": 2}  # the last that is heard of it
         self.agents = [name for name in self.agents if not over[name]]
         return seen, rewards, ended, cut, infos
 
@@ -97,6 +99,7 @@ class Sloppy(Leaving):
             "lost": (seen, rewards, ended, cut, {**infos, "kind": {**infos["kind"], "lost": 1}}),
             "no infos": (seen, rewards, ended, cut, None),
             "four values": (seen, rewards, ended, infos),
+            "unseen": ({**seen, "kind": None}, rewards, ended, cut, infos),
             "rewards": (seen, {**rewards, "kind": [1.0, 2.0]}, ended, cut, infos),
             "mask": (
                 {**seen, "kind": {**seen["kind"], "action_mask": np.ones(1, np.int8)}},

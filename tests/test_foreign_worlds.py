@@ -181,7 +181,7 @@ def test_agents_that_leave_see_nothing_and_play_nothing(end, masks):
     assert not played(ends, 8, [(0, 1), (2, 0), (0, 1), (0, 0)])[5::6][3], "it ends as in EPyMARL"
     last, own = env.observe(), ([1, 1, 0], [4, 3]) if end == "truncated" else ([1, 0, 0], [0, 0])
     assert (last.avail_actions[0, 1].tolist(), last.state[0].tolist()) == own, "a target that bootstraps needs both"
-    assert log[-1]["score"] == 7.0 and log[-1]["env_return"] == 1.0
+    assert log[-1]["score"] == 7.0 and log[-1]["env_return"] == 1.0 and log[-1]["steps"] == 2
 
 
 def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
@@ -211,6 +211,7 @@ def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
     [
         ("four values", "step() returned 4 values, not 5"),
         ("rewards", "what step() returned does not fit: ValueError"),
+        ("unseen", "kind plays on, and has no observation"),
         ("mask", "agent 1's action_mask has the shape (1,), not (2,)"),
     ],
 )

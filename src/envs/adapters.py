@@ -512,7 +512,7 @@ class PettingZooEnv(Foreign):
         return env
 
     def _begin(self, seed: int) -> None:
-        self._playing: list[str] = []
+        self._playing, self._said = list[str](), dict[str, Any]()  # who plays, and each one's last info
         super()._begin(seed)
 
     def _keep(
@@ -523,6 +523,8 @@ class PettingZooEnv(Foreign):
         acting = self._playing or set(cut) & set(took_part)
         self._over = not acting
         obs, masks = [], []
+        if lacking := [name for name in self._playing if seen.get(name) is None]:
+            raise self._wrong(f"{lacking[0]} plays on, and has no observation")
         for i, (name, count) in enumerate(zip(self.names, self.n_actions, strict=True)):
             one, mask = self._seen_by(i, seen.get(name), ((infos or {}).get(name) or {}).get("action_mask"))
             # Zeros as soon as it has left: the value of its last observation is that of an agent that plays on.
@@ -541,7 +543,8 @@ class PettingZooEnv(Foreign):
         self._keep(seen, infos, cut | {name for name, off in terminated.items() if off}, cut)
         over = not self._playing
         stopped = over and bool(cut)  # as long as it lasts for one agent, its target bootstraps
-        results = {key: value for info in (infos or {}).values() for key, value in (info or {}).items()}
+        self._said |= {name: (infos or {}).get(name) for name in took_part}
+        results = {k: v for each in (infos or {}, self._said) for i in each.values() for k, v in (i or {}).items()}
         earning = self.names if self.args.common_reward else took_part
         earned = [rewards.get(name, 0.0) if name in earning else 0.0 for name in self.names]
         return self._result(earned, over and not stopped, stopped, results)
