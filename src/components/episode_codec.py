@@ -8,17 +8,16 @@ Encodings of a field:
 
 Each encoded episode is checked against these rules. R is the width of a record in bytes.
 
-Files of episodes are a JSON header and raw arrays with checksums; reading one cannot execute code. Layout: 8 bytes
-mark, 8 bytes length of the header (little-endian), 32 bytes SHA-256 of the header, the header, then field after field
-the rows of all episodes. The header holds version, facts, rows and origin of each episode, and of each field dtype,
-shape of a row and SHA-256 of its bytes. Files of earlier versions hold no origin.
+Files of episodes are archives of NumPy arrays (npz) with checksums; reading one cannot execute code. `about`: version
+and facts as JSON; `rows` and `origin/<attribute>` of each episode; `field/<name>`: the rows of all episodes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+import os
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -190,52 +189,40 @@ def _unpack(packed: Tensor, count: int) -> Tensor:
     return each.view(len(packed), 8 * packed.shape[1])[:, :count]
 
 
+VERSION = 2
 MARK = b"omagd-ep"
-VERSION = 1
-DTYPES = {
-    str(np.dtype(name)): getattr(torch, name)
-    for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
-}
+"""At the start of a file of version 1."""
+
+ORIGIN, FIELD = "origin/", "field/"
+"""Before the names of arrays."""
 
 META: dict[str, Any] = asdict(UNKNOWN)
-"""The attributes of an origin with their defaults; NaN, for which JSON has no form, is null in a file."""
+"""The attributes of an origin with their defaults."""
 
 Facts = Mapping[str, str | int | float | bool]
 """Of the environment that the episodes belong to: name, map, shapes, ..."""
 
 
-def _bytes(values: Tensor) -> np.ndarray:
-    return values.detach().cpu().contiguous().numpy().reshape(-1).view(np.uint8)
-
-
-def _field(name: str, episodes: Sequence[Episode]) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    for episode in episodes:
-        digest.update(_bytes(episode[name]).data)
-    first = episodes[0][name]
-    dtype = next((key for key, kind in DTYPES.items() if kind == first.dtype), None)
-    if dtype is None:
-        raise ValueError(f"field {name} has dtype {first.dtype}, which episode files cannot hold")
-    return {"name": name, "dtype": dtype, "shape": list(first.shape[1:]), "sha256": digest.hexdigest()}
-
-
 def write_episodes(path: str | Path, episodes: Sequence[Episode], facts: Facts) -> None:
     """Write `episodes` (all with the same fields) and `facts` to the file `path`, which appears whole or not at all."""
-    names = list(episodes[0]) if episodes else []
-    header = json.dumps(
-        {
-            "version": VERSION,
-            "facts": dict(facts),
-            "rows": [len(episode[names[0]]) for episode in episodes],
-            "fields": [_field(name, episodes) for name in names],
-            "meta": _meta_columns([meta_of(episode) for episode in episodes]),
-        }
-    ).encode()
-    with atomic_file(Path(path)) as file:
-        file.write(MARK + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header)
-        for name in names:
-            for episode in episodes:
-                file.write(_bytes(episode[name]).data)
+    fields, origins = (episodes[0] if episodes else ()), [meta_of(episode) for episode in episodes]
+    with atomic_file(Path(path)) as file, zipfile.ZipFile(file, "w") as archive:
+
+        def put(name: str, *parts: np.ndarray) -> None:
+            """Write arrays one after the other, as one: the replay may fill the memory."""
+            layout = np.lib.format.header_data_from_array_1_0(parts[0])
+            shape = sum(len(part) for part in parts), *parts[0].shape[1:]
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as stream:  # without the time
+                np.lib.format.write_array_header_1_0(stream, {**layout, "fortran_order": False, "shape": shape})
+                for part in parts:
+                    stream.write(part.tobytes())
+
+        put("about", np.array([json.dumps({"version": VERSION, "facts": dict(facts)})]))
+        put("rows", np.array([len(next(iter(episode.values()))) for episode in episodes], np.int64))
+        for name, default in META.items():
+            put(ORIGIN + name, np.array([getattr(origin, name) for origin in origins], type(default)))
+        for name in fields:
+            put(FIELD + name, *(episode[name].detach().cpu().numpy() for episode in episodes))
 
 
 def read_episodes(path: str | Path, facts: Facts, key: str, most: int) -> list[Episode]:
@@ -255,100 +242,58 @@ def read_episodes(path: str | Path, facts: Facts, key: str, most: int) -> list[E
 
 def _read_episodes(path: Path, facts: Facts, key: str, most: int) -> list[Episode]:
     """As `read_episodes`; errors of the system are OSError."""
+    what = f"{key}={path}"
     with path.open("rb") as file:
-        header = _read_header(file, path, key)
-        for name, value in facts.items():
-            if header["facts"].get(name) != value:
-                there = header["facts"].get(name)
-                raise UserError(f"{key}={path} does not fit: {name} is {there} there and {value} in this run")
-        if len(header["rows"]) > most:
-            there = len(header["rows"])
-            raise UserError(f"{key}={path} holds {there} episodes, this run keeps {most}: allow more episodes")
-        episodes: list[dict[str, Tensor]] = [{} for _ in header["rows"]]
-        for field in header["fields"]:
-            _read_field(file, field, header["rows"], episodes, f"{key}={path}")
-    return [RecordedEpisode(episode, meta) for episode, meta in zip(episodes, header["meta"], strict=True)]
+        try:
+            earlier = file.read(len(MARK)) == MARK
+            file.seek(0)
+            found = _version_1(file) if earlier else np.load(file, allow_pickle=False)
+            rows = found["rows"].tolist()
+            _require_fitting(what, json.loads(found["about"].item()), len(rows), facts, most)
+            known: dict[str, EpisodeMeta] = {}  # steps of one episode share an object
+            origins = zip(*(found[ORIGIN + name].tolist() for name in META), strict=True)
+            meta = [known.setdefault(repr(each), EpisodeMeta(*each)) for each in origins]
+            fields = {name.removeprefix(FIELD): _split(found[name], rows) for name in found if name.startswith(FIELD)}
+            episodes = [dict(zip(fields, each, strict=True)) for each in zip(*fields.values(), strict=True)]
+            return [RecordedEpisode(*each) for each in zip(episodes, meta, strict=True)]
+        except (UserError, OSError):
+            raise
+        except Exception as problem:  # NumPy raises many kinds for a file that is not its own
+            raise UserError(f"{what} is damaged or no file of episodes: copy or collect it again") from problem
 
 
-def _meta_columns(meta: Sequence[EpisodeMeta]) -> dict[str, list[int | str | float | None]]:
-    """Return the origin of all episodes, by attribute; without attributes that all have their default."""
-    columns = {name: [_plain(getattr(each, name)) for each in meta] for name in META}
-    return {name: values for name, values in columns.items() if any(value != _plain(META[name]) for value in values)}
+def _require_fitting(what: str, about: Mapping[str, Any], count: int, facts: Facts, most: int) -> None:
+    """Require a file that this program and this run can read. Errors: UserError."""
+    if about["version"] != VERSION:
+        raise UserError(f"{what} has another version than {VERSION}: collect it again")
+    for name, value in facts.items():
+        if (there := about["facts"].get(name)) != value:
+            raise UserError(f"{what} does not fit: {name} is {there} there and {value} in this run")
+    if count > most:
+        raise UserError(f"{what} holds {count} episodes, this run keeps {most}: allow more episodes")
 
 
-def _plain(value: Any) -> Any:
-    """Return a value as a file holds it."""
-    return None if value != value else value
+def _split(values: np.ndarray, rows: list[int]) -> list[Tensor]:
+    """Return the rows of each episode, in memory that is freed with them."""
+    return [part.clone() for part in torch.from_numpy(values).split(rows)]
 
 
-def _meta_of_columns(columns: Mapping[str, list[Any]], count: int) -> list[EpisodeMeta]:
-    """Return the origin of each of `count` episodes; steps of one episode share an object. Errors: ValueError."""
-    for name, values in columns.items():
-        kinds = {type(META[name]), type(_plain(META[name]))}
-        if len(values) != count or any(type(value) not in kinds for value in values):
-            raise ValueError(f"meta {name}")
-    full = [columns.get(name) or [_plain(default)] * count for name, default in META.items()]
-    rows: list[tuple[Any, ...]] = list(zip(*full, strict=True))
-    known: dict[tuple[Any, ...], EpisodeMeta] = {}
-    for row in set(rows):
-        given: list[Any] = [math.nan if value is None else value for value in row]
-        known[row] = EpisodeMeta(*given)
-    return [known[row] for row in rows]
-
-
-def _read_header(file: BinaryIO, path: Path, key: str) -> dict[str, Any]:
-    """Return the checked header, the file standing at its first array."""
-    size = path.stat().st_size
-    start = file.read(48)
-    if start[:8] != MARK or len(start) < 48:
-        raise UserError(f"{key}={path} is no file of episodes: collect it with save_pretrain_buffer=True")
-    length = int.from_bytes(start[8:16], "little")
-    text = file.read(length) if length <= size else b""
-    if hashlib.sha256(text).digest() != start[16:48]:
-        raise UserError(f"{key}={path} is damaged (its header): collect it again")
-    try:
-        header = json.loads(text)
-        version, expected = header["version"], 0
-        if version == VERSION:
-            expected = 48 + length + _row_bytes(header) * sum(header["rows"])
-            header["meta"] = _meta_of_columns(header.get("meta", {}), len(header["rows"]))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # not written by this program
-        version, expected = VERSION, 0
-    if version != VERSION:
-        raise UserError(f"{key}={path} has another version than {VERSION}: collect it again")
-    if size != expected:
-        raise UserError(f"{key}={path} is damaged (its size or its fields are wrong): copy or collect it again")
-    return dict(header)
-
-
-def _row_bytes(header: dict[str, Any]) -> int:
-    """Return the bytes of one row of all fields. Errors: KeyError, TypeError, ValueError, AttributeError."""
+def _version_1(file: BinaryIO) -> dict[str, np.ndarray]:
+    """Return the arrays of a file of version 1: mark, length of a header in JSON, its SHA-256, header, raw arrays."""
+    file.seek(len(MARK))
+    length = int.from_bytes(file.read(8), "little")
+    file.seek(32, os.SEEK_CUR)
+    header = json.loads(file.read(length))
+    rows, origins = header["rows"], header.get("meta", {})
+    about = {"version": VERSION, "facts": header["facts"]}
+    found = {"about": np.array([json.dumps(about)]), "rows": np.array(rows, np.int64)}
+    for name, default in META.items():
+        values = [default if value is None else value for value in origins.get(name, [default] * len(rows))]
+        found[ORIGIN + name] = np.array(values, type(default))
     for field in header["fields"]:
-        if field["dtype"] not in DTYPES or not isinstance(field["name"], str) or not isinstance(field["sha256"], str):
-            raise ValueError(f"field {field['name']}")
-    counts = [*header["rows"], *(length for field in header["fields"] for length in field["shape"])]
-    if any(type(count) is not int or count < 0 for count in counts) or 0 in header["rows"]:
-        raise ValueError("sizes")
-    if any(math.prod(max(length, 1) for length in field["shape"]) > 2**40 for field in header["fields"]):
-        raise ValueError("a shape that no memory holds")
-    header["facts"].items()
-    return sum(np.dtype(f["dtype"]).itemsize * math.prod(f["shape"]) for f in header["fields"])
-
-
-def _read_field(
-    file: BinaryIO, field: dict[str, Any], rows: list[int], episodes: list[dict[str, Tensor]], what: str
-) -> None:
-    """Read one field of all episodes into `episodes`."""
-    digest = hashlib.sha256()
-    for count, episode in zip(rows, episodes, strict=True):
-        values = torch.empty((count, *field["shape"]), dtype=DTYPES[field["dtype"]])
-        raw = _bytes(values)
-        if file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
-            raise UserError(f"{what} is damaged (it ends too early): copy or collect it again")
-        digest.update(raw.data)
-        episode[field["name"]] = values
-    if digest.hexdigest() != field["sha256"]:
-        raise UserError(f"{what} is damaged (field {field['name']}): copy or collect it again")
+        shape = sum(rows), *field["shape"]
+        found[FIELD + field["name"]] = np.fromfile(file, field["dtype"], math.prod(shape)).reshape(shape)
+    return found
 
 
 @dataclass(frozen=True)
