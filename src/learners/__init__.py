@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from omagd.utils.registry import Registry
 
+_LEARNERS = {
+    "nq_learner": "omagd.learners.nq_learner:NQLearner",
+    "nq_graph_learner": "omagd.learners.nq_learner:NQGraphLearner",
+    "wqmix_learner": "omagd.learners.wqmix_learner:WQMIXLearner",
+    "pqn_learner": "omagd.learners.pqn_learner:PQNLearner",
+    "ppo_learner": "omagd.learners.ppo_learner:PPOLearner",
+    "rloo_learner": "omagd.learners.rloo_learner:RLOOLearner",
+    "ddpg_learner": "omagd.learners.ddpg_learner:DDPGLearner",
+}
 REGISTRY: Registry[type] = Registry(
     "learner",
     "omagd.learners",
-    lazy={
-        "nq_learner": "omagd.learners.nq_learner:NQLearner",
-        "nq_graph_learner": "omagd.learners.nq_learner:NQGraphLearner",
-        "nq_learner_ddp": "omagd.learners.nq_learner:NQLearner",  # published names: a learner's `Dist` knows the ranks
-        "nq_graph_learner_ddp": "omagd.learners.nq_learner:NQGraphLearner",
-        "wqmix_learner": "omagd.learners.wqmix_learner:WQMIXLearner",
-        "wqmix_learner_ddp": "omagd.learners.wqmix_learner:WQMIXLearner",
-        "pqn_learner": "omagd.learners.pqn_learner:PQNLearner",
-        "pqn_learner_ddp": "omagd.learners.pqn_learner:PQNLearner",
-        "ppo_learner": "omagd.learners.ppo_learner:PPOLearner",
-        "rloo_learner": "omagd.learners.rloo_learner:RLOOLearner",
-        "ddpg_learner": "omagd.learners.ddpg_learner:DDPGLearner",
-        "ddpg_learner_ddp": "omagd.learners.ddpg_learner:DDPGLearner",
-    },
+    # Published names: a learner's `Dist` knows the ranks.
+    lazy={name + end: place for name, place in _LEARNERS.items() for end in ("", "_ddp")},
     protocol="omagd.learners.protocol:protocol_of",
 )
 
