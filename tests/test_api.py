@@ -240,6 +240,17 @@ def test_lost_episodes_are_played_again_until_ten_in_a_row_are_lost():
     assert len(hopeless.begun) == 11
 
 
+@pytest.mark.parametrize("wrong", ["reward is nan", "goes on after its limit of 1 steps"])
+def test_play_rejects_what_no_run_would_take(monkeypatch, wrong):
+    env, step = FakeEnv(1), FakeEnv.step
+    if "nan" in wrong:
+        monkeypatch.setattr(FakeEnv, "step", lambda *args: replace(step(*args), reward=np.full(1, np.nan)))
+    else:
+        env.info = replace(env.info, episode_limit=1)
+    with pytest.raises(UserError, match=f"env=fake, slot 0, seed .*, step .*: .*{wrong}"):
+        omagd.play(Highest(), ParallelBattle(env), episodes=9)
+
+
 class Controller:
     """A controller that takes the highest action and notes what it is shown."""
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omagd.envs.frames import Frame
-from omagd.envs.protocol import BatchedEnv, Observation, StepResult
+from omagd.envs.outputs import OutputChecks
+from omagd.envs.protocol import BatchedEnv, StepResult
 from omagd.utils.errors import import_extra
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         self.render_mode = None if draw is None else "rgb_array"
         self._env, self._draw = env, draw
         self._closed = False
-        self._slot = np.ones(1, bool)
+        self._slot, self._checks = np.ones(1, bool), OutputChecks(env.info, 1)
+        self._seed, self._step = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._rng = np.random.default_rng()
         self._masks = np.zeros((env.info.n_agents, env.info.n_actions), np.int8)
         self._state = np.zeros(env.info.state_dim, np.float32)
@@ -61,17 +63,18 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         Args:
             seed: the episode's seed; it also seeds the generator of later resets without a seed.
             options: not used.
-        Errors: ValueError once the environment is closed.
+        Errors: ValueError once the environment is closed; UserError for observations that no run would take.
         """
         self._require_open()
         if seed is not None:
             self._rng = np.random.default_rng(seed)
         chosen = int(self._rng.integers(2**62)) if seed is None else int(seed)
-        self._env.reset(self._slot, np.array([chosen], np.int64))
+        self._seed, self._step = np.array([chosen], np.int64), np.zeros(1, np.int64)
+        self._env.reset(self._slot, self._seed)
         self.agents = list(self.possible_agents)
         if self._draw is not None:
             self._env.frame(0)  # environments that draw themselves begin to at the start of an episode
-        return self._observations(self._env.observe()), {agent: {} for agent in self.agents}
+        return self._observations(self._slot), {agent: {} for agent in self.agents}
 
     def step(
         self, actions: dict[str, Any]
@@ -79,15 +82,18 @@ class ParallelBattle(_Base):  # type: ignore[misc]
         """Play one action of each agent; return observations, rewards, terminations, truncations, infos.
 
         Errors: RuntimeError before `reset`; ValueError for a missing agent, an action that is not available or a closed
-            environment.
+            environment; UserError for results that no run would take.
         """
         self._require_open()
         if not self.agents:
             raise RuntimeError("the episode has ended or not begun: call reset")
-        result = self._env.step(self._chosen(actions)[None], self._slot)
+        played = self._env.step(self._chosen(actions)[None], self._slot)
+        result = self._checks.result(played, self._slot, self._seed, self._step)
+        self._step = self._step + 1
+        self._checks.lengths(~result.terminated, self._seed, self._step)
         ended, truncated = result.terminated.item(0), result.truncated.item(0) or result.lost.item(0)
         playing, reward, infos = self.agents, result.reward.item(0), self._infos(result)
-        seen = self._observations(self._env.observe())
+        seen = self._observations(~result.lost)
         if ended:
             self.agents = []
         return (
@@ -164,8 +170,9 @@ class ParallelBattle(_Base):  # type: ignore[misc]
                 raise ValueError(f"{agent}: action {actions[agent]} is not available now; available: {allowed}")
         return np.array([actions[agent] for agent in self.agents], np.int64)
 
-    def _observations(self, seen: Observation) -> Observations:
-        """Return copies of each agent's observation and mask; keep masks and state."""
+    def _observations(self, active: np.ndarray) -> Observations:
+        """Return copies of each agent's observation and mask; keep masks and state. active: [1], whether to check."""
+        seen = self._checks.observation(self._env.observe(), active, self._seed, self._step)
         obs = seen.obs[0].astype(np.float32)
         self._masks, self._state = seen.avail_actions[0].astype(np.int8), seen.state[0].astype(np.float32)
         return {

@@ -116,7 +116,7 @@ def play(policy: Team, env: ParallelBattle, episodes: int, seed: int = 1) -> dic
     means = {f"{name}_mean": float(np.mean(values)) for name, values in each.items()}
     found = {"returns": each["return"], "lengths": each["ep_length"]}
     if env.info.has_win:
-        found["battle_won"] = [bool(won) for won in each["battle_won"]]
+        found["battle_won"] = [bool(result.get("battle_won")) for result in played]
     return {**found, "totals": {"episodes": episodes, "steps": sum(each["ep_length"]), "lost_episodes": lost, **means}}
 
 
