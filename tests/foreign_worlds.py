@@ -64,7 +64,7 @@ class Leaving:
         if over["kind"]:
             infos["kind"] |= {"score": 7.0, "return": 1.0}
         if self.t == 2:
-            infos["tall"] |= {"steps": 2}  # the last that is heard of it
+            infos["tall"] |= {"steps": 2, "score": 3.0}  # the last that is heard of it
         self.agents = [name for name in self.agents if not over[name]]
         return seen, rewards, ended, cut, infos
 
@@ -85,10 +85,11 @@ class Sloppy(Leaving):
 
     def step(self, actions: dict) -> tuple:
         seen, rewards, ended, cut, infos = super().step(actions)
-        if self.how in ("stays", "both"):  # agents stay listed, and an action of each is read
+        if self.how in ("stays", "both", "stale"):  # agents stay listed, and an action of each is read
             self.agents = list(self.possible_agents)
-            ended = {"tall": self.t >= 2, "kind": self.t == 4}
+            ended = {"tall": self.t >= 2 and self.how != "stale", "kind": self.t == 4}
             cut = dict.fromkeys(self.agents, self.how == "both" and self.t == 4)
+            cut["tall"] |= self.how == "stale" and self.t >= 2  # also when it has long been gone
             return self._look()[0], dict.fromkeys(self.agents, 1.0), ended, cut, {}
         if self.how == "all cut":  # also the one that has left
             cut = dict.fromkeys(self.possible_agents, self.t == 4)
@@ -101,14 +102,11 @@ class Sloppy(Leaving):
             "four values": (seen, rewards, ended, infos),
             "unseen": ({**seen, "kind": None}, rewards, ended, cut, infos),
             "rewards": (seen, {**rewards, "kind": [1.0, 2.0]}, ended, cut, infos),
-            "mask": (
-                {**seen, "kind": {**seen["kind"], "action_mask": np.ones(1, np.int8)}},
-                rewards,
-                ended,
-                cut,
-                infos,
-            ),
+            "unpaid": (seen, {"tall": 1.0}, ended, cut, infos),
         }
+        for how, mask in (("mask", np.ones(1, np.int8)), ("logits", np.array([0.0, -np.inf]))):
+            masked = {**seen, "kind": {**seen["kind"], "action_mask": mask}} if self.how == how else seen
+            changed[how] = masked, rewards, ended, cut, infos
         return changed.get(self.how, (seen, rewards, ended, cut, infos))
 
     def reset(self, seed: int | None = None, options: None = None) -> tuple[dict, dict]:

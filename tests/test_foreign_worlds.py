@@ -184,9 +184,14 @@ def test_agents_that_leave_see_nothing_and_play_nothing(end, masks):
     assert log[-1]["score"] == 7.0 and log[-1]["env_return"] == 1.0 and log[-1]["steps"] == 2
 
 
+def test_the_last_step_has_the_last_word_on_the_numbers_of_an_episode(monkeypatch):
+    monkeypatch.setattr("foreign_worlds.Leaving.possible_agents", ("kind", "tall"))
+    assert played(made("pettingzoo foreign_worlds:Leaving"), 8, [(0, 1)] * 4)[-1]["score"] == 7.0
+
+
 def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
     script = [(0, 1), (2, 0), (0, 1), (0, 0)]
-    for how in ("stays", "both"):
+    for how in ("stays", "both", "stale"):
         log = played(made("pettingzoo foreign_worlds:Sloppy", how=how), 8, script)
         ends = log[4::6][3], log[5::6][3]
         assert (log[3::6], *ends) == ([2.0] * 4, True, False), "what terminates does not bootstrap"
@@ -212,13 +217,16 @@ def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
         ("four values", "step() returned 4 values, not 5"),
         ("rewards", "what step() returned does not fit: ValueError"),
         ("unseen", "kind plays on, and has no observation"),
+        ("unpaid", "kind took part, and has no reward"),
         ("mask", "agent 1's action_mask has the shape (1,), not (2,)"),
+        ("logits", "avail_actions holds -inf, not 0 or 1; correct the environment"),
     ],
 )
 def test_what_a_step_returns_and_nobody_can_read_is_one_line(how, words):
     with pytest.raises(UserError) as caught:
         played(made("pettingzoo foreign_worlds:Sloppy", how=how), 8, [(0, 1)])
-    assert f"env_args.key=foreign_worlds:Sloppy: {words}" in str(caught.value)
+    place = "env=pettingzoo, slot 0, seed 8, step 1: " if how == "logits" else "env_args.key=foreign_worlds:Sloppy: "
+    assert f"{place}{words}" in str(caught.value)
 
 
 def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
@@ -237,6 +245,9 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
     assert [log[1][0] for log in given] == [7, 8, 7] and given[0][-4:-1] == [given[2][3], True, True] != given[1][-4:-1]
     starts = {played(made("pymarl foreign_worlds:Seeded"), seed, [(0, 0)] * 3)[1][0] for seed in (7, 8, 1007)}
     assert starts == {7.0, 8.0}
+    with pytest.raises(UserError, match="avail_actions holds 0.5, not 0 or 1"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foreign_worlds.Pursuit.get_avail_actions", lambda self: [[1, 0.5, 1, 1]] * 2)
+        played(made("pymarl foreign_worlds:Pursuit"), 3)
     kept = made("pymarl foreign_worlds:Seeded", new_each_episode=False)
     assert not (kept.deterministic or made("pettingzoo foreign_worlds:Leaving", new_each_episode=False).deterministic)
     assert [played(kept, seed, [(0, 0)] * 3)[1][0] for seed in (7, 8)] == [7.0, 7.0], "one object, seeded once"

@@ -98,6 +98,15 @@ def test_killed_workers_change_no_result():
         killer.join()
 
 
+def test_a_slot_that_has_not_begun_is_not_asked():
+    """A map of a set may have more slots than it needs at first."""
+    env = SerialEnvs(SteadyWalk, SteadyArgs(), 2)
+    for slot in (1, 0):
+        env.reset(np.arange(2) == slot, np.array([3, 3]))
+        shown, choices = env.observe(full=True).full_obs, env.scripted_actions("wander", np.random.default_rng(1))
+        assert shown[1].any() and shown[0].any() == (slot == 0) and choices.shape == (2, N)
+
+
 @pytest.mark.processes
 def test_a_batched_environment_plays_the_same_episodes_in_processes():
     """By scripts in rounds, with a kill in between, and as a stream that continues from a snapshot."""

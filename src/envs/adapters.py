@@ -1,6 +1,5 @@
 """Environments of other packages: by a Gymnasium id, as PettingZoo's parallel interface, or in PyMARL's shape.
 
-Arguments that a class here does not have go to the environment's own constructor.
 Observations of different sizes are padded with zeros, and actions that an agent does not have are never available.
 Images, if all agents see such of one size, are flattened, and bytes become numbers from 0 to 1.
 Shapes: n agents, A actions (of the agent that has most), d numbers of continuous actions (likewise).
@@ -325,7 +324,7 @@ class Foreign(Explained, MultiAgentEnv):
         return self._row
 
     def get_avail_actions(self) -> np.ndarray:
-        """Return [n, A] bool."""
+        """Return [n, A] of zeros and ones, as the environment says them."""
         return self._avail
 
     def get_env_info(self) -> dict[str, Any]:
@@ -361,7 +360,7 @@ class Foreign(Explained, MultiAgentEnv):
         self._obs[self._inside] = self._row
         self._avail = self._all
         if any(mask is not None for mask in masks):
-            self._avail = self._all.copy()
+            self._avail = self._all.astype(np.float64)  # as given: the slot rejects what is neither 0 nor 1
             for i, (own, mask, count) in enumerate(zip(self._avail, masks, self.n_actions, strict=True)):
                 if mask is not None:
                     if np.shape(mask) != (count,):
@@ -476,8 +475,8 @@ def imported(path: str) -> Any:
 class PettingZooEnv(Foreign):
     """Any environment of PettingZoo's parallel interface with a fixed set of possible agents.
 
-    An agent that has left (dead, or done before the others) sees zeros, earns nothing, and can only choose action 0,
-    which nobody plays. Masks: `action_mask` in the observation (with `observation`) or in the infos.
+    An agent that has left (dead, or done before the others) sees zeros, earns nothing of its own, and can only choose
+    action 0, which nobody plays. Masks: `action_mask` in the observation (with `observation`) or in the infos.
     """
 
     args_model: ClassVar[type[ForeignArgs]] = RewardArgs
@@ -518,9 +517,9 @@ class PettingZooEnv(Foreign):
     def _keep(
         self, seen: Mapping[str, Any], infos: Mapping[str, Any], over: Collection[str] = (), cut: Collection[str] = ()
     ) -> None:
-        took_part, self._playing = self._playing, [name for name in self.env.agents if name not in over]
+        self._playing = [name for name in self.env.agents if name not in over]
         # The target of an episode that was cut off values every action of its last agents.
-        acting = self._playing or set(cut) & set(took_part)
+        acting = self._playing or cut
         self._over = not acting
         obs, masks = [], []
         if lacking := [name for name in self._playing if seen.get(name) is None]:
@@ -538,16 +537,17 @@ class PettingZooEnv(Foreign):
 
     def _read(self, *returned: Any) -> tuple[float, bool, dict[str, Any]]:
         seen, rewards, terminated, truncated, infos = returned
-        took_part = self._playing
-        cut = {name for name, off in truncated.items() if off and not terminated.get(name)}
-        self._keep(seen, infos, cut | {name for name, off in terminated.items() if off}, cut)
-        over = not self._playing
-        stopped = over and bool(cut)  # as long as it lasts for one agent, its target bootstraps
-        self._said |= {name: (infos or {}).get(name) for name in took_part}
+        acted = self._playing
+        if lacking := [name for name in acted if name not in rewards]:
+            raise self._wrong(f"{lacking[0]} took part, and has no reward")
+        cut = {name for name in acted if truncated.get(name) and not terminated.get(name)}
+        self._keep(seen, infos, {name for ends in (terminated, truncated) for name in ends if ends[name]}, cut)
+        stopped = bool(cut) and not self._playing  # as long as it lasts for one agent, its target bootstraps
+        earlier = {name: said for name, said in self._said.items() if name not in acted}
+        self._said = earlier | {name: (infos or {}).get(name) for name in acted}  # the last step has the last word
         results = {k: v for each in (infos or {}, self._said) for i in each.values() for k, v in (i or {}).items()}
-        earning = self.names if self.args.common_reward else took_part
-        earned = [rewards.get(name, 0.0) if name in earning else 0.0 for name in self.names]
-        return self._result(earned, over and not stopped, stopped, results)
+        earned = [rewards.get(name, 0.0) if self.args.common_reward or name in acted else 0.0 for name in self.names]
+        return self._result(earned, self._over, stopped, results)
 
     def get_state(self) -> np.ndarray:
         """Return the environment's state; all observations in a row where it has none or the same.

@@ -63,8 +63,8 @@ class PyMARLEnv(Foreign):
         return as_vector(self.env.get_state()).astype(np.float32)
 
     def get_avail_actions(self) -> np.ndarray:
-        """Return [n, A] bool."""
-        return np.asarray(self.env.get_avail_actions()).astype(bool)
+        """Return [n, A]; what is neither 0 nor 1 is an error later."""
+        return np.asarray(self.env.get_avail_actions())
 
     def get_env_info(self) -> dict[str, Any]:
         """Return the environment's own dictionary."""

@@ -71,6 +71,7 @@ class VectorEnv(BatchedEnv):
         self.args_model = type(args)  # type: ignore[misc]
         self._replies: dict[int, Any] = {}
         self._infos: list[dict[str, float]] = [{} for _ in range(self.n_slots)]  # of each slot's last step
+        self._begun = np.zeros(self.n_slots, bool)  # a slot of a set of maps may stay without an episode
         self._choices: list[Any] = []  # each slot's scripted actions by policy, for the current observations
         label = name or env_cls.__name__
         self.info = env_info_from_dict(label, args.model_dump().get("map_name"), facts)
@@ -92,7 +93,7 @@ class VectorEnv(BatchedEnv):
         slots = np.flatnonzero(which)
         self._wait(slots)
         chosen = np.asarray(seeds)[slots]
-        self._arrays["seeds"][slots] = chosen
+        self._begun[slots], self._arrays["seeds"][slots] = True, chosen
         self._choices = []
         if self._log is not None:
             self._log.begin(slots, chosen)
@@ -155,13 +156,16 @@ class VectorEnv(BatchedEnv):
         return np.empty(0, np.int64)
 
     def _ask(self, command: int, slots: np.ndarray | None = None, argument: Any = None) -> list[Any]:
-        """Send a command to the slot numbers `slots`, None: to all; return their replies, None for lost slots."""
-        chosen = np.arange(self.n_slots) if slots is None else slots
+        """Send a command to the slot numbers `slots`, None: to all that have begun an episode.
+
+        Returns the replies of `slots`, None: of all; None for slots that were lost or not asked.
+        """
+        chosen = np.flatnonzero(self._begun) if slots is None else slots
         self._wait(chosen)
         self._replies.clear()
         self._start(command, chosen, argument)
         self._wait(chosen)
-        return [self._replies.get(slot) for slot in chosen.tolist()]
+        return [self._replies.get(slot) for slot in (range(self.n_slots) if slots is None else chosen.tolist())]
 
     def _store(self, slot: int, command: int, reply: Any) -> None:
         """Store a slot's reply to a command."""
