@@ -134,6 +134,7 @@ def test_the_loss_and_its_statistics_are_those_of_a_loop_over_units(learner, kin
 
 def assert_beliefs_are_what_the_head_says(mac: Any, batch: Any, mean: np.ndarray, deviation: np.ndarray) -> None:
     head, (missing, belief) = mac.head, HeadBeliefs(mac, mac.head).beliefs(batch)
+    assert not mac.agent.training, "measured as it acts, without dropout"
     with torch.no_grad():
         outputs = [part.numpy() for part in head(mac.agent.unroll(mac.inputs(batch), batch.packing)[1])]
     for case, (row, agent, node) in enumerate(missing.nonzero().tolist()):

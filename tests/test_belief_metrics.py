@@ -22,6 +22,7 @@ from omagd.lab.beliefs.judge import BeliefJudge
 from omagd.lab.beliefs.table import belief_values, judge
 from omagd.modules.graph_reconstructers.graphs import GraphTables, feature_mask, obs_to_nodes
 from omagd.modules.graph_reconstructers.reconstructor import Belief
+from omagd.run.training.judges import Verdict
 from omagd.run.training.stages.base import PretrainedModules
 from omagd.utils.dist_utils import Dist
 from omagd.utils.packing import Episode, pack_episodes
@@ -359,6 +360,11 @@ def of_a_team(played: list[Episode], baselines: Baselines, dist: Dist) -> tuple[
         found = BeliefJudge(session, trained).team(SimpleNamespace(head=None))  # type: ignore[arg-type]
     assert found.files == ({"picture": "drawn"} if dist.is_main else {})
     return found.values, found.table
+
+
+def test_a_head_is_not_judged_on_units_that_a_map_of_a_set_does_not_have() -> None:
+    session: Any = SimpleNamespace(config=None, dist=None, info=SimpleNamespace(tasks=("3m", "8m")))
+    assert BeliefJudge(session, PretrainedModules()).team(SimpleNamespace(head=0)) == Verdict()
 
 
 @pytest.mark.processes

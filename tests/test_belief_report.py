@@ -137,6 +137,9 @@ def test_the_predictors_file_has_the_baselines_for_later_runs(whole, tmp_path):
     ]  # fmt: skip
     stages = launch(config(tmp_path / "given", *given), "run")["stages"]
     assert {"error", "error_ridge"} <= stages["stage2"]["values"].keys()
+    same = launch(config(tmp_path / "same", *given, "eval_report_episodes=6"), "run")["stages"]["stage2"]["values"]
+    (tested,) = logged(whole[0].path, "test/")
+    assert same["error"] == tested["test/error"], "on the test episodes: the held-out ones chose the model"
     file = whole[0].pretrained("stage2", best=True) / PREDICTOR_FILE
     content = torch.load(file, weights_only=True)
     bare = tmp_path / PREDICTOR_FILE

@@ -6,17 +6,18 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from graph_toys import toy_config
+from graph_toys import INFO, graph_learner, toy_config, toy_episodes
 
 from omagd.config.loading import read_saved, validate
 from omagd.envs.factory import make_env
 from omagd.run.checkpoint.checkpointer import Checkpointer
 from omagd.run.run_folder import RunFolder
-from omagd.run.training.build import pretrain_policy
+from omagd.run.training.build import PRETRAINED, load_pretrained, pretrain_policy, restore_pretrained
 from omagd.run.training.stages.base import PretrainedModules, Session
 from omagd.run.training.stages.pretraining import PretrainStage
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
+from omagd.utils.packing import pack_episodes
 
 SLOTS = 8
 
@@ -61,6 +62,37 @@ def test_the_model_with_the_smallest_error_is_passed_on(errors, best, tmp_path):
     stage = stage_of(tmp_path)
     measure(stage, errors)
     assert stage.finish().values["best_epoch"] == best == stage.module.weight.item()
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_measures_files_and_frozen_modules_are_without_dropout_and_of_the_best_model(name, tmp_path):
+    module_name, key, file, _ = PRETRAINED[name]
+    learner = graph_learner(name, torch.float32, tokenizer_config__dropout=0.5, mask_predictor_config__dropout=0.5)
+    batch = pack_episodes(toy_episodes(6))
+    asks = {"stage1": [learner.evaluate, lambda b: learner._draw(learner.sample(b), 12, "revive")],
+            "stage2": [learner.evaluate, getattr(learner, "beliefs", None)]}  # fmt: skip
+    for ask in asks[name]:
+        learner._loss.train()  # as an update leaves it
+        torch.testing.assert_close(ask(batch), ask(batch), rtol=0, atol=0)
+    stage = stage_of(tmp_path)
+    stage.session.config, stage.session.info = stage.session.config.model_copy(update={"save_model": True}), INFO
+    stage.name, stage.module_name, stage.weights_name, stage.learner = name, module_name, file, learner
+    for number, error in enumerate((3.0, 1.0, 2.0)):
+        for weight in learner.modules()[module_name].parameters():
+            weight.data.fill_(number)
+        stage.measure = lambda buffer, error=error: {learner.best_metric: error}
+        stage.pretrained.episodes["held_out"] = []
+        stage.evaluate()
+    config = toy_config(**{key: stage.finish().files[name]})
+    loaded, resumed = load_pretrained(config, INFO, torch.device("cpu")), PretrainedModules()
+    plan = SimpleNamespace(trained={name: stage.best[2]}.get)
+    restore_pretrained(
+        SimpleNamespace(config=config, info=INFO, dist=Dist(), folder=stage.session.folder), resumed, plan
+    )
+    for modules in (stage.pretrained, loaded, resumed):
+        module = getattr(modules, module_name)
+        assert {float(weight.mean()) for weight in module.parameters()} == {1.0}, "not the best model"
+        assert not any(part.training for part in module.modules()), "acts and encodes with dropout"
 
 
 def test_what_is_not_finite_ends_the_stage_and_is_not_saved(tmp_path):

@@ -291,6 +291,8 @@ def test_summary_and_closing_text(tmp_path):
     assert read.items() >= expected.items()
     values = summary_of(folder)
     assert "win rate 0.900 (best 0.950)" in render_summary(values)
+    values["stages"]["stage2"] = {"values": {"top1": 0.25, "test_top1": 0.125}}
+    assert "top-1 accuracy 0.125" in render_summary(values), "of the model that is kept"
     for changes in ({"stages": {}}, {"kind": "evaluation"}):
         assert next_steps({**values, **changes}) == []
     (step,) = next_steps({**values, "exit_state": "failed"})

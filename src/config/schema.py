@@ -307,7 +307,7 @@ class Config(Frozen):
     distributed_debug: bool  # compare checksums of all parameters over the ranks after every iteration
 
     evaluate: bool  # play checkpoint_path greedily instead of training; `evaluate RUN` sets it and reads config.json
-    evaluation_only: bool  # to compare given modules of stages 1 and 2: evaluate them on held-out episodes, no training
+    evaluation_only: bool  # to compare given modules of stages 1 and 2: evaluate them on new episodes, no training
     eval_report_episodes: Tests  # episodes over all ranks of evaluate and evaluation_only; 0: as in training
     checkpoint_path: str  # to continue or to evaluate: a run's folder (whole state), its models/ or one step (weights)
     load_step: Whole  # of several saved steps the nearest to this one; 0: the last

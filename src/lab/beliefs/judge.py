@@ -50,6 +50,7 @@ class HeadBeliefs:
 
     def __init__(self, mac: MAC, head: BeliefHead) -> None:
         self.layout, self._mac, self._head = head.layout, mac, head
+        mac.agent.eval()  # as it acts; who is judged learns no more
 
     @torch.no_grad()
     def beliefs(self, batch: PackedBatch) -> tuple[Tensor, Belief]:
@@ -145,9 +146,11 @@ class BeliefJudge(Judge):
         return {"picture": str(picture(session, fills, batch, name))}
 
     def team(self, mac: Any) -> Verdict:
-        """Return what a head or a predictor believes in greedy episodes; nothing for a team that predicts nothing."""
+        """Return what a head or a predictor believes in greedy episodes; nothing without one, and on sets of maps."""
         session, head = self.session, mac.head
         config, info, dist = session.config, session.info, session.dist
+        if info.tasks:  # the head is not asked about units that a map does not have, which judging would count
+            return Verdict()
         if head is None and (self.pretrained.predictor is None or not config.use_graph_reconstruction):
             return Verdict()
         batch = self._played(mac, "beliefs")

@@ -146,12 +146,11 @@ def _reached(stage: Mapping[str, Any]) -> str:
     ran = ", ".join(f"{clock[key]:,} {unit}" for key, unit in names.items() if clock.get(key))
     shown = []
     for key, label in SHOWN.items():
-        if values.get(key) is None:
+        # Stage 2 tests the model that it keeps; the other value is of the last one.
+        if (value := values.get(f"test_{key}", values.get(key))) is None:
             continue
         best = values.get(f"best_{key}")
-        shown.append(
-            f"{label} {number_text(values[key])}" + (f" (best {number_text(best)})" if best is not None else "")
-        )
+        shown.append(f"{label} {number_text(value)}" + (f" (best {number_text(best)})" if best is not None else ""))
     return " | ".join(part for part in (ran, ", ".join(shown)) if part)
 
 

@@ -269,6 +269,8 @@ class PretrainStage(Stage):
     def _play(self, purpose: str, into: EpisodeBuffer) -> int:
         """Play one round of all slots; return how many episodes that are over all ranks."""
         session = self.session
+        if session.config.evaluation_only:  # the held-out episodes chose the model that is compared
+            purpose = TEST
         if self._bar is None:
             text = f"{self.name}: playing"
             self._bar = Progress(into.capacity, "episode", text, enabled=session.dist.is_main, initial=len(into))
