@@ -100,6 +100,7 @@ class Sloppy(Leaving):
             "lost": (seen, rewards, ended, cut, {**infos, "kind": {**infos["kind"], "lost": 1}}),
             "no infos": (seen, rewards, ended, cut, None),
             "four values": (seen, rewards, ended, infos),
+            "nothing": None,
             "unseen": ({**seen, "kind": None}, rewards, ended, cut, infos),
             "rewards": (seen, {**rewards, "kind": [1.0, 2.0]}, ended, cut, infos),
             "unpaid": (seen, {"tall": 1.0}, ended, cut, infos),

@@ -21,7 +21,7 @@ IN_PROCESSES = {"lbf", "mpe", "rware", "gymma lbforaging:Foraging-8x8-2p-3f-v3",
 WORLDS = {
     "gymma lbforaging:Foraging-8x8-2p-3f-v3": {"time_limit": 12},
     "gymma rware:rware-tiny-2ag-v2": {"time_limit": 12},
-    "gymma pz-mpe-simple-spread-v3": {"common_reward": False},
+    "gymma pz-mpe-simple-spread-v3": {"common_reward": False, "pretrained_wrapper": None},
     "pettingzoo mpe2.simple_speaker_listener_v4": {"reward_scalarisation": "mean", "max_cycles": 7},
     "pettingzoo foreign_worlds:Leaving": {},
     "pettingzoo foreign_worlds:Figures": {},
@@ -216,6 +216,7 @@ def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
     [
         ("four values", "step() returned 4 values, not 5"),
         ("rewards", "what step() returned does not fit: ValueError"),
+        ("nothing", "what step() returned does not fit: TypeError: 'NoneType' object is not iterable"),
         ("unseen", "kind plays on, and has no observation"),
         ("unpaid", "kind took part, and has no reward"),
         ("mask", "agent 1's action_mask has the shape (1,), not (2,)"),
@@ -245,9 +246,14 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
     assert [log[1][0] for log in given] == [7, 8, 7] and given[0][-4:-1] == [given[2][3], True, True] != given[1][-4:-1]
     starts = {played(made("pymarl foreign_worlds:Seeded"), seed, [(0, 0)] * 3)[1][0] for seed in (7, 8, 1007)}
     assert starts == {7.0, 8.0}
-    with pytest.raises(UserError, match="avail_actions holds 0.5, not 0 or 1"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foreign_worlds.Pursuit.get_avail_actions", lambda self: [[1, 0.5, 1, 1]] * 2)
-        played(made("pymarl foreign_worlds:Pursuit"), 3)
+    for name, given, words in (
+        ("get_avail_actions", [[1, 0.5, 1, 1]] * 2, "avail_actions holds 0.5, not 0 or 1"),
+        ("get_obs", [[1, 2, 3], [1]], r"what get_obs\(\) returned does not fit: ValueError"),
+        ("get_state", None, r"state has shape \(1,\), not \(2,\)"),
+    ):
+        with pytest.raises(UserError, match=words), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"foreign_worlds.Pursuit.{name}", lambda self, given=given: given)
+            played(made("pymarl foreign_worlds:Pursuit", new_each_episode=False), 3)
     kept = made("pymarl foreign_worlds:Seeded", new_each_episode=False)
     assert not (kept.deterministic or made("pettingzoo foreign_worlds:Leaving", new_each_episode=False).deterministic)
     assert [played(kept, seed, [(0, 0)] * 3)[1][0] for seed in (7, 8)] == [7.0, 7.0], "one object, seeded once"
@@ -267,6 +273,7 @@ def test_episodes_that_do_not_follow_from_their_seeds_are_said(caplog):
         ("gymma lbforaging:Foraging-8x8-2p-3f-v3", {}, "Give env_args.time_limit="),
         ("gymma rwear:rware-tiny-2ag-v2", {}, "No module named 'rwear'"),
         ("gymma CartPole-v1", {}, "it is for one agent"),
+        ("gymma pz-mpe", {}, "invalid format: 'pz-mpe:'"),
         ("pettingzoo foreign_worlds:Leaving", {"start": 1}, "only Discrete actions from 0 on"),
         ("pettingzoo foreign_worlds:Nobody", {}, "no fixed possible_agents"),
         ("pettingzoo mpe2.simple_spread_v2", {}, "Did you mean 'mpe2.simple_spread_v3'?"),

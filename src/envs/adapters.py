@@ -19,17 +19,18 @@ from functools import partial
 from itertools import chain
 from multiprocessing import parent_process
 from pkgutil import iter_modules, resolve_name
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from omagd.envs.frames import Frame, drawn, without_place
-from omagd.envs.outputs import results_of
+from omagd.envs.outputs import as_vector, ends_of, results_of
 from omagd.envs.protocol import AGENT_REWARD, TRUNCATED, MultiAgentEnv
 from omagd.utils.errors import UserError, causes, install, nearest
 from omagd.utils.registry import crash_of
 
+T = TypeVar("T")
 LOG = logging.getLogger("omagd")
 EXTRAS = {"lbforaging": "lbf", "rware": "rware", "mpe2": "mpe", "pettingzoo": "pettingzoo", "gymnasium": "gymnasium"}
 """Packages that an extra of this one installs."""
@@ -95,11 +96,10 @@ class AdapterArgs(ForeignArgs):
     @property
     def path(self) -> str:
         """Import path of the key; EPyMARL's `pz-mpe-simple-spread-v3` is `mpe2.simple_spread_v3`."""
-        if not self.key.startswith("pz-"):
+        if (parts := re.fullmatch("pz-([^-]+)-(.+)", self.key)) is None:
             return self.key
-        _, family, name = self.key.split("-", 2)
-        package = "mpe2" if family == "mpe" else f"pettingzoo.{family}"  # MPE has left PettingZoo
-        return f"{package}.{name.replace('-', '_')}"
+        package = "mpe2" if parts[1] == "mpe" else f"pettingzoo.{parts[1]}"  # MPE has left PettingZoo
+        return f"{package}.{parts[2].replace('-', '_')}"
 
 
 class Rewards(OutsideArgs):
@@ -120,6 +120,11 @@ class Rewards(OutsideArgs):
 
 class RewardArgs(Rewards, AdapterArgs):
     """Arguments of `gymma` and `pettingzoo`; the others go to the environment's constructor."""
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """As above, without a key that EPyMARL's files set to nothing."""
+        return {name: value for name, value in super().own.items() if (name, value) != ("pretrained_wrapper", None)}
 
 
 class Explained:
@@ -273,15 +278,25 @@ class Foreign(Explained, MultiAgentEnv):
 
     def step(self, actions: np.ndarray) -> tuple[float, bool, dict[str, Any]]:
         """Play an action of each agent, [n] or [n, d]. Errors: UserError for returned values that do not fit."""
-        returned = self._play(self._played(actions))
-        if len(returned) not in self.returns:
-            raise self._wrong(f"step() returned {len(returned)} values, not {' or '.join(map(str, self.returns))}")
-        try:
+
+        def play() -> tuple[float, bool, dict[str, Any]]:
+            returned = self._play(self._played(actions))
+            if len(returned) not in self.returns:
+                raise self._wrong(f"step() returned {len(returned)} values, not {' or '.join(map(str, self.returns))}")
             return self._read(*returned)
+
+        return self._fitting("step()", play)
+
+    def _fitting(self, call: str, read: Callable[[], T]) -> T:
+        """Return what `read` makes of the result of a call; one line says what it cannot read."""
+        try:
+            return read()
         except UserError:
             raise
         except Exception as problem:
-            raise self._wrong(f"what step() returned does not fit: {_said(problem)}") from problem
+            if crash_of(problem, self.args.package) is not None:  # in the environment's own code
+                raise
+            raise self._wrong(f"what {call} returned does not fit: {_said(problem)}") from problem
 
     def _play(self, actions: list[Any]) -> Sequence[Any]:
         """Return what `env.step` returns for the actions of all agents."""
@@ -431,26 +446,6 @@ def _inside(space: Any, action: np.ndarray) -> np.ndarray:
     """Return a float32 action in the type of its space; another type's bounds may have been rounded to outside it."""
     action = action.astype(space.dtype)
     return action if space.dtype == np.float32 else action.clip(space.low, space.high)
-
-
-def ends_of(terminated: Any, truncated: Any) -> tuple[bool, bool]:
-    """Return whether an episode has ended, and whether it was only cut off; flags of one or of all agents."""
-    if terminated is False and truncated is False:  # of most steps
-        return False, False
-    over = bool(np.all(np.logical_or(terminated, truncated)))
-    cut = over and bool(np.any(np.logical_and(truncated, np.logical_not(terminated))))
-    return over and not cut, cut
-
-
-def as_vector(value: Any, declared: np.dtype[Any] | None = None) -> np.ndarray:
-    """Return an array as a vector; bytes of images, which have at least three dimensions, as numbers from 0 to 1.
-
-    declared: type of the space; some environments return its bytes as longer integers.
-    """
-    array = np.asarray(value)
-    image = array.ndim > 2 and array.dtype.kind in "iu" and np.uint8 in (array.dtype, declared)
-    # As Mnih et al. 2015 do: inputs of about 1 suit the initial weights.
-    return array.ravel() / np.float32(255) if image else array.ravel()
 
 
 def _flattener(space: Any) -> Callable[[Any], np.ndarray]:

@@ -39,6 +39,26 @@ def numeric_array(value: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, str]:
     return array, "" if array.shape == shape else f"has shape {array.shape}, not {shape}"
 
 
+def ends_of(terminated: Any, truncated: Any) -> tuple[bool, bool]:
+    """Return whether an episode has ended, and whether it was only cut off; flags of one or of all agents."""
+    if terminated is False and truncated is False:  # of most steps
+        return False, False
+    over = bool(np.all(np.logical_or(terminated, truncated)))
+    cut = over and bool(np.any(np.logical_and(truncated, np.logical_not(terminated))))
+    return over and not cut, cut
+
+
+def as_vector(value: Any, declared: np.dtype[Any] | None = None) -> np.ndarray:
+    """Return an array as a vector; bytes of images, which have at least three dimensions, as numbers from 0 to 1.
+
+    declared: type of the space; some environments return its bytes as longer integers.
+    """
+    array = np.asarray(value)
+    image = array.ndim > 2 and array.dtype.kind in "iu" and np.uint8 in (array.dtype, declared)
+    # As Mnih et al. 2015 do: inputs of about 1 suit the initial weights.
+    return array.ravel() / np.float32(255) if image else array.ravel()
+
+
 def wrong_number(value: Any) -> str:
     """Return what is wrong with a number (a Python or NumPy scalar), "" if nothing."""
     if isinstance(value, (numbers.Real, np.bool_)) or (isinstance(value, np.ndarray) and value.shape == ()):

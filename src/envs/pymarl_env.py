@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from omagd.envs.adapters import AdapterArgs, Foreign, Rewards, as_vector, ends_of, imported
-from omagd.envs.outputs import results_of
+from omagd.envs.adapters import AdapterArgs, Foreign, Rewards, imported
+from omagd.envs.outputs import as_vector, ends_of, results_of
 from omagd.envs.protocol import TRUNCATED
 from omagd.utils.errors import nearest
 
@@ -56,15 +56,17 @@ class PyMARLEnv(Foreign):
 
     def get_obs(self, no_range_limit: bool = False) -> np.ndarray:
         """Return [n, obs_dim] float32."""
-        return np.stack([as_vector(seen) for seen in self.env.get_obs()]).astype(np.float32)
+        return self._fitting(
+            "get_obs()", lambda: np.stack([as_vector(seen) for seen in self.env.get_obs()]).astype(np.float32)
+        )
 
     def get_state(self) -> np.ndarray:
         """Return [state_dim] float32."""
-        return as_vector(self.env.get_state()).astype(np.float32)
+        return self._fitting("get_state()", lambda: as_vector(self.env.get_state()).astype(np.float32))
 
     def get_avail_actions(self) -> np.ndarray:
         """Return [n, A]; what is neither 0 nor 1 is an error later."""
-        return np.asarray(self.env.get_avail_actions())
+        return self._fitting("get_avail_actions()", lambda: np.asarray(self.env.get_avail_actions()))
 
     def get_env_info(self) -> dict[str, Any]:
         """Return the environment's own dictionary."""
