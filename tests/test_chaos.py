@@ -179,7 +179,7 @@ def test_what_the_system_cannot_read_is_tried_again_then_rejected(run, monkeypat
         assert [each.name for each in run.path.parent.iterdir() if each.is_dir()] == [run.path.name]
     fail = 0
     with monkeypatch.context() as patch:  # after the comparison
-        patch.setattr("omagd.components.episode_codec._read_field", broken)
+        patch.setattr("omagd.components.episode_codec._split", broken)
         assert run.start() == 2
         assert f"episodes cannot be read ({reason})" in capsys.readouterr().err
     fail = 2

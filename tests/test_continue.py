@@ -155,7 +155,7 @@ def learner_of(name: str, lr: float) -> Any:
     more: dict[str, Any] = {"lr": lr, "critic_lr": 3 * lr}
     if name.startswith("ddpg"):
         return make_learner(ddpg_config(learner=name, **more), info=DDPG_INFO)
-    if name in {"ppo_learner", "rloo_learner"}:
+    if name.removesuffix("_ddp") in {"ppo_learner", "rloo_learner"}:
         more |= {"action_selector": "softmax", "mixer": "none"}
     return make_learner(
         toy_config(**(GRAPH_KEYS | {"mac": "n_graph_mac"} if "graph" in name else {}) | more | {"learner": name})
