@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
@@ -297,12 +298,22 @@ def test_a_file_of_another_run_or_size_is_rejected_and_others_can_read_it(tmp_pa
 
 def test_a_file_of_version_1_is_read(tmp_path):
     path, values = tmp_path / "buffer.ep", np.arange(10, dtype=np.float32).reshape(5, 2)
-    fields = [{"name": "x", "dtype": "float32", "shape": [2]}]
+    sha256 = hashlib.sha256(values.tobytes()).hexdigest()
+    fields = [{"name": "x", "dtype": "float32", "shape": [2], "sha256": sha256}]
     header = {"version": 1, "facts": {"map": "3m"}, "rows": [2, 3], "fields": fields}
     for meta, origin in ({}, UNKNOWN), ({"slot": [0, 4], "outcome": [None, 1.0]}, EpisodeMeta(slot=4, outcome=1.0)):
         text = json.dumps({**header, "meta": meta}).encode()
-        path.write_bytes(MARK + len(text).to_bytes(8, "little") + bytes(32) + text + values.tobytes())
+        start = MARK + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
+        path.write_bytes(start + values.tobytes())
         buffer = EpisodeBuffer(9)
         buffer.load(path, {"map": "3m"})
         assert [episode["x"].tolist() for episode in buffer.episodes] == [values[:2].tolist(), values[2:].tolist()]
         assert buffer.batch([1]).meta == (origin,)
+        whole = path.read_bytes()
+        for place in (9, 20, 50, len(start) - 1, len(start), len(whole) - 1):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            with pytest.raises(UserError, match="damaged"):
+                buffer.load(path)
+        path.write_bytes(whole + b"x")
+        with pytest.raises(UserError, match="damaged"):
+            buffer.load(path)

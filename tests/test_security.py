@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -83,7 +84,7 @@ def promising_more(weights: bytes) -> bytes:
 
 def episode_file(header: object, data: bytes = b"") -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return MARK + len(text).to_bytes(8, "little") + bytes(32) + text + data
+    return MARK + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text + data
 
 
 def archive(**arrays: object) -> bytes:
@@ -93,15 +94,20 @@ def archive(**arrays: object) -> bytes:
 
 
 GOOD = {"version": 1, "facts": {}, "rows": [2], "fields": []}
-FIELD = {"name": "x", "dtype": "float32", "shape": [2]}
+FIELD = {"name": "x", "dtype": "float32", "shape": [2], "sha256": hashlib.sha256(bytes(16)).hexdigest()}
 WRONG_HEADERS = (b"no JSON", b"\xff\xfe", b"[" * 100_000, [1, 2], {**GOOD, "facts": None}, {**GOOD, "rows": None})
-WRONG_FIELDS = ({"shape": [-1, -2]}, {"shape": [2.0]}, {"shape": "ab"}, {"dtype": "object"}, {"name": ["x"]})
+WRONG_FIELDS = (
+    {"shape": [-1, -2]}, {"shape": [2.0]}, {"shape": "ab"}, {"dtype": "object"}, {"dtype": ["f4", "O"]},
+    {"name": ["x"]}, {"sha256": None}, {"sha256": "0" * 64},
+)  # fmt: skip
 WRONG_FILES = (
     pickle.dumps({"a": 1}), MARK, MARK + (1 << 62).to_bytes(8, "little") + bytes(40), *map(episode_file, WRONG_HEADERS),
-    *(episode_file({**GOOD, "rows": rows, "fields": [FIELD]}, bytes(16)) for rows in ([10**18], [2.0])),
+    *(episode_file({**GOOD, "rows": rows, "fields": [FIELD]}, bytes(16)) for rows in ([10**18], [2.0], [True, 1])),
     *(episode_file({**GOOD, "fields": [{**FIELD, **wrong}]}, bytes(16)) for wrong in WRONG_FIELDS),
     episode_file({**GOOD, "fields": [7]}, bytes(16)),
+    episode_file({**GOOD, "rows": [0], "fields": [{**FIELD, "sha256": hashlib.sha256(b"").hexdigest()}]}),
     episode_file({**GOOD, "fields": [{**FIELD, "shape": [0, 10**30]}]}),
+    episode_file({**GOOD, "fields": [{name: FIELD[name] for name in ("name", "dtype", "shape")}]}, bytes(16)),
     archive(), archive(about="no JSON", rows=[2]), archive(about="{}", rows=[2]), archive(about=np.array([{}], object)),
 )  # fmt: skip
 

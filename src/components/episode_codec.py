@@ -14,9 +14,9 @@ and facts as JSON; `rows` and `origin/<attribute>` of each episode; `field/<name
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -249,6 +249,8 @@ def _read_episodes(path: Path, facts: Facts, key: str, most: int) -> list[Episod
             file.seek(0)
             found = _version_1(file) if earlier else np.load(file, allow_pickle=False)
             rows = found["rows"].tolist()
+            if min(rows, default=1) < 1:
+                raise ValueError("an episode without a step")
             _require_fitting(what, json.loads(found["about"].item()), len(rows), facts, most)
             known: dict[str, EpisodeMeta] = {}  # steps of one episode share an object
             origins = zip(*(found[ORIGIN + name].tolist() for name in META), strict=True)
@@ -281,10 +283,14 @@ def _split(values: np.ndarray, rows: list[int]) -> list[Tensor]:
 def _version_1(file: BinaryIO) -> dict[str, np.ndarray]:
     """Return the arrays of a file of version 1: mark, length of a header in JSON, its SHA-256, header, raw arrays."""
     file.seek(len(MARK))
-    length = int.from_bytes(file.read(8), "little")
-    file.seek(32, os.SEEK_CUR)
-    header = json.loads(file.read(length))
+    length, digest = int.from_bytes(file.read(8), "little"), file.read(32)
+    text = file.read(length)
+    if hashlib.sha256(text).digest() != digest:
+        raise ValueError("header")
+    header = json.loads(text)
     rows, origins = header["rows"], header.get("meta", {})
+    if any(type(count) is not int for count in rows):
+        raise ValueError("rows")
     about = {"version": VERSION, "facts": header["facts"]}
     found = {"about": np.array([json.dumps(about)]), "rows": np.array(rows, np.int64)}
     for name, default in META.items():
@@ -292,7 +298,12 @@ def _version_1(file: BinaryIO) -> dict[str, np.ndarray]:
         found[ORIGIN + name] = np.array(values, type(default))
     for field in header["fields"]:
         shape = sum(rows), *field["shape"]
-        found[FIELD + field["name"]] = np.fromfile(file, field["dtype"], math.prod(shape)).reshape(shape)
+        values = np.fromfile(file, field["dtype"], math.prod(shape)).reshape(shape)
+        if hashlib.sha256(values.data).hexdigest() != field["sha256"]:
+            raise ValueError(field["name"])
+        found[FIELD + field["name"]] = values
+    if file.read(1):
+        raise ValueError("size")
     return found
 
 
