@@ -298,10 +298,10 @@ def _version_1(file: BinaryIO) -> dict[str, np.ndarray]:
         found[ORIGIN + name] = np.array(values, type(default))
     for field in header["fields"]:
         shape = sum(rows), *field["shape"]
-        values = np.fromfile(file, field["dtype"], math.prod(shape)).reshape(shape)
-        if hashlib.sha256(values.data).hexdigest() != field["sha256"]:
+        array = np.fromfile(file, field["dtype"], math.prod(shape)).reshape(shape)
+        if hashlib.sha256(array.data).hexdigest() != field["sha256"]:
             raise ValueError(field["name"])
-        found[FIELD + field["name"]] = values
+        found[FIELD + field["name"]] = array
     if file.read(1):
         raise ValueError("size")
     return found
