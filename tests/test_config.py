@@ -232,6 +232,14 @@ def test_a_plug_in_adds_presets(tmp_path, monkeypatch):
     assert "theirs" in loading.config_names("algs")
 
 
+def test_a_word_below_a_section_keeps_what_lies_beside_it():
+    words = [f"env_args.capability_config.{word}" for word in ("n_units=10", "n_enemies=11", "start_positions.p=0.25")]
+    command = ["--config=qmix", "--env-config=sc2_v2_protoss", "with"]
+    plain, changed = (config_from([*command, *more]).env_args["capability_config"] for more in ([], words))
+    positions = {**plain["start_positions"], "p": 0.25}
+    assert changed == {**plain, "n_units": 10, "n_enemies": 11, "start_positions": positions}
+
+
 @pytest.mark.parametrize(
     ("text", "current", "value"),
     [

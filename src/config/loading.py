@@ -279,10 +279,12 @@ def read_saved(path: Path, source: str) -> dict[str, Any]:
         return _merge(read_yaml(HERE / "default.yaml"), values, found, source=str(path))
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Return the mapping that a dotted key stands for."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
+def _nested(key: str, value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the mapping that a dotted key of `values` stands for, with what lies beside it below a section's keys."""
+    parts = key.split(".")
+    for depth in reversed(range(len(parts))):
+        beside = value_at(values, ".".join(parts[:depth])) if depth > 1 else None
+        value = {**(beside if isinstance(beside, Mapping) else {}), parts[depth]: value}
     return dict(value)
 
 
@@ -372,7 +374,7 @@ def apply_texts(
             row = None if key.partition(".")[0] in FIELDS else foreign("key", key)
             current = value_at(result, row.here if row and row.here else key)
             value = parse_value(text, current, key) if parse else text
-            result = _merge(result, _nested(key, value), found, source="with", shown=value)
+            result = _merge(result, _nested(key, value, result), found, source="with", shown=value)
             given[key] = value
     return _counted_in_episodes(result, given)
 
@@ -432,7 +434,7 @@ def _merge(
         if key not in Config.model_fields:
             found.add(unknown_key(key, source, given))
             if (row := foreign("key", key)) and row.here and row.here not in over:
-                result = _merge(result, _nested(row.here, value), found, source=source, shown=shown)
+                result = _merge(result, _nested(row.here, value, result), found, source=source, shown=shown)
         elif key in OPEN_SECTIONS and value is None and source != "with":  # drops the keys of the files below
             result[key] = {}
         elif key in {*OPEN_SECTIONS, *SECTIONS} and not isinstance(value, Mapping):
