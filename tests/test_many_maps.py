@@ -42,7 +42,7 @@ def trained(tmp_path_factory) -> dict[str, Any]:
     """Return the summary of a run on two maps, with two more for tests."""
     folder = tmp_path_factory.mktemp("sets")
     (folder / "mine.yaml").write_text("training: [3m, 4m_vs_3m]\nheld_out: [1m, 5m]\n")
-    return trained_on(folder, str(folder / "mine.yaml"), name="first")
+    return trained_on(folder, str(folder / "mine.yaml"), name="first", task_weights={"3m": 1.0})
 
 
 def require_means(
@@ -187,4 +187,7 @@ def test_what_an_environment_reports_is_of_the_slots_and_battles_of_the_set(monk
     actions = random_actions(env.observe().avail_actions, np.random.default_rng(0))
     assert env.step(actions, np.ones(5, bool)).lost.tolist() == [False] * 4 + [True]
     assert env.busy_slots() == {4: 77}
+    for each in env._pools:
+        monkeypatch.setattr(each.env, "get_stats", lambda: {"game_build": 75689.0, "restarts": 1.0})
+    assert env.get_stats() == {"game_build": 75689.0, "restarts": float(len(env._pools))}
     env.close()

@@ -175,6 +175,17 @@ def test_training_on_a_set_plays_by_weights():
     assert abs(log.count("2m_vs_1m") - 2 * log.count("1m")) <= 3 * SLOTS
 
 
+def test_a_map_whose_game_dies_is_played_as_often_as_others():
+    starts, rng = TaskStarts(1, "train", weights=(1.0, 1.0)), np.random.default_rng(0)
+    each, played = np.ones(4, bool), np.zeros(2)
+    for _ in range(500):
+        tasks = starts.origins(each).task
+        while (lost := (tasks == 0) & (rng.random(4) < 0.3)).any():
+            tasks = np.where(lost, starts.origins(lost, lost=True).task, tasks)
+        played += np.bincount(tasks, minlength=2)
+    assert played.tolist() == [1000, 1000]
+
+
 @pytest.mark.parametrize(
     ("name", "allies", "enemies"), [("marine-easy", 12, 12), ("marine-hard", 13, 15), ("stalker-zealot", 10, 10)]
 )

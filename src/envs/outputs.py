@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -217,3 +217,14 @@ def results_of(info: Mapping[Any, Any]) -> dict[str, Any]:
     named = {name: value for name, value in info.items() if isinstance(name, str)}
     # "lost" would mean that a process has died.
     return {(f"env_{key}" if key == "lost" or RESERVED.fullmatch(key) else key): named[key] for key in named}
+
+
+def counted_together(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the counters of several environments: sums; of "*_rate" the mean, of "*_build" the maximum."""
+    total: dict[str, float] = {}
+    for name in dict.fromkeys(name for stats in each for name in stats):
+        values = [stats.get(name, 0.0) for stats in each]
+        total[name] = max(values) if name.endswith("_build") else sum(values)
+        if name.endswith("_rate"):
+            total[name] /= len(each)
+    return total

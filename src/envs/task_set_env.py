@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from omagd.config.env_info import EnvInfo, StateLayout
 from omagd.envs.frames import Frame
+from omagd.envs.outputs import counted_together
 from omagd.envs.protocol import BatchedEnv, CanBeResident, Observation, ResidentGame, StepResult
 from omagd.envs.task_sets import TaskSet
 from omagd.utils.errors import UserError
@@ -36,6 +37,8 @@ def common_info(infos: Sequence[EnvInfo], label: str, n_training: int) -> EnvInf
     Errors: UserError for maps without units, and for maps whose units have different features.
     """
     first = infos[0]
+    if first.box is not None:
+        raise UserError(f"env_args.map_name: {first.name} with continuous actions cannot be in a set. Give one map")
     layouts = [info.layout_for(OF_SETS, info.name) for info in infos]
     states = [_state_layout(info) for info in infos]
     for info in infos:
@@ -357,11 +360,8 @@ class TaskSetEnv(BatchedEnv):
             pool.env.set_worker_timeout(seconds)
 
     def get_stats(self) -> dict[str, float]:
-        """Return the sums of the environments' counters."""
-        total: dict[str, float] = {}
-        for pool in self._pools:
-            for name, value in pool.env.get_stats().items():
-                total[name] = total.get(name, 0.0) + value
+        """Return the environments' counters together."""
+        total = counted_together([pool.env.get_stats() for pool in self._pools])
         if "win_rate" in total:
             total["win_rate"] = total["battles_won"] / max(total["battles_game"], 1.0)
         return total

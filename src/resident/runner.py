@@ -364,6 +364,8 @@ class ResidentRunner(Runner):
 
     def _resident(self, mac: BasicMAC, episodes: int, full_obs: bool, keep: bool) -> list[ResidentLoop]:
         """Return the loops for such rounds, one for each map; they keep their memory from round to round."""
+        if self.info.agent_rewards:
+            raise UserError("runner=resident: does not record rewards of single agents. Use runner=parallel")
         key = (mac, episodes, full_obs, keep)
         if self._made is None or self._made[0] != key:
             self._made = None  # its memory first

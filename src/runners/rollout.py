@@ -467,7 +467,7 @@ class RolloutLoop:
             slot = int(hopeless.argmax())
             what = f"this was lost, as the {LOST_IN_A_ROW - 1} episodes of the slot before it were"
             raise fault(self.info.name, slot, int(self.clock.seed[slot]), int(self.clock.step[slot]), what)
-        self.clock.origins = self.seeds.origins(lost).where(lost, self.clock.origins)
+        self.clock.origins = self.seeds.origins(lost, lost=True).where(lost, self.clock.origins)
         self._reset(lost, self.clock.origins)
         self.policy.reset(lost)
         self.clock.begin(lost)

@@ -61,11 +61,11 @@ class TaskStarts(EpisodeSeeds):
         self._weights = np.asarray(weights, float) / np.sum(weights)
         self._credit = np.zeros(len(self._weights))
 
-    def origins(self, which: np.ndarray) -> Origins:
+    def origins(self, which: np.ndarray, lost: bool = False) -> Origins:
         """Return the origins of the next episodes of the slots `which` [B] bool.
 
         A group gets a new start when all its slots begin; a slot that begins without the others has lost its episode
-        and plays the same start again.
+        and plays the same start again. lost: the episodes replace lost ones, on the same maps.
         """
         last = self._last or Origins.of(np.zeros(len(which), np.int64))
         new = Origins(last.seed.copy(), last.task.copy(), last.group.copy())
@@ -75,7 +75,7 @@ class TaskStarts(EpisodeSeeds):
             group = slice(first, first + size)
             if which[group].all():
                 drawn[first] = True
-                new.task[group] = self._next_task(first)
+                new.task[group] = last.task[first] if lost else self._next_task(first)
                 if size > 1:
                     new.group[group] = self._n_groups
                     self._n_groups += 1
@@ -108,8 +108,7 @@ class TaskStarts(EpisodeSeeds):
 class DealtStarts(TaskStarts):
     """Plays the tasks that `deal` has given to this rank, one after another, in whichever slots are free.
 
-    A round ends when all of them are played. Groups begin when all their slots are free. A lost episode is replaced by
-    one of the same task.
+    A round ends when all of them are played. Groups begin when all their slots are free.
     """
 
     per_round: ClassVar[int] = ENDLESS

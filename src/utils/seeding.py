@@ -231,8 +231,11 @@ class EpisodeSeeds:
         """Return which slots [B] bool begin an episode now, where those in `free` [B] bool could: here, all of them."""
         return free
 
-    def origins(self, which: np.ndarray) -> Origins:
-        """Return the origins of the next episodes of the slots `which` [B] bool; others hold anything."""
+    def origins(self, which: np.ndarray, lost: bool = False) -> Origins:
+        """Return the origins of the next episodes of the slots `which` [B] bool; others hold anything.
+
+        lost: they replace episodes that the slots have lost.
+        """
         return Origins.of(self.draw(which))
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from omagd.envs.frames import Frame
+from omagd.envs.outputs import counted_together
 from omagd.envs.protocol import BatchedEnv, MultiAgentEnv, Observation, StepResult
 from omagd.envs.single import env_info_from_dict, single_env
 from omagd.envs.workers.shared_memory import Arrays, array_specs
@@ -204,16 +205,8 @@ class VectorEnv(BatchedEnv):
         self._arrays["want_full"][0] = False
 
     def get_stats(self) -> dict[str, float]:
-        """Return counters summed over the slots; "*_rate" is averaged, "*_build" the maximum."""
-        each = [stats or {} for stats in self._ask(STATS)]
-        names = dict.fromkeys(name for stats in each for name in stats)
-        total = {name: sum(stats.get(name, 0.0) for stats in each) for name in names}
-        for name in names:
-            if name.endswith("_rate"):
-                total[name] /= len(each)
-            elif name.endswith("_build"):
-                total[name] = max(stats.get(name, 0.0) for stats in each)
-        return total
+        """Return the slots' counters together."""
+        return counted_together([stats or {} for stats in self._ask(STATS)])
 
     def frame(self, slot: int) -> Frame:
         """Return the units of a slot; without places where the environment shows none, or its process has died."""
