@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -146,6 +148,9 @@ def test_pruning_leaves_what_another_rank_is_writing(tmp_path):
     late.keep("replay_rank1_4.bin", lambda path: path.write_bytes(b"new"))
     save(store, 4, other)
     assert kept_in(store) == {"replay_3.bin", "replay_4.bin", "replay_rank1_4.bin"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+        late.report_failure("no space")
     late.report_failure("no space")
     assert "replay_rank1_4.bin" not in kept_in(store), "no later start needs it"
 

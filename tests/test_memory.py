@@ -49,6 +49,12 @@ def test_the_estimate_is_what_a_recorded_episode_takes(name, updates, extras):
     spec = spec_of(recorder.take(0, 1))
     assert replay_spec(made, INFO) == spec
     assert replay_bytes(made, INFO) == Codec(spec).width * 71 * made.buffer_size
+    assert replay_bytes(made.model_copy(update={"evaluate": True}), INFO) == 0
+
+
+@pytest.mark.parametrize("updates", [{"reconstructer_stage": "stage2"}, {"pretrain_only": True}])
+def test_a_run_without_stage_3_has_no_replay(updates):
+    assert replay_bytes(config("omagd", **updates), INFO) == 0
 
 
 def test_what_a_controller_of_ones_own_keeps_is_counted(monkeypatch):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from omagd.learners import PREDICTORS, REGISTRY
 from omagd.learners.nq_learner import NQLearner
 from omagd.run.checkpoint import checkpointer as snapshot_writer
 from omagd.run.checkpoint import store as checkpoint_store
+from omagd.run.checkpoint import weights
 from omagd.run.checkpoint.store import folders, read_checkpoint
 from omagd.run.checkpoint.weights import whole_state
 from omagd.run.cli.main import config_from, main
@@ -189,6 +192,7 @@ def test_pretraining_continues_without_its_episodes_or_from_its_saved_modules(tm
         mode = folder.path.parent.name
         assert run(tmp_path / mode, *short, f"resume={mode}", base="omagd").path == folder.path
         (entries[mode],) = json.loads(folder.card_json.read_text())["resumed"]
+        assert entries[mode]["continues"] == entries[mode]["versions"]
         stages = summary_of(folder.path)["stages"]
         assert (entries[mode]["kind"], list(stages), stages["stage2"]["clock"]["epoch"]) == (mode, STAGES, 2)
     assert entries["weights"]["from"] == "models/pretrain_stage1_best/tokenizer.th"
@@ -261,6 +265,37 @@ def test_a_longer_run_continues_from_a_finished_one_with_its_whole_state(whole, 
     assert reproducible_lines(longer.path)[: len(past)] == past
     assert longer.episode_log(0).read_text().startswith(whole.episode_log(0).read_text())
     assert f"training, t_env {earlier['t_env']:,}" in log_of(longer)
+
+
+def test_a_run_that_continues_another_one_is_safe_to_kill_and_soon_needs_it_no_more(whole, tmp_path, monkeypatch):
+    """Killed while it copies the other run's state, then in its last iteration; meanwhile the other run goes."""
+    old = shutil.copytree(whole.path, tmp_path / "old")
+    words = [*QMIX, *SIZES, f"checkpoint_path={old}", f"local_results_path={tmp_path / 'new'}"]
+    words += ["auto_resume=True", "unique_token=longer", "t_max=500"]
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "link", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        child = multiprocessing.get_context("fork").Process(target=main, args=(words,))
+        child.start()
+        child.join()
+    assert child.exitcode == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "write_summary", lambda folder, summary: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(words)
+    shutil.rmtree(old)
+    assert main(words) == 0
+    assert records(tmp_path / "new" / "longer")[-1]["t_env"] >= 500
+
+
+def test_a_killed_run_without_checkpoints_begins_again_and_keeps_what_it_had(tmp_path):
+    given = config(tmp_path, "enable_checkpointing=False")
+    folder, _ = interrupted_run(given, 5)
+    before = folder.metrics_jsonl.read_text()
+    launch(given, "another")
+    (aside,) = (folder.path / "set_aside").iterdir()
+    assert before and (aside / "metrics.jsonl").read_text() == before
+    clocks = [line["t_env"] for line in records(folder.path)]
+    assert clocks == sorted(clocks) and clocks[0] < 100
 
 
 def test_a_state_of_agents_that_read_something_else_cannot_go_on(whole, tmp_path):

@@ -121,7 +121,12 @@ def data_key(config: Config) -> str:
 
 
 def replay_bytes(config: Config, info: EnvInfo) -> int:
-    """Return the bytes of a full replay buffer of stage 3, or of an on-policy batch, with episodes of full length."""
+    """Return the bytes of a full replay buffer of stage 3, or of an on-policy batch, with episodes of full length.
+
+    0 for a run without stage 3.
+    """
+    if config.evaluate or config.pretrain_only or config.stage not in {"stage3", "all"}:
+        return 0
     runner = runners.REGISTRY.get(config.runner)
     entries = getattr(config, key := data_key(config))
     if key == "batch_size":  # collected in whole rounds; a stream may bring more, and those that a test had finished

@@ -423,8 +423,9 @@ class CheckpointWriter:
 
     def report_failure(self, reason: str) -> None:
         """Remove the shared files that this rank wrote, and report, if possible, that its part is missing."""
-        remove_kept(self.store.path, self._new)
-        with suppress(OSError):  # the disk is full: rank 0 stops waiting after its time limit
+        with suppress(OSError):  # the disk has become read-only
+            remove_kept(self.store.path, self._new)
+        with suppress(OSError):  # or is full: rank 0 stops waiting after its time limit
             write_json(self.path / f"report_{self.store.rank}.json", {"failed": reason})
 
     def commit(self, facts: Mapping[str, Any], patience: float) -> Path:

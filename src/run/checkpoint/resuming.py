@@ -263,6 +263,8 @@ def _holds_nothing(path: Path) -> bool:
     if not path.is_dir() or path.is_symlink():
         return False
     folder = RunFolder(path)
+    if (path / CONTINUED).is_file() and not (path / RUN_FILE).exists():  # killed while it copied another run's state
+        return True
     for entry in listed(path):
         if entry.is_dir(follow_symlinks=False):
             if Path(entry.path) not in folder.made_first or listed(Path(entry.path)):

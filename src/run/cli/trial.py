@@ -58,8 +58,11 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
 
 
 def _checkpoint(config: Config, info: EnvInfo) -> tuple[tuple[Path, dict[str, Any]] | None, Path | None]:
-    """Return the whole state to continue, as its path and content, else the folder with the weights to begin with."""
-    if not config.checkpoint_path:
+    """Return the whole state to continue, as its path and content, else the folder with the weights to begin with.
+
+    Neither is read by an unfinished run that `auto_resume` continues.
+    """
+    if not config.checkpoint_path or (config.auto_resume and not config.evaluate and _is_unfinished(config)):
         return None, None
     cpu, whole = torch.device("cpu"), whole_state(config, lambda found: (found.path, found.common()))
     if whole is not None:
@@ -126,10 +129,7 @@ def _require_same_maps(config: Config, info: EnvInfo, run: Path) -> None:
 
 
 def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
-    """Reject a new run whose checkpoint has already reached the end of training. Errors: UserError.
-
-    An unfinished run that `auto_resume` continues is accepted: it may only have to write its last files.
-    """
+    """Reject a new run whose checkpoint has already reached the end of training. Errors: UserError."""
     steps, episodes = clock.get("t_env", 0), clock.get("episodes", 0)
     if config.max_episodes is not None and episodes >= config.max_episodes:
         key, limit, reached = "max_episodes", config.max_episodes, f"{episodes:,} episodes"
@@ -137,8 +137,6 @@ def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
         key, limit, reached = "t_max", config.t_max, f"{steps:,} steps"
         if steps < limit:
             return
-    if config.auto_resume and _is_unfinished(config):
-        return
     fix = f"Give a larger {key}, which counts on from there"
     with suppress(UserError):  # an interrupted run may have no weights yet
         find_step_folder(config.checkpoint_path, config.load_step)

@@ -125,13 +125,13 @@ def limit_warnings(config: Config, info: EnvInfo, folder: Path, on_gpus: bool, r
     """
     found = []
     free = available_bytes()
-    if free is not None and not config.pretrain_only and (need := replay_bytes(config, info) * ranks) > free:
+    if free is not None and (need := replay_bytes(config, info) * ranks) > free:
         key = data_key(config)
         what = f"{key}={getattr(config, key)}: the episodes of the ranks here may take {need / GIGABYTE:.1f} GB"
         found.append(f"{what}, and {free / GIGABYTE:.1f} GB of memory are free. Lower {key}")
     if on_gpus and SHARED.is_dir() and (left := shutil.disk_usage(SHARED).free) < LEAST_SHARED * GIGABYTE:
         found.append(f"{SHARED}: {left / GIGABYTE:.2f} GB left, NCCL may need more. In a container: --shm-size=1g")
-    if config.enable_checkpointing and config.stage in {"stage3", "all"} and not config.pretrain_only:
+    if config.enable_checkpointing:
         need, key = replay_bytes(config, info), data_key(config)
         what = f"{key}={getattr(config, key)}: a rank's part of a checkpoint may take {need / GIGABYTE:.1f} GB"
         if need > (size := largest_file()):

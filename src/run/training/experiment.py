@@ -28,6 +28,7 @@ from omagd.run.reporting.card import (
     made_by,
     make_card,
     read_card,
+    recorded_of,
     resumed,
     start_lines,
     versions,
@@ -95,7 +96,8 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     plan = _resume_plan(config, dist, folder, before)
     card = make_card(config, dist.world_size, dist.device, trained_card(config))
     if plan.kind:
-        card["resumed"] = [*resumed(before), {**resume_entry(plan, folder), "versions": versions()}]
+        old = {"continues": recorded_of(before).get("versions")}
+        card["resumed"] = [*resumed(before), {**resume_entry(plan, folder), **old, "versions": versions()}]
     logger = open_logger(config, dist, folder, channel, card, plan)
     for line in resume_warnings(plan, folder, changed_versions(before) if plan.kind else ""):
         logger.warning(line)
@@ -189,7 +191,7 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
 
 def _resume_plan(config: Config, dist: Dist, folder: RunFolder, before: Card | None) -> ResumePlan:
     """Return what the run continues from, after its files have been cut back to it. before: card of the last start."""
-    if config.evaluate or not config.enable_checkpointing:
+    if config.evaluate:
         return ResumePlan()
     return cut_back(folder, dist, recover(folder, dist, config, is_of(before, dist.world_size)))
 
