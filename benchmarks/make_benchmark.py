@@ -58,7 +58,10 @@ def table(lines: Lines, arms: Iterable[str], maps: list[str], metric: str) -> st
     """
     found: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for line in lines:
-        found[line["arm"], line.get("code", "")][line["map"]][line["seed"]] = line
+        runs = found[line["arm"], line.get("code", "")][line["map"]]
+        runs[line["seed"]] = line
+        if len({(each["card"]["id"], each["card"]["method"]) for each in runs.values() if each.get("card")}) > 1:
+            raise SystemExit(f"{line['arm']} on {line['map']}, seed {line['seed']}: another method than earlier seeds'")
     every = ["all maps"] * (len(maps) > 1)
     head = ["learner", *maps, *every, "runs", "CPU minutes"]
     rows = [head, ["---"] * len(head)]

@@ -10,8 +10,6 @@ answer:
 - Does one policy play the training maps as well as specialists? Their difference in points of the win rate.
 - Does it play maps that it has never seen? Its mean over the held-out maps beside two baselines: the best script, and
   the specialist of the nearest training map (fewest units added or removed; of two, the one that is better there).
-
-Further words `key=value` go to every training.
 """
 
 from __future__ import annotations
@@ -32,7 +30,8 @@ from scripted import play as play_script
 
 from omagd.envs.battle.args import POLICIES
 from omagd.envs.task_sets import task_set
-from omagd.run.run_folder import read_records
+from omagd.run.checkpoint.store import is_finished
+from omagd.run.run_folder import RunFolder, read_records
 
 OUT = Path(__file__).resolve().parent / "results" / "many_maps.jsonl"
 Row = dict[str, Any]
@@ -72,15 +71,15 @@ class Results:
             file.writelines(json.dumps(row) + "\n" for row in new)
 
 
-def train(options: argparse.Namespace, trained_on: str, steps: int, seed: int, words: list[str]) -> Path:
+def train(results: str, trained_on: str, steps: int, seed: int) -> Path:
     """Train on a map or a set, unless that has been done; return the run's folder."""
-    token = f"many_maps_{trained_on}_seed{seed}"
-    done = Path(options.results) / token
-    if (done / "summary.json").is_file():
-        return done
+    token = f"many_maps_{trained_on}_{steps}_seed{seed}"
+    done = RunFolder(Path(results) / token)
+    if is_finished(done):
+        return done.path
     given = [f"env_args.map_name={trained_on}", f"seed={seed}", f"t_max={steps}", "test_nepisode=32"]
     given += [f"test_interval={max(1, steps // 5)}", f"log_interval={max(1, steps // 20)}", "auto_resume=True"]
-    return play(token, options.results, options.config, "skirmish", [*given, *words])
+    return play(token, results, "hpn_mappo", "skirmish", given)
 
 
 def evaluate(folder: Path, maps: list[str], episodes: int) -> dict[str, float]:
@@ -105,7 +104,7 @@ def missing(options: argparse.Namespace, results: Results, name: str) -> None:
             key = {"set": name, "trained_on": trained_on, "seed": seed, "t_max": steps}
             if results.find(**key):
                 continue
-            folder = train(options, trained_on, steps, seed, options.words)
+            folder = train(options.results, trained_on, steps, seed)
             won = evaluate(folder, list(tasks.maps), options.episodes)
             results.add({**key, "map": where, "won": rate, "episodes": options.episodes} for where, rate in won.items())
             print(f"{trained_on}, seed {seed}: trained and played", file=sys.stderr, flush=True)
@@ -113,7 +112,7 @@ def missing(options: argparse.Namespace, results: Results, name: str) -> None:
         known = {row["map"] for row in results.find(script=script)}
         for where in tasks.maps:
             if where not in known:
-                rate, _, _ = play_script(where, script, options.episodes, 1000)
+                rate, _ = play_script(where, script, options.episodes, 1000)
                 results.add([{"script": script, "map": where, "won": rate, "episodes": options.episodes}])
 
 
@@ -157,13 +156,12 @@ def main() -> None:
     """Train, play and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="+", default=["marine-easy", "stalker-zealot"])
-    parser.add_argument("--config", default="hpn_mappo")
     parser.add_argument("--steps-per-map", type=int, default=600_000)
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--results", default="results/benchmarks")
     parser.add_argument("--out", type=Path, default=OUT)
-    options, options.words = parser.parse_known_args()
+    options = parser.parse_args()
     results = Results(options.out)
     for name in options.sets:
         missing(options, results, name)

@@ -10,7 +10,7 @@ import pytest
 from many_runs import STEPS, make_run, make_study
 
 import omagd
-from omagd.lab.analysis.groups import differing, groups
+from omagd.lab.analysis.groups import differing, groups, settings
 from omagd.lab.analysis.runs import load
 from omagd.run.run_folder import RunFolder
 from omagd.utils.errors import UserError
@@ -199,6 +199,7 @@ def test_lines_of_results_keep_budgets_and_the_last_of_two_counts(tmp_path):
     again = load([path])
     assert differing(again) == differing(runs) and {"t_max", "test_nepisode"} < differing(runs).keys()
     assert [run.test_episodes for run in again] == [32, 64]
+    assert [settings(run) for run in again] == [settings(run) for run in runs]
     line = json.loads(path.read_text().splitlines()[-1])
     line["summary"]["wall_seconds"] = 7.0
     with path.open("a") as file:

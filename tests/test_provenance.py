@@ -105,3 +105,5 @@ def test_a_run_says_what_made_it_and_another_code_is_not_comparable(tmp_path, mo
     assert one["id"] == two["id"]
     assert differences(two, one) == f"code omagd another, not {made_by['versions']['omagd']}"
     assert differences(one, one) == ""
+    begun = {**two, "resumed": [{"continues": {"omagd": "older"}}]}
+    assert differences(begun, two) == "code omagd older, then another, not another"

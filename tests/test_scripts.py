@@ -26,7 +26,7 @@ case "$*" in
     -c*cuda*) printf '%s\n' "${FAKE_GPUS:-0}" ;;
     -c*) ;;
     *find_pretrained.py*) printf '%s\n' "$@" >found; printf 'a b/t.th\nc/p.th\n' ;;
-    *--env-config=sc2*--dry-run*) exit "${FAKE_SC2:-2}" ;;
+    *--env-config=sc2*--dry-run*) [ "$RANK/$WORLD_SIZE" = 0/1 ] && exit "${FAKE_SC2:-2}" ;; # also where srun calls
     *) printf '%s\n' "$PWD" "$@" >"$CALLED" ;;
 esac
 """

@@ -24,6 +24,7 @@ from omagd.run.reporting.card import (
     Card,
     flattened,
     recorded_of,
+    resumed,
 )
 from omagd.utils.errors import import_extra, readable
 
@@ -51,7 +52,7 @@ def settings(run: Run) -> dict[str, Any]:
     values = {**_defaults(), **run.config}
     compared = run.card.get("compared", {})
     for key, name in COVERED.items():
-        if key in ("batch_size", "batch_size_run") and name in compared:
+        if name in compared:
             values[key] = compared[name]
     ranks = recorded_of(run.card).get("ranks", 1)
     if isinstance(ranks, int) and isinstance(values["graph_pretrain_batch_size"], int):
@@ -243,9 +244,10 @@ def differences(card: Card | None, first: Card | None) -> str:
 
 
 def _code(card: Card) -> str:
-    """Return the version and the commit with which a result was made."""
-    found = recorded_of(card).get("versions")
-    return str(found.get("omagd", "unknown")) if isinstance(found, dict) else "unknown"
+    """Return the versions and commits with which a result was made, in the order of its starts."""
+    starts = [*(entry.get("continues") for entry in resumed(card)), recorded_of(card).get("versions")]
+    names = [str(found.get("omagd", "unknown")) for found in starts if isinstance(found, dict)]
+    return ", then ".join(dict.fromkeys(names)) or "unknown"
 
 
 def _shown(compared: Mapping[str, Any], name: str) -> str:

@@ -45,14 +45,12 @@ def known_keys(path: Path) -> tuple[set[Key], int]:
 
 
 def line_of(
-    study: str, job: Job, folder: RunFolder, card: dict[str, Any], identity: str, *,
-    commit: str = "", seconds: float = 0.0,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the line of a finished run.
-
-    commit: of the code, "" if unknown. seconds: of all its starts, 0 if not measured.
-    """
+    study: str, job: Job, folder: RunFolder, card: dict[str, Any], identity: str, seconds: float = 0.0
+) -> dict[str, Any]:
+    """Return the line of a finished run. seconds: of all its starts, 0 if not measured."""
     summary = read_entry(folder.summary_json)
+    made = summary.get("made_by", {})
+    commit = f"{made['commit']}{'-dirty' * bool(made.get('changed'))}" if made.get("commit") else None
     final = read_entry(folder.card_json) or card
     versions = recorded_of(final).get("versions", {})
     skipped = {"card", "folder", "artifacts", "stages", "phases", "made_by"}
@@ -67,7 +65,7 @@ def line_of(
         "words": list(job.words), "start_card": card.get("id"), "identity": identity, "finished": time.time(),
         "seconds": round(seconds, 1) or None,
         "summary": {**{name: value for name, value in summary.items() if name not in skipped}, "stages": stages},
-        "tests": tests_of(folder.metrics_jsonl), "card": final, "versions": versions, "commit": commit or None,
+        "tests": tests_of(folder.metrics_jsonl), "card": final, "versions": versions, "commit": commit,
     }  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from omagd.lab.studies.spec import Study, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, STATE, WAITING, Record, StudyState, check_folder, locked_study
 from omagd.lab.studies.view import printing, state_line
 from omagd.run.launchers import require_one_task
-from omagd.run.reporting.card import code
 from omagd.run.run_folder import closed_to_others
 from omagd.run.signals import stoppable
 from omagd.utils.errors import Mistakes, UserError, readable
@@ -149,7 +148,6 @@ class _Results:
     def __init__(self, study: Study, state: StudyState, warn: Callable[[str], None]) -> None:
         self._path, self._name, self._state, self._warn = study.results_file, study.folder.name, state, warn
         self._known = set[results_files.Key]()
-        self._commit = code().commit + "-dirty" * code().changed if self._path is not None else ""
         if self._path is None:
             return
         try:
@@ -179,10 +177,7 @@ class _Results:
         if self._path is None or key in self._known or not (done or record.state == DONE):
             return
         folder = self._state.run_folder(record.job.name)
-        entry = results_files.line_of(
-            self._name, record.job, folder, record.card, record.identity, commit=self._commit,
-            seconds=record.seconds,
-        )  # fmt: skip
+        entry = results_files.line_of(self._name, record.job, folder, record.card, record.identity, record.seconds)
         try:
             results_files.append(self._path, entry)
             self._known.add(key)
