@@ -143,10 +143,11 @@ choose_workers() { # python, hint: set NUM_GPUS if it is unset: the number of GP
 }
 
 choose_env() { # python: set ENV_CONFIG if it is unset: sc2 if the game can be played, else skirmish
+    # RANK, WORLD_SIZE: one process is not rejected within srun's tasks.
     [ -z "${ENV_CONFIG:-}" ] || return 0
     ENV_CONFIG=skirmish
     if [ -d "${SC2PATH:-$HOME/StarCraftII}/Versions" ] &&
-        "$1" "$root/src/main.py" --config=qmix --env-config=sc2 --dry-run >/dev/null 2>&1; then
+        RANK=0 WORLD_SIZE=1 "$1" "$root/src/main.py" --config=qmix --env-config=sc2 --dry-run >/dev/null 2>&1; then
         ENV_CONFIG=sc2
     fi
     printf 'environment: %s%s\n' "$ENV_CONFIG" \

@@ -53,7 +53,6 @@ elif [ -z "$results" ]; then
     results=$(mktemp -d)
     temporary=$results
 fi
-run=quick_distributed_test_$world
 started=$SECONDS
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
@@ -75,7 +74,7 @@ trap 'rm -rf "$scratch" ${temporary:+"$temporary"}' EXIT
 "$root/launch.sh" --nodes "$nodes" --node-rank "$node_rank" --master-addr "$master_addr" --master-port "$((port + 1))" \
     --gpus "$ranks" --max-restarts 0 --config qmix --env-config skirmish \
     env_args.map_name=3m t_max=300 batch_size_run=2 batch_size=4 buffer_size=8 test_nepisode=4 log_interval=100 \
-    distributed_debug=True dist_timeout_minutes=0.5 auto_resume=False unique_token="$run" \
+    distributed_debug=True dist_timeout_minutes=0.5 auto_resume=False \
     local_results_path="$results" ${share[@]+"${share[@]}"} >"$output" 2>&1 || {
     tail -n 20 "$output" >&2
     bad "the training failed"

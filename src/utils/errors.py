@@ -386,7 +386,8 @@ _WORLDS = (
     Row("one_step_matrix_game", near="matrix_game"),
     Row("gym gymnasium", "gymma", why="and env_args.key=… (docs/environments.md)"),
     Row("lbforaging foraging", "lbf"),
-    Row("gfootball football grf stag_hunt overcooked vmas mamujoco", why=_OWN),
+    Row("overcooked hanabi", "jaxmarl", why="and env_args.key=… (docs/jaxmarl.md)"),
+    Row("gfootball football grf stag_hunt vmas mamujoco", why=_OWN),
 )
 _NOT_SHARED = "with share_parameters=False"
 NAMES: dict[str, tuple[Row, ...]] = {

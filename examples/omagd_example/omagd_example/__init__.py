@@ -1,4 +1,4 @@
-"""An environment, learners and a mixer for omagd, and the YAML files that select them."""
+"""An environment, a learner and more for omagd, and the YAML files that select them."""
 
 from __future__ import annotations
 
