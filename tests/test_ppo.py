@@ -188,7 +188,7 @@ def test_values_are_clipped_and_normalised():
 def minibatches(batch: PackedBatch, dist: Dist, count: int, seed: int = 0) -> list[list[int]]:
     epochs = Epochs(PolicyArgs(epochs=1, minibatches=count), toy_config(**PPO, seed=seed), ppo().optimizer, dist)
     drawn = epochs.draw(batch.packing.lengths, batch.sample_index, 0)
-    assert epochs.finish() == len(drawn) and epochs.learned_from == 18
+    assert epochs.finish(0) == len(drawn) and epochs.learned_from == 18
     return drawn
 
 
@@ -224,9 +224,19 @@ def test_the_learning_rate_falls_to_0_at_t_max_also_after_a_restore(kind):
         learner.load_state_dict(state)
     assert rates == pytest.approx([1, 18 / 30, 6 / 30, 0])
     fixed = new()
-    fixed.update(pack_episodes(episodes), episodes=0)
+    fixed.load_state_dict(state)
     fixed.update(pack_episodes(episodes), episodes=0)
     assert fixed.optimizer.param_groups[0]["lr"] == fixed.config.lr
+
+
+@pytest.mark.parametrize("kind", [PPO, {"learner": "pqn_learner", "mixer": "vdn"}], ids=["PPO", "PQN"])
+def test_the_learning_rate_falls_to_0_at_max_episodes(kind):
+    args = {"epochs": 1, "minibatches": 1, "anneal_lr": True}
+    learner, rates = make_learner(toy_config(**kind, t_max=10**12, max_episodes=8, learner_args=args)), []
+    for episodes in (4, 8, 12):
+        learner.update(pack_episodes(episodes_of(5, 2, 4, 1)), episodes=episodes)
+        rates.append(learner.optimizer.param_groups[0]["lr"] / learner.config.lr)
+    assert rates == pytest.approx([1, 1 / 2, 0])
 
 
 def test_every_epoch_draws_other_minibatches(monkeypatch):

@@ -74,8 +74,8 @@ class Epochs:
         dist: the ranks.
 
     Attributes:
-        learned_from: environment steps over all ranks, int64. taken: optimisation steps of the last update, as far as
-            the host knows.
+        learned_from: environment steps over all ranks, int64; with `max_episodes` at least their share of `t_max`.
+        taken: optimisation steps of the last update, as far as the host knows.
     """
 
     taken: int = 0
@@ -83,6 +83,8 @@ class Epochs:
     def __init__(self, args: Any, config: Config, optimizer: torch.optim.Optimizer, dist: Dist) -> None:
         self._args, self._config, self._optimizer, self._dist = args, config, optimizer, dist
         self._lr = optimizer.param_groups[0]["lr"]
+        for group in optimizer.param_groups:  # saved with the optimizer, under the name that torch's schedulers use
+            group["initial_lr"] = group["lr"]
         self.learned_from, self._steps = torch.tensor(0), 0
 
     def draw(self, lengths: Sequence[int], sample: Sequence[int], updates: int) -> list[list[int]]:
@@ -93,11 +95,10 @@ class Epochs:
 
         lengths: rows of each episode of the batch. sample: its place in the rank's sample. updates: taken before.
         """
-        if self._args.anneal_lr:
-            # By steps learned from, not by updates: these depend on the number of minibatches.
-            left = max(0.0, 1.0 - float(self.learned_from) / self._config.t_max)
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._lr * left
+        # By steps learned from, not by updates: these depend on the number of minibatches.
+        left = max(0.0, 1.0 - float(self.learned_from) / self._config.t_max) if self._args.anneal_lr else 1.0
+        for group in self._optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", self._lr) * left  # earlier versions did not save it
         places = {index: place for place, index in enumerate(sample)}
         steps = self._dist.gather({index: lengths[place] - 1 for index, place in places.items()})
         episodes = sorted((i, rank, n) for rank, found in enumerate(steps) for i, n in found.items() if n)
@@ -121,9 +122,11 @@ class Epochs:
         size = few(max(map(len, drawn)))  # takes few values
         return torch.tensor([[*own, *[len(lengths) - 1] * (size - len(own))] for own in drawn])
 
-    def finish(self) -> int:
-        """Count what the last update has learned from; return its optimisation steps."""
+    def finish(self, episodes: int) -> int:
+        """Count what the last update has learned from; return its optimisation steps. episodes: of the run so far."""
         self.learned_from += self._steps
+        if (most := self._config.max_episodes) is not None:  # which ends the run before `t_max`
+            self.learned_from.clamp_(min=self._config.t_max * min(episodes, most) // most)
         return self.taken
 
 
@@ -215,7 +218,9 @@ class PolicyLoss(AgentLoss, Generic[Args]):
         with autocast_bf16(rows.state.device, self.bf16):
             logits, belief = self.unroll(rows.inputs, rows.packing, rows.cases)
         total, stats = self.terms(rows, logits)
-        stats = {"loss_ppo": (total.detach().sum(), rows.weight.sum()), **stats}
+        n = rows.weight.sum()
+        loss = (total.detach() * n / rows.counts().clamp(min=1)).sum()  # a critic may have other samples
+        stats = {"loss_ppo": (loss, n), **stats}
         return self.with_belief(total, stats, belief)
 
     def terms(self, rows: PolicyRows, logits: Tensor) -> tuple[Tensor, Stats]:
@@ -343,7 +348,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
 
     def finish(self, episodes: int) -> None:
         """Count what was learned from; updates without a sample count where only the device knows of them."""
-        self.updates += self.epochs.finish()
+        self.updates += self.epochs.finish(episodes)
 
     def _learn(self, rows: PolicyRows, minibatches: Sequence[Sequence[int]] | Tensor) -> Stats:
         """Take a step on each minibatch; return their merged stats."""

@@ -90,7 +90,7 @@ class PQNLearner(QLearner):
 
     def finish(self, episodes: int) -> None:
         """Count what was learned from, and the steps that were taken."""
-        self.updates += self.epochs.finish()
+        self.updates += self.epochs.finish(episodes)
 
     def saved(self) -> dict[str, Any]:
         """Return also the environment steps learned from."""

@@ -383,7 +383,8 @@ class Stage(ABC):
         config, dist = self.session.config, self.session.dist
         for part in getattr(self.learner, "saved", dict)().values():
             for group in getattr(part, "param_groups", ()):
-                group["lr"] *= lr_scale(config, dist.world_size) / lr_scale(config, ranks)
+                for name in {"lr", "initial_lr"} & group.keys():
+                    group[name] *= lr_scale(config, dist.world_size) / lr_scale(config, ranks)
 
     def rng(self, purpose: str) -> np.random.Generator:
         """Return this rank's generator for `purpose`, which checkpoints hold."""
