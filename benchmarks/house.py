@@ -22,9 +22,9 @@ APART = ("lab", "envs/battle", "envs/snakes")
 MODULES = "modules that a qmix run loads"
 LIMITS: dict[str, tuple[float, ...]] = {
     "core: files; lines": (190, 34_584),
-    "src: files; lines": (270, 48_360),
+    "src: files; lines": (270, 48_361),
     "longest file; function p95": (600, 26),
-    "tests: files; lines": (200, 29_516),
+    "tests: files; lines": (200, 29_527),
     "mutations: lines": (1_900,),
     "imports of lab by core; import cycles": (0, 0),
     MODULES: (130,),

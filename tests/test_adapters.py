@@ -126,7 +126,7 @@ def test_the_published_component_tuple_becomes_a_layout():
     smax = EntityLayout(0, 3, 13, 2, 13, 10, position=(1, 2), health=0)
     facts |= {"obs_component": smax.obs_component, "entity_position": (1, 2), "entity_health": 0}
     assert env_info_from_dict("smax", "3m", facts).layout == smax
-    healers = BatchedAsSingle(SkirmishEnv(SkirmishArgs(map_name="MMM"), 1))
+    healers = BatchedAsSingle(SkirmishEnv(SkirmishArgs(map_name="MMM_sight6"), 1))
     assert env_info_from_dict("skirmish", "MMM", healers.get_env_info()).layout == healers.env.info.layout
 
 

@@ -18,6 +18,8 @@ from battle_toys import JudgedByNumPy
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import compiler
 from omagd.envs.battle.compiled.engine import SIGHT
+from omagd.envs.battle.compiled.movement import STOP_SHORT
+from omagd.envs.battle.compiled.tables import OFFSET_X, OFFSET_Y
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.protocol import random_actions
 from omagd.utils import compiling
@@ -130,6 +132,14 @@ def digest_of_battles(words):
             env.reset(over, 10 * step + np.arange(SLOTS))
     units = env.snapshot()["simulator"]
     return zlib.crc32(units["floats"].tobytes() + units["ints"].tobytes())
+
+
+@pytest.mark.parametrize("name", ["27m_vs_30m", "2c_vs_64zg", "64m"])
+def test_a_unit_that_stops_within_its_reach_can_fire_whatever_the_numbers_of_both(name):
+    env = SkirmishEnv(SkirmishArgs(map_name=name), 1)
+    x, y = env.rules()._backend.tables.unit[[OFFSET_X, OFFSET_Y], : len(env.rules().frame(0).x)]
+    apart = np.hypot(x[:, None] - x, y[:, None] - y)[~np.eye(len(x), dtype=bool)]
+    assert 0 < apart.min() and apart.max() < STOP_SHORT
 
 
 @pytest.mark.parametrize("left", ["medivac", "both medivacs", "marine", "nobody"])

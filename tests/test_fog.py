@@ -145,6 +145,7 @@ def test_a_map_may_say_its_fog():
         ({"map_name": "corridor", "start": "mixed"}, "env_args.start=mixed: works on open maps, all but corridor and"),
         ({"map_name": "3m_mixed", "start": "hidden"}, "env_args.map_name=3m_mixed: says start=mixed, not hidden"),
         ({"map_name": "3m_sight5", "sight_range": 6}, "says sight_range=5.0, not 6"),
+        ({"map_name": "3m_sight0"}, "env_args.sight_range=0.0: must be at least 2"),
         ({"map_name": "3m", "sight_range": 1}, "env_args.sight_range=1: must be at least 2"),
         ({"map_name": "3n_mixed_sight6"}, "each also with a start and a sight, as in 3m_mixed_sight6"),
         ({"map_name": ["3m_sight6", "5m"]}, "cannot be in one set: sight is"),

@@ -70,9 +70,9 @@ class Recorded(SkirmishEnv):
         return SEED
 
 
-@pytest.mark.parametrize(("name", "number"), [case for case in PAIRED if case[0] in MAPS and case[0][:3] != "MMM"])
+@pytest.mark.parametrize(("name", "number"), [case for case in PAIRED if case[0] in MAPS])
 def test_kernels_equal_smac(name, number):
-    """Battles, observations and rewards of `skirmish`; medivacs have come to heal at another rate since."""
+    """Battles, observations and rewards of `skirmish`."""
     group = GROUPS[name]
     replay(SmacInterface(Recorded(SkirmishArgs(map_name=name, **group.args, **group.cases[number]), 1)), name, number)
 

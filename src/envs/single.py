@@ -153,7 +153,7 @@ class BatchedAsSingle(MultiAgentEnv):
         if (layout := info.layout) is not None:
             facts |= {
                 "obs_component": layout.obs_component, "entity_position": layout.position,
-                "entity_health": layout.health, "entity_healer": layout.healer,
+                "entity_health": layout.health, "entity_healer": layout.healer, "entity_sight": layout.sight,
                 "entity_types": (layout.ally_types, layout.enemy_types, layout.n_types),
                 "n_enemies": layout.n_enemies, "n_allies": layout.n_allies, "n_normal_actions": info.n_normal_actions,
             }  # fmt: skip

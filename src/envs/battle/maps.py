@@ -285,7 +285,7 @@ def named_fog(values: dict[str, Any]) -> dict[str, Any]:
     if found is None:
         return values
     said = {"start": found["start"], "sight_range": found["sight"] and float(found["sight"])}
-    said = {key: value for key, value in said.items() if value}
+    said = {key: value for key, value in said.items() if value is not None}
     for key, value in said.items():
         usual = {"start": FORMATION, "sight_range": SIGHT_RANGE}[key]
         if (given := values.get(key, usual)) not in (usual, value):

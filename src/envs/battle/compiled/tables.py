@@ -164,8 +164,9 @@ def _unit_table(spec: MapSpec, units: list[UnitSpec], terrain: Terrain, behind: 
     unit[LOW], unit[HIGH] = np.float32(low) + inset, np.float32(high) - inset
     unit[FREE_BELOW] = np.where(unit[COOLDOWN] > 0, unit[COOLDOWN] - SWING, 0)
     unit[CAN_MOVE] = unit[STEP] > 0
-    # A tiny offset per unit gives units at the same position a direction to separate in.
-    unit[OFFSET_X], unit[OFFSET_Y] = APART * number, APART * ((number * 7) % 11)
+    # A tiny offset per unit gives units at the same position a direction to separate in. All differ, and by less than
+    # `movement.STOP_SHORT`: a unit that has come so far into its reach must be able to fire.
+    unit[OFFSET_X], unit[OFFSET_Y] = APART * (number % 50), APART * ((number * 7) % 11)
     unit[FAR] = FAR_AWAY + 100 * number
     unit[LAYER] = [u.air != units[0].air for u in units]
     unit[FREE] = [spec.wall is not None and spec.wall.cliff and (u.walks_cliffs or u.air) for u in units]
