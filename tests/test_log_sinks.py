@@ -24,7 +24,7 @@ from omagd.run.launch.launcher import Notes
 from omagd.run.launch.processes import Ranks
 from omagd.run.reporting import wandb_sink
 from omagd.run.reporting.card import make_card
-from omagd.run.reporting.log_sinks import MOST, REGISTRY, ConsoleSink, SacredSink, make_logger
+from omagd.run.reporting.log_sinks import MOST, REGISTRY, ConsoleSink, SacredScalars, SacredSink, make_logger
 from omagd.run.reporting.wandb_sink import WandbSink, choose_mode, has_key, names
 from omagd.utils.errors import UserError
 from omagd.utils.logging import Record, RunFacts, Sink
@@ -170,6 +170,15 @@ def test_sacred_gets_at_most_500_values_of_a_name(tmp_path):
     assert run.scalars == [("loss", 0.5 * t, t) for t in [*range(3, 10 * MOST, 10), 10 * MOST]]  # the last one always
 
 
+def test_sacred_gets_what_a_restart_logs_again_once_and_seeds_apart():
+    run = FakeRun()
+    for seed in (1, 2):
+        target = SacredScalars(run, f"seed{seed}/")
+        for t in (10, 20, 20, 30):
+            target.log_scalar("x", t + seed, t)
+    assert run.scalars == [(f"seed{seed}/x", t + seed, t) for seed in (1, 2) for t in (10, 20, 30)]
+
+
 def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run_logs_again(tmp_path):
     def write(saved, *values):
         logs = [("stage3", t, {"loss": loss}) for t, loss in values] + [("stage1", 20, {"eval/graph_loss": 0.25})]
@@ -187,6 +196,9 @@ def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run
     write(states[1], (300, 0.25), (400, 0.125))
     assert read("stage3", "loss") == [(100, 1.0), (200, 0.5), (300, 0.25), (400, 0.125)]
     assert read("stage1", "eval/graph_loss")[0] == (20, 0.25)
+    time.sleep(1.1)
+    write({}, (200, 3.0))  # killed before its first checkpoint
+    assert read("stage3", "loss") == [(200, 3.0)]
 
 
 @pytest.fixture
@@ -197,6 +209,7 @@ def home(monkeypatch, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("NETRC", str(home / ".netrc"))
+    wandb.teardown()  # it remembers settings and keys
     return home
 
 
@@ -275,11 +288,18 @@ def test_mode_and_names(monkeypatch, home):
     for naming in ("published", "environment"):
         assert names(RunFacts(home, config={"wandb_project": "my own"}), "stage1", naming)[0] == "my own"
     assert choose_mode() == "offline"
-    for host, known in (("example.org", False), ("api.wandb.ai", True)):
+    own = home / ".config" / "wandb" / "settings"  # as `wandb login --host` writes it
+    own.parent.mkdir(parents=True)
+    hosts = [("example.org", False), ("api.wandb.ai", True), ("api.forge.coreweave.com", True)]
+    for host, known in [*hosts, ("localhost:8080", True)]:
+        own.write_text(f"[default]\nbase_url = http://{host}\n" if ":" in host else "")
         (home / ".netrc").write_text(f"machine {host} login me password {FAKE_KEY}\n")
         (home / ".netrc").chmod(0o600)
+        wandb.teardown()
         assert has_key() == known
     (home / ".netrc").unlink()
+    own.unlink()
+    wandb.teardown()
     monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
     assert choose_mode() == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -347,6 +367,10 @@ def test_lines_that_wandb_has_not_written_are_sent_by_the_next_start_and_no_link
     assert sent == [10, 20, 30, 40, 40, 50], "what was sent online may not have arrived"
     log_to(["jsonl", "wandb"], [("stage3", 30, {"absolute": 2.0})], RunFacts(run))
     assert 30 not in sent[6:] and summary["absolute"] == 2.0
+    monkeypatch.setenv("WANDB_MODE", "online")
+    fake.starting_step, before = 51, len(sent)  # all has arrived there
+    log_to(["jsonl", "wandb"], [("stage3", 50, {"absolute": 3.0})], RunFacts(run))
+    assert len(sent) == before and summary["absolute"] == 3.0
 
 
 def test_a_minute_has_twenty_lines_and_an_hour_a_hundred_however_many_records_there_are(tmp_path, caplog, monkeypatch):

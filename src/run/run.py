@@ -18,6 +18,7 @@ from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import identity_of, is_trusted, same_runs
 from omagd.run.launch.launcher import launch
 from omagd.run.launchers import is_main
+from omagd.run.reporting.log_sinks import SacredScalars
 from omagd.run.reporting.report import nearby, program, render_summary
 from omagd.run.run_folder import RUN_FILE, RunFolder, make_token, read_entry
 from omagd.utils.errors import readable, visible
@@ -44,7 +45,7 @@ def _run_all(_run: Any, _config: Mapping[str, Any] | Config) -> dict[str, Any]:
     if len(singles) == 1:
         return _run_one(_run, singles[0])
     finished = _finished_runs(singles)
-    summaries = [finished.get(single.seed) or _run_one(_run, single) for single in singles]
+    summaries = [finished.get(single.seed) or _run_one(_run, single, f"seed{single.seed}/") for single in singles]
     folders = " ".join(shlex.quote(nearby(str(summary["folder"]))) for summary in summaries)
     _show(f"{len(summaries)} seeds: {program()} compare --each {folders}")
     return {"runs": summaries}
@@ -57,12 +58,12 @@ def _absolute(config: Config) -> Config:
     return config.model_copy(update={key: str(Path(path).expanduser().absolute()) for key, path in given.items()})
 
 
-def _run_one(_run: Any, config: Config) -> dict[str, Any]:
-    """Launch one run; Sacred's run notes its folder before it trains."""
+def _run_one(_run: Any, config: Config, prefix: str = "") -> dict[str, Any]:
+    """Launch one run; Sacred's run notes its folder before it trains. prefix: of the names of Sacred's scalars."""
     began, facts = time.time(), (config.name, config.env, config.map_name, config.seed)
     token = config.unique_token or make_token(*facts, evaluation=config.evaluate)
     started = (lambda folder: None) if _run is None else partial(_run.info.__setitem__, "folder")
-    summary = launch(config, token, _run, started)
+    summary = launch(config, token, None if _run is None else SacredScalars(_run, prefix), started)
     _show(render_summary(summary, time.time() - began))
     return summary
 

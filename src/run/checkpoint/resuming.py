@@ -354,7 +354,7 @@ def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> t
     elif any(Path(config.local_results_path).expanduser().glob(f"*/{RUN_FILE}")):
         LOG.info(
             f"auto_resume=True: no run in {config.local_results_path} has this configuration; a new one begins."
-            " With another t_max or lr, checkpoint_path=<run> continues a run"
+            " With another t_max, checkpoint_path=<run> continues a run; with another lr, its models/"
         )
     return None
 

@@ -122,6 +122,23 @@ class EpisodeLog:
         self._file.close()
 
 
+class SacredScalars:
+    """Gives Sacred's run scalars: of each name later ones only, since a restart logs some again.
+
+    Args:
+        run: Sacred's. prefix: of all names.
+    """
+
+    def __init__(self, run: Any, prefix: str = "") -> None:
+        self._run, self._prefix, self._last = run, prefix, dict[str, float]()
+
+    def log_scalar(self, name: str, value: float, t: float) -> None:
+        """Record a value at `t`."""
+        if t > self._last.get(name, -math.inf):
+            self._last[name] = t
+            self._run.log_scalar(self._prefix + name, value, t)
+
+
 class SacredSink(Sink):
     """Records finite values as Sacred scalars, `(key, value, t)`: of each name at most `MOST`, evenly spaced.
 
@@ -129,7 +146,7 @@ class SacredSink(Sink):
     names of stages 1 and 2 are prefixed with the stage.
 
     Args:
-        target: has `log_scalar`: the Sacred run, or a spawned rank's `Notes` to the process that has it.
+        target: has `log_scalar`: `SacredScalars`, or a spawned rank's `Notes` to the process that has it.
     """
 
     name = "Sacred's scalars"
@@ -160,9 +177,8 @@ class TensorBoardSink(Sink):
     def _log(self, record: Record) -> None:
         if record.stage not in self._writers:
             # A resumed run logs again what the killed one logged after the checkpoint: hide the first version.
-            last = self._last.get(record.stage)
             folder = unlinked(self.facts.folder, f"tb/{record.stage}")
-            self._writers[record.stage] = EventFile(folder, None if last is None else last + 1)
+            self._writers[record.stage] = EventFile(folder, self._last.get(record.stage, -1) + 1)
         self._last[record.stage] = record.t
         self._writers[record.stage].add(record.values, record.t)
 
@@ -184,10 +200,10 @@ class EventFile:
     `SummaryWriter` writes in its own thread: a full disk ends that thread with a traceback, and its queue is lost.
 
     Args:
-        folder: of a stage. purge: TensorBoard hides events of earlier files from this step on, if given.
+        folder: of a stage. purge: TensorBoard hides events of earlier files from this step on.
     """
 
-    def __init__(self, folder: Path, purge: int | None = None) -> None:
+    def __init__(self, folder: Path, purge: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -195,8 +211,7 @@ class EventFile:
         self._file = AppendFile(folder / name, open_records)
         self._records = RecordWriter(self._file)
         self._write(Event(file_version="brain.Event:2"))
-        if purge is not None:
-            self._write(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
+        self._write(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, values: dict[str, float], step: int) -> None:
         """Write scalars by name."""
@@ -264,7 +279,7 @@ class ConsoleSink(Sink):
     """Prints lines of values through Python's `logger`, below the names of their columns; all with `log_detail=full`.
 
     Records that follow within a short time share a line; the last one of a stage has one. Win rate, return and length
-    are those of the last test, or of training where nothing is tested.
+    are those of a test, or of training where nothing is tested.
     """
 
     name = "console"
@@ -272,6 +287,7 @@ class ConsoleSink(Sink):
     def __init__(self, logger: logging.Logger) -> None:
         self.logger = logger
         self._columns: dict[str, tuple[str, ...]] = {}
+        self._tested: set[str] = set()  # stages
         self._held: Record | None = None  # not printed so far
         self._began, self._printed = math.inf, -math.inf
 
@@ -297,8 +313,13 @@ class ConsoleSink(Sink):
 
     def _line(self, record: Record) -> None:
         self._held, config, values = None, self.facts.config, record.values.items()
-        shown = {name: next((value for key in keys for found, value in values if fnmatchcase(found, key)), None)
-                 for name, keys in COLUMNS[record.clock].items()}  # fmt: skip
+        if any(name.startswith("test_") for name in record.values):
+            self._tested.add(record.stage)
+        shown = {}
+        for name, keys in COLUMNS[record.clock].items():
+            only_tests = keys[0].startswith("test_") and record.stage in self._tested
+            kinds = keys[:1] if only_tests else keys
+            shown[name] = next((value for key in kinds for found, value in values if fnmatchcase(found, key)), None)
         if all(value is None for value in shown.values()):
             return
         # These come with the first update.

@@ -97,11 +97,15 @@ def next_steps(summary: Summary) -> list[str]:
         saved = stages["stage3"].get("files", {}).get("agent")
         team = {f"watch{here}": "a battle in your browser", f"evaluate{here}": "more episodes"}
         return _commands((team if saved else {}) | page | {f"compare {above}": "this run beside the others there"})
-    given = read_entry(RunFolder(summary["folder"]).config_json).get("pretrained_tokenizer_path")
+    config = read_entry(RunFolder(summary["folder"]).config_json)
+    if config.get("evaluation_only"):
+        return _commands(page)
+    given = config.get("pretrained_tokenizer_path")
     tokenizer = stages.get("stage1", {}).get("files", {}).get("stage1") or given
     predictor = stages.get("stage2", {}).get("files", {}).get("stage2")
     paths = {"pretrained_tokenizer_path": tokenizer, "pretrained_mask_predictor_path": predictor}
     words = [f"{key}={shlex.quote(str(path))}" for key, path in paths.items() if path]
+    words += ["pretrain_only=False"] * bool(words and config.get("pretrain_only"))
     again = f"the same command with reconstructer_stage={'stage3' if predictor else 'stage2'}"
     return [" ".join([again, *words])] * bool(words) + _commands(page)
 

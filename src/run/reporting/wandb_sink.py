@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import netrc
 import os
 import re
 import secrets
@@ -20,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlparse
 
 from omagd.config.loading import base_values, config_names
 from omagd.config.schema import COMPONENT_ARGS
@@ -144,7 +142,8 @@ class WandbSink(Sink):
             _forget()
             self._run = self._init(self._mode)
         files = ("offline-run-",) if self._mode == "online" else ("offline-run-", "run-")
-        self._sent = last_step(self.facts.folder / "wandb", self._ids[stage], files)
+        on_disk = last_step(self.facts.folder / "wandb", self._ids[stage], files)
+        self._sent = max(on_disk, getattr(self._run, "starting_step", 0) - 1)  # online: after what the server has
 
     def _init(self, mode: Any) -> Any:
         import wandb
@@ -273,12 +272,10 @@ def choose_mode() -> str:
 
 
 def has_key() -> bool:
-    """Return whether there is a W&B key in the environment or in the netrc file; the key itself is not used."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or "api.wandb.ai"
-    default = Path.home() / ("_netrc" if sys.platform == "win32" else ".netrc")
+    """Return whether W&B has a key for its server, wherever it looks for one; a damaged one counts."""
+    import wandb
+
     try:
-        return netrc.netrc(os.environ.get("NETRC", str(default))).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+        return bool(wandb.login(prompt=False, verify=False))
+    except wandb.errors.AuthenticationError:  # at its start W&B says what is wrong with it
+        return True
