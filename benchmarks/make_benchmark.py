@@ -58,10 +58,12 @@ def table(lines: Lines, arms: Iterable[str], maps: list[str], metric: str) -> st
     """
     found: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for line in lines:
-        runs = found[line["arm"], line.get("code", "")][line["map"]]
-        runs[line["seed"]] = line
-        if len({(each["card"]["id"], each["card"]["method"]) for each in runs.values() if each.get("card")}) > 1:
-            raise SystemExit(f"{line['arm']} on {line['map']}, seed {line['seed']}: another method than earlier seeds'")
+        found[line["arm"], line.get("code", "")][line["map"]][line["seed"]] = line
+    for (arm, _), of_maps in found.items():
+        for where, runs in of_maps.items():
+            cards = [line["card"] for line in runs.values() if line.get("card")]
+            if len({(card["id"], card["method"]) for card in cards}) > 1:
+                raise SystemExit(f"{arm} on {where}: its seeds have different settings. Run the older ones again")
     every = ["all maps"] * (len(maps) > 1)
     head = ["learner", *maps, *every, "runs", "CPU minutes"]
     rows = [head, ["---"] * len(head)]

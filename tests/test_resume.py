@@ -273,11 +273,15 @@ def test_a_run_that_continues_another_one_is_safe_to_kill_and_soon_needs_it_no_m
     words = [*QMIX, *SIZES, f"checkpoint_path={old}", f"local_results_path={tmp_path / 'new'}"]
     words += ["auto_resume=True", "unique_token=longer", "t_max=500"]
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "link", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(weights, "write_json", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         child = multiprocessing.get_context("fork").Process(target=main, args=(words,))
         child.start()
         child.join()
     assert child.exitcode == -signal.SIGKILL
+    half = tmp_path / "new" / "longer"
+    mine = shutil.copytree(half, tmp_path / "mine" / "longer").parent
+    launch(config(mine, "unique_token=longer"), "longer")  # another run of that name takes nothing of it
+    assert records(mine / "longer")[0]["t_env"] < 100 and not (mine / "longer" / "continued_from.json").exists()
     with monkeypatch.context() as patch:
         patch.setattr(experiment, "write_summary", lambda folder, summary: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -285,6 +289,7 @@ def test_a_run_that_continues_another_one_is_safe_to_kill_and_soon_needs_it_no_m
     shutil.rmtree(old)
     assert main(words) == 0
     assert records(tmp_path / "new" / "longer")[-1]["t_env"] >= 500
+    assert not (tmp_path / "new" / "longer" / "copying").exists()
 
 
 def test_a_killed_run_without_checkpoints_begins_again_and_keeps_what_it_had(tmp_path):

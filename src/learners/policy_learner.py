@@ -74,8 +74,8 @@ class Epochs:
         dist: the ranks.
 
     Attributes:
-        learned_from: environment steps over all ranks, int64; with `max_episodes` at least their share of `t_max`.
-        taken: optimisation steps of the last update, as far as the host knows.
+        learned_from: environment steps over all ranks, int64. taken: optimisation steps of the last update, as far as
+            the host knows.
     """
 
     taken: int = 0
@@ -83,9 +83,10 @@ class Epochs:
     def __init__(self, args: Any, config: Config, optimizer: torch.optim.Optimizer, dist: Dist) -> None:
         self._args, self._config, self._optimizer, self._dist = args, config, optimizer, dist
         self._lr = optimizer.param_groups[0]["lr"]
-        for group in optimizer.param_groups:  # saved with the optimizer, under the name that torch's schedulers use
-            group["initial_lr"] = group["lr"]
-        self.learned_from, self._steps = torch.tensor(0), 0
+        # Saved with the optimizer: the rate under the name that torch's schedulers use, and the run's episodes.
+        for group in optimizer.param_groups:
+            group.update(initial_lr=group["lr"], episodes=0)
+        self.learned_from, self._steps, self._episodes = torch.tensor(0), 0, 0
 
     def draw(self, lengths: Sequence[int], sample: Sequence[int], updates: int) -> list[list[int]]:
         """Return this rank's episodes of each minibatch of all epochs, and set the learning rate; all ranks call it.
@@ -96,9 +97,13 @@ class Epochs:
         lengths: rows of each episode of the batch. sample: its place in the rank's sample. updates: taken before.
         """
         # By steps learned from, not by updates: these depend on the number of minibatches.
-        left = max(0.0, 1.0 - float(self.learned_from) / self._config.t_max) if self._args.anneal_lr else 1.0
+        done = float(self.learned_from) / self._config.t_max
+        if (most := self._config.max_episodes) is not None:  # which ends the run before `t_max`
+            done = max(done, self._optimizer.param_groups[0].get("episodes", 0) / most)
+        anneals = self._args.anneal_lr
         for group in self._optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", self._lr) * left  # earlier versions did not save it
+            first = group.setdefault("initial_lr", self._lr if anneals else group["lr"])  # earlier versions lack it
+            group["lr"] = first * max(0.0, 1.0 - done) if anneals else first
         places = {index: place for place, index in enumerate(sample)}
         steps = self._dist.gather({index: lengths[place] - 1 for index, place in places.items()})
         episodes = sorted((i, rank, n) for rank, found in enumerate(steps) for i, n in found.items() if n)
@@ -112,7 +117,7 @@ class Epochs:
                 some = (episodes[i] for i in chosen)
                 own = [places[index] for index, rank, _ in some if rank == self._dist.rank]
                 drawn.append(sorted(own, key=lambda place: -lengths[place]))
-        self._steps, self.taken = sum(n for _, _, n in episodes), len(drawn)
+        self._steps, self._episodes, self.taken = sum(n for _, _, n in episodes), len(episodes), len(drawn)
         return drawn
 
     def draw_fixed(self, draw: Draw, updates: int) -> Tensor:
@@ -123,10 +128,10 @@ class Epochs:
         return torch.tensor([[*own, *[len(lengths) - 1] * (size - len(own))] for own in drawn])
 
     def finish(self, episodes: int) -> int:
-        """Count what the last update has learned from; return its optimisation steps. episodes: of the run so far."""
+        """Count what the last update has learned from; return its optimisation steps. episodes: of the run before."""
         self.learned_from += self._steps
-        if (most := self._config.max_episodes) is not None:  # which ends the run before `t_max`
-            self.learned_from.clamp_(min=self._config.t_max * min(episodes, most) // most)
+        for group in self._optimizer.param_groups:
+            group["episodes"] = episodes + self._episodes
         return self.taken
 
 

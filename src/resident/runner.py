@@ -315,7 +315,9 @@ class ResidentRunner(Runner):
             f"action_selector={config.action_selector} cannot choose on a device"
             " (omagd.components.action_selectors.SelectorOnDevice)": not chooses_on_device(config.action_selector),
             f"plays the maps of a set in turn, not task_dealing={config.dealing}": (
-                task_set(config.env_args.get("map_name")) is not None and config.dealing != "round_robin"
+                task_set(config.env_args.get("map_name")) is not None
+                and config.dealing != "round_robin"
+                and not config.evaluate
             ),
             "shows agents what they see or everything, so not with use_team_obs=True": config.use_team_obs,
             f"reconstructs with mask_predictor_config.kind=masked, not kind={kind}": (

@@ -184,7 +184,8 @@ class Origins:
         """Keys of the random numbers of actions, [B] int64: an episode's seed; in a group, which shares it, others."""
         _, first, group = np.unique(self.group, return_index=True, return_inverse=True)
         member = np.where(self.group == NO_GROUP, 0, np.arange(len(self.group)) - first[group])
-        drawn = splitmix64(self.seed.astype(np.uint64) + member.astype(np.uint64) * np.uint64(GOLDEN))
+        # Minus: a battle draws its start from the mix of its seed plus GOLDEN.
+        drawn = splitmix64(self.seed.astype(np.uint64) - member.astype(np.uint64) * np.uint64(GOLDEN))
         return np.where(member, drawn.view(np.int64), self.seed)
 
     def where(self, which: np.ndarray, other: Origins) -> Origins:

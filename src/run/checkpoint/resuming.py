@@ -174,6 +174,9 @@ OLD_RANKS_SECONDS = 60.0
 WAITING_SECONDS = 60.0
 """Pause between two messages while waiting for another process."""
 
+COPYING = "copying"
+"""File of a run folder until it notes what the run is: whatever else is there may be half of another run's state."""
+
 STARTING = re.compile(rf"{LOCK}(\.ranks)?|config\.json|\.(config|run)\.json\..+\.tmp")
 """Files that a start makes before it notes what the run is."""
 
@@ -239,9 +242,13 @@ def _new_run(config: Config, token: str, identity: str, waits: Callable[[], obje
         if not _holds_nothing(made.path):
             lock.release()
             return None
+        if (made.path / COPYING).exists():
+            _clear(made)
+        (made.path / COPYING).touch()
         continue_whole(config, made)
         write_json(made.config_json, config.model_dump(mode="json"))
         write_json(made.path / RUN_FILE, {"identity": identity})
+        (made.path / COPYING).unlink()
     except Busy:
         _locked(made or RunFolder(own), config.auto_resume_wait, waits).release()
         return None
@@ -258,12 +265,23 @@ def _new_run(config: Config, token: str, identity: str, waits: Callable[[], obje
     return made, lock
 
 
+def _clear(folder: RunFolder) -> None:
+    """Remove what a start that was killed while it copied another run's state has left."""
+    for entry in listed(folder.path):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.name != COPYING and not entry.name.startswith(LOCK):
+            os.unlink(entry.path)
+    for part in folder.made_first:
+        part.mkdir(mode=0o755)
+
+
 def _holds_nothing(path: Path) -> bool:
     """Return whether a folder holds only what a start makes before it notes what the run is. Errors: Unreadable."""
     if not path.is_dir() or path.is_symlink():
         return False
     folder = RunFolder(path)
-    if (path / CONTINUED).is_file() and not (path / RUN_FILE).exists():  # killed while it copied another run's state
+    if (path / COPYING).exists() and not (path / RUN_FILE).exists():
         return True
     for entry in listed(path):
         if entry.is_dir(follow_symlinks=False):

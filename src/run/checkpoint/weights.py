@@ -346,8 +346,6 @@ def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
     Errors: FileNotFoundError if the run is still running and has just removed the checkpoint.
     """
     old = RunFolder(source.path.parents[1])
-    # First: a start that was killed while it copied is known by this file, and the next one copies again.
-    write_json(folder.path / CONTINUED, {"checkpoint": str(source.path), "iteration": source.manifest["iteration"]})
     shutil.rmtree(folder.checkpoints, ignore_errors=True)  # half of one that was removed meanwhile
     lost = episode_files(source.manifest)  # with `resume=lossy`
     for name in [*source.manifest["files"], f"{source.path.name}/manifest.json"]:
@@ -362,6 +360,7 @@ def _adopt(source: Checkpoint, folder: RunFolder) -> Checkpoint:
         if path.is_dir():
             half = shutil.ignore_patterns(".*")
             shutil.copytree(path, folder.models / path.name, ignore=half, dirs_exist_ok=True)
+    write_json(folder.path / CONTINUED, {"checkpoint": str(source.path), "iteration": source.manifest["iteration"]})
     return source
 
 
