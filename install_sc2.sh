@@ -21,6 +21,7 @@ readonly NETWORK=3 CHECKSUM=4
 game_url=${SC2_GAME_URL:-https://blzdistsc2-a.akamaihd.net/Linux}
 maps_url=${SC2_MAPS_URL:-https://raw.githubusercontent.com}
 sc2=${SC2PATH:-$HOME/StarCraftII}
+sc2=${sc2%/}
 version=4.10 maps_only='' password='' wanted='' keep=''
 
 read_options() { # arguments of the script
@@ -168,7 +169,7 @@ install_game() {
         check_program
         return
     fi
-    [ "$(uname -s)" = Linux ] || fail "Blizzard's package is for Linux; elsewhere install the game from Battle.net and use --maps-only"
+    [ "$(uname -s)" = Linux ] || fail "Blizzard's package, which sc2 needs, is for Linux only"
     other=$(find "$sc2/Versions" -maxdepth 1 -name 'Base*' 2>/dev/null | head -n 1 || true)
     [ -z "$other" ] || fail "$sc2 holds another version ($(basename -- "$other")); give this one a folder: SC2PATH=$sc2-$version"
     need unzip

@@ -7,4 +7,5 @@
 #
 # See ./launch.sh --help.
 set -euo pipefail
+unset CDPATH
 exec "$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)/launch.sh" "$@"

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Functions shared by the scripts of this repository; source it. `root` is the repository.
 
+unset CDPATH # with it `cd` prints where it goes
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
 fail() { # message, exit code (2): print to stderr without control characters, which a terminal would execute
@@ -90,6 +91,8 @@ setup_venv() { # extras ("full" or "dev,smax"): create the virtual environment a
         # The newest pip needs half of the time of those that Python brings.
         "$base" -m venv --clear --upgrade-deps "$venv" >/dev/null || fail "$base cannot make a virtual environment (on Debian: apt install python3-venv)"
     fi
+    "$venv_python" -m pip --version >/dev/null 2>&1 || "$venv_python" -m ensurepip >/dev/null 2>&1 ||
+        fail "$venv has no pip (on Debian: apt install python3-venv, then remove $venv)"
     stamp=$venv/.installed-$extras
     wanted=$(cd "$root" && cksum pyproject.toml setup.py constraints.txt && printf '%s\n' "$root")
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ] || [ ! -d "$root/.package/omagd" ]; then
@@ -107,6 +110,11 @@ use_python() { # use an installed Python as it is, with `omagd` from this reposi
     venv_python=$(find_python)
     [ -d "$root/.package/omagd" ] || { mkdir -p "$root/.package" && ln -sfn ../src "$root/.package/omagd"; }
     export PYTHONPATH=$root/.package${PYTHONPATH:+:$PYTHONPATH}
+}
+
+require_omagd() { # python: fail unless it has this package
+    "$1" -c 'import importlib.util as util, sys; sys.exit(util.find_spec("omagd") is None)' >/dev/null ||
+        fail "the package omagd is not installed for $1: pip install -e $root"
 }
 
 count_gpus() { # python: print the number of GPUs that CUDA_VISIBLE_DEVICES allows

@@ -40,6 +40,7 @@ done
 [ "$nodes" -eq 1 ] || [ "$master_addr" != 127.0.0.1 ] || fail "--nodes $nodes needs --master-addr: the address of host 0"
 check_host --master-addr "$master_addr"
 python=$(find_python)
+require_omagd "$python"
 if [ -z "$ranks" ]; then ranks=$((nodes == 1 ? 2 : 1)); fi
 world=$((nodes * ranks))
 [ "$world" -ge 2 ] || fail "training on several ranks needs at least 2: --gpus 2"

@@ -28,11 +28,13 @@ rendezvous_port() { # number of the job: its port; other jobs on the same hosts 
 run_and_requeue() { # command: runs it; near the time limit (SIGUSR1) ends it in order, and queues the job again
     local child near_limit='' code job
     job=$(job_number)
+    # Since SLURM 22.05 srun does not take this from sbatch: all ranks would share one core.
+    [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
     "$@" &
     child=$!
-    # srun hands SIGTERM on to its tasks: they save a checkpoint and end with 143.
-    trap 'near_limit=1; kill -TERM "$child" 2>/dev/null || true' USR1
-    trap 'kill -TERM "$child" 2>/dev/null || true' TERM
+    # To the tasks, which save a checkpoint and end with 143; srun itself would kill them at a SIGTERM.
+    trap 'near_limit=1; scancel --signal=TERM "$job" || true' USR1
+    trap 'scancel --signal=TERM "$job" || true' TERM
     while true; do
         code=0
         wait "$child" || code=$?

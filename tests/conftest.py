@@ -98,6 +98,7 @@ def sc2_game(tmp_path, monkeypatch):
     monkeypatch.setenv("SC2PATH", str(folder))
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # on the way to the game nothing asks it
     yield folder
     assert sc2_stand_in.wait_for(lambda: not sc2_stand_in.running(folder))
 

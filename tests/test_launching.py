@@ -29,9 +29,9 @@ printf '%s\\n' "$@" >"$CALLED"
 SRUN = """#!/usr/bin/env bash
 echo "srun $*" >>"$CALLED"
 while [ "${1#--}" != "$1" ]; do shift; done
-trap 'stop=1; kill -TERM $pids 2>/dev/null' TERM
+trap 'stop=1; kill -KILL $pids 2>/dev/null' TERM  # as srun: "forcing job termination"
 for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do SLURM_NODEID=$node "$@" & pids="${pids:-} $!"; done
-[ -z "${stop:-}" ] || kill -TERM $pids
+[ -z "${stop:-}" ] || kill -KILL $pids
 code=0
 for pid in $pids; do
     while true; do wait $pid; last=$?; kill -0 $pid 2>/dev/null || break; done
@@ -42,6 +42,10 @@ exit "$code"
 SCONTROL = """#!/usr/bin/env bash
 echo "scontrol $*" >>"$CALLED"
 [ "$1" != show ] || printf 'gpu17\\ngpu18\\n'
+"""
+SCANCEL = """#!/usr/bin/env bash
+echo "scancel $*" >>"$CALLED"
+kill -TERM $(cat "$WAITING")
 """
 LAUNCH = """#!/usr/bin/env bash
 echo "launch.sh $*" >>"$CALLED"
@@ -180,7 +184,7 @@ def test_a_signal_is_forwarded_and_decides_the_exit_code_unless_nohup_ignores_it
 def slurm(tmp_path):
     """Return a function that starts a batch script with replaced programs of SLURM."""
     called, repository = tmp_path / "called", tmp_path / "repository"
-    programs = {"bin/srun": SRUN, "bin/scontrol": SCONTROL, "repository/launch.sh": LAUNCH}
+    programs = {"bin/srun": SRUN, "bin/scontrol": SCONTROL, "bin/scancel": SCANCEL, "repository/launch.sh": LAUNCH}
     programs["repository/train_ddp.sh"] = LAUNCH.replace("launch.sh", "train_ddp.sh $NUM_GPUS")
     programs["repository/slurm/lib.sh"] = (ROOT / "slurm" / "lib.sh").read_text()
     for name, text in programs.items():
@@ -229,3 +233,4 @@ def test_a_job_at_its_time_limit_is_queued_again_and_a_cancelled_one_is_not(slur
     started.communicate(timeout=60)
     assert started.returncode == 143
     assert ("scontrol requeue 4711" in slurm.called()) == again
+    assert "scancel --signal=TERM 4711" in slurm.called()

@@ -163,13 +163,13 @@ class Game:
         self._process = _Process(
             config, str(program), config.version, host=HOST, port=port, connect=False, log=self._log
         )
-        self._web = self._connect(f"ws://{HOST}:{port}/sc2api")
+        self._web = self._connect(port)
         self.version = self.ask(ping=sc_pb.RequestPing()).game_version
         self._require("create_game", self.ask(create_game=create))
         self._require("join_game", self.ask(join_game=join))
         self.facts = self.ask(game_info=sc_pb.RequestGameInfo())
 
-    def _connect(self, address: str) -> websocket.WebSocket:
+    def _connect(self, port: int) -> websocket.WebSocket:
         """Wait until the game listens; return the connection. Errors: GameLost."""
         assert self._process is not None
         deadline, pause = time.monotonic() + self._timeout, 0.02
@@ -177,7 +177,10 @@ class Game:
             if self._process.popen.poll() is not None:
                 raise GameLost("it ended before it listened")
             try:
-                web = websocket.create_connection(address, timeout=left)
+                # By a socket of ours: the library would ask the proxy of `http_proxy` for one, and set this option.
+                plain = socket.create_connection((HOST, port), left)
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                web = websocket.create_connection(f"ws://{HOST}:{port}/sc2api", timeout=left, socket=plain)
             except websocket.WebSocketBadStatusException as error:
                 if error.status_code != 404:  # 404: it listens, but is not ready yet
                     raise GameLost(str(error)) from None

@@ -141,6 +141,7 @@ class SlurmExecutor:
         return {
             **{name: value for name, value in given.items() if value is not None},
             "time": args.time, "nodes": 1, "ntasks_per_node": 1, "cpus_per_task": args.cpus,
+            "srun_args": [f"--cpus-per-task={args.cpus}"],  # since SLURM 22.05 srun does not take it from sbatch
             "array_parallelism": args.at_a_time, "setup": args.setup, "stderr_to_stdout": True,
             "additional_parameters": {"requeue": True, **args.options},
         }  # fmt: skip
