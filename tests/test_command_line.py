@@ -197,6 +197,8 @@ def test_a_wrong_path_or_value_hides_no_other_mistake(capsys, empty_folder):
         ("--config=snakes_iql --env-config=snakes with runner=ticks agent=ff td_lambda=0.9", "td_lambda"),
         ("--config=qmix with target_update_updates=9 target_update_interval=8", "target_update_interval"),
         ("--config=qmix with epsilon_speed=0.99 epsilon_anneal_time=9", "epsilon_anneal_time"),
+        ("--config=qmix with action_selector=greedy epsilon_start=0.5", "epsilon_start"),
+        ("--config=snakes_iql --env-config=snakes with opponent_pool_size=3", "opponent_pool_size"),
         ("--config=qmix with belief_weight=2 belief_every=1", "belief_every, belief_weight"),
         ("--config=qmix with belief_loss=features belief_weight=2 graph_pretrain_eval_episodes=4", ""),
         ("--config=qmix with belief_loss=features graph_lr=0.1 graph_updates=False", "graph_lr"),

@@ -111,9 +111,10 @@ RUNS: dict[str, Run] = {
         "omagd_small", "skirmish", STAGES, reconstructer_stage="stage1", graph_pretrain_policy="random",
         needs={"pretrain_buffer_path": "all stages/pretrain_buffer"},
     ),
+    "a plain team": Run("fog_baseline", "skirmish", STAGES, t_max=40, env_args={"map_name": "3m"}),
     "stage 2 alone": Run(
         "omagd_small", "skirmish", STAGES, pretrain_only=True,
-        needs={**TOKENIZER, "graph_pretrain_policy": "all stages"},
+        needs={**TOKENIZER, "graph_pretrain_policy": "a plain team"},
         makes=("models/pretrain_stage2_best/*.th",),
     ),
     "stage 3 alone": Run(

@@ -161,6 +161,7 @@ CONTRADICTIONS = (
     "reconstructer_stage=stage2 pretrained_tokenizer_path=tokens pretrained_mask_predictor_path=masks",
     "tokenizer_config=3 tokenizer_config.n_codes=4", "env_args=[] env_args.map_name=3m", "env=memory_game",
     "env=matrix_game env_args=None", "lr={'x':1}", "mixer=qmix mixer=qmixx", "resume=exact,lossy",
+    "learner=ppo_learner mac=ddpg_mac obs_last_action=False action_selector=softmax mixer=none",
 )  # fmt: skip
 RESULTS = (
     *(f"local_results_path={place}" for place in ("junk", "/proc/omagd", "/dev/null/x", "y/" * 3000)),
@@ -227,6 +228,7 @@ CONFIGS = "omagd.config_dirs x=omagd_broken:CONFIGS"
 PLUGINS = [
     ("omagd.config_dirs x=omagd_nothing:CONFIGS", "--config=qmix"),
     ("omagd.config_dirs x=omagd_broken:CONFIG", "--config=qmix"),
+    ("omagd.config_dirs x=omagd_raises:CONFIG", "--config=qmix"),
     ("omagd.config_dirs x=omagd_broken.deep:CONFIGS", "--list"),
     *((CONFIGS, f"--config={name}") for name in ("torn", "foreign", "typed", "listed", "folder")),
     (CONFIGS, "--env-config=torn"),
@@ -291,6 +293,7 @@ def test_broken_packages_beside_omagd_are_named(point, words, here, capsys, monk
     facts = "Metadata-Version: 2.1\nName: omagd-broken\nVersion: 1.0\n"
     files = {
         "omagd_broken.py": "import os\nCONFIGS = os.path.join(os.path.dirname(__file__), 'configs')\n",
+        "omagd_raises.py": "CONFIG = undefined\n",
         "omagd_broken-1.0.dist-info/METADATA": facts,
         "omagd_broken-1.0.dist-info/entry_points.txt": "[{}]\n{}\n".format(*point.split()),
         "configs/algs/torn.yaml": "lr: [1, 2\n",

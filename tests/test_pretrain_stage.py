@@ -64,6 +64,13 @@ def test_the_model_with_the_smallest_error_is_passed_on(errors, best, tmp_path):
     assert stage.finish().values["best_epoch"] == best == stage.module.weight.item()
 
 
+def test_a_measure_that_would_choose_the_model_and_is_missing_is_named(tmp_path):
+    stage = stage_of(tmp_path)
+    stage.learner.best_metric = "loss"
+    with pytest.raises(UserError, match="best_metric=loss is not among what its evaluate returns: error"):
+        measure(stage, [3.0])
+
+
 @pytest.mark.parametrize("name", PRETRAINED)
 def test_measures_files_and_frozen_modules_are_without_dropout_and_of_the_best_model(name, tmp_path):
     module_name, key, file, _ = PRETRAINED[name]

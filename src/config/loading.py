@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from omagd.config.checks import check, shorten, unknown_key, unusable, validation_messages
 from omagd.config.schema import ACTED_WITH, EXTENDS, FIELDS, OPEN_SECTIONS, REMOVED, SECTIONS, Config, without
-from omagd.utils.errors import Mistakes, Unchecked, UserError, collected, foreign, unknown_name
+from omagd.utils.errors import Mistakes, Unchecked, UserError, collected, foreign, readable, unknown_name
 from omagd.utils.registry import installed
 from omagd.utils.storage import read_json
 
@@ -392,9 +392,10 @@ def config_dirs() -> list[Path]:
 def _plugin_dir(point: EntryPoint) -> Path:
     try:
         return Path(str(point.load()))
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 (whatever the package's code raises)
         what = f"entry point {point.name} of {PLUGIN_GROUP}"
-        raise UserError(f"{what}: cannot be loaded ({error}). Fix or uninstall that package") from None
+        why = readable(f"{type(error).__name__}: {error}")
+        raise UserError(f"{what}: cannot be loaded ({why}). Fix or uninstall that package") from error
 
 
 def find_yaml(kind: str, name: str, given: str = "") -> Path:

@@ -48,7 +48,7 @@ class PolicyArgs(BaseModel):
     minibatches: int = Field(default=1, ge=1, le=2**16)  # parts of the batch, over all ranks, each with one step
     chunk_length: Literal[0] = 0  # earlier versions could cut episodes in pieces; their runs have this key
     clip: float = Field(default=0.2, gt=0.0)  # bound of the probability ratio's distance from 1
-    entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus; 0 by default for Box actions
+    entropy: float = Field(default=0.01, ge=0.0)  # weight of the entropy bonus
     normalise_advantages: bool = True  # subtract the mean and divide by the deviation over the samples of all ranks
     death_masking: bool = True  # the policy learns nothing from agents that have only one action
     anneal_lr: bool = False  # let the learning rate fall linearly, to 0 at t_max steps learned from
@@ -282,8 +282,7 @@ class PolicyLearner(SavesParts, Generic[Args]):
                 " the agent's logits. Use action_selector=softmax"
             )
         self.mac, self.config, self.info, self.dist = mac, config, info, dist
-        bonus = {} if info.box is None else {"entropy": 0.0}  # a Gaussian's grows without end, past the bounds
-        self.args: Args = self.args_model.model_validate({**bonus, **config.learner_args})
+        self.args: Args = self.args_model.model_validate(config.learner_args)
         loss = self.make_loss(config.precision == "bf16")
         loss.belief = self.belief = belief_loss(config, mac)
         loss.gaussian = None if info.box is None else action_selectors.new_selector(config, info)

@@ -250,7 +250,7 @@ class LoadedPolicy:
         self._step, self._last = self._step + 1, (tick, decision)
         if decision.values is not None:
             found = np.asarray(decision.values[0], np.float32)
-            drawn = self.outputs_logits and found.shape == mask.shape
+            drawn = self.outputs_logits and self.info.box is None
             self.values = probabilities(found, mask) if drawn else found.copy()
         actions = np.asarray(decision.actions[0])
         return actions if self.info.box is None else self.info.box.clip(actions)

@@ -84,6 +84,8 @@ def _measured(config: Config, episodes: int, source: str) -> tuple[str, dict[str
         info, step = env.info, find_step_folder(config.checkpoint_path, config.load_step)
         if info.layout is None or info.tasks:
             fix = "give one map" if info.tasks else f"env={info.name} has no list of units to be unseen"
+            if config.belief_loss != "none" and info.tasks:
+                fix = "the head of a set of maps is not judged (docs/beliefs.md)"
             raise UserError(f"{source}: {fix}")
         mac = load_mac(config, info, torch.device("cpu"), step, source)
         believer = _believer(config, info, mac, step, source)
@@ -108,12 +110,16 @@ def _believer(config: Config, info: EnvInfo, mac: Any, step: Any, source: str) -
     import torch
 
     from omagd.lab.beliefs.judge import HeadBeliefs, learner_of
+    from omagd.learners.belief_loss import HEAD
     from omagd.run.training.build import load_pretrained, of_checkpoint
     from omagd.utils.dist_utils import Dist
 
     if config.belief_loss != "none":
         if mac.head is None:
-            raise UserError(f"{source}: {step} has no belief_head.th. Give a run whose weights are whole")
+            lacks = "its belief head is of a map with other units, which cannot be judged here"
+            if not (step / f"{HEAD}.th").is_file():
+                lacks = f"{step} has no belief_head.th. Give a run whose weights are whole"
+            raise UserError(f"{source}: {lacks}")
         return HeadBeliefs(mac, mac.head)
     if not config.use_graph_reconstruction:
         raise UserError(f"{source}: predicts nothing. Give a run with use_graph_reconstruction=True or a belief_loss")

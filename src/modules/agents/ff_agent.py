@@ -94,7 +94,8 @@ class FFAgent(Agent):
         silent = ("an agent that does not talk (agent=ddpg)",) if cls.talks else ()
         plain = all(getattr(cls, name) is getattr(FFAgent, name) for name in ("forward", "step"))
         own = () if plain else ("an agent without a forward of its own (agent=ff)",)
-        return (*silent, *own, *(f"{key}=False" for key in more if getattr(config, key)))
+        alike = () if config.share_parameters else ("share_parameters=True",)
+        return (*silent, *own, *alike, *(f"{key}=False" for key in more if getattr(config, key)))
 
     def layers(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return copies of weight [out, in] and bias [out] of each layer, with ReLU between them.

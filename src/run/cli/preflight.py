@@ -143,7 +143,7 @@ def _require_common_reward(config: Config, _info: EnvInfo) -> None:
         return
     args = config.learner_args
     of_team = [f"learner_args.{key}={args[key]}" for key, values in OF_TEAM.items() if args.get(key) in values]
-    if config.mixer != "none" and explores(learner_class(config.learner)):
+    if config.mixer != "none" and config.mac != "ddpg_mac" and explores(learner_class(config.learner)):
         of_team.append(f"mixer={config.mixer}")
     if of_team:
         fix = "Use --config=iql, --config=ippo, or learner_args.critic=agent_state"
@@ -293,6 +293,9 @@ OF_LOSS = {
     "tokens": ("graph_pretrain_eval_episodes", "pretrained_tokenizer_path", "tokenizer_config"),
 }
 
+OF_OPPONENTS = ("opponent_pool_size", "opponent_pool_interval", "opponent_order", "opponent_evasion_start_episode")
+"""Keys of opponents that change during a run."""
+
 OF_RUNNERS = {"resident_slots": "resident", "ticks_per_iteration": "ticks"}
 """Keys of one runner."""
 
@@ -310,6 +313,9 @@ def unread(config: Config, given: Collection[str], read: set[str] | None) -> Ite
         "runner=ticks learns from single steps": (("td_lambda", "q_lambda"), config.runner == "ticks"),
         "target_update_updates": (("target_update_interval",), config.target_update_updates),
         "epsilon_speed": (("epsilon_anneal_time",), config.epsilon_speed is not None),
+        "action_selector=greedy": (("epsilon_start", "epsilon_anneal_time"), config.action_selector == "greedy"),
+        "mac=ddpg_mac": (("action_selector",), config.mac == "ddpg_mac"),
+        "opponent_difficulty_strategy=none": (OF_OPPONENTS, config.opponent_difficulty_strategy == "none"),
     }
     unused: dict[str, Collection[str]] = {
         parts: (OF_PARTS & set(given)) - read if read is not None else (),

@@ -16,7 +16,7 @@ from omagd import learners, runners
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import OF_PARTS, Config, without
 from omagd.run.checkpoint.resuming import identity_of
-from omagd.run.checkpoint.weights import find_step_folder, load_into, load_learner, whole_state
+from omagd.run.checkpoint.weights import find_step_folder, load_into, load_learner, run_folder_of, whole_state
 from omagd.run.cli import tried
 from omagd.run.memory_budget import oom_hint
 from omagd.run.run_folder import RUN_FILE, RunFolder, read_entry
@@ -98,7 +98,13 @@ def _check_policies(config: Config, info: EnvInfo) -> None:
     if policy not in {"random", "mixed"}:
         if not Path(policy).expanduser().exists():
             raise UserError(f"{key}={policy}: must be random, mixed, or the path of a checkpoint")
-        load_agent(build_mac(config, info, torch.device("cpu")), find_step_folder(policy, key=key), key)
+        folder = find_step_folder(policy, key=key)
+        trained = read_entry(RunFolder(run_folder_of(folder)).config_json)
+        for more in ("use_graph_reconstruction", "use_full_obs", "use_team_obs"):
+            if trained.get(more):
+                fix = "Give a run that reads observations alone, such as one of --config=fog_baseline"
+                raise UserError(f"{key}={policy}: its agents read more ({more}=True). {fix}")
+        load_agent(build_mac(config, info, torch.device("cpu")), folder, key)
 
 
 def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | None) -> set[str]:

@@ -106,7 +106,8 @@ def next_steps(summary: Summary) -> list[str]:
     paths = {"pretrained_tokenizer_path": tokenizer, "pretrained_mask_predictor_path": predictor}
     words = [f"{key}={shlex.quote(str(path))}" for key, path in paths.items() if path]
     words += ["pretrain_only=False"] * bool(words and config.get("pretrain_only"))
-    again = f"the same command with reconstructer_stage={'stage3' if predictor else 'stage2'}"
+    key = "recontructer_stage" if config.get("recontructer_stage") else "reconstructer_stage"  # both would be too many
+    again = f"the same command with {key}={'stage3' if predictor else 'stage2'}"
     return [" ".join([again, *words])] * bool(words) + _commands(page)
 
 

@@ -149,6 +149,8 @@ def check_data(config: Config) -> Iterator[str]:
     if config.precision not in getattr(learner, "precisions", (config.precision,)):
         fix = " or ".join(learner.precisions)
         yield f"precision={config.precision}: {given} does not support it. Use precision={fix}"
+    if config.mac == "ddpg_mac" and not _is_a(learner, "DDPGLearner"):
+        yield f"mac=ddpg_mac: acts for learner=ddpg_learner, not for {given}. Use mac=n_mac"
     if explores(learner) and action_selectors.draws(config.action_selector):
         yield (
             f"action_selector={config.action_selector}: draws from logits, but {given} learns values. Use"
@@ -201,15 +203,20 @@ def _check_step(agent: Agent, info: EnvInfo) -> None:
         returned: Any = agent.step(AgentInputs.blank(2, info, like), hidden)
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise UserError(f"{owner}: step returned {_said(returned)}, not values and hidden states")
-    _require(owner, "values of step", returned[0], (2, info.n_agents, info.n_actions))
+    _require(owner, "values of step", returned[0], (2, info.n_agents, _n_outputs(agent, info)))
     _require(owner, "hidden states of step", returned[1], tuple(hidden.shape))
+
+
+def _n_outputs(agent: Any, info: EnvInfo) -> int:
+    """Return how many numbers an agent returns for each row: an actor those of one action."""
+    return agent.n_outputs(info) if hasattr(agent, "n_outputs") else info.n_actions
 
 
 def _check(info: EnvInfo, module: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
     owner = owner_of(type(module))
     kind = owner.partition("=")[0]
     if kind == "agent" and given:
-        _require(owner, "forward", returned, (*given[0].features.shape[:2], info.n_actions))
+        _require(owner, "forward", returned, (*given[0].features.shape[:2], _n_outputs(module, info)))
     elif kind in {"mixer", "critic"} and given:
         rows = len(getattr(given[0], "state", given[-1]))
         _require(owner, "forward", returned, (rows,), (rows, info.n_agents))
@@ -231,6 +238,11 @@ def _text(shape: tuple[int, ...]) -> str:
     return f"[{', '.join('H' if size == -1 else str(size) for size in shape)}]"
 
 
+def _is_a(kind: type, name: str) -> bool:
+    """Return whether a class is one of that name, or inherits it; the module with that class is not loaded."""
+    return any(base.__name__ == name for base in kind.__mro__)
+
+
 def check_actions(config: Config, info: EnvInfo) -> bool:
     """Return True; reject continuous actions for learners and agents of discrete ones. Errors: UserError."""
     if info.box is None:
@@ -242,10 +254,13 @@ def check_actions(config: Config, info: EnvInfo) -> bool:
         )
     if config.use_graph_reconstruction:
         raise UserError(f"use_graph_reconstruction=True: reads discrete actions, and those of env={config.env} are not")
-    kind, owner = agents.REGISTRY.get(config.agent), f"agent={config.agent}"
-    if not getattr(kind, "continuous", False) and not is_plugin(kind):
+    kind, actor = agents.REGISTRY.get(config.agent), _is_a(learner_class(config.learner), "DDPGLearner")
+    # An actor returns an action; other agents the mean and the deviation of one.
+    if not is_plugin(kind) and not (getattr(kind, "continuous", False) and _is_a(kind, "DDPGAgent") == actor):
+        fix = "ddpg or bicnet" if actor else "n_rnn or ff"
         raise UserError(
-            f"{owner}: is of discrete actions, and those of env={config.env} are not. Use agent=n_rnn or ff"
+            f"agent={config.agent}: its outputs are not those of learner={config.learner} for the continuous actions"
+            f" of env={config.env}. Use agent={fix}"
         )
     return True
 

@@ -30,6 +30,7 @@ from omagd.run.training.device import room_for_episodes
 from omagd.run.training.judges import Verdict, judges
 from omagd.run.training.stages.base import PretrainedModules, Session, Stage, Task, require_same_weights
 from omagd.runners.rollout import row_fields
+from omagd.utils.errors import UserError
 from omagd.utils.logging import Progress
 from omagd.utils.packing import PackedBatch
 from omagd.utils.seeding import seed_everything
@@ -189,7 +190,14 @@ class PretrainStage(Stage):
         metrics = Metrics()
         for batch in in_batches(buffer, self.session.dist.device, together or max(1, len(buffer))):
             metrics.add(self.learner.evaluate(batch))
-        return summarise(metrics.reduce(self.session.dist))
+        found, best = metrics.reduce(self.session.dist), self.learner.best_metric
+        if found and best not in found:
+            kind = self.session.config.mask_predictor_config.kind
+            raise UserError(
+                f"mask_predictor_config.kind={kind}: best_metric={best} is not among what its evaluate returns:"
+                f" {', '.join(sorted(found))}"
+            )
+        return summarise(found)
 
     def standing(self) -> dict[str, float]:
         """Return the last measurement on the held-out episodes, and the best one with its epoch."""
