@@ -20,6 +20,7 @@ from omagd.envs.frames import Scene
 from omagd.lab.analysis.run_report import POPULATIONS
 from omagd.run.cli.main import main
 from omagd.run.recording.recording import Episode, Moment, Recording
+from omagd.run.run_folder import is_word
 
 PIXEL = b"\x89PNG\r\n\x1a\n"
 EVIL = "<script>alert(1)</script>"
@@ -130,6 +131,9 @@ def test_without_a_name_the_newest_run_that_trained_is_meant(tmp_path, monkeypat
     add(Path("results/evaluation"), "config.json", {"evaluate": True})
     assert main(["report"]) == 0
     assert capsys.readouterr().out == "results/new/report.html\n"
+    Path("results/lr=0.1-3m").mkdir()  # as studies name them
+    words = ("with", "lr=0.1", "results/lr=0.1-3m", "results/new")
+    assert [is_word(word) for word in words] == [True, True, False, False]
 
 
 def test_warnings_of_a_run(tmp_path):

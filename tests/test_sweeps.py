@@ -173,7 +173,8 @@ def test_a_sweep_of_real_runs(tmp_path, monkeypatch, capsys):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     tests = [line["test_return_mean"] for line in lines if "test_return_mean" in line]
     assert trial["state"] == "complete" and len(tests) >= 3 and trial["value"] == pytest.approx(tests[-1])
-    assert main([f"--config={tmp_path / 'toy' / 'best.yaml'}", "--env-config=matrix_game", "--dry-run"]) == 0
+    advice = (tmp_path / "toy" / "trials.md").read_text().partition("Train with it: `")[2].partition("`")[0]
+    assert main([*advice.split(), "--dry-run"]) == 0
     assert trial["keys"]["env_args.payoff"] in capsys.readouterr().out
 
 

@@ -278,7 +278,8 @@ class Mpe(_WithUnits, PettingZooEnv):
         kinds = ["adversary" if getattr(one, "adversary", False) else "agent" for one in world.agents]
         place = CELLS * np.array([one.state.p_pos for one in (*world.agents, *landmarks)])
         there = np.array([getattr(one, "alive", True) for one in (*world.agents, *landmarks)])
-        bounds, actions = (-100.0, -100.0, 100.0, 100.0), MOVES if max(self.n_actions) == len(MOVES) else ()
+        most, bounds = max(self.n_actions), (-100.0, -100.0, 100.0, 100.0)
+        actions = MOVES if most == len(MOVES) else tuple(f"action {i}" for i in range(most))  # none aims at a unit
         return _frame("l", kinds + ["landmark"] * len(landmarks), place, there, self.n_agents, bounds, actions)
 
 

@@ -142,7 +142,7 @@ def folder_of(name: str) -> Path:
     The set beside the sources changes with them, so what was got there is compared with it again.
     """
     copy = user_cache("weights", *name.split("/"))
-    return copy if read_entry(copy / GOT).get("source", SHIPPED) != SHIPPED else fetch(name, SHIPPED)[0]
+    return copy if read_entry(copy / GOT).get("source") else fetch(name, SHIPPED)[0]
 
 
 def fetch(name: str, source: str) -> tuple[Path, Policy]:
@@ -157,7 +157,8 @@ def fetch(name: str, source: str) -> tuple[Path, Policy]:
     if name not in policies:
         raise unknown_name("policy", name, policies)
     policy, copy = policies[name], user_cache("weights", *name.split("/"))
-    facts = {"source": source, **policy.model_dump(mode="json")}
+    # Clones share this cache: each compares what was got with its own set.
+    facts = {"source": source if source != SHIPPED else "", **policy.model_dump(mode="json")}
     if read_entry(copy / GOT) == facts:
         return copy, policy
     total = sum(stored.size for stored in policy.files.values())

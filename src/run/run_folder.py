@@ -59,6 +59,11 @@ def newest_run(command: str) -> str:
     return str(max(begun, key=lambda path: path.stat().st_mtime).parent)
 
 
+def is_word(text: str) -> bool:
+    """Return whether a text in the place of a run is `with` or `key=value`; folders may have such names, too."""
+    return text == "with" or ("=" in text and not os.path.exists(os.path.expanduser(text)))
+
+
 def for_files(name: str) -> str:
     """Return a name as files and folders may have it."""
     return re.sub(r"[^\w.+-]+", "-", name)

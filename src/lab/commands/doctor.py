@@ -257,11 +257,19 @@ def _room(text: str, left: float, least: float, fix: str) -> str:
 
 def limits(config: Config) -> str:
     """Check the numbers of open files and processes, and the size of a file, against the needs of a run."""
-    from omagd.run.training.device import files_needed, largest_file, most_files, processes_left, processes_needed
+    from omagd.run.launchers import ranks_here
+    from omagd.run.training.device import (
+        files_needed,
+        largest_file,
+        most_files,
+        processes_left,
+        processes_needed,
+        workers_of,
+    )
 
-    workers, ranks = config.batch_size_run if config.env_processes else 0, config.world_size or 1
+    workers, ranks = workers_of(config), config.world_size or 1
     files, most = files_needed(workers, ranks), most_files()
-    processes, (left, why) = processes_needed(workers, ranks, config.torch_threads), processes_left()
+    processes, (left, why) = processes_needed(workers, ranks_here(ranks), config.torch_threads), processes_left()
     size = largest_file()
     room = f"{left} processes left ({why})" if why else "any number of processes"
     text = f"{most} open files ({files} needed), {room}"
@@ -374,7 +382,7 @@ CHECKS = (
     Check("gpu", gpu, fix="see the line on torch"),
     Check("gpu battles", gpu_battles),
     Check("memory", memory, fix="see the line on torch"),
-    Check("limits", limits, fix="see the line on torch"),
+    Check("limits", limits, ALL, fix="see the line on torch"),
     Check("shared memory", shared_memory, GAMES, fix="mount a writable tmpfs at /dev/shm"),
     Check("disk", disk, ALL, fix=MORE_ROOM),
     *(Check(name, of_extra(*found), frozenset({name}), fix=install(found[0])) for name, found in WORLDS.items()),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omagd.run.recording import WRITERS
-from omagd.run.run_folder import newest_run
+from omagd.run.run_folder import is_word, newest_run
 from omagd.utils.errors import UserError, print_out
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Play or read the episodes, write the file and print its path. Errors: UserError."""
-    if not options.source or "=" in options.source:
+    if not options.source or is_word(options.source):
         options.words = [*filter(None, [options.source]), *options.words]
         options.source = newest_run("watch")
     kind = _format(options)

@@ -31,7 +31,7 @@ from omagd.utils.storage import replace_file
 
 WORDS = {"list": (), "get": ("NAME",), "pack": ("RUN", "NAME", "--to FOLDER"), "onnx": ("RUN", "FILE")}
 BATTLES, EPISODES = 50, 1000
-MEASURE = f"test_nepisode={EPISODES} batch_size_run={BATTLES}"
+MEASURE = f"test_nepisode={EPISODES} batch_size_run={BATTLES} test_greedy=True"
 """How an index measures: `omagd evaluate NAME` with this plays the same episodes again."""
 
 LOCAL = {"checkpoint_path", "load_step", "pretrain_buffer_path", "graph_pretrain_policy"}

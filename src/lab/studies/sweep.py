@@ -381,7 +381,9 @@ def markdown(sweep: Sweep, found: Mapping[str, Any]) -> str:
     about = f"{len(found['trials'])} of {file.trials} trials; mean over seeds of the last {file.metric}"
     lines = [f"# {found['sweep']}", "", f"{about} ({more} is better).", ""]
     if found["best"] is not None:
-        lines += [f"Best: trial {found['best']}. Train with it: `--config={sweep.folder / 'best.yaml'}`.", ""]
+        env = [word for word in sweep.words if word.startswith("--env-config=")]
+        options = " ".join([f"--config={sweep.folder / 'best.yaml'}", *env])
+        lines += [f"Best: trial {found['best']}. Train with it: `{options}`.", ""]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 

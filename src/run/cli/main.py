@@ -17,7 +17,7 @@ from omagd.run import REGISTRY
 from omagd.run.cli import REGISTRY as COMMANDS
 from omagd.run.cli import Command, command_of
 from omagd.run.launchers import is_main, join_tasks, require_one_task
-from omagd.run.run_folder import newest_run
+from omagd.run.run_folder import is_word, newest_run
 from omagd.run.signals import Stopped
 from omagd.utils.errors import (
     USER_ERROR_EXIT_CODE,
@@ -257,7 +257,7 @@ def _resolve(options: argparse.Namespace, texts: Mapping[str, Any], found: Mista
 
 def _evaluation(options: argparse.Namespace, words: Sequence[str], mistakes: Mistakes) -> Config:
     """Return the configuration of `evaluate RUN [key=value …]`. Errors: UserError."""
-    if not words or "=" in words[0] or words[0] == "with":
+    if not words or is_word(words[0]):
         words = [newest_run("evaluate"), *words]
     for flag, given in (("--config", options.config), ("--env-config", options.env_config)):
         if given is not None:
