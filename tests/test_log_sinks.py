@@ -180,9 +180,14 @@ def test_sacred_gets_what_a_restart_logs_again_once_and_seeds_apart():
 
 
 def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run_logs_again(tmp_path):
-    def write(saved, *values):
+    def write(*values):
         logs = [("stage3", t, {"loss": loss}) for t, loss in values] + [("stage1", 20, {"eval/graph_loss": 0.25})]
-        return log_to(["tensorboard"], logs, RunFacts(tmp_path, saved=saved))
+        log_to(["jsonl", "tensorboard"], logs, RunFacts(tmp_path))
+        time.sleep(1.1)  # the names of files hold whole seconds
+
+    def cut(n):
+        lines = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text("".join(lines[:n]))  # as a resumed run cuts it
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # a second, in one process
 
@@ -191,13 +196,14 @@ def test_tensorboard_files_hold_values_by_stage_and_show_once_what_a_resumed_run
         events.Reload()
         return [(event.step, event.value) for event in events.Scalars(name)]
 
-    states = write({}, (100, 1.0), (200, 0.5), (300, 7.0))
-    time.sleep(1.1)  # the names of files hold whole seconds
-    write(states[1], (300, 0.25), (400, 0.125))
+    metrics = tmp_path / "metrics.jsonl"
+    write((100, 1.0), (200, 0.5), (300, 7.0))
+    cut(2)
+    write((300, 0.25), (400, 0.125))
     assert read("stage3", "loss") == [(100, 1.0), (200, 0.5), (300, 0.25), (400, 0.125)]
     assert read("stage1", "eval/graph_loss")[0] == (20, 0.25)
-    time.sleep(1.1)
-    write({}, (200, 3.0))  # killed before its first checkpoint
+    cut(0)  # killed before its first checkpoint
+    write((200, 3.0))
     assert read("stage3", "loss") == [(200, 3.0)]
 
 

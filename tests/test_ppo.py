@@ -19,6 +19,7 @@ from omagd.config.loading import resolve
 from omagd.learners.policy_learner import Epochs, PolicyArgs
 from omagd.modules.agents.agent import AgentInputs
 from omagd.modules.critics import REGISTRY as CRITICS
+from omagd.run.checkpoint.weights import with_own_settings
 from omagd.run.cli.preflight import preflight, too_many_parts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
@@ -236,6 +237,8 @@ def test_the_learning_rate_falls_to_0_at_max_episodes(kind):
     for episodes in (0, 4, 8):
         learner.update(pack_episodes(episodes_of(5, 2, 4, 1)), episodes=episodes)
         rates.append(learner.optimizer.param_groups[0]["lr"] / learner.config.lr)
+        state, learner = learner.state_dict(), make_learner(learner.config)
+        learner.load_state_dict(with_own_settings(state, learner.state_dict()))  # as from `models/`
     assert rates == pytest.approx([1, 1 / 2, 0])
 
 

@@ -142,7 +142,8 @@ def folder_of(name: str) -> Path:
     The set beside the sources changes with them, so what was got there is compared with it again.
     """
     copy = user_cache("weights", *name.split("/"))
-    return copy if read_entry(copy / GOT).get("source") else fetch(name, SHIPPED)[0]
+    source = read_entry(copy / GOT).get("source")
+    return copy if source and source != SHIPPED else fetch(name, SHIPPED)[0]
 
 
 def fetch(name: str, source: str) -> tuple[Path, Policy]:

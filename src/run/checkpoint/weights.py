@@ -129,11 +129,14 @@ def with_own_settings(saved: Any, own: Any) -> Any:
     """
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
         if {"state", "param_groups"} <= saved.keys() & own.keys():
-            groups = zip(own["param_groups"], saved["param_groups"], strict=True)
+            groups = list(zip(own["param_groups"], saved["param_groups"], strict=True))
             if any(here["params"] != there["params"][: len(here["params"])] for here, there in groups):
                 raise ValueError("its optimizer is of other parameters")
             kept = {place for group in own["param_groups"] for place in group["params"]}
-            return {**own, "state": {place: values for place, values in saved["state"].items() if place in kept}}
+            # The episodes of the run go on, as its clock does (`Epochs`).
+            settings = [{**here, **{k: there[k] for k in {"episodes"} & there.keys()}} for here, there in groups]
+            state = {place: values for place, values in saved["state"].items() if place in kept}
+            return {**own, "param_groups": settings, "state": state}
         return {name: with_own_settings(value, own.get(name)) for name, value in saved.items()}
     if isinstance(saved, list | tuple) and isinstance(own, list | tuple) and len(saved) == len(own):
         return type(saved)(map(with_own_settings, saved, own))

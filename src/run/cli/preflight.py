@@ -293,7 +293,7 @@ OF_LOSS = {
     "tokens": ("graph_pretrain_eval_episodes", "pretrained_tokenizer_path", "tokenizer_config"),
 }
 
-OF_OPPONENTS = ("opponent_pool_size", "opponent_pool_interval", "opponent_order", "opponent_evasion_start_episode")
+OF_OPPONENTS = ("opponent_pool_size", "opponent_pool_interval", "opponent_order")
 """Keys of opponents that change during a run."""
 
 OF_RUNNERS = {"resident_slots": "resident", "ticks_per_iteration": "ticks"}
@@ -315,6 +315,7 @@ def unread(config: Config, given: Collection[str], read: set[str] | None) -> Ite
         "epsilon_speed": (("epsilon_anneal_time",), config.epsilon_speed is not None),
         "action_selector=greedy": (("epsilon_start", "epsilon_anneal_time"), config.action_selector == "greedy"),
         "mac=ddpg_mac": (("action_selector",), config.mac == "ddpg_mac"),
+        "enable_opponent_evasion=False": (("opponent_evasion_start_episode",), not config.enable_opponent_evasion),
         "opponent_difficulty_strategy=none": (OF_OPPONENTS, config.opponent_difficulty_strategy == "none"),
     }
     unused: dict[str, Collection[str]] = {

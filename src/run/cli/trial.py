@@ -101,7 +101,7 @@ def _check_policies(config: Config, info: EnvInfo) -> None:
         folder = find_step_folder(policy, key=key)
         trained = read_entry(RunFolder(run_folder_of(folder)).config_json)
         for more in ("use_graph_reconstruction", "use_full_obs", "use_team_obs"):
-            if trained.get(more):
+            if trained.get(more) and not (config.auto_resume and _is_unfinished(config)):
                 fix = "Give a run that reads observations alone, such as one of --config=fog_baseline"
                 raise UserError(f"{key}={policy}: its agents read more ({more}=True). {fix}")
         load_agent(build_mac(config, info, torch.device("cpu")), folder, key)

@@ -15,14 +15,14 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from omagd.run.reporting.report import number_text
-from omagd.run.run_folder import RunFolder, plain, unlinked
+from omagd.run.run_folder import RunFolder, plain, read_records, unlinked
 from omagd.utils.logging import Logger, Record, RunFacts, Sink, duration, warn_off
 from omagd.utils.registry import Registry
 from omagd.utils.storage import STORAGE, AppendFile, open_records
@@ -122,6 +122,15 @@ class EpisodeLog:
         self._file.close()
 
 
+def logged_before(folder: Path) -> Iterator[Record]:
+    """Yield the records of a run's `metrics.jsonl`: at the start of a sink, of earlier starts."""
+    for line in read_records(RunFolder(folder).metrics_jsonl):
+        clock = "t_env" if "t_env" in line else "epoch"
+        values: dict[str, Any] = {name: math.nan if value is None else value for name, value in line.items()}
+        if {"stage", clock} <= values.keys():
+            yield Record(values, values.pop("stage"), clock, values.pop(clock))
+
+
 class SacredScalars:
     """Gives Sacred's run scalars: of each name later ones only, since a restart logs some again.
 
@@ -171,7 +180,7 @@ class TensorBoardSink(Sink):
 
     def _open(self, facts: RunFacts) -> None:
         self._writers: dict[str, EventFile] = {}
-        self._last: dict[str, int] = dict(self.saved.get("last", {}))
+        self._last = {record.stage: record.t for record in logged_before(facts.folder)}
         import torch.utils.tensorboard  # noqa: F401  (fail at the start, not at the first log)
 
     def _log(self, record: Record) -> None:
@@ -179,15 +188,10 @@ class TensorBoardSink(Sink):
             # A resumed run logs again what the killed one logged after the checkpoint: hide the first version.
             folder = unlinked(self.facts.folder, f"tb/{record.stage}")
             self._writers[record.stage] = EventFile(folder, self._last.get(record.stage, -1) + 1)
-        self._last[record.stage] = record.t
         self._writers[record.stage].add(record.values, record.t)
 
     def _picture(self, name: str, path: Path, record: Record) -> None:
         self._writers[record.stage].add_picture(name, path.read_bytes(), record.t)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the time of the last record of each stage."""
-        return {"last": dict(self._last)}
 
     def _close(self, exit_state: str) -> None:
         for writer in self._writers.values():

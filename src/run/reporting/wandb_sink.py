@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 from omagd.config.loading import base_values, config_names
 from omagd.config.schema import COMPONENT_ARGS
 from omagd.run.reporting.card import COVERED, METHOD, ROUNDING, flattened, recorded_of
-from omagd.run.run_folder import RunFolder, keep_json, plain, read_entry, read_records, unlinked
+from omagd.run.reporting.log_sinks import logged_before
+from omagd.run.run_folder import keep_json, plain, read_entry, unlinked
 from omagd.utils.logging import Record, RunFacts, Sink
 from omagd.utils.storage import listed, opened
 
@@ -78,7 +79,7 @@ class WandbSink(Sink):
         # A resumed run stays where it is; versions without the key `wandb_naming` used the published names.
         self._naming = str(own.get("naming", "published") if self._ids else facts.config.get("wandb_naming"))
         ended = {*list(self._ids)[:-1]}
-        logged = _logged(RunFolder(facts.folder).metrics_jsonl)
+        logged = logged_before(facts.folder)
         self._earlier = [record for record in logged if record.stage not in ended]
 
     def _log(self, record: Record) -> None:
@@ -185,15 +186,6 @@ def _forget() -> None:
 
     with suppress(SystemExit):  # how W&B reports that its service had failed
         wandb.teardown()
-
-
-def _logged(path: Path) -> Iterator[Record]:
-    """Yield the records of a `metrics.jsonl`."""
-    for line in read_records(path):
-        clock = "t_env" if "t_env" in line else "epoch"
-        values: dict[str, Any] = {name: math.nan if value is None else value for name, value in line.items()}
-        if {"stage", clock} <= values.keys():
-            yield Record(values, values.pop("stage"), clock, values.pop(clock))
 
 
 def last_step(folder: Path, name: str, prefixes: tuple[str, ...]) -> int:

@@ -149,7 +149,7 @@ def check_data(config: Config) -> Iterator[str]:
     if config.precision not in getattr(learner, "precisions", (config.precision,)):
         fix = " or ".join(learner.precisions)
         yield f"precision={config.precision}: {given} does not support it. Use precision={fix}"
-    if config.mac == "ddpg_mac" and not _is_a(learner, "DDPGLearner"):
+    if config.mac == "ddpg_mac" and not (_is_a(learner, "DDPGLearner") or is_plugin(learner)):
         yield f"mac=ddpg_mac: acts for learner=ddpg_learner, not for {given}. Use mac=n_mac"
     if explores(learner) and action_selectors.draws(config.action_selector):
         yield (
@@ -209,7 +209,7 @@ def _check_step(agent: Agent, info: EnvInfo) -> None:
 
 def _n_outputs(agent: Any, info: EnvInfo) -> int:
     """Return how many numbers an agent returns for each row: an actor those of one action."""
-    return agent.n_outputs(info) if hasattr(agent, "n_outputs") else info.n_actions
+    return info.action_dim if _is_a(type(agent), "DDPGAgent") else info.n_actions
 
 
 def _check(info: EnvInfo, module: nn.Module, given: tuple[Any, ...], returned: Any) -> None:
@@ -254,9 +254,11 @@ def check_actions(config: Config, info: EnvInfo) -> bool:
         )
     if config.use_graph_reconstruction:
         raise UserError(f"use_graph_reconstruction=True: reads discrete actions, and those of env={config.env} are not")
-    kind, actor = agents.REGISTRY.get(config.agent), _is_a(learner_class(config.learner), "DDPGLearner")
+    kind, learner = agents.REGISTRY.get(config.agent), learner_class(config.learner)
     # An actor returns an action; other agents the mean and the deviation of one.
-    if not is_plugin(kind) and not (getattr(kind, "continuous", False) and _is_a(kind, "DDPGAgent") == actor):
+    actor = _is_a(learner, "DDPGLearner")
+    fits = is_plugin(learner) or _is_a(kind, "DDPGAgent") == actor
+    if not is_plugin(kind) and not (getattr(kind, "continuous", False) and fits):
         fix = "ddpg or bicnet" if actor else "n_rnn or ff"
         raise UserError(
             f"agent={config.agent}: its outputs are not those of learner={config.learner} for the continuous actions"

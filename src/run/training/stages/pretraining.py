@@ -187,17 +187,17 @@ class PretrainStage(Stage):
 
     def measure(self, buffer: EpisodeBuffer, together: int = 0) -> dict[str, float]:
         """Return the learner's metrics on episodes of all ranks. together: read at a time, 0: all."""
-        metrics = Metrics()
+        metrics, names = Metrics(), set[str]()
         for batch in in_batches(buffer, self.session.dist.device, together or max(1, len(buffer))):
-            metrics.add(self.learner.evaluate(batch))
-        found, best = metrics.reduce(self.session.dist), self.learner.best_metric
-        if found and best not in found:
-            kind = self.session.config.mask_predictor_config.kind
+            metrics.add(found := self.learner.evaluate(batch))
+            names |= found.keys()
+        names = set().union(*self.session.dist.gather(names))
+        if names and self.learner.best_metric not in names:
             raise UserError(
-                f"mask_predictor_config.kind={kind}: best_metric={best} is not among what its evaluate returns:"
-                f" {', '.join(sorted(found))}"
-            )
-        return summarise(found)
+                f"mask_predictor_config.kind={self.session.config.mask_predictor_config.kind}: best_metric="
+                f"{self.learner.best_metric} is not among what its evaluate returns: {', '.join(sorted(names))}"
+            ).on_all_ranks()
+        return summarise(metrics.reduce(self.session.dist))
 
     def standing(self) -> dict[str, float]:
         """Return the last measurement on the held-out episodes, and the best one with its epoch."""
