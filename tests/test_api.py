@@ -18,7 +18,7 @@ import yaml
 from command_budgets import BUDGETS
 from documented import questions
 from interruption import json_of
-from runner_toys import FakeEnv, highest, length_of, reward_at, seen_at
+from runner_toys import FakeEnv, LossyEnv, highest, length_of, reward_at, seen_at
 
 import omagd
 from omagd.config.env_info import EnvInfo
@@ -28,7 +28,7 @@ from omagd.controllers.types import Decision, Tick
 from omagd.envs import REGISTRY as ENVS
 from omagd.envs.factory import make_env
 from omagd.envs.parallel import ParallelBattle
-from omagd.envs.protocol import BatchedEnv, StepResult, random_actions
+from omagd.envs.protocol import BatchedEnv, random_actions
 from omagd.run.api import LoadedPolicy
 from omagd.run.checkpoint.weights import find_step_folder
 from omagd.run.cli.main import config_from, main
@@ -77,17 +77,6 @@ def test_the_page_runs_and_run_returns_what_the_summary_says(page, trained):
     assert result["stages"]["stage3"]["clock"]["t_env"] >= 150
     assert not (trained.parent / "sacred").exists()
     assert len(page["results"]["returns"]) == 8 and page["results"]["totals"]["episodes"] == 8
-
-
-def test_play_gives_what_evaluation_of_the_run_gives(page, trained):
-    """The same seeds in one battle slot, counted by the runner there and by `play` here."""
-    updates = {"evaluate": True, "checkpoint_path": str(trained), "batch_size_run": 1, "eval_report_episodes": 3}
-    values = omagd.run(page["config"].model_copy(update=updates))["stages"]["stage3"]["values"]
-    results = omagd.play(omagd.load_policy(trained), omagd.make("skirmish", map_name="3m"), episodes=3)
-    totals = results["totals"]
-    assert {name: totals[name.removeprefix("test_")] for name in values} == pytest.approx(values)
-    assert totals["steps"] == sum(results["lengths"]) and totals["return_mean"] == np.mean(results["returns"])
-    assert results["battle_won"] == [False] * 3 or totals["battle_won_mean"] > 0
 
 
 def test_evaluate_reads_the_runs_configuration_and_labels_what_it_writes(page, trained, tmp_path, capsys, monkeypatch):
@@ -189,19 +178,15 @@ class Random:
         return random_actions(mask, self.rng)
 
 
-class Losing(FakeEnv):
-    """Episodes of a step or more; those whose number is in `lost` are void after their first step."""
+class Losing(LossyEnv):
+    """Episodes whose number is in `lost` are void after their first step."""
 
     def __init__(self, lost: set[int]) -> None:
         super().__init__(1)
         self.lost = lost
 
-    def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        result = super().step(actions, active)
-        lost = np.full(1, len(self.begun) - 1 in self.lost)
-        self.over |= lost
-        info = {**result.info, "battle_won": np.where(lost, 1000.0, result.info["battle_won"])}
-        return StepResult(result.reward, result.terminated | lost, result.truncated & ~lost, info, lost)
+    def losing(self) -> np.ndarray:
+        return np.full(1, len(self.begun) - 1 in self.lost)
 
 
 class Highest:

@@ -15,12 +15,10 @@ from q_toys import INFO, toy_config
 
 import omagd
 from omagd.config import loading
-from omagd.config.schema import COMPONENT_ARGS
 from omagd.modules.agents import REGISTRY as AGENTS
 from omagd.modules.agents.agent import NRNNAgent
 from omagd.modules.mixers import REGISTRY as MIXERS
 from omagd.modules.mixers.mixer import MixerInputs, mix
-from omagd.run.checkpoint import resuming
 from omagd.run.cli.main import config_from, main
 from omagd.run.cli.preflight import preflight
 
@@ -80,16 +78,6 @@ def test_wrong_keys_of_components_are_rejected_in_one_line(words, capsys, tmp_pa
     lines = capsys.readouterr().err.splitlines()
     assert any(all(part in line for part in parts) for line in lines), lines
     assert not (tmp_path / "runs").exists()
-
-
-def test_keys_of_components_make_another_run_and_empty_ones_that_of_earlier_versions(words, monkeypatch):
-    hashed, dumps = [], json.dumps
-    monkeypatch.setattr(json, "dumps", lambda value, **options: hashed.append(value) or dumps(value, **options))
-    config = config_from(words)
-    others = [config.model_copy(update={"mixer_args": values}) for values in ({}, {"n_heads": 2}, {"n_heads": 3})]
-    assert len({*map(resuming.identity_of, others)}) == 3
-    found = [next(value for value in hashed if value.get("mixer_args", {}) == other.mixer_args) for other in others]
-    assert [set(COMPONENT_ARGS) & value.keys() for value in found] == [set(), {"mixer_args"}, {"mixer_args"}]
 
 
 def test_qplex_is_maximal_only_at_the_agents_greedy_actions():

@@ -133,6 +133,8 @@ def test_a_saved_run_may_hold_removed_keys_and_keeps_its_identity(tmp_path, monk
     config = resolve("qmix", "skirmish", {"env_args.map_name": "3m"})
     today = identity_of(config)
     assert today.startswith("c691d9752f2761bb"), "unfinished runs would start again: see ADDED and ELSEWHERE"
+    for key, value in (("sight_range", 6), ("start", "mixed")):
+        assert identity_of(config.model_copy(update={"env_args": {**config.env_args, key: value}})) != today
     monkeypatch.setitem(REMOVED, "tokenizer_config.gone", (7, "use another one"))
     path = tmp_path / "config.json"
     path.write_text(json.dumps(with_removed(to_plain(config))))

@@ -11,16 +11,11 @@ from q_toys import INFO, SMALL
 
 import omagd
 from omagd.config.loading import resolve
-from omagd.controllers import REGISTRY as MACS
-from omagd.controllers.types import Exploration
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import random_actions
 from omagd.modules.graph_reconstructers.graphs import TeamView, obs_to_nodes
 from omagd.run.cli.preflight import preflight
-from omagd.runners import REGISTRY as RUNNERS
 from omagd.utils.errors import UserError
-from omagd.utils.packing import pack_episodes
-from omagd.utils.seeding import EpisodeSeeds
 
 CPU = torch.device("cpu")
 
@@ -77,33 +72,6 @@ def test_the_dead_are_told_nothing():
     obs[:, 1] = 0
     read = TeamView(INFO.layout, 3, CPU)(obs, full)
     assert torch.equal(read, obs)
-
-
-def test_learners_read_the_bits_that_agents_acted_on(monkeypatch):
-    config = resolve(
-        "qmix", "skirmish", {**SMALL, "env_args.map_name": "3s_vs_5z", "use_team_obs": True, "batch_size_run": 3}
-    )
-    env = make_env("skirmish", {"map_name": "3s_vs_5z"}, 3, processes=False)
-    mac = MACS.get("n_mac")(config, env.info, CPU)
-    acted: set[bytes] = set()
-    build = mac._build_inputs
-
-    def noted(tick):
-        acted.update(row.tobytes() for row in mac.read(tick.observation))
-        return build(tick)
-
-    monkeypatch.setattr(mac, "_build_inputs", noted)
-    plays = RUNNERS.get("parallel")(env, config, env.info, EpisodeSeeds(1, "train"))
-    explore = Exploration(1.0, np.random.default_rng(0))
-    episodes = []
-    while len(episodes) < 3:
-        episodes += plays.collect(mac, explore=explore, full_obs=mac.wants_full_obs).episodes
-    batch = pack_episodes(episodes)
-    features = mac.inputs(batch).features
-    env.close()
-    assert {row.numpy().tobytes() for row in features} <= acted
-    assert not torch.equal(features, batch["obs"])
-    assert not torch.equal(features, batch["full_obs"])
 
 
 @pytest.mark.parametrize(("words", "message"), [

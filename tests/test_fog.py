@@ -5,14 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from omagd.config.loading import resolve
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled.engine import compiled
 from omagd.envs.battle.maps import BORDER, MAPS, SIZE
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.battle.units import UNITS
 from omagd.envs.factory import make_env
-from omagd.run.checkpoint.resuming import identity_of
 from omagd.utils.errors import UserError
 
 WALLED = ("corridor", "2c_vs_64zg")
@@ -155,12 +153,3 @@ def test_what_does_not_fit_is_rejected(env_args, words):
     with pytest.raises(UserError) as caught:
         make_env("skirmish", env_args, 1, processes=False)
     assert words in caught.value.message
-
-
-def test_runs_from_before_the_keys_are_still_found():
-    config = resolve("qmix", "skirmish", {})
-    before = {key: value for key, value in config.env_args.items() if key not in ("sight_range", "start")}
-    assert identity_of(config) == identity_of(config.model_copy(update={"env_args": before}))
-    for key, value in (("sight_range", 6), ("start", "mixed")):
-        other = config.model_copy(update={"env_args": {**config.env_args, key: value}})
-        assert identity_of(other) != identity_of(config)

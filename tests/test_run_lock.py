@@ -215,7 +215,7 @@ def test_a_new_key_leaves_the_identity_of_earlier_runs_alone(tmp_path):
     values = plain.model_dump()
     gone = {key: default for key, (default, _) in REMOVED.items()}
     assert {key: ({**gone, **values})[key] for key in ADDED} == ADDED
-    for key, value in {"group_size": 2, "share_parameters": False, "task_weights": {"3m": 1.0}}.items():
+    for key, value in {"group_size": 2, "mixer_args": {"n_heads": 2}, "task_weights": {"3m": 1.0}}.items():
         assert identity_of(plain.model_copy(update={key: value})) != identity_of(plain)
     for kind in ("none", "features"):  # nothing reads the weight of no loss, whose default has changed
         both = [plain.model_copy(update={"belief_loss": kind, "belief_weight": weight}) for weight in (0.3, 1.0)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from omagd.config.loading import resolve
+from omagd.config.schema import Config
 from omagd.controllers.types import Exploration, Tick
 from omagd.envs.factory import make_env
 from omagd.envs.protocol import Observation
@@ -24,17 +25,19 @@ CPU = torch.device("cpu")
 
 def marks_of(inputs: Any) -> set[bytes]:
     """Return what agents read, row by row."""
-    rows = zip(inputs.features, inputs.guessed, strict=True)
+    guessed = inputs.features if inputs.guessed is None else inputs.guessed
+    rows = zip(inputs.features, guessed, strict=True)
     return {features.numpy().tobytes() + guessed.numpy().tobytes() for features, guessed in rows}
 
 
-def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
-    """Return a controller, episodes that it has played, and what agents read, row by row."""
+def collected(runner: str, preset: str = "omagd_small", **changes: Any) -> tuple[Config, Any, Any, set[bytes]]:
+    """Return a configuration, its controller, episodes that it has played, and what agents read, row by row."""
     values = {"env_args.map_name": "3m_mixed_sight6", "batch_size_run": 3, "rnn_hidden_dim": 8, "gnn_hidden_dim": 8}
-    config = resolve("omagd_small", "skirmish", {**values, "runner": runner, **changes})
-    env = make_env("skirmish", {"map_name": "3m_mixed_sight6"}, 3, processes=False)
-    modules = PretrainedModules(new_tokenizer(config, env.info, CPU), new_predictor(config, env.info, CPU))
-    modules.predictor.bind(modules.tokenizer.table())
+    config = resolve(preset, "skirmish", {**values, "runner": runner, **changes})
+    env, modules = make_env("skirmish", {"map_name": config.map_name}, 3, processes=False), PretrainedModules()
+    if config.use_graph_reconstruction:
+        modules = PretrainedModules(new_tokenizer(config, env.info, CPU), new_predictor(config, env.info, CPU))
+        modules.predictor.bind(modules.tokenizer.table())
     mac: Any = build_mac(config, env.info, CPU, modules)
     read, build = set[bytes](), mac._build_inputs
 
@@ -49,23 +52,27 @@ def collected(runner: str, **changes: Any) -> tuple[Any, Any, set[bytes]]:
         explore = Exploration(1.0, np.random.default_rng(0))
         episodes += plays.collect(mac, explore=explore, full_obs=mac.wants_full_obs).episodes
     env.close()
-    return mac, episodes, read
+    return config, mac, episodes, read
 
 
 @pytest.mark.parametrize("changes", [
     {},
     {"mac": "gnn_graph_mac", "agent": "gnn_rnn"},
+    {"preset": "qmix", "use_team_obs": True, "env_args.map_name": "3s_vs_5z"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("runner", ["parallel", "stream"])
-def test_learners_read_the_guesses_on_which_agents_acted(runner: str, changes: dict[str, Any]) -> None:
-    mac, episodes, read = collected(runner, **changes)
+def test_learners_read_what_agents_acted_on(runner: str, changes: dict[str, Any]) -> None:
+    config, mac, episodes, read = collected(runner, **changes)
     assert {name: (x.dtype, tuple(x.shape[1:])) for name, x in episodes[0].items() if name == "recon"} == (
-        mac.extra_fields(resolve("omagd_small", "skirmish", changes), mac.info)
+        mac.extra_fields(config, mac.info)
     )
     batch = pack_episodes(episodes)
     inputs = mac.inputs(batch)
     assert marks_of(inputs) <= read
-    assert inputs.guessed.any()
+    if config.use_team_obs:
+        assert not any(torch.equal(inputs.features, batch[name]) for name in ("obs", "full_obs"))
+    else:
+        assert inputs.guessed.any()
     values = mac.agent(inputs, batch.packing)
     values.sum().backward()
     assert values.shape == batch["avail_actions"].shape
@@ -74,7 +81,7 @@ def test_learners_read_the_guesses_on_which_agents_acted(runner: str, changes: d
 def test_memories_of_a_predictor_are_part_of_a_controllers_snapshot() -> None:
     """Without dropout, which only trains."""
     dropout = {"mask_predictor_config.dropout": 0.5, "tokenizer_config.dropout": 0.5}
-    mac, episodes, _ = collected("parallel", **dropout)
+    _, mac, episodes, _ = collected("parallel", **dropout)
     del mac._build_inputs  # which notes
     draws = torch.Generator().manual_seed(1)
     for weight in mac.reconstructor.predictor.parameters():
