@@ -70,7 +70,9 @@ Q = {
     },
 }  # fmt: skip
 FIXED = " of fixed shapes"
-Q |= {kind + FIXED: Q[kind] for kind in ("PPO", "PPO in groups", "PPO belief", "PPO continuous", "PQN")}
+Q |= {kind + FIXED: Q[kind] for kind in (
+    "PPO", "PPO in groups", "PPO belief", "PPO continuous", "PQN", "belief", "central weights",
+)}  # fmt: skip
 SINGLE = {"alone", "graph", "flat_graph", "team", "qplex", "PPO apart", "stage2 matched", "stage2 GRU"}
 """Kinds of which gradients are compared, and nothing that several updates would show."""
 for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything registered that is not among these
@@ -85,6 +87,7 @@ STAGES |= {"stage2 matched": {"matching": "type"}, "stage2 GRU": {"use_gru": Tru
 compared = {updates.get("kind", "masked") for name, updates in STAGES.items() if name.startswith("stage2")}
 others = {f"stage2 {kind}": {"kind": kind} for kind in sorted({*PREDICTORS.names()} - compared)}
 STAGES, SINGLE = STAGES | others, SINGLE | others.keys()
+STAGES |= {kind + FIXED: STAGES[kind] for kind in ("stage1", "stage2")}
 LOSSES = ("loss_td", "td_error_abs", "q_taken_mean", "target_mean", "graph_loss", "loss_belief", "belief_alive")
 FOLLOW_DATA = {"belief_head.mean", "belief_head.deviation"}  # whether a step is taken or not
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -92,7 +95,7 @@ KINDS = (*Q, *DDPG, *STAGES)
 # Different numbers of episodes and very different numbers of steps on each rank.
 LENGTHS = [[9, 4, 4, 1, 7], [1, 2], [3]]
 TRAINED = [kind for kind in KINDS if kind not in SINGLE]
-UPDATES = dict.fromkeys(TRAINED, 6) | {"stage1": 10}
+UPDATES = dict.fromkeys(TRAINED, 6) | {"stage1": 10, "stage1" + FIXED: 10}
 IN_SINGLE_PRECISION = ("qmix", "PPO", "stage1", "stage2")
 GRADIENTS = [(kind, torch.float64) for kind in (*Q, *STAGES)] + [(kind, torch.float32) for kind in IN_SINGLE_PRECISION]
 
@@ -106,6 +109,8 @@ def make(kind, dist=None, dtype=torch.float64, seed=0, **more):
         return in_fixed_shapes(made) if kind.endswith(FIXED) else made
     learner = graph_learner(kind.split()[0], dtype, dist, graph_pretrain_epochs=10, **STAGES[kind])
     learner.warm_up()
+    if kind.endswith(FIXED):
+        return in_fixed_shapes(learner)
     update = learner.update
     learner.update = lambda batch, episodes: update(batch)
     return learner
@@ -126,7 +131,8 @@ def in_fixed_shapes(learner):
             rows = {name: value[place, : batch.packing.lengths[place]] for name, value in whole.items()}
             made[index] = RecordedEpisode(rows, batch.meta[place])
         buffer.add(made[index] for index in sorted(made))
-        return learn(buffer.whole(range(len(buffer))), episodes=episodes)
+        read = buffer.whole if getattr(learner, "data", "") == "on_policy" else buffer.fixed
+        return learn(read(range(len(buffer))), episodes=episodes)
 
     learner.update = update
     return learner

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ddp_harness import run_ranks
 from graph_toys import INFO, graph_learner, toy_config, toy_episodes
 from q_toys import equal, state_of
 from simulated_gpu import DEVICE, simulated_gpu, simulated_graphs
@@ -111,33 +110,3 @@ def no_memory(*_: Any) -> Any:
 def test_updates_have_few_shapes() -> None:
     sizes = [few(count) for count in range(1, 2049)]
     assert len(set(sizes)) < 45 and all(n <= size <= 1.25 * n for n, size in enumerate(sizes, start=1))
-
-
-def of_ranks(rank: int, dist: Dist, cases: list[str]) -> dict[str, Any]:
-    """Return the states of learners after updates of fixed shapes on a rank's share of the episodes."""
-    out = {}
-    for case in cases:
-        made = graph_learner(case.split()[0], dist=dist, **CASES[case])
-        buffer, updates = stored(), FixedUpdates(made)
-        for indices in draws(6):
-            updates.update(buffer.fixed(shares(indices)[rank]), episodes=0)
-        out[case] = state_of(made)
-    return out
-
-
-def shares(indices: list[int]) -> list[list[int]]:
-    """Return the episodes of two ranks; of a single one both ranks have it, which has no sample."""
-    return [indices[:3], indices[3:]] if len(indices) > 1 else [indices, indices]
-
-
-def test_two_ranks_learn_what_one_process_learns_from_all_their_episodes() -> None:
-    """Codes are revived from the nodes of both, numbered by rank and episode."""
-    cases = ["stage1 in parts", "stage2 in parts"]
-    ranks = run_ranks(of_ranks, cases)
-    for case in cases:
-        assert equal(*(rank[case] for rank in ranks))
-        one = graph_learner(case.split()[0], **CASES[case])
-        buffer, updates = stored(), FixedUpdates(one)
-        for indices in draws(6):
-            updates.update(buffer.fixed(indices), episodes=0)
-        torch.testing.assert_close(ranks[0][case], state_of(one), atol=1e-10, rtol=0)

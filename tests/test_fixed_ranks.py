@@ -1,4 +1,4 @@
-"""Updates of fixed shapes on two ranks: those of one process on the union, also as graphs with sums between them."""
+"""Updates of fixed shapes on two ranks as graphs, with sums between them; without graphs: test_ddp.py."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 from ddp_harness import run_ranks
-from fixed_toys import CPU, HELD, METHODS, ROWS, draws, replay
+from fixed_toys import CPU, METHODS, draws, replay
 from q_toys import equal, make_learner, state_of, toy_config
 from simulated_gpu import DEVICE, simulated_graphs
 from torch import nn
 
-from omagd.resident.replay import ResidentBuffer
 from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.utils.dist_utils import Dist
 
 pytestmark = pytest.mark.processes
-KINDS = ("all beliefs in parts", "optimistic weights")
-UPDATES = 20
 LONGEST = (6, 12)  # so ranks have other shapes, and make graphs at other times
 
 
@@ -37,12 +34,6 @@ def learn(updates: FixedUpdates, buffer: Any, drawn: list[list[int]]) -> list[di
         if number in {1, len(drawn)}:
             states.append({name: value.to(CPU) for name, value in state_of(updates._learner).items()})
     return [*states, {name: total.to(CPU) for name, (total, _) in stats.items()}]
-
-
-def on_the_cpu(rank: int, dist: Dist, kinds: tuple[str, ...]) -> Any:
-    buffer, drawn = replay(longest=LONGEST[rank], rank=rank), draws(UPDATES, rank)
-    made = {kind: make_learner(toy_config(**METHODS[kind]), dist, torch.float64) for kind in kinds}
-    return {kind: learn(FixedUpdates(learner), buffer, drawn) for kind, learner in made.items()}
 
 
 def as_graphs(rank: int, dist: Dist, kinds: tuple[str, ...]) -> Any:
@@ -67,20 +58,6 @@ def as_graphs(rank: int, dist: Dist, kinds: tuple[str, ...]) -> Any:
 
 def fails(*_: Any) -> Any:
     raise RuntimeError("no memory")
-
-
-def test_two_ranks_learn_what_one_process_learns_from_the_union():
-    ranks = run_ranks(on_the_cpu, KINDS)
-    of_each = [draws(UPDATES, rank) for rank in range(2)]
-    drawn = [[*one, *(HELD + i for i in other)] for one, other in zip(*of_each, strict=True)]
-    for kind in KINDS:
-        both = ResidentBuffer(2 * HELD, CPU, ROWS)
-        for rank in range(2):
-            both.add(replay(longest=LONGEST[rank], rank=rank).episodes)
-        wanted = learn(FixedUpdates(make_learner(toy_config(**METHODS[kind]), dtype=torch.float64)), both, drawn)
-        assert all(map(equal, ranks[0][kind][:2], ranks[1][kind][:2])), kind
-        for found, expected, bound in zip(ranks[0][kind], wanted, (1e-12, 1e-10), strict=False):
-            torch.testing.assert_close(found, expected, atol=bound, rtol=0)
 
 
 def test_graphs_of_two_ranks_learn_the_same_bits_and_wait_for_no_rank_without_one():
