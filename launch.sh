@@ -61,7 +61,6 @@ fi
 node_rank=${node_rank:-0}
 [ "$node_rank" -lt "$nodes" ] || fail "--node-rank $node_rank: must be below --nodes $nodes (the first host is 0)"
 python=$(find_python)
-require_omagd "$python"
 choose_workers "$python"
 choose_env "$python"
 

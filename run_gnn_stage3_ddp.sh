@@ -19,7 +19,6 @@ read_arguments "$@"
 [ -z "${MASK_PREDICTOR_PATH:-}" ] || [ -n "${TOKENIZER_PATH:-}" ] ||
     fail 'MASK_PREDICTOR_PATH needs TOKENIZER_PATH: the tokenizer with which it was trained'
 python=$(find_python)
-require_omagd "$python"
 choose_workers "$python"
 choose_env "$python"
 

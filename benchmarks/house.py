@@ -21,8 +21,8 @@ SRC = ROOT / "src"
 APART = ("lab", "envs/battle", "envs/snakes")
 MODULES = "modules that a qmix run loads"
 LIMITS: dict[str, tuple[float, ...]] = {
-    "core: files; lines": (190, 34_680),
-    "src: files; lines": (270, 48_476),
+    "core: files; lines": (190, 34_679),
+    "src: files; lines": (270, 48_475),
     "longest file; function p95": (600, 26),
     "tests: files; lines": (200, 29_481),
     "mutations: lines": (1_900,),

@@ -139,6 +139,7 @@ choose_gpus() { # python, list of GPUs or nothing: restrict the run to these GPU
 }
 
 choose_workers() { # python, hint: set NUM_GPUS if it is unset: the number of GPUs, else two CPU workers
+    require_omagd "$1" # else every machine seems to have no GPU
     if [ -n "${NUM_GPUS:-}" ]; then
         NUM_GPUS=$(whole NUM_GPUS "$NUM_GPUS" 1 1024)
         return

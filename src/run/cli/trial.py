@@ -58,11 +58,8 @@ def check_given(config: Config, info: EnvInfo, found: Mistakes) -> tuple[tuple[s
 
 
 def _checkpoint(config: Config, info: EnvInfo) -> tuple[tuple[Path, dict[str, Any]] | None, Path | None]:
-    """Return the whole state to continue, as its path and content, else the folder with the weights to begin with.
-
-    Neither is read by an unfinished run that `auto_resume` continues.
-    """
-    if not config.checkpoint_path or (config.auto_resume and not config.evaluate and _is_unfinished(config)):
+    """Return the whole state to continue, as its path and content, else the folder with the weights to begin with."""
+    if not config.checkpoint_path or _continues(config):  # from what its own folder holds
         return None, None
     cpu, whole = torch.device("cpu"), whole_state(config, lambda found: (found.path, found.common()))
     if whole is not None:
@@ -101,7 +98,7 @@ def _check_policies(config: Config, info: EnvInfo) -> None:
         folder = find_step_folder(policy, key=key)
         trained = read_entry(RunFolder(run_folder_of(folder)).config_json)
         for more in ("use_graph_reconstruction", "use_full_obs", "use_team_obs"):
-            if trained.get(more) and not (config.auto_resume and _is_unfinished(config)):
+            if trained.get(more) and not _continues(config):
                 fix = "Give a run that reads observations alone, such as one of --config=fog_baseline"
                 raise UserError(f"{key}={policy}: its agents read more ({more}=True). {fix}")
         load_agent(build_mac(config, info, torch.device("cpu")), folder, key)
@@ -150,8 +147,10 @@ def _require_steps_left(config: Config, clock: dict[str, int]) -> None:
     raise UserError(f"{key}={limit}: already reached, checkpoint_path={config.checkpoint_path} is at {reached}. {fix}")
 
 
-def _is_unfinished(config: Config) -> bool:
-    """Return whether this command, or one of its seeds, has an unfinished run."""
+def _continues(config: Config) -> bool:
+    """Return whether `auto_resume` continues an unfinished run of this command, or of one of its seeds."""
+    if not config.auto_resume or config.evaluate:
+        return False
     seeds = config.seeds or (config.seed,)
     wanted = {identity_of(config.model_copy(update={"seed": seed, "seeds": ()})) for seed in seeds}
     found = map(read_entry, Path(config.local_results_path).expanduser().glob(f"*/{RUN_FILE}"))

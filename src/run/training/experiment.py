@@ -96,8 +96,8 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     plan = _resume_plan(config, dist, folder, before)
     card = make_card(config, dist.world_size, dist.device, trained_card(config))
     if plan.kind:
-        old = {"continues": recorded_of(before).get("versions")}
-        card["resumed"] = [*resumed(before), {**resume_entry(plan, folder), **old, "versions": versions()}]
+        code = {"continues": recorded_of(before).get("versions"), "versions": versions()}
+        card["resumed"] = [*resumed(before), {**resume_entry(plan, folder), **code}]
     logger = open_logger(config, dist, folder, channel, card, plan)
     for line in resume_warnings(plan, folder, changed_versions(before) if plan.kind else ""):
         logger.warning(line)
