@@ -203,6 +203,13 @@ class Seeded(Pursuit):
         self.t, self.place = 0, self.seed % 1000
 
 
+class Passed(Seeded):
+    """Its constructor takes what PyMARL passes: all arguments, with the seed."""
+
+    def __init__(self, **given: int) -> None:
+        super().__init__(given["seed"])
+
+
 class Unseeded(Pursuit):
     """Its starts follow from nothing."""
 
@@ -214,6 +221,15 @@ class Nobody(Leaving):
     """Agents come and go."""
 
     possible_agents = ()
+
+
+class Newcomer(Leaving):
+    """Somebody plays whom it has not named."""
+
+    def reset(self, seed: int | None = None) -> tuple:
+        seen, infos = super().reset(seed)
+        self.agents = [*self.agents, "stranger"]
+        return seen, infos
 
 
 def raises() -> None:

@@ -30,7 +30,7 @@ ARGS = {"epochs": 1, "normalise_values": False, "value_clip": None, "critic_hidd
 
 
 def ppo(seed: int = 0, **args: Any) -> Any:
-    more = {name: args.pop(name) for name in ("agent", "share_parameters", "t_max") if name in args}
+    more = {name: args.pop(name) for name in ("agent", "env_args", "share_parameters", "t_max") if name in args}
     return make_learner(toy_config(**PPO, **more, learner_args={**ARGS, **args}), dtype=torch.float64, seed=seed)
 
 
@@ -92,6 +92,7 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
         {"critic": "set", "normalise_advantages": False, "agent": "hpn_rnn"},
         {"critic": "observation", "share_parameters": False, "gae_lambda": 0.5},
         {"critic": "agent_state", "own": True},
+        {"critic": "state", "own": True, "env_args": {"common_reward": False}},
         {"critic": "agent_state", "share_parameters": False},
     ],
 )

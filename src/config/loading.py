@@ -433,8 +433,9 @@ def _merge(
     for key, value in (over if source == "with" else _current(over)).items():
         given = value if shown is None else shown
         if key not in Config.model_fields:
-            found.add(unknown_key(key, source, given))
-            if (row := foreign("key", key)) and row.here and row.here not in over:
+            if not ((row := foreign("key", key)) and row.taken):
+                found.add(unknown_key(key, source, given))
+            if row and row.here and row.here not in over:
                 result = _merge(result, _nested(row.here, value, result), found, source=source, shown=shown)
         elif key in OPEN_SECTIONS and value is None and source != "with":  # drops the keys of the files below
             result[key] = {}

@@ -108,7 +108,7 @@ class Rewards(OutsideArgs):
     Attributes:
         time_limit: steps of an episode; without it, those that the environment declares.
         continuing_episode: where an episode is cut off, the target bootstraps. False: it ends there, as in EPyMARL.
-        common_reward: all agents learn from one reward; False: each from its own (`iql`, `ippo`).
+        common_reward: all agents learn from one reward; False: each from its own (`iql`, `ippo`, `mappo`).
         reward_scalarisation: how that reward follows from those of the agents.
     """
 
@@ -512,6 +512,8 @@ class PettingZooEnv(Foreign):
     def _keep(
         self, seen: Mapping[str, Any], infos: Mapping[str, Any], over: Collection[str] = (), cut: Collection[str] = ()
     ) -> None:
+        if strangers := set(self.env.agents) - set(self.names):
+            raise self._wrong(f"{min(strangers)} is not in possible_agents, which must be fixed and hold all agents")
         self._playing = [name for name in self.env.agents if name not in over]
         # The target of an episode that was cut off values every action of its last agents.
         acting = self._playing or cut

@@ -37,7 +37,11 @@ class PyMARLEnv(Foreign):
         takes = inspect.signature(cls).parameters
         if unread := [key for key in Rewards.model_fields if key in self._own and key not in takes]:
             raise self._wrong(f"{name} has one reward and its own step limit. Leave out {', '.join(unread)}")
-        self._takes_seed = "seed" in takes and "seed" not in self.args.own
+        if (given := "seed" in self._own) and self.args.new_each_episode:
+            raise self._wrong("each episode gets a seed of its own, which follows from seed=. Leave out env_args.seed")
+        self._takes_seed = not given and any(
+            name == "seed" or each.kind is each.VAR_KEYWORD for name, each in takes.items()
+        )
         return cls(**self._own, **({"seed": self._seed % 2**31} if self._takes_seed else {}))
 
     def _begin(self, seed: int) -> None:

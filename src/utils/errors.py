@@ -295,13 +295,15 @@ class Row(NamedTuple):
 
     Attributes:
         there: the words, between spaces. here: the same thing. near: the nearest in purpose, which is another thing.
-        why: what else to know; the whole remedy where there is neither.
+        why: what else to know; the whole remedy where there is neither. taken: the word stands for `here`, without a
+            message: it is in the commands of EPyMARL's README.
     """
 
     there: str
     here: str = ""
     near: str = ""
     why: str = ""
+    taken: bool = False
 
     def hint(self) -> str:
         """Return the end of a message about an unknown word."""
@@ -353,8 +355,8 @@ KEYS = (
     Row("agent_output_type mask_before_softmax save_probs", why="Leave it out: it follows from the learner"),
     Row("use_rnn", why="Leave it out: agent=n_rnn and agent=rnn have a memory, agent=ff has none"),
     Row("standardise_returns", why="Leave it out, or for PPO give learner_args.normalise_values"),
-    Row("common_reward", "env_args.common_reward"),
-    Row("reward_scalarisation", "env_args.reward_scalarisation"),
+    Row("common_reward", "env_args.common_reward", taken=True),
+    Row("reward_scalarisation", "env_args.reward_scalarisation", taken=True),
     Row("obs_individual_obs", why="Leave it out: learner_args.critic says what PPO's critic reads"),
     Row("critic critic_type", why="Leave it out, or for PPO give learner_args.critic: state or observation"),
     Row("q_nstep lambd lam tb_lambda", why="Leave it out: td_lambda, and learner_args.gae_lambda for PPO"),

@@ -29,27 +29,30 @@ class Critic(Protocol):
 class FlatCritic(nn.Module):
     """Base of critics with two hidden layers. Subclasses make the first one, then call `add_rest`."""
 
-    def add_rest(self, width: int) -> None:
+    def add_rest(self, width: int, values: int = 1) -> None:
         """Make the second layer and the head, behind `width` hidden units."""
         self.fc2 = FastLinear(width, width)
-        self.head = nn.Linear(width, 1)
+        self.head = nn.Linear(width, values)
 
     def rest(self, hidden: Tensor) -> Tensor:
-        """Return values [...] from the first layer's activations [..., width]."""
+        """Return values [...], of several heads [..., n], from the first layer's activations [..., width]."""
         value: Tensor = self.head(self.fc2(hidden).relu())
         return value.squeeze(-1)
 
 
 class StateCritic(FlatCritic):
-    """V(s): one value of the state for the whole team (MAPPO, Yu et al. 2022, arXiv:2103.01955)."""
+    """V(s): one value of the state for the whole team (MAPPO, Yu et al. 2022, arXiv:2103.01955).
+
+    With `env_args.common_reward=False` each agent has a value of its own, V_i(s).
+    """
 
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
         self.fc1 = FastLinear(info.state_dim, width)
-        self.add_rest(width)
+        self.add_rest(width, 1 if config.env_args.get("common_reward", True) else info.n_agents)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
-        """Return [S] from the state [S, state_dim]; the agents' inputs are not used."""
+        """Return [S], or [S, n], from the state [S, state_dim]; the agents' inputs are not used."""
         return self.rest(self.fc1(state).relu())
 
 

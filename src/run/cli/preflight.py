@@ -131,7 +131,7 @@ def _require_units(config: Config, info: EnvInfo) -> None:
     check_inferences(config, info)
 
 
-OF_TEAM = {"critic": ("state", "set"), "score": ("outcome", "return")}
+OF_TEAM = {"critic": ("set",), "score": ("outcome", "return")}
 """Values of `learner_args` that make a learner on policy learn one value for the team."""
 
 
@@ -146,7 +146,7 @@ def _require_common_reward(config: Config, _info: EnvInfo) -> None:
     if config.mixer != "none" and config.mac != "ddpg_mac" and explores(learner_class(config.learner)):
         of_team.append(f"mixer={config.mixer}")
     if of_team:
-        fix = "Use --config=iql, --config=ippo, or learner_args.critic=agent_state"
+        fix = "Use --config=iql, --config=ippo or --config=mappo"
         raise UserError(f"env_args.common_reward=False: {of_team[0]} learns from one reward. {fix}")
 
 
