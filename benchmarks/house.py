@@ -24,7 +24,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "core: files; lines": (190, 34_691),
     "src: files; lines": (270, 48_487),
     "longest file; function p95": (600, 26),
-    "tests: files; lines": (200, 29_503),
+    "tests: files; lines": (200, 29_504),
     "mutations: lines": (1_900,),
     "imports of lab by core; import cycles": (0, 0),
     MODULES: (130,),

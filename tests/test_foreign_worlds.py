@@ -252,6 +252,7 @@ def test_a_class_of_pymarl_plays_with_three_values_and_with_five():
         ("get_avail_actions", [[1, 0.5, 1, 1]] * 2, "avail_actions holds 0.5, not 0 or 1"),
         ("get_obs", [[1, 2, 3], [1]], r"what get_obs\(\) returned does not fit: ValueError"),
         ("get_state", None, r"state has shape \(1,\), not \(2,\)"),
+        ("get_env_info", None, r"what get_env_info\(\) returned does not fit: TypeError"),
     ):
         with pytest.raises(UserError, match=words), pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"foreign_worlds.Pursuit.{name}", lambda self, given=given: given)
@@ -283,7 +284,7 @@ def test_episodes_that_do_not_follow_from_their_seeds_are_said(caplog):
         ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there ("),
         ("pettingzoo foreign_worlds:Sloppy", {"how": "bare"}, "reset() returned a dict, not observations and infos"),
         ("pettingzoo foreign_worlds:Leavign", {}, "Give a module with parallel_env, or module:function"),
-        ("gymma Forage-v0", {}, "Give package:Name-v0"),
+        ("gymma Forage-v0", {}, "or give package:Name-v0"),
         ("pettingzoo foreign_worlds:needs", {}, "No module named 'gone' (/"),
         ("rware", {"map_name": "tiny"}, "Give <size>-<agents>ag"),
         ("pymarl collections:Counter", {}, "it has no reset"),

@@ -563,7 +563,7 @@ class GymmaEnv(Foreign):
     """
 
     args_model: ClassVar[type[ForeignArgs]] = RewardArgs
-    _fix = " Give package:Name-v0, such as lbforaging:Foraging-8x8-2p-3f-v3"
+    _fix = " Install its package, or give package:Name-v0, such as lbforaging:Foraging-8x8-2p-3f-v3"
 
     def __new__(cls, args: Any) -> Any:
         """Return PettingZoo's environment for a key that begins with `pz-`, as EPyMARL does."""

@@ -26,7 +26,7 @@ class PyMARLEnv(Foreign):
     def _measure(self) -> None:
         if lacking := [name for name in METHODS if not callable(getattr(self.env, name, None))]:
             raise self._wrong(f"it has no {', '.join(lacking)}")
-        self.facts = dict(self.env.get_env_info())
+        self.facts = self._fitting("get_env_info()", lambda: dict(self.env.get_env_info()))
         self._stale = self._stale or self._takes_seed  # it was made before there was a seed
 
     def _make(self) -> Any:
