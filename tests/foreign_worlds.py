@@ -168,7 +168,10 @@ class Pursuit:
 
 
 class Filmed(Pursuit):
-    """It shows the place as the grey of a picture."""
+    """It shows the place as the grey of a picture, and passes on what it is given."""
+
+    def __init__(self, **given: int) -> None:
+        super().__init__(**given)
 
     def get_obs(self) -> list:
         return [np.full((3, 2, 1), 51 * self.place, np.uint8)] * 2
@@ -207,7 +210,7 @@ class Passed(Seeded):
     """Its constructor takes what PyMARL passes: all arguments, with the seed."""
 
     def __init__(self, **given: int) -> None:
-        super().__init__(given["seed"])
+        super().__init__(**given)
 
 
 class Unseeded(Pursuit):

@@ -1,6 +1,7 @@
 """Several ranks compute the same update as one process with the union of their episodes, for every learner."""
 
 import math
+from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
@@ -59,6 +60,7 @@ Q = {
     # More minibatches than some ranks have episodes.
     "PPO belief": {
         **PPO, "belief_loss": "features", "belief_weight": 0.5, "belief_every": 2, "accumulate": 2,
+        "env_args": {"common_reward": False},
         "learner_args": {"epochs": 2, "minibatches": 3},
     },
     "PPO continuous": {
@@ -73,7 +75,7 @@ FIXED = " of fixed shapes"
 Q |= {kind + FIXED: Q[kind] for kind in (
     "PPO", "PPO in groups", "PPO belief", "PPO continuous", "PQN", "belief", "central weights",
 )}  # fmt: skip
-SINGLE = {"graph", "flat_graph", "team", "PPO apart", "stage2 matched", "stage2 GRU"}
+SINGLE = {"graph", "team", "PPO apart", "stage2 matched", "stage2 GRU"}
 """Kinds of which gradients are compared, and nothing that several updates would show."""
 for part, registry in (("agent", AGENTS), ("mixer", MIXERS)):  # everything registered that is not among these
     compared = {toy_config(**updates).model_dump()[part] for updates in Q.values()}
@@ -104,7 +106,7 @@ def make(kind, dist=None, dtype=torch.float64, seed=0, **more):
     if kind in DDPG:
         return make_ddpg(dist, dtype, seed, info=steps_info(kind), **{**DDPG[kind], **more})
     if kind in Q:
-        info = BOXED if "continuous" in kind else INFO
+        info = BOXED if "continuous" in kind else replace(INFO, agent_rewards="env_args" in Q[kind])
         made = make_learner(toy_config(**{"grad_norm_clip": 1e9, **Q[kind], **more}), dist, dtype, seed, info)
         return in_fixed_shapes(made) if kind.endswith(FIXED) else made
     learner = graph_learner(kind.split()[0], dtype, dist, graph_pretrain_epochs=10, **STAGES[kind])
@@ -149,12 +151,12 @@ def blank(episodes):
 
 def played(kind, *what, sight=0.8):
     """Return a random episode; of "team" and "belief" one in which agents see parts of `full_obs`."""
-    if kind != "team" and "belief" not in kind:
-        made = random_episode(*what, info=BOXED if "continuous" in kind else INFO)
-        if kind == "PPO apart":
-            made["agent_reward"] = made["reward"].unsqueeze(-1) * torch.arange(1.0, INFO.n_agents + 1)
-        return {**made, "weight": torch.full_like(made["reward"], what[0] % 3 + 0.5)} if kind == "parts" else made
-    return foggy(random_episode(*what), dead=kind != "team", sight=sight)
+    made = random_episode(*what, info=BOXED if "continuous" in kind else INFO)
+    if kind.startswith(("PPO apart", "PPO belief")):
+        made["agent_reward"] = made["reward"].unsqueeze(-1) * torch.arange(1.0, INFO.n_agents + 1)
+    if kind == "parts":
+        made["weight"] = torch.full_like(made["reward"], what[0] % 3 + 0.5)
+    return foggy(made, dead=kind != "team", sight=sight) if kind == "team" or "belief" in kind else made
 
 
 def episodes_of(kind, rank, update):

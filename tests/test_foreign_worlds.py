@@ -289,7 +289,7 @@ def test_episodes_that_do_not_follow_from_their_seeds_are_said(caplog):
         ("rware", {"map_name": "tiny"}, "Give <size>-<agents>ag"),
         ("pymarl collections:Counter", {}, "it has no reset"),
         ("pymarl foreign_worlds:Pursuit", {"common_reward": False}, "Leave out common_reward"),
-        ("pymarl foreign_worlds:Seeded", {"seed": 3}, "Leave out env_args.seed"),
+        ("pymarl foreign_worlds:Seeded", {"seed": 3}, "every episode starts alike. Leave it out"),
         ("pymarl foreign_worlds", {}, "has no class ''. Give module:Class"),
         ("pymarl foreign_worlds:Pursiut", {}, "Did you mean 'Pursuit'?"),
         ("pymarl foreign_worlds.py:Pursuit", {}, "Give module:Class"),
@@ -336,13 +336,14 @@ def test_rewards_of_single_agents_need_a_learner_that_reads_them(capsys):
     words = (
         "--env-config=gymma --dry-run with env_args.key=pz-mpe-simple-spread-v3 env_args.common_reward=False".split()
     )
-    for name in ("vdn", "pqn_vdn"):
-        assert main([f"--config={name}", *words]) == 2
+    for name, given in (("vdn", ""), ("pqn_vdn", ""), ("vdn", "no")):
+        assert main([f"--config={name}", *words, *[f"env_args.common_reward={given}"] * bool(given)]) == 2
         assert "mixer=vdn learns from one reward. Use --config=iql" in capsys.readouterr().err
     assert [main([f"--config={name}", *words]) for name in ("iql", "ippo", "mappo")] == [0, 0, 0]
     assert main(["--config=vdn", *words[:-2], "env_args.key=CartPole-v1", "env_args.time_limit=0"]) == 2
     assert capsys.readouterr().err == "error: env_args.time_limit=0: must be at least 1\n"
     assert main(["--config=rloo", *words, "learner_args.score=return"]) == 2
+    assert main(["--config=iql", *words, "common_reward=True"]) == 2, "two names of one key"
 
 
 def test_a_file_in_the_working_directory_is_found(tmp_path, monkeypatch):

@@ -372,6 +372,8 @@ def apply_texts(
                 given |= text
                 continue
             row = None if key.partition(".")[0] in FIELDS else foreign("key", key)
+            if row and row.taken and row.here in texts:
+                found.add(f"with {key}={text}: is {row.here}, which is given, too. Leave one out")
             current = value_at(result, row.here if row and row.here else key)
             value = parse_value(text, current, key) if parse else text
             result = _merge(result, _nested(key, value, result), found, source="with", shown=value)
@@ -435,7 +437,7 @@ def _merge(
         if key not in Config.model_fields:
             if not ((row := foreign("key", key)) and row.taken):
                 found.add(unknown_key(key, source, given))
-            if row and row.here and row.here not in over:
+            if row and row.here and value_at(over, row.here) is None:
                 result = _merge(result, _nested(row.here, value, result), found, source=source, shown=shown)
         elif key in OPEN_SECTIONS and value is None and source != "with":  # drops the keys of the files below
             result[key] = {}

@@ -513,7 +513,9 @@ class PettingZooEnv(Foreign):
         self, seen: Mapping[str, Any], infos: Mapping[str, Any], over: Collection[str] = (), cut: Collection[str] = ()
     ) -> None:
         if strangers := set(self.env.agents) - set(self.names):
-            raise self._wrong(f"{min(strangers)} is not in possible_agents, which must be fixed and hold all agents")
+            raise self._wrong(
+                f"{min(map(str, strangers))} is not in possible_agents, which must be fixed and hold all agents"
+            )
         self._playing = [name for name in self.env.agents if name not in over]
         # The target of an episode that was cut off values every action of its last agents.
         acting = self._playing or cut

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ class PyMARLEnv(Foreign):
     def _measure(self) -> None:
         if lacking := [name for name in METHODS if not callable(getattr(self.env, name, None))]:
             raise self._wrong(f"it has no {', '.join(lacking)}")
+        if "seed" in self._own and self._stale and "seed" not in inspect.signature(self.env.reset).parameters:
+            fix = "Leave it out, or give env_args.new_each_episode=False"
+            raise self._wrong(f"with env_args.seed={self._own['seed']} every episode starts alike. {fix}")
         self.facts = self._fitting("get_env_info()", lambda: dict(self.env.get_env_info()))
         self._stale = self._stale or self._takes_seed  # it was made before there was a seed
 
@@ -37,12 +41,13 @@ class PyMARLEnv(Foreign):
         takes = inspect.signature(cls).parameters
         if unread := [key for key in Rewards.model_fields if key in self._own and key not in takes]:
             raise self._wrong(f"{name} has one reward and its own step limit. Leave out {', '.join(unread)}")
-        if (given := "seed" in self._own) and self.args.new_each_episode:
-            raise self._wrong("each episode gets a seed of its own, which follows from seed=. Leave out env_args.seed")
-        self._takes_seed = not given and any(
-            name == "seed" or each.kind is each.VAR_KEYWORD for name, each in takes.items()
-        )
-        return cls(**self._own, **({"seed": self._seed % 2**31} if self._takes_seed else {}))
+        self._takes_seed, seed = "seed" in takes and "seed" not in self._own, {"seed": self._seed % 2**31}
+        # PyMARL passes a seed to all; a class that passes everything on may end at one that takes none.
+        if "seed" not in {*takes, *self._own} and any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+            with suppress(TypeError):
+                made, self._takes_seed = cls(**self._own, **seed), True
+                return made
+        return cls(**self._own, **(seed if self._takes_seed else {}))
 
     def _begin(self, seed: int) -> None:
         takes = inspect.signature(self.env.reset).parameters

@@ -25,7 +25,9 @@ class PPOArgs(PolicyArgs):
     """`learner_args` of PPO with a critic."""
 
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)  # 0: one-step advantages, 1: whole returns
-    critic: str = "state"  # of the team: state | set (of units); of each agent: observation | agent_state
+    critic: str = (
+        "state"  # of the team: state (of each agent with its own rewards) | set; of each: observation | agent_state
+    )
     critic_hidden: int = Field(default=128, ge=1, le=2**16)  # width of the critic
     value_weight: float = Field(default=0.5, gt=0.0)  # weight of the critic's loss
     value_clip: float | None = Field(default=0.2, gt=0.0)  # bound of a value's distance from the one before the update

@@ -49,7 +49,8 @@ class StateCritic(FlatCritic):
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
         self.fc1 = FastLinear(info.state_dim, width)
-        self.add_rest(width, 1 if config.env_args.get("common_reward", True) else info.n_agents)
+        own = info.agent_rewards and "common_reward" in config.env_args
+        self.add_rest(width, info.n_agents if own else 1)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S], or [S, n], from the state [S, state_dim]; the agents' inputs are not used."""
