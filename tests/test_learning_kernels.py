@@ -54,13 +54,12 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("form", ["compiled", "of torch", "plain"])
+@pytest.mark.parametrize("form", ["compiled", "of torch"])
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_compiled_gru_equals_a_cell_in_values_and_gradients(monkeypatch, lengths, starts, form):
     torch.manual_seed(1)
     monkeypatch.setattr(kernels, "SMALL", 0 if form == "compiled" else math.inf)
-    monkeypatch.setattr(ops, "_fast_gru", (lambda *given: None) if form == "plain" else ops._fast_gru)
     gru, packing = PackedGRU(5, 20), Packing(lengths)
     x = torch.randn(sum(lengths), 3, 5, requires_grad=True)
     start = torch.randn(len(lengths), 3, 20, requires_grad=True) if starts else None

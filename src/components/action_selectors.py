@@ -91,11 +91,11 @@ def new_selector(config: Config, info: EnvInfo) -> Any:
     if hasattr(selector, "log_prob") != (info.box is not None):
         kind, fix = ("discrete", "softmax") if info.box is None else ("continuous", "gaussian")
         raise UserError(f"{given}: env={config.env} has {kind} actions. Use action_selector={fix}")
-    if info.box is None:
-        return selector
-    from omagd.components.gaussian import of_box
-
-    return of_box(selector, info.box, given)
+    if info.box is not None:
+        if selector.squashes and not info.box.bounded:
+            raise UserError(f"{given}: needs actions that are bounded on both sides. Use action_selector=gaussian")
+        selector.box = info.box
+    return selector
 
 
 def protocol_of(found: Any) -> type:

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from omagd.config.env_info import ActionBox
-from omagd.utils.errors import UserError
 
 LEAST, MOST = -5.0, 2.0
 """Bounds of the logarithm of the deviation."""
@@ -107,11 +106,3 @@ class TanhGaussian(Gaussian):
     """The same, squashed by tanh: no action is beyond the bounds, which all numbers must have."""
 
     squashes = True
-
-
-def of_box(selector: Gaussian, box: ActionBox, given: str) -> Gaussian:
-    """Return the selector of an environment's actions. given: key=value of the selector. Errors: UserError."""
-    if selector.squashes and not box.bounded:
-        raise UserError(f"{given}: needs actions that are bounded on both sides. Use action_selector=gaussian")
-    selector.box = box
-    return selector

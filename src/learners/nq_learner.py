@@ -23,7 +23,6 @@ from omagd.learners.synced_optimizer import (
     AgentLoss,
     Stats,
     SyncedOptimizer,
-    copy_if_finite,
     lr_scale,
     moments_of_rewards,
     standardised,
@@ -333,7 +332,11 @@ class NQLearner(QLearner):
             pairs = [*zip((self.target_agent, self.target_mixer), self.valuing(), strict=True)]
             old = [tensor for target, _ in pairs for tensor in target.state_dict().values()]
             new = [tensor for _, trained in pairs for tensor in trained.state_dict().values()]
-            copy_if_finite(old, new)  # weights that have overflowed do not reach the targets
+            # Weights that have overflowed do not reach the targets: a norm is finite only if every entry is. The device
+            # decides; the host does not wait.
+            finite = torch.stack(torch._foreach_norm([t for t in new if t.is_floating_point()])).isfinite().all()
+            for before, after in zip(old, new, strict=True):
+                before.copy_(torch.where(finite, after, before))
             self._copied_at = (episodes, self.updates)
 
 

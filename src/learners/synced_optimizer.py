@@ -142,17 +142,6 @@ class RMSprop(Adam):
 OPTIMIZERS: dict[str, type[Adam]] = {"adam": Adam, "rmsprop": RMSprop}
 
 
-def copy_if_finite(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    """Copy each tensor of `new` over its partner in `old` if all of them, on one device, have finite norms.
-
-    The device decides; the host does not wait. At least one tensor has a floating-point type.
-    """
-    # One number for all tensors: a norm is finite only if every entry is.
-    finite = torch.stack(torch._foreach_norm([t for t in new if t.is_floating_point()])).isfinite().all()
-    for before, after in zip(old, new, strict=True):
-        before.copy_(torch.where(finite, after, before))
-
-
 DECAY = 0.99  # of running moments, per batch; MAPPO's code has 0.99999 per minibatch
 LEAST_VARIANCE = 1e-4  # MAPPO's code has 0.01
 

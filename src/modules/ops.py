@@ -110,45 +110,24 @@ def gru(
     before: [rows of the first step, H], the state before it; None: zeros. rows: of each step, decreasing. weights and
     biases: W_i, W_h, b_i, b_h, each with the blocks [r | z | n].
     """
-    x = x.to(w_hh.dtype)
+    x, size, weights = x.to(w_hh.dtype), w_hh.shape[1], (w_ih, w_hh, b_ih, b_hh)
     # Under autocast cuDNN would run the recurrence in fp16, even when bf16 is asked for, and gradients of large batches
     # underflow there: so it has the type of the weights.
     with autocast_bf16(x.device, False):
-        made = _fast_gru(x, before, rows, w_ih, w_hh, b_ih, b_hh)
-        if made is not None:
-            return made
-        h = x.new_zeros(rows[0], w_hh.shape[1]) if before is None else before.to(x.dtype)
-        states = []
-        for of_step in x.split(rows):
-            h = h[: len(of_step)]  # episodes that have ended are the last rows of a step
-            x_r, x_z, x_n = F.linear(of_step, w_ih, b_ih).chunk(3, dim=-1)
-            h_r, h_z, h_n = F.linear(h, w_hh, b_hh).chunk(3, dim=-1)
-            r, z = (x_r + h_r).sigmoid(), (x_z + h_z).sigmoid()  # eq. 5 and 6
-            n = (x_n + r * h_n).tanh()  # eq. 8: where r is 0, the candidate forgets
-            h = (1 - z) * n + z * h  # eq. 7: where z is 1, the memory stays as it is
-            states.append(h)
-        return torch.cat(states)
-
-
-def _fast_gru(x: Tensor, before: Tensor | None, rows: list[int], *weights: Tensor) -> Tensor | None:
-    """Return `gru` by our kernels (much work in float32 on a CPU) or by torch's; None on devices without either."""
-    size = weights[1].shape[1]
-    kernels = kernels_for(x, len(x) * size)
-    if kernels is not None:
-        # All steps as one operation: autograd keeps one node for them, and backward runs over them by itself.
-        return cast(Tensor, Unroll.apply(kernels, rows, x, before, *weights))  # type: ignore[no-untyped-call]
-    if x.device.type not in {"cpu", "cuda"}:
-        return None
-    start = x.new_zeros(1, rows[0], size) if before is None else before.to(x.dtype)[None]
-    if rows[0] == rows[-1] and x.device.type == "cuda" and torch.is_grad_enabled():
-        return cast(Tensor, CuDNNUnroll.apply(x, start, *weights))  # type: ignore[no-untyped-call]
-    # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps what
-    # backward needs), bidirectional.
-    more = start, list(weights), True, 1, 0.0, torch.is_grad_enabled(), False
-    # Arguments with packed rows need their sizes on the host; a CUDA graph has none.
-    if rows[0] == rows[-1]:  # episodes of equal length: the plain form, which reads no sizes from the host
-        return torch._VF.gru(x.unflatten(0, (len(rows), rows[0])), *more, False)[0].flatten(0, 1)
-    return torch._VF.gru(x, torch.tensor(rows), *more)[0]
+        kernels = kernels_for(x, len(x) * size)
+        if kernels is not None:
+            # All steps as one operation: autograd keeps one node for them, and backward runs over them by itself.
+            return cast(Tensor, Unroll.apply(kernels, rows, x, before, *weights))  # type: ignore[no-untyped-call]
+        start = x.new_zeros(1, rows[0], size) if before is None else before.to(x.dtype)[None]
+        if rows[0] == rows[-1] and x.device.type == "cuda" and torch.is_grad_enabled():
+            return cast(Tensor, CuDNNUnroll.apply(x, start, *weights))  # type: ignore[no-untyped-call]
+        # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps what
+        # backward needs), bidirectional.
+        more = start, list(weights), True, 1, 0.0, torch.is_grad_enabled(), False
+        # Arguments with packed rows need their sizes on the host; a CUDA graph has none.
+        if rows[0] == rows[-1]:  # episodes of equal length: the plain form, which reads no sizes from the host
+            return torch._VF.gru(x.unflatten(0, (len(rows), rows[0])), *more, False)[0].flatten(0, 1)
+        return torch._VF.gru(x, torch.tensor(rows), *more)[0]
 
 
 class PackedGRU(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -18,13 +16,6 @@ USUAL = 10.0  # numbers of units are divided by this, so that they are about 1
 def present(units: Tensor) -> Tensor:
     """Return which units [..., D] are not zeros, [..., 1] bool; a unit of zeros is unseen, dead or absent."""
     return units.ne(0).any(dim=-1, keepdim=True)
-
-
-class Team(NamedTuple):
-    """Units of one team. features: [S, k, D]. there: [S, k, 1], 1 for units that are not zeros, in the same type."""
-
-    features: Tensor
-    there: Tensor
 
 
 class UnitEncoder(nn.Module):
@@ -53,18 +44,19 @@ class UnitEncoder(nn.Module):
 
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the whole [S, width], the allies [S, n, width], and 1 for those that live [S, n, 1]."""
-        allies, enemies, others = self._split(state)
-        of_allies, of_enemies = self.embed_ally(allies.features).relu(), self.embed_enemy(enemies.features).relu()
-        numbers = [team.there.sum(dim=1) for team in (allies, enemies)]
+        allies, enemies, there, others = self._split(state)
+        of_teams = self.embed_ally(allies).relu(), self.embed_enemy(enemies).relu()
+        numbers = [living.sum(dim=1) for living in there]
         # Means and numbers, not sums: a sum of thirty units would be far from that of three.
         means = [
-            (embedded * team.there).sum(dim=1) / number.clamp(min=1)
-            for embedded, team, number in ((of_allies, allies, numbers[0]), (of_enemies, enemies, numbers[1]))
+            (embedded * living).sum(dim=1) / number.clamp(min=1)
+            for embedded, living, number in zip(of_teams, there, numbers, strict=True)
         ]
         whole = self.whole(torch.cat([*means, *(number / USUAL for number in numbers), others], dim=-1)).relu()
-        return whole, of_allies, allies.there
+        return whole, of_teams[0], there[0]
 
-    def _split(self, state: Tensor) -> tuple[Team, Team, Tensor]:
+    def _split(self, state: Tensor) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+        """Return the features of allies and enemies, [S, k, D], 1 for those not zeros [S, k, 1], and the other ones."""
         layout, rows = self.layout, len(state)
         n, m = layout.n_allies, layout.n_enemies
         parts = [n * layout.ally_dim, m * layout.enemy_dim, n * layout.last_actions, self.n_others]
@@ -76,4 +68,4 @@ class UnitEncoder(nn.Module):
             shape = rows, n, layout.last_actions
             normal, attacks = last.view(shape).split([self.n_normal, layout.last_actions - self.n_normal], dim=-1)
             allies = torch.cat([allies, normal, attacks.sum(dim=-1, keepdim=True)], dim=-1)
-        return Team(allies, there[0]), Team(enemies, there[1]), others
+        return allies, enemies, there, others

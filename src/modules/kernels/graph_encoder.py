@@ -16,7 +16,7 @@ Compared with the layers in float64, in values and gradients: tests/test_learnin
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,18 +26,6 @@ from torch.autograd.function import once_differentiable
 from omagd.config.env_info import EntityLayout
 
 NODES_AT_ONCE = 2048  # nodes of a chunk of graphs
-
-
-class Part(NamedTuple):
-    """A chunk of graphs: its first row, from there on the ends of own rows, allies and enemies, its graphs, and the
-    rows of the table that own nodes read.
-    """
-
-    first: int
-    ends: tuple[int, int, int]
-    of: slice
-    graphs: np.ndarray
-    reads: np.ndarray
 
 
 class Graphs:
@@ -66,12 +54,13 @@ class Graphs:
         self.n_rows = self.chunks[-1][3] if self.chunks else 0
         self.most = max((end - first for first, _, _, end in self.chunks), default=0)
         self.nodes = nodes
-        self.parts = [self._part(number) for number in range(len(self.chunks))]
-
-    def _part(self, number: int) -> Part:
-        first, ally, enemy, end = self.chunks[number]
-        of = slice(number * self.at_once, (number + 1) * self.at_once)
-        return Part(first, (ally - first, enemy - first, end - first), of, self.graphs[of], self.index[of])
+        # Of each chunk: its first row, from there on the ends of own rows, allies and enemies, its graphs, and the rows
+        # of the table that own nodes read.
+        self.parts: list[tuple[int, tuple[int, int, int], slice, np.ndarray, np.ndarray]] = []
+        for number, (first, ally, enemy, end) in enumerate(self.chunks):
+            of = slice(number * self.at_once, (number + 1) * self.at_once)
+            ends = ally - first, enemy - first, end - first
+            self.parts.append((first, ends, of, self.graphs[of], self.index[of]))
 
 
 class EncodeGraphs(torch.autograd.Function):
