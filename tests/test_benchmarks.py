@@ -21,7 +21,7 @@ import pytest
 import torch
 from command_budgets import BUDGETS
 
-from omagd.lab.studies.spec import config_of, load
+from omagd.lab.studies.spec import config_of_words, load
 from omagd.run.cli.main import main
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -129,4 +129,4 @@ def test_a_study_of_the_benchmark_has_the_learners_that_are_compared_and_the_abs
     jobs = load(file).jobs
     others = {"vdn", "iql", "qplex", "ippo"} if file.stem != "smax_long" else set()
     assert {job.arm for job in jobs} == {"qmix", "mappo", "pqn_vdn", *others}
-    assert {config_of(job).absolute_episodes for job in jobs[::10]} == {320}
+    assert {config_of_words(job.words).absolute_episodes for job in jobs[::10]} == {320}

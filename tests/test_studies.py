@@ -25,7 +25,7 @@ from omagd.lab.studies import study as whole_study
 from omagd.lab.studies.executors import Ended, Job, Place
 from omagd.lab.studies.local import LocalArgs, LocalExecutor, last_error
 from omagd.lab.studies.slurm import SlurmArgs, SlurmExecutor
-from omagd.lab.studies.spec import config_of, load
+from omagd.lab.studies.spec import config_of_words, load
 from omagd.lab.studies.state import DONE, ELSEWHERE, FAILED, RUNNING, WAITING, StudyState, locked_study
 from omagd.lab.studies.study import run_study
 from omagd.lab.studies.view import state_line, study_table
@@ -55,7 +55,7 @@ def test_arms_environments_and_seeds_are_multiplied_and_override_each_other():
     assert [job.name for job in jobs] == [
         f"{arm}-{env}-seed{seed}" for arm in ("plain", "deep") for env in ("easy", "hard") for seed in (4, 2)
     ]
-    found = {job.name: config_of(job) for job in jobs}
+    found = {job.name: config_of_words(job.words) for job in jobs}
     picked = {name: (c.name, c.map_name, c.seed, c.lr, c.batch_size, c.epsilon_start) for name, c in found.items()}
     assert picked["plain-easy-seed4"] == ("qmix", "3m", 4, 0.1, 5, 1.0)
     assert picked["deep-easy-seed2"] == ("vdn", "3m", 2, 1e-05, 5, 0.5)
@@ -110,7 +110,7 @@ def test_a_configuration_beside_the_study_file_is_found(tmp_path, monkeypatch):
     (tmp_path / "toy.yaml").write_text(yaml.safe_dump({"arms": {"mine": {"config": "mine.yaml"}}}))
     monkeypatch.chdir("/")
     study = load(tmp_path / "toy.yaml", results=str(tmp_path / "out"))
-    assert config_of(study.jobs[0]).lr == 0.25
+    assert config_of_words(study.jobs[0].words).lr == 0.25
     assert study.folder == tmp_path / "out" / "toy"
 
 

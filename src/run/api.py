@@ -23,7 +23,7 @@ from omagd.envs.task_sets import task_set
 from omagd.run.checkpoint.weights import find_step_folder, run_folder_of
 from omagd.run.launchers import join_tasks
 from omagd.run.recording import RENDER_MODES
-from omagd.run.recording.recorder import Viewer, probabilities
+from omagd.run.recording.recorder import probabilities, views_of
 from omagd.run.run import run as run_seeds
 from omagd.run.run_folder import RunFolder
 from omagd.run.training import build
@@ -166,7 +166,6 @@ class LoadedPolicy:
         self._mac = mac
         self.agent = mac.agent
         self.outputs_logits = bool(getattr(mac, "outputs_logits", False))
-        self._viewer = Viewer(mac, info)
         self.reset()
 
     @property
@@ -221,7 +220,7 @@ class LoadedPolicy:
         Both by agent and node, as `info.layout` orders the units of an observation: features [n, N, D] float32, zero
         where nothing is known; guesses [n, N] bool. None before the first `act`, and for policies that guess nothing.
         """
-        found = None if self._last is None else self._viewer.views(*self._last)
+        found = None if self._last is None else views_of(self._mac, self.info, *self._last)
         return None if found is None or found[1] is None or found[2] is None else (found[1], found[2])
 
     def act(self, obs: np.ndarray, mask: np.ndarray, full_obs: np.ndarray | None = None) -> np.ndarray:

@@ -76,7 +76,7 @@ class BattleSemantics:
         self._last_action[which] = 0.0
         self.steps[which] = 0
         self.ended[which] = False
-        self._changed()
+        self._stale = True
 
     def orders(self, actions: np.ndarray, active: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Check `actions` [B, n] of the `active` slots and return (order, target, dest) for the back-end.
@@ -101,7 +101,7 @@ class BattleSemantics:
 
     def finish_step(self, active: np.ndarray) -> StepResult:
         """Return the results of the step that the back-end has just played in the `active` slots [B]."""
-        self._changed()
+        self._stale = True
         self.steps += active
         medivac = self._medivac() if self._heals else None
         ending = judge(self._backend.units, self._n, medivac, self.steps >= self._limit, self._any_medivacs)
@@ -240,17 +240,13 @@ class BattleSemantics:
         self.steps[:] = snapshot["steps"]
         self.ended[:] = snapshot["ended"]
         self._counters = dict(snapshot["counters"])
-        self._changed()
+        self._stale = True
 
     def _medivac(self) -> np.ndarray:
         """Return [B, U] bool: medivacs on maps where they heal."""
         if not self._heals:
             return self._no_medivac
         return self._tables.medivac.take(self._backend.units.type_id)
-
-    def _changed(self) -> None:
-        """Note that the battles have changed: everything that is shown of them is out of date."""
-        self._stale = True
 
     def _refresh(self) -> None:
         if self._stale:

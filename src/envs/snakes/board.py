@@ -72,12 +72,6 @@ class Board(NamedTuple):
         """Return the boards with the numbers `which` [k]."""
         return Board(*(values[which] for values in self))
 
-    def beans_by_slot(self) -> np.ndarray:
-        """Return the cells of the beans ordered by their slot, [B, 5]."""
-        placed = np.empty_like(self.beans)
-        np.put_along_axis(placed, self.bean_slots, self.beans, 1)
-        return placed
-
 
 @function
 def seat(team: int, place: int) -> int:

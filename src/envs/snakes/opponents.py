@@ -220,7 +220,9 @@ class OpponentPool:
 
         Errors: UserError for an unknown name, a name of two opponents, or none.
         """
-        pool = [opponent(which) for which in opponents]
+        if unknown := [which for which in opponents if isinstance(which, str) and which not in SCRIPTS]:
+            raise unknown_name("opponent", unknown[0], SCRIPTS)
+        pool: list[Opponent] = [SCRIPTS[which] if isinstance(which, str) else which for which in opponents]
         if not pool:
             raise UserError("opponents=[]: give one at least")
         busy = [self._known[number] for number in np.unique(self.numbers)] if self._known else []
@@ -275,12 +277,3 @@ class OpponentPool:
             )
         self._known = [there[name] for name in snapshot["names"]]
         self._upto, self.numbers = np.array(snapshot["upto"]), np.array(snapshot["numbers"])
-
-
-def opponent(which: str | Opponent) -> Opponent:
-    """Return the script of that name, or `which` if it is an opponent. Errors: UserError for an unknown name."""
-    if not isinstance(which, str):
-        return which
-    if which not in SCRIPTS:
-        raise unknown_name("opponent", which, SCRIPTS)
-    return SCRIPTS[which]

@@ -210,7 +210,8 @@ class Snakes3v3(BatchedEnv):
 
     def frame(self, slot: int) -> Frame:
         """Return the own snakes of a slot, the opponent's, and the beans; marked are those that have just died."""
-        board, beans = self._engine.board, self._engine.board.beans_by_slot()[slot]
+        board = self._engine.board
+        beans = board.beans[slot, np.argsort(board.bean_slots[slot])]
         order = (np.arange(N_SNAKES) + N_TEAM * self._team[slot]) % N_SNAKES  # own team first
         bodies, lengths = self._engine.segments(slot), board.lengths[slot][order]
         cells = [*board.heads[slot][order].tolist(), *beans.tolist()]

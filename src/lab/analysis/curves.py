@@ -175,7 +175,7 @@ def curve_panels(
         lines = [_line(group, [view.runs(group)], view.metric, axis, statistic or "mean", None) for group in groups]
         drawn = tuple(line for line in lines if line is not None)
         panels.append(Panel(view.title, drawn, statistic or "mean", held_out=view.held_out))
-    common = common_places(groups)
+    common = [place for place in places(groups) if all(group.at(place) for group in groups)]
     if total and len(common) > 1:
         scale = ranges(groups, metric)
         lines = [
@@ -187,11 +187,6 @@ def curve_panels(
     return panels
 
 
-def common_places(groups: Sequence[Group]) -> list[str]:
-    """Return the maps on which every group has runs."""
-    return [place for place in places(groups) if all(group.at(place) for group in groups)]
-
-
 def ranges(groups: Sequence[Group], metric: str) -> dict[str, tuple[float, float]] | None:
     """Return lowest and highest value of any test on each map; None if all are shares from 0 to 1."""
     found = {}
@@ -199,13 +194,6 @@ def ranges(groups: Sequence[Group], metric: str) -> dict[str, tuple[float, float
         values = np.concatenate([run.test_curve(metric)[2] for group in groups for run in group.at(place)])
         found[place] = (float(values.min()), float(values.max()))
     return None if all(0 <= low <= high <= 1 for low, high in found.values()) else found
-
-
-def _scaled(run: Run, values: np.ndarray, scale: Mapping[str, tuple[float, float]] | None) -> np.ndarray:
-    if scale is None:
-        return values
-    low, high = scale[run.place]
-    return (values - low) / (high - low or 1.0)
 
 
 def _line(
@@ -221,7 +209,10 @@ def _line(
         steps, seconds, values = run.test_curve(metric, "wall" if axis == "steps" else axis)
         if axis != "steps" and np.isnan(seconds).any():
             raise UserError(f"--x={axis}: tests of {run.label} have no {axis}_seconds. Use --x=steps")
-        curves.append((steps if axis == "steps" else seconds, _scaled(run, values, scale)))
+        if scale is not None:
+            low, high = scale[run.place]
+            values = (values - low) / (high - low or 1.0)
+        curves.append((steps if axis == "steps" else seconds, values))
     x, table = _on_one_axis(curves)
     sizes = [len(part) for part in parts]
     columns = np.split(table, np.cumsum(sizes)[:-1], axis=1)

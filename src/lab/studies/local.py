@@ -112,19 +112,11 @@ def start_run(command: Sequence[str], log: Path, threads: int = 1) -> subprocess
     dies, so it saves and ends. threads: of NumPy and its like. Errors: OSError.
     """
     environment = without_tasks(os.environ) | dict.fromkeys(THREADS, str(threads))
-    handle = open_lines(log)
-    try:
+    with open(open_lines(log), "ab") as out:
         return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=handle,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=bound(),
-        )
-    finally:
-        os.close(handle)
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment,
+            start_new_session=True, preexec_fn=bound(),
+        )  # fmt: skip
 
 
 def bound() -> Callable[[], None]:

@@ -104,14 +104,10 @@ def append(path: Path, entry: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with opened(path.parent, os.O_DIRECTORY) as folder:
         fcntl.flock(folder, fcntl.LOCK_EX)  # until it is closed
-        handle = open_lines(path)
-        try:
-            left = memoryview(line.encode())
-            while left:
-                left = left[os.write(handle, left) :]
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with open(open_lines(path), "ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def try_folder(folder: Path) -> None:

@@ -124,11 +124,6 @@ def load(given: Given, *, results: str | None = None, executor: str | None = Non
     return Study(where, jobs, chosen, settings, kept, text, source)
 
 
-def config_of(job: Job) -> Config:
-    """Return the checked configuration of a job. Errors: UserError."""
-    return config_of_words(job.words)
-
-
 def config_of_words(words: Sequence[str]) -> Config:
     """Return the checked configuration of the words of a job. Errors: UserError."""
     options = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
@@ -163,7 +158,7 @@ def _jobs(file: StudyFile, source: str, base: Path, found: Mistakes) -> Iterator
                 words = words_of(file, entry, environment, base)
                 for seed in seeds:
                     job = Job("", arm, "", "", seed, (*words, f"seed={seed}"))
-                    config = config_of(job)
+                    config = config_of_words(job.words)
                     job = _named(job, config, label)
                     _require_another(job, config, f"{arm} {label}".strip(), same, names)
                     yield job

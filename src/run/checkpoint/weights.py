@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -157,18 +158,14 @@ def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path"
     `key=path`. Errors: UserError if there is none, or if that step has no agent: an earlier one is not taken unasked.
     """
     source = source or f"{key}={path}"
-    try:
-        given = Path(path).expanduser()
-        there = given.is_dir()
-    except (OSError, ValueError, RuntimeError):  # too long a name, a null byte, the home of an unknown user
-        there = False
-    if not there:
+    given = Path(os.path.expanduser(path))
+    if not os.path.isdir(given):  # False for too long a name or a null byte, too
         raise UserError(f"{source}: no such folder. Give a run's folder, its models/ or a folder in it")
     if (given / AGENT_FILE).is_file():
         return given
     for folder in (given / "models", given):
         steps = [p for p in folder.glob("*") if p.name.isdecimal() and p.is_dir()]
-        whole = [p for p in steps if _has_agent(p)]
+        whole = [p for p in steps if os.path.isfile(p / AGENT_FILE)]  # False where it cannot be entered
         if whole or steps and folder.name == "models":
             wanted = load_step or max(int(p.name) for p in steps)
             found, *other = (min(each, key=lambda p: abs(int(p.name) - wanted)) for each in (steps, whole) if each)
@@ -187,14 +184,6 @@ def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path"
             " save_model_interval"
         )
     raise UserError(f"{source}: holds no {AGENT_FILE}. Give a run's folder, its models/ or a folder in it")
-
-
-def _has_agent(folder: Path) -> bool:
-    """Return whether a folder has the file of the agent, which a save writes last; False if it cannot be entered."""
-    try:
-        return (folder / AGENT_FILE).is_file()
-    except OSError:
-        return False
 
 
 def far_step(folder: Path, load_step: int) -> str:

@@ -13,47 +13,32 @@ from omagd.config.env_info import EntityLayout, EnvInfo
 from omagd.controllers.types import Decision, Exploration, Policy, Tick
 from omagd.envs.frames import AGENTS, Frame
 from omagd.envs.protocol import LOST_IN_A_ROW, BatchedEnv
-from omagd.modules.graph_reconstructers.belief_head import BeliefHead
 from omagd.modules.graph_reconstructers.graphs import NO_UNIT, obs_to_nodes, units_of_nodes
-from omagd.modules.graph_reconstructers.reconstructor import Reconstructor
 from omagd.run.recording.recording import FARTHEST, Belief, Episode, Moment, Number, number_of
 
 Views = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 """Nodes [n, N, D] that the agents see, those with guesses, and which ones [n, N] are guesses."""
 
 
-class Viewer:
-    """Says what the agents of slot 0 see and guess, without changing what they do.
+def views_of(policy: Any, info: EnvInfo, tick: Tick, decision: Decision) -> Views | None:
+    """Return what the agents of slot 0 see and guess at the last tick; None where observations have no units.
 
-    Args:
-        policy: a controller, or scripts. info: facts of what it plays.
+    Called before the next tick: what a head says is read from the memory with which the agents have just acted.
+    policy: a controller, or scripts, which read `obs`. info: facts of what it plays.
     """
-
-    def __init__(self, policy: Policy, info: EnvInfo) -> None:
-        self._info = info
-        self._reconstructor: Reconstructor | None = getattr(policy, "reconstructor", None)
-        self._policy = policy
-        self._head: BeliefHead | None = getattr(policy, "head", None)
-        self._read: Any = getattr(policy, "read", None)  # of controllers; scripts read `obs`
-
-    def views(self, tick: Tick, decision: Decision) -> Views | None:
-        """Return what the agents see and guess at the last tick; None where observations have no units.
-
-        Called before the next tick: what a head says is read from the memory with which the agents have just acted.
-        """
-        layout, shown = self._info.layout, tick.observation
-        if layout is None:
-            return None
-        obs = shown.obs if self._read is None else self._read(shown)
-        first, fills = torch.from_numpy(np.array(obs[:1])), self._reconstructor
-        nodes = obs_to_nodes(first[0], layout).numpy()
-        if self._head is not None:
-            made, guessed = self._head.filled(first, self._policy.snapshot()["hidden"][:1])
-        elif fills is None or (stored := decision.extras.get(fills.field)) is None:
-            return nodes, None, None
-        else:
-            made, guessed = fills.restore({"obs": first, fills.field: torch.from_numpy(np.array(stored[:1]))})
-        return nodes, obs_to_nodes(made[0], layout).cpu().numpy(), guessed[0].cpu().numpy()
+    layout, shown = info.layout, tick.observation
+    if layout is None:
+        return None
+    head, fills, read = (getattr(policy, name, None) for name in ("head", "reconstructor", "read"))
+    first = torch.from_numpy(np.array((shown.obs if read is None else read(shown))[:1]))
+    nodes = obs_to_nodes(first[0], layout).numpy()
+    if head is not None:
+        made, guessed = head.filled(first, policy.snapshot()["hidden"][:1])
+    elif fills is None or (stored := decision.extras.get(fills.field)) is None:
+        return nodes, None, None
+    else:
+        made, guessed = fills.restore({"obs": first, fills.field: torch.from_numpy(np.array(stored[:1]))})
+    return nodes, obs_to_nodes(made[0], layout).cpu().numpy(), guessed[0].cpu().numpy()
 
 
 class Recorder:
@@ -70,7 +55,6 @@ class Recorder:
     def __init__(self, policy: Policy, env: BatchedEnv, info: EnvInfo, name: str, most: int = 10) -> None:
         self._policy, self._env, self._info, self._name, self._most = policy, env, info, name, most
         self._logits = bool(getattr(policy, "outputs_logits", False))
-        self._viewer = Viewer(policy, info)
         self._found: list[tuple[Frame, list[Moment]]] = []
         self._open: list[Moment] = []
         self.episodes: list[Episode] = []
@@ -131,7 +115,8 @@ class Recorder:
             kept += 1
 
     def _record(self, tick: Tick, decision: Decision) -> None:
-        views = self._viewer.views(tick, decision)  # first: the observation is valid until the environment's next call
+        # First: the observation is valid until the environment's next call.
+        views = views_of(self._policy, self._info, tick, decision)
         frame = self._env.frame(0)
         n = frame.scene.teams.count(0)
         available = tick.observation.avail_actions[0, :n]

@@ -134,14 +134,13 @@ class CompiledSemantics(BattleSemantics):
         )  # fmt: skip
         self._memory = features.shared_memory()
         self._lost, self._died = np.zeros(2), np.zeros(2, np.int64)
-        self._measured = False  # the geometry, which only scripts and pictures need, is current
 
     def begin(self, which: np.ndarray, seeds: np.ndarray | None = None) -> None:
         """Start episodes in the slots `which` [B] bool, where the back-end has started new battles."""
         begun = as_kernels_take("which", which, bool, self.steps.shape)
         parts = self.parts
         rules.begin(parts.layout, parts.scale, parts.state, parts.episodes, begun)
-        self._changed()
+        self._stale = True
 
     def step(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
         """Play `actions` [B, n] in the `active` slots [B].
@@ -158,7 +157,7 @@ class CompiledSemantics(BattleSemantics):
         )  # fmt: skip
         if mistake != play.EVERY_CHOICE_FITS:
             self._require_playable(actions, active)
-        self._changed()
+        self._stale = True
         won, _, draw, limit, over = results.flags
         return self._result(results.reward, over, won, draw, limit, results.dead)
 
@@ -168,10 +167,8 @@ class CompiledSemantics(BattleSemantics):
         return Observation(self._obs, self._state, self._avail, self._full if full else None)
 
     def geometry(self) -> Geometry:
-        """Return the current distances and directions."""
-        if not self._measured:
-            self._geometry.refresh(self._backend.units)
-            self._measured = True
+        """Return the current distances and directions, which only scripts and SMAC's methods need."""
+        self._geometry.refresh(self._backend.units)
         return self._geometry
 
     def state_parts(self) -> dict[str, np.ndarray]:
@@ -184,10 +181,6 @@ class CompiledSemantics(BattleSemantics):
         parts = self.parts
         features.observe(parts.layout, parts.state, parts.episodes, self._memory, parts.shown, full)
         self._stale = False
-
-    def _changed(self) -> None:
-        super()._changed()
-        self._measured = False
 
     def _refresh(self) -> None:
         if self._stale:
