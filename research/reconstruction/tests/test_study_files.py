@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from omagd.lab.studies.spec import config_of, load
+from omagd.lab.studies.spec import config_of_words, load
 
 FILES = sorted((Path(__file__).resolve().parents[1] / "studies").glob("*.yaml"))
 READS = {
@@ -21,7 +21,7 @@ def by_environment(file):
     found = {}
     for each in (file.with_stem("belief_head"), file) if file.stem == "belief_comparators" else (file,):
         for job in load(each).jobs:
-            found.setdefault((job.env, job.map, job.seed), {})[job.arm] = config_of(job)
+            found.setdefault((job.env, job.map, job.seed), {})[job.arm] = config_of_words(job.words)
     return {place: {arm: arms[arm] for arm in arms if arm != "mappo"} for place, arms in found.items()}
 
 
@@ -42,7 +42,7 @@ def test_arms_differ_only_in_what_agents_and_losses_read_and_how_long(file):
 def test_arms_of_a_map_learn_as_long_and_their_last_test_has_many_battles():
     for file in FILES:
         jobs = load(file).jobs
-        configs = [config_of(job) for job in jobs]
+        configs = [config_of_words(job.words) for job in jobs]
         assert all(config.test_nepisode >= 512 or config.pretrain_only for config in configs)
         steps = {(job.env, job.map, config.t_max) for job, config in zip(jobs, configs, strict=True)}
         at_equal_time = file.stem.startswith("belief_")  # there quicker arms go on for more steps
