@@ -343,7 +343,6 @@ def test_rewards_of_single_agents_need_a_learner_that_reads_them(capsys):
     assert main(["--config=vdn", *words[:-2], "env_args.key=CartPole-v1", "env_args.time_limit=0"]) == 2
     assert capsys.readouterr().err == "error: env_args.time_limit=0: must be at least 1\n"
     assert main(["--config=rloo", *words, "learner_args.score=return"]) == 2
-    assert main(["--config=iql", *words, "common_reward=True"]) == 2, "two names of one key"
 
 
 def test_a_file_in_the_working_directory_is_found(tmp_path, monkeypatch):

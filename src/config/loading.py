@@ -372,8 +372,6 @@ def apply_texts(
                 given |= text
                 continue
             row = None if key.partition(".")[0] in FIELDS else foreign("key", key)
-            if row and row.taken and row.here in texts:
-                found.add(f"with {key}={text}: is {row.here}, which is given, too. Leave one out")
             current = value_at(result, row.here if row and row.here else key)
             value = parse_value(text, current, key) if parse else text
             result = _merge(result, _nested(key, value, result), found, source="with", shown=value)

@@ -22,14 +22,16 @@ class PyMARLEnv(Foreign):
 
     args_model = AdapterArgs
     returns = (3, 5)
+    _passes_seed = True
     _fix = " Give module:Class"
 
     def _measure(self) -> None:
         if lacking := [name for name in METHODS if not callable(getattr(self.env, name, None))]:
             raise self._wrong(f"it has no {', '.join(lacking)}")
-        if "seed" in self._own and self._stale and "seed" not in inspect.signature(self.env.reset).parameters:
+        seed, takes = self._own.get("seed"), inspect.signature(self.env.reset).parameters
+        if seed is not None and self._stale and "seed" not in takes:
             fix = "Leave it out, or give env_args.new_each_episode=False"
-            raise self._wrong(f"with env_args.seed={self._own['seed']} every episode starts alike. {fix}")
+            raise self._wrong(f"with env_args.seed={seed} every episode starts alike. {fix}")
         self.facts = self._fitting("get_env_info()", lambda: dict(self.env.get_env_info()))
         self._stale = self._stale or self._takes_seed  # it was made before there was a seed
 
@@ -43,10 +45,12 @@ class PyMARLEnv(Foreign):
             raise self._wrong(f"{name} has one reward and its own step limit. Leave out {', '.join(unread)}")
         self._takes_seed, seed = "seed" in takes and "seed" not in self._own, {"seed": self._seed % 2**31}
         # PyMARL passes a seed to all; a class that passes everything on may end at one that takes none.
-        if "seed" not in {*takes, *self._own} and any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+        passes = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+        if passes and self._passes_seed and "seed" not in {*takes, *self._own}:
             with suppress(TypeError):
                 made, self._takes_seed = cls(**self._own, **seed), True
                 return made
+            self._passes_seed = False  # asked once: what it has begun is not closed
         return cls(**self._own, **(seed if self._takes_seed else {}))
 
     def _begin(self, seed: int) -> None:

@@ -158,8 +158,12 @@ def find_step_folder(path: str, load_step: int = 0, key: str = "checkpoint_path"
     `key=path`. Errors: UserError if there is none, or if that step has no agent: an earlier one is not taken unasked.
     """
     source = source or f"{key}={path}"
-    given = Path(os.path.expanduser(path))
-    if not os.path.isdir(given):  # False for too long a name or a null byte, too
+    try:
+        given = Path(path).expanduser()
+        there = given.is_dir()
+    except (OSError, ValueError, RuntimeError):  # too long a name, a null byte, the home of an unknown user
+        there = False
+    if not there:
         raise UserError(f"{source}: no such folder. Give a run's folder, its models/ or a folder in it")
     if (given / AGENT_FILE).is_file():
         return given

@@ -139,14 +139,14 @@ def _require_common_reward(config: Config, info: EnvInfo) -> None:
     """Reject rewards of single agents where a mixer, a critic or RLOO learns the team's."""
     from omagd.learners.protocol import explores, learner_class
 
-    if config.evaluate or not (info.agent_rewards and "common_reward" in config.env_args):
+    if config.evaluate or not (info.agent_rewards and config.env_args.get("common_reward", True) is not True):
         return
     args = config.learner_args
     of_team = [f"learner_args.{key}={args[key]}" for key, values in OF_TEAM.items() if args.get(key) in values]
     if config.mixer != "none" and config.mac != "ddpg_mac" and explores(learner_class(config.learner)):
         of_team.append(f"mixer={config.mixer}")
     if of_team:
-        fix = "Use --config=iql or --config=ippo, or learner_args.critic=state"
+        fix = "Use --config=iql, --config=ippo or --config=mappo"
         raise UserError(f"env_args.common_reward=False: {of_team[0]} learns from one reward. {fix}")
 
 
