@@ -31,10 +31,9 @@ ARGS = {"epochs": 1, "normalise_values": False, "value_clip": None, "critic_hidd
 
 def ppo(seed: int = 0, **args: Any) -> Any:
     more = {name: args.pop(name) for name in ("agent", "env_args", "share_parameters", "t_max") if name in args}
-    config, info = (
-        toy_config(**PPO, **more, learner_args={**ARGS, **args}),
-        replace(INFO, agent_rewards="env_args" in more),
-    )
+    config, info = toy_config(**PPO, **more, learner_args={**ARGS, **args}), INFO
+    if "env_args" in more:
+        info = replace(INFO, agent_rewards=True)
     return make_learner(config, dtype=torch.float64, seed=seed, info=info)
 
 

@@ -246,6 +246,10 @@ class EnvInfo:
     box: ActionBox | None = None
     image: tuple[Size, Size, Size] | None = None
 
+    def learns_own_rewards(self, env_args: Mapping[str, Any]) -> bool:
+        """Return whether a run with these `env_args` asks for rewards of agents; some worlds report them anyway."""
+        return self.agent_rewards and env_args.get("common_reward", True) is not True
+
     @property
     def action_dim(self) -> int:
         """Numbers of an action as an input: a one-hot of A, or the d numbers themselves."""

@@ -512,7 +512,7 @@ class PettingZooEnv(Foreign):
     def _keep(
         self, seen: Mapping[str, Any], infos: Mapping[str, Any], over: Collection[str] = (), cut: Collection[str] = ()
     ) -> None:
-        if strangers := set(self.env.agents) - set(self.names):
+        if strangers := set(self.env.agents).difference(self.names):
             raise self._wrong(
                 f"{min(map(str, strangers))} is not in possible_agents, which must be fixed and hold all agents"
             )

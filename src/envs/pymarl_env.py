@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ class PyMARLEnv(Foreign):
 
     args_model = AdapterArgs
     returns = (3, 5)
-    _passes_seed = True
+    _takes_seed = True  # until a constructor shows that it does not
     _fix = " Give module:Class"
 
     def _measure(self) -> None:
@@ -43,15 +42,17 @@ class PyMARLEnv(Foreign):
         takes = inspect.signature(cls).parameters
         if unread := [key for key in Rewards.model_fields if key in self._own and key not in takes]:
             raise self._wrong(f"{name} has one reward and its own step limit. Leave out {', '.join(unread)}")
-        self._takes_seed, seed = "seed" in takes and "seed" not in self._own, {"seed": self._seed % 2**31}
         # PyMARL passes a seed to all; a class that passes everything on may end at one that takes none.
         passes = any(each.kind is each.VAR_KEYWORD for each in takes.values())
-        if passes and self._passes_seed and "seed" not in {*takes, *self._own}:
-            with suppress(TypeError):
-                made, self._takes_seed = cls(**self._own, **seed), True
-                return made
-            self._passes_seed = False  # asked once: what it has begun is not closed
-        return cls(**self._own, **(seed if self._takes_seed else {}))
+        self._takes_seed = self._takes_seed and "seed" not in self._own and ("seed" in takes or passes)
+        if self._takes_seed:
+            try:
+                return cls(**self._own, seed=self._seed % 2**31)
+            except TypeError:
+                if "seed" in takes:
+                    raise
+                self._takes_seed = False  # asked once: what it has begun is not closed
+        return cls(**self._own)
 
     def _begin(self, seed: int) -> None:
         takes = inspect.signature(self.env.reset).parameters

@@ -49,8 +49,7 @@ class StateCritic(FlatCritic):
     def __init__(self, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()
         self.fc1 = FastLinear(info.state_dim, width)
-        own = info.agent_rewards and config.env_args.get("common_reward", True) is not True
-        self.add_rest(width, info.n_agents if own else 1)
+        self.add_rest(width, info.n_agents if info.learns_own_rewards(config.env_args) else 1)
 
     def forward(self, inputs: AgentInputs, state: Tensor) -> Tensor:
         """Return [S], or [S, n], from the state [S, state_dim]; the agents' inputs are not used."""

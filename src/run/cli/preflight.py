@@ -139,7 +139,7 @@ def _require_common_reward(config: Config, info: EnvInfo) -> None:
     """Reject rewards of single agents where a mixer, a critic or RLOO learns the team's."""
     from omagd.learners.protocol import explores, learner_class
 
-    if config.evaluate or not (info.agent_rewards and config.env_args.get("common_reward", True) is not True):
+    if config.evaluate or not info.learns_own_rewards(config.env_args):
         return
     args = config.learner_args
     of_team = [f"learner_args.{key}={args[key]}" for key, values in OF_TEAM.items() if args.get(key) in values]
