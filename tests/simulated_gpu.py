@@ -283,6 +283,7 @@ def simulated_gpu() -> Iterator[SimulatedGPU]:
     """Enter the mode; CUDA's random state and autocast work without a card."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)  # of the machine's own card, which is not simulated
+        patch.setattr(torch.cuda, "is_initialized", lambda: False)
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(RECORDING))
         patch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state())

@@ -16,12 +16,13 @@ from battle_toys import JudgedByNumPy
 from resident_toys import FLAGS
 
 from omagd.envs.battle.args import SkirmishArgs
+from omagd.envs.battle.compiled import compiler, play, resident
 from omagd.envs.battle.compiled import cuda as kernels
-from omagd.envs.battle.compiled import play, resident
 from omagd.envs.battle.compiled.resident import ResidentBattles
 from omagd.envs.battle.maps import get_map
 from omagd.envs.protocol import random_actions
 from omagd.utils import compiling
+from omagd.utils.cuda import CUDACompiler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SLOTS = 5
@@ -119,7 +120,7 @@ class GPULayout(ResidentBattles):
 @pytest.fixture(scope="module")
 def cached():
     """Let Numba keep what it compiles here for later sessions: the parts of the kernels, called from Python."""
-    folder = kernels.compiler.folder
+    folder = compiler.folder
     before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder.with_name(f"tests-of-{folder.name}"))
     for function in compiling._functions:
         function.enable_caching()
@@ -167,56 +168,61 @@ def compilable(on_gpu, monkeypatch, tmp_path):
     from numba.cuda.cudadrv import devices
 
     monkeypatch.setattr(kernels, "cuda", cuda)
+    monkeypatch.setattr(kernels, "compiler", CUDACompiler(Path(kernels.__file__).parents[1], "battles", "", exact=True))
     card = SimpleNamespace(compute_capability=(9, 0))
     monkeypatch.setattr(dispatcher, "get_current_device", lambda: card)
     monkeypatch.setattr(devices, "get_context", lambda: SimpleNamespace(device=card))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kernels.compiler, "folder", tmp_path / "omagd" / "compiled" / "battles-00000000")
-    for made_once in (kernels.kept_in, kernels.jitted):
-        made_once.cache_clear()
-    yield
-    for made_once in (kernels.kept_in, kernels.jitted):
-        made_once.cache_clear()
 
 
-def linked_ptx(name, *arguments):
+def linked_ptx(compiler, kernel, *types):
     """Return the PTX of a kernel for compute capability 9.0, linked as it is when it is launched."""
     from numba.cuda.dispatcher import _Kernel
 
-    made = kernels.jitted(name)
-    with kernels.exact():
-        library = _Kernel(made.py_func, tuple(map(numba.typeof, arguments)), **made.targetoptions)._codelibrary
+    made = compiler.jitted(kernel)
+    with compiler.compiling():
+        library = _Kernel(made.py_func, types, **made.targetoptions)._codelibrary
         return library.get_lto_ptx((9, 0)) if library._lto else library.get_asm_str((9, 0))
 
 
 @pytest.mark.parametrize("kernel", ["reset", "step", "look"])
 def test_kernels_compile_for_gpus_without_fused_operations(compilable, kernel):
     arguments = getattr(GPULayout("MMM2", SLOTS), f"_{kernel}")
-    ptx = linked_ptx(kernel, *arguments, *[True] * (kernel == "look"))
+    types = map(numba.typeof, (*arguments, *[True] * (kernel == "look")))
+    ptx = linked_ptx(kernels.compiler, kernels.KERNELS[kernel], *types)
     assert ".entry" in ptx
     assert not re.findall(r"\bfma\.", ptx)
     assert not re.findall(r"\b(div|sqrt)\.(approx|full)", ptx)
 
 
 def test_kernels_are_kept_for_later_processes_or_a_line_says_why_not(compilable, capsys, tmp_path):
-    folder = kernels.kept_in()
+    folder, reset = kernels.compiler.folder, kernels.reset
     assert folder.parent == tmp_path / "omagd" / "compiled" and "once" in capsys.readouterr().err
-    assert folder in Path(kernels.jitted("reset")._cache.cache_path).parents
+    assert folder in Path(kernels.compiler.jitted(reset)._cache.cache_path).parents
     shutil.rmtree(folder)
     folder.write_text("no folder")
-    kernels.jitted.cache_clear()
-    assert not kernels.jitted("reset").targetoptions["lto"]
+    kernels.compiler.jitted.cache_clear()
+    assert not kernels.compiler.jitted(reset).targetoptions["lto"]
     assert "each start" in capsys.readouterr().err
 
 
-def test_battles_are_played_in_single_precision(compilable, monkeypatch):
+def test_battles_are_played_in_single_precision(compilable):
     def only_play(t, state, s, k, orders, active):
         b = kernels.cuda.grid(1)
         if active[b]:
             play.play_battle(t, state, s[b], k[b], orders, b)
 
-    monkeypatch.setitem(kernels.KERNELS, "only_play", only_play)
     tables, _, _, _, state, _, s, k, orders, _, _, active, *_ = GPULayout("MMM2", SLOTS)._step
-    ptx = linked_ptx("only_play", tables, state, s, k, orders, active)
+    ptx = linked_ptx(kernels.compiler, only_play, *map(numba.typeof, (tables, state, s, k, orders, active)))
     assert re.findall(r"\.f32\b", ptx)
     assert not re.findall(r"\.f64\b", ptx)
+
+
+@pytest.mark.parametrize(("kernel", "dims"), [("forward", [4, 2, 3, 2, 3]), ("backward", [4, 3, 3, 4, 4, 2])])
+def test_the_recurrence_of_grus_keeps_its_numbers_in_registers(compilable, kernel, dims):
+    from omagd.modules.kernels import gru_cuda
+
+    arrays = (numba.types.Array(numba.float32, n, "C") for n in dims)
+    ptx = linked_ptx(gru_cuda.compiler, getattr(gru_cuda, kernel), *arrays)
+    assert "ld.shared.v4.f32" in ptx
+    assert not re.findall(r"\.f64|(ld|st)\.local", ptx)

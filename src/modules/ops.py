@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from omagd.modules.kernels import kernels_for, transformer
-from omagd.modules.kernels.gru import CuDNNUnroll, Unroll
+from omagd.modules.kernels.gru import FixedUnroll, Unroll, cuda_kernels
 from omagd.modules.kernels.linear import LookupReLU, Mix, OneDNNLinear, prefers_onednn
 from omagd.utils.packing import Packing
 from omagd.utils.registry import require_step
@@ -118,12 +118,13 @@ def gru(
         if kernels is not None:
             # All steps as one operation: autograd keeps one node for them, and backward runs over them by itself.
             return cast(Tensor, Unroll.apply(kernels, rows, x, before, *weights))  # type: ignore[no-untyped-call]
-        start = x.new_zeros(1, rows[0], size) if before is None else before.to(x.dtype)[None]
-        if rows[0] == rows[-1] and x.device.type == "cuda" and torch.is_grad_enabled():
-            return cast(Tensor, CuDNNUnroll.apply(x, start, *weights))  # type: ignore[no-untyped-call]
+        start = x.new_zeros(rows[0], size) if before is None else before.to(x.dtype)
+        if rows[0] == rows[-1] and x.device.type == "cuda":
+            of_rows = cuda_kernels(x, size)
+            return cast(Tensor, FixedUnroll.apply(of_rows, x, start, *weights))  # type: ignore[no-untyped-call]
         # Arguments: input, batch sizes, start, weights, has biases, layers, dropout, training (whether cuDNN keeps what
         # backward needs), bidirectional.
-        more = start, list(weights), True, 1, 0.0, torch.is_grad_enabled(), False
+        more = start[None], list(weights), True, 1, 0.0, torch.is_grad_enabled(), False
         # Arguments with packed rows need their sizes on the host; a CUDA graph has none.
         if rows[0] == rows[-1]:  # episodes of equal length: the plain form, which reads no sizes from the host
             return torch._VF.gru(x.unflatten(0, (len(rows), rows[0])), *more, False)[0].flatten(0, 1)

@@ -39,13 +39,13 @@ SHARED = Path(__file__).resolve(), Path(seeding.__file__).resolve()  # source of
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 _functions: list[Any] = []  # of all packages, since kernels of one may contain functions of another
-_under_way: list[bool] = []  # one for each block of `_no_hang`
+_under_way: list[bool] = []  # one for each block of `no_hang`
 T = TypeVar("T")
 
 
 def require_numba(what: str) -> None:
     """Load Numba, which plays `what`. Errors: UserError where it is missing."""
-    with _no_hang():
+    with no_hang():
         problem = numba_problem()
     if problem:
         install = f"pip install 'numba~={'.'.join(map(str, OLDEST))}.0'"
@@ -59,7 +59,8 @@ def under_way() -> bool:
 
 
 @contextmanager
-def _no_hang() -> Iterator[None]:
+def no_hang() -> Iterator[None]:
+    """Let the watchdog know that kernels are loaded or compiled in the block: see `under_way`."""
     _under_way.append(True)
     try:
         yield
@@ -192,6 +193,18 @@ def files_of_kernels(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.suffix in (".nbi", ".nbc")]
 
 
+def source_folder(source: Path, what: str, version: str) -> tuple[list[Path], Path]:
+    """Return the files with the `source` of kernels, and where they are kept: elsewhere after a change in these.
+
+    source: a folder or a file; `SHARED` is added. version: what the compiler is.
+    """
+    files = [*SHARED, *sorted(source.resolve().rglob("*.py") if source.is_dir() else [source.resolve()])]
+    digest = zlib.crc32(version.encode())
+    for file in files:
+        digest = zlib.crc32(file.read_bytes(), digest)
+    return files, user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))
+
+
 class Compiler:
     """Compiles the functions of one package.
 
@@ -216,13 +229,10 @@ class Compiler:
     ) -> None:
         import numba
 
-        self._what, self._seconds, digest = what, seconds, zlib.crc32(numba.__version__.encode())
+        self._what, self._seconds = what, seconds
         self._options = {**OPTIONS, "fastmath": {"contract"}} if fused else OPTIONS
         self._late, self._checked = late, checked
-        self._source = (*SHARED, *sorted(source.resolve().rglob("*.py") if source.is_dir() else [source.resolve()]))
-        for file in self._source:
-            digest = zlib.crc32(file.read_bytes(), digest)
-        self.folder = user_cache("compiled", f"{what}-{digest:08x}".replace(" ", "-"))
+        self._source, self.folder = source_folder(source, what, numba.__version__)
         self._kernels: list[Any] = []
         self._unchecked: list[Unchecked[..., Any]] = []
         self._problem = ""  # why nothing is kept
@@ -282,7 +292,7 @@ class Compiler:
 
         The first process says that it compiles; others on this machine wait for it.
         """
-        with _no_hang():
+        with no_hang():
             self._prepare(call_all)
 
     def _prepare(self, call_all: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The GRU over packed rows with its own backward pass: on CPUs in float32 by Numba kernels, on GPUs by torch's.
+"""The GRU over packed rows with its own backward pass: Numba kernels in float32; on a GPU without them cuDNN's steps.
 
 Its equations are those of `ops.gru`; m = W_hn h + b_hn is the hidden part of the candidate n ("inner").
 Backward, with g = dL/dh' (from the output of this step and from the next step); d_y is the gradient of the sum inside
@@ -14,7 +14,13 @@ Compared with `torch.gru_cell` in values and gradients: tests/test_learning_kern
 
 from __future__ import annotations
 
+import logging
+import math
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,8 +28,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omagd.modules.kernels import arrays
+from omagd.utils.compiling import no_hang
+from omagd.utils.errors import install
+from omagd.utils.logging import PACKAGE
 
+LOG = logging.getLogger(PACKAGE)
 aten = torch.ops.aten
+LARGEST = 128  # hidden units of the kernels for GPUs: beyond, weights leave a multiprocessor's cache
+TOLERANCE = 1e-4  # between them and torch's steps, in their first use
 ROWS_AT_ONCE = 2048  # rows that pass through a step together, so that its data stays in a core's cache
 
 Groups = list[tuple[int, list[list[slice]]]]
@@ -117,39 +129,89 @@ class Unroll(torch.autograd.Function):
         )  # fmt: skip
 
 
-class CuDNNUnroll(torch.autograd.Function):
-    """All steps of the GRU by cuDNN, for steps of equally many rows, with a backward pass of our own; GPUs.
+class FixedUnroll(torch.autograd.Function):
+    """All steps of the GRU on a GPU, for steps of equally many rows, with a backward pass of our own.
 
-    cuDNN's own backward adds the gradients of biases in one slow kernel: half of an update of QMIX on 5m_vs_6m.
+    The recurrence is that of the kernels in `gru_cuda`; without them of cuDNN, whose own backward pass adds the
+    gradients of biases in one slow kernel.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, start: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor) -> Tensor:
-        """Return [T rows, H] from x [T rows, input_dim] and start [1, rows, H]."""
-        # Arguments as in `ops`; nothing is kept for a backward pass.
-        more = [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, False, False, False
-        out = torch._VF.gru(x.unflatten(0, (-1, start.shape[1])), start, *more)[0].flatten(0, 1)
+    def forward(
+        ctx: Any, kernels: Any, x: Tensor, start: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor
+    ) -> Tensor:
+        """Return [T rows, H] from x [T rows, input_dim] and start [rows, H]."""
+        if kernels is None:
+            # Arguments as in `ops`; nothing is kept for a backward pass.
+            more = [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, False, False, False
+            out: Tensor = torch._VF.gru(x.unflatten(0, (-1, len(start))), start[None], *more)[0].flatten(0, 1)
+        else:
+            out = kernels.unroll(torch.addmm(b_ih, x, w_ih.t()), start, w_hh, b_hh)
+        ctx.kernels = kernels
         ctx.save_for_backward(x, start, out, w_ih, w_hh, b_ih, b_hh)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, before, the weights and the biases from grad_out [T rows, H], last step first."""
+        """Return the gradients of x, start, the weights and the biases from grad_out [T rows, H]."""
         x, start, out, w_ih, w_hh, b_ih, b_hh = ctx.saved_tensors
-        rows = start.shape[1]
-        before = torch.cat([start[0], out[:-rows]])
+        before = torch.cat([start, out[: -len(start)]])
         # All states are known, so the gates of all steps are computed together.
         gates = aten._thnn_fused_gru_cell(x @ w_ih.t(), before @ w_hh.t(), before, b_ih, b_hh)[1]
-        carried = torch.zeros_like(start[0])
-        of_x, of_h = [], []
-        for grad, of_step in zip(reversed(grad_out.split(rows)), reversed(gates.split(rows)), strict=True):
-            for_x, for_h, past, *_ = aten._thnn_fused_gru_cell_backward(grad + carried, of_step, False)
-            carried = torch.addmm(past, for_h, w_hh)
-            of_x.append(for_x)
-            of_h.append(for_h)
-        by_x, by_h = torch.cat(of_x[::-1]), torch.cat(of_h[::-1])
-        return by_x @ w_ih, carried[None], by_x.t() @ x, by_h.t() @ before, by_x.sum(0), by_h.sum(0)
+        unroll_back = step_by_step_back if ctx.kernels is None else ctx.kernels.unroll_back
+        by_x, by_h, for_start = unroll_back(gates, grad_out, start, w_hh)
+        return None, by_x @ w_ih, for_start, by_x.t() @ x, by_h.t() @ before, by_x.sum(0), by_h.sum(0)
+
+
+def step_by_step_back(gates: Tensor, grad: Tensor, start: Tensor, w_hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of W_i x and W_h h, [T rows, 3H], and of the start, last step first: see `gru_cuda`."""
+    carried, rows = torch.zeros_like(start), len(start)
+    of_x, of_h = [], []
+    for of_out, of_step in zip(reversed(grad.split(rows)), reversed(gates.split(rows)), strict=True):
+        for_x, for_h, past, *_ = aten._thnn_fused_gru_cell_backward(of_out + carried, of_step, False)
+        carried = torch.addmm(past, for_h, w_hh)
+        of_x.append(for_x)
+        of_h.append(for_h)
+    return torch.cat(of_x[::-1]), torch.cat(of_h[::-1]), carried
+
+
+def cuda_kernels(x: Tensor, size: int) -> ModuleType | None:
+    """Return the recurrence for rows like x and so many units in one kernel, None where torch's steps are used."""
+    fits = x.dtype == torch.float32 and size <= LARGEST and torch.cuda.is_initialized()  # not by a simulated GPU
+    return _tried(x.device) if fits else None
+
+
+@cache
+def _tried(device: torch.device) -> ModuleType | None:
+    """Return the module of kernels where they compute what torch's steps do; else None, and a line says why."""
+    if find_spec("numba_cuda") is None:
+        LOG.info("numba-cuda is not installed: GRUs learn step by step, which is slower. %s", install("gpu"))
+        return None
+
+    def wave(frequency: float, *shape: int) -> Tensor:  # numbers without a generator, whose state would move
+        return torch.arange(math.prod(shape), device=device).mul(frequency).sin().view(shape)
+
+    # Three steps, a block that is not full, and two warps of threads: they meet at the barriers.
+    given, start, grad = wave(1.3, 15, 120), wave(1.7, 5, 40), wave(2.9, 15, 40)
+    w, b = wave(2.1, 120, 40) / 5, wave(2.3, 120)
+    states, kept = [start], []
+    for of_x in given.split(len(start)):
+        state, gates = aten._thnn_fused_gru_cell(of_x, states[-1] @ w.t(), states[-1], torch.zeros_like(b), b)
+        states.append(state)
+        kept.append(gates)
+    gates = torch.cat(kept)
+    wanted = torch.cat(states[1:]), *step_by_step_back(gates, grad, start, w)
+    try:
+        with no_hang():
+            kernels = import_module("omagd.modules.kernels.gru_cuda")
+            found = kernels.unroll(given, start, w, b), *kernels.unroll_back(gates, grad, start, w)
+        problem = "" if all(map(partial(torch.allclose, atol=TOLERANCE), found, wanted)) else "they compute wrongly"
+    except Exception as error:  # noqa: BLE001  of numba-cuda or the driver, of many kinds
+        problem = (str(error) or type(error).__name__).strip().partition("\n")[0]
+    if problem:
+        LOG.warning("kernels of GRUs cannot be used (%s): they learn step by step, which is slower", problem)
+    return None if problem else kernels
 
 
 def _groups(rows: list[int]) -> Groups:
