@@ -68,9 +68,8 @@ def test_clean_frees_finished_runs_and_leaves_everything_else(kept, tmp_path, ca
     (linked / "checkpoints").symlink_to(tmp_path / "checkpoints")
     os.link(replay(done)[0], tmp_path / "shared")
     everything = {path: path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()}
-    lock = take(locked)
     size = sum(path.stat().st_size for path in (*replay(done)[1:], *replay(inside)))
-    try:
+    with take(locked):
         assert main(["clean", str(results), "--dry-run"]) == 0
         first = capsys.readouterr()
         assert everything.keys() == {path for path in tmp_path.rglob("*") if path.is_file()}
@@ -78,8 +77,6 @@ def test_clean_frees_finished_runs_and_leaves_everything_else(kept, tmp_path, ca
         second = capsys.readouterr()
         assert main(["clean", str(locked)]) == 2
         assert main(["clean", str(unfinished)]) == main(["clean", str(results / "link")]) == 2
-    finally:
-        lock.release()
     for text in (first, second):
         assert f"{size / 1e6:.1f} MB" in text.out.splitlines()[-1] and "2 finished" in text.out
         assert f"{locked} stays" in text.err and f"{unfinished} stays" in text.err and "sacred" not in text.err

@@ -47,7 +47,7 @@ def test_a_file_system_without_locks_is_no_error_and_named(tmp_path, monkeypatch
     locks = [take(tmp_path), mark_rank(tmp_path)]
     assert busy_rank(tmp_path) is None
     for lock in locks:
-        lock.release()
+        lock.close()
     assert "no locks (flock)" in caplog.text
 
 
@@ -79,7 +79,7 @@ def test_it_waits_up_to_the_limit_for_a_run_that_may_be_finished_meanwhile(ends,
             if ends:
                 entry = json.loads(Path(path, "run.json").read_text())
                 write_json(Path(path, "run.json"), {**entry, "finished": True})
-            lock.release()
+            lock.close()
 
     if ends:
         with pytest.raises(UserError, match="was just finished by another process"):

@@ -80,11 +80,8 @@ def _free(folder: RunFolder, dry_run: bool) -> int | None:
         files, size = free_replay(folder, remove=False)
         if not files or dry_run:
             return size if files else None
-        lock = take(folder.path)
-        try:
+        with take(folder.path):
             return free_replay(folder)[1] if is_finished(folder) else None
-        finally:
-            lock.release()
     except Busy as busy:
         raise UserError(f"clean: {where} is in use by {busy}. Try again when that process has ended") from None
     except OSError as problem:

@@ -196,7 +196,7 @@ def locked_study(folder: Path) -> Iterator[StudyState]:
         raise UserError(f"{folder}: {busy} runs this study already. See: omagd study status {folder}") from None
     except OSError as problem:
         raise UserError(f"{folder}: cannot be written ({problem.strerror}). Give another results:") from None
-    try:
+    with lock:
         for left in folder.glob(".*.tmp"):  # of a start that was killed while it wrote
             left.unlink(missing_ok=True)
         state = StudyState.read(folder) if (folder / STATE).exists() else StudyState(folder)
@@ -208,5 +208,3 @@ def locked_study(folder: Path) -> Iterator[StudyState]:
                     state.changed()
                     with suppress(OSError):
                         state.save(now=True)
-    finally:
-        lock.release()

@@ -7,7 +7,6 @@ nothing is locked, and a warning says so.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -19,9 +18,10 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -71,26 +71,13 @@ class Busy(Exception):
     """Another process has the lock; the message says which one, if known."""
 
 
-class Lock:
-    """A lock that this process holds until `release` or its end. handle: open file of the lock."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle: int | None = handle
-
-    def release(self) -> None:
-        """Release the lock. May be called twice."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
-
-
-def take(folder: Path) -> Lock:
-    """Return the lock of a run's folder. Errors: Busy; OSError where nothing can be written."""
+def take(folder: Path) -> FileIO:
+    """Return a run's lock, held until it is closed. Errors: Busy; OSError where nothing can be written."""
     return _taken(folder / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def mark_rank(folder: Path) -> Lock:
-    """Mark that a rank works in a folder, until `release` or the end of this process. Errors: OSError."""
+def mark_rank(folder: Path) -> FileIO:
+    """Mark that a rank works in a folder, until the mark is closed. Errors: OSError."""
     return _taken(folder / RANKS, fcntl.LOCK_SH)
 
 
@@ -107,22 +94,20 @@ def busy_rank(folder: Path) -> Busy | None:
     return _busy(folder / RANKS)
 
 
-def _taken(path: Path, kind: int) -> Lock:
-    handle = os.open(path, FLAGS | os.O_CREAT, 0o644)
-    try:
-        if not _flock(handle, kind):
-            raise Busy(_holder(handle))
-        with contextlib.suppress(OSError):  # on a full disk the lock is held all the same, without the holder's name
+def _taken(path: Path, kind: int) -> FileIO:
+    with ExitStack() as unless_taken:
+        lock = unless_taken.enter_context(FileIO(os.open(path, FLAGS | os.O_CREAT, 0o644), "r+"))
+        if not _flock(lock.fileno(), kind):
+            raise Busy(_holder(lock.fileno()))
+        with suppress(OSError):  # on a full disk the lock is held all the same, without the holder's name
             holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
-            os.pwrite(handle, json.dumps(holder).encode().ljust(ENTRY) + b"\n", 0)
-        return Lock(handle)
-    except BaseException:
-        os.close(handle)
-        raise
+            lock.write(json.dumps(holder).encode().ljust(ENTRY) + b"\n")
+        unless_taken.pop_all()
+        return lock
 
 
 def _busy(path: Path, strict: bool = False) -> Busy | None:
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         try:
             handle = os.open(path, FLAGS)
         except OSError as problem:
@@ -210,20 +195,17 @@ def locked_folder(config: Config, token: str, waits: Callable[[], object] = lamb
             claimed = _new_run(config, token, identity, waits)
     folder, lock = claimed
     STORAGE.begin(folder.path)
-    try:
-        with closed_to_others(), held(folder.path, RUN_FILE) as place:
-            if (folder.path / CONTINUED).exists():
-                config = config.model_copy(update={"checkpoint_path": ""})
-            yield RunLock(str(folder.path), config, place)
-            # Last: a run that is killed while it writes its final files must be resumed.
-            written = keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
-            if written and not config.keep_checkpoints:
-                free_finished(folder)
-    finally:
-        lock.release()
+    with lock, closed_to_others(), held(folder.path, RUN_FILE) as place:
+        if (folder.path / CONTINUED).exists():
+            config = config.model_copy(update={"checkpoint_path": ""})
+        yield RunLock(str(folder.path), config, place)
+        # Last: a run that is killed while it writes its final files must be resumed.
+        written = keep_json(folder.path / RUN_FILE, {"identity": identity, "finished": True})
+        if written and not config.keep_checkpoints:
+            free_finished(folder)
 
 
-def _new_run(config: Config, token: str, identity: str, waits: Callable[[], object]) -> tuple[RunFolder, Lock] | None:
+def _new_run(config: Config, token: str, identity: str, waits: Callable[[], object]) -> tuple[RunFolder, FileIO] | None:
     """Make the folder of a new run and lock it; one that cannot be completed is removed.
 
     With `auto_resume` an empty folder of that name is used: a start was killed before it had noted what the run is.
@@ -235,12 +217,12 @@ def _new_run(config: Config, token: str, identity: str, waits: Callable[[], obje
     if not left:
         require_free_token(config)
     made: RunFolder | None = None
-    lock: Lock | None = None
+    lock: FileIO | None = None
     try:
         made = RunFolder.create(config.local_results_path, token, generated=not config.unique_token, left=left)
         lock = take(made.path)
         if not _holds_nothing(made.path):
-            lock.release()
+            lock.close()
             return None
         if (made.path / COPYING).exists():
             _clear(made)
@@ -250,7 +232,7 @@ def _new_run(config: Config, token: str, identity: str, waits: Callable[[], obje
         write_json(made.path / RUN_FILE, {"identity": identity})
         (made.path / COPYING).unlink()
     except Busy:
-        _locked(made or RunFolder(own), config.auto_resume_wait, waits).release()
+        _locked(made or RunFolder(own), config.auto_resume_wait, waits).close()
         return None
     except (OSError, UserError) as problem:
         if made is None and adopts and isinstance(problem, FileExistsError) and own.is_dir():
@@ -351,7 +333,7 @@ def _content_hash(path: Path) -> str:
     return fingerprint(found) if found else str(path.resolve())
 
 
-def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> tuple[RunFolder, Lock] | None:
+def _unfinished(config: Config, identity: str, waits: Callable[[], object]) -> tuple[RunFolder, FileIO] | None:
     """Return the newest unfinished run of this configuration and its lock; None if there is none.
 
     With `unique_token` it must have that name. Errors: UserError where another process uses it, the system cannot read
@@ -420,7 +402,7 @@ def _noted_again(path: Path, identity: str) -> dict[str, Any]:
     return {}
 
 
-def _locked(folder: RunFolder, minutes: float, waits: Callable[[], object]) -> Lock:
+def _locked(folder: RunFolder, minutes: float, waits: Callable[[], object]) -> FileIO:
     """Return the lock of an unfinished run, waiting for it as long as the user allows. Errors: UserError."""
     until, shown = time.monotonic() + 60 * minutes, -math.inf
     while True:
@@ -440,13 +422,13 @@ def _locked(folder: RunFolder, minutes: float, waits: Callable[[], object]) -> L
         waits()
         time.sleep(min(1.0, max(0.0, until - now)))
     if read_entry(folder.path / RUN_FILE).get("finished"):
-        lock.release()
+        lock.close()
         fix = "nothing is left to do; auto_resume=False starts a new run"
         raise UserError(f"auto_resume=True: {folder.path} was just finished by another process: {fix}")
     return lock
 
 
-def _try_lock(folder: RunFolder) -> Lock:
+def _try_lock(folder: RunFolder) -> FileIO:
     """Return a run's lock once the ranks of an earlier start have ended, which are waited for. Errors: Busy."""
     lock = take(folder.path)
     until = time.monotonic() + OLD_RANKS_SECONDS
@@ -456,7 +438,7 @@ def _try_lock(folder: RunFolder) -> Lock:
                 raise busy
             time.sleep(0.05)
     except BaseException:
-        lock.release()
+        lock.close()
         raise
     return lock
 
@@ -469,7 +451,5 @@ def rank_at_work(folder: RunFolder) -> Iterator[None]:
             mark = mark_rank(folder.path)
         except OSError as problem:
             raise _not_writable(folder.path, problem) from problem
-        try:
+        with mark:
             yield
-        finally:
-            mark.release()
