@@ -61,14 +61,17 @@ def launch(
     Errors: UserError; RankFailed with the traceback of the failed rank; Stopped by SIGINT, SIGTERM or SIGHUP.
     """
     plan = make_plan(config)
-    with stoppable(), _no_silent_exit():
-        if plan.joins:
-            return _join_group(config, plan, token, sacred)
-        with locked_folder(config, token) as lock, _resume_hint(config, lock.path):
-            started(lock.path)
-            if plan.spawns:
-                return _spawn(lock, plan, sacred)
-            return _run_alone(lock.config, plan, lock.path, sacred)
+    try:
+        with stoppable():
+            if plan.joins:
+                return _join_group(config, plan, token, sacred)
+            with locked_folder(config, token) as lock, _resume_hint(config, lock.path):
+                started(lock.path)
+                if plan.spawns:
+                    return _spawn(lock, plan, sacred)
+                return _run_alone(lock.config, plan, lock.path, sacred)
+    except SystemExit as error:  # of an environment: its exit code may be 0
+        raise RankFailed(exit_line(error)) from error
 
 
 def _run_alone(config: Config, plan: Plan, path: str, sacred: Any) -> dict[str, Any]:
@@ -101,15 +104,6 @@ def _resume_hint(config: Config, path: str) -> Iterator[None]:
         if is_main():
             append_to_log(RunFolder(path).log(0), stop.render())
         raise
-
-
-@contextmanager
-def _no_silent_exit() -> Iterator[None]:
-    """Turn `sys.exit` of an environment into an error: its exit code may be 0."""
-    try:
-        yield
-    except SystemExit as error:
-        raise RankFailed(exit_line(error)) from error
 
 
 def _join_group(config: Config, plan: Plan, token: str, sacred: Any) -> dict[str, Any]:
@@ -188,7 +182,7 @@ def _work(notes: Notes, config: Config, plan: Plan, path: str, port: int, attemp
 
     try:
         joined = joined_group(rank, plan, rank, port, config, attempt, hung, notes.error)
-        with stoppable(), _stopped_together(), joined as dist:
+        with stoppable(), joined as dist:
             summary = run_experiment(config, dist, path, notes if rank == 0 else None, attempt=attempt)
         notes.done(summary)
     except Stopped as stop:
@@ -196,22 +190,11 @@ def _work(notes: Notes, config: Config, plan: Plan, path: str, port: int, attemp
             append_to_log(RunFolder(path).log(0), stop.render())
         return stop.exit_code
     except BaseException as error:  # noqa: BLE001 (the parent reports it)
+        if stop_requested():  # ranks that stop first break the exchanges of the others
+            return 128 + signal.SIGTERM
         notes.error(error)
         return exit_code(error)
     return 0
-
-
-@contextmanager
-def _stopped_together() -> Iterator[None]:
-    """Turn an error after a stop request into `Stopped`: ranks that stop first break the exchanges of the others."""
-    try:
-        yield
-    except Stopped:
-        raise
-    except BaseException as error:
-        if stop_requested():
-            raise Stopped(signal.SIGTERM) from error
-        raise
 
 
 def _spawn(lock: RunLock, plan: Plan, sacred: Any) -> dict[str, Any]:

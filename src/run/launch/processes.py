@@ -12,8 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ def preload(config: Config) -> None:
     wanted = config.run == "ddp" and config.use_ddp and several and not in_group()
     if not wanted or _preloading or sys.platform != "linux":
         return
-    from multiprocessing import forkserver, util
+    from multiprocessing import forkserver, resource_tracker, util
 
     forkserver.set_forkserver_preload(list(MODULES))
     folder = ExitStack()
@@ -69,25 +69,15 @@ def preload(config: Config) -> None:
         # For its sockets: after a kill the next start removes the folder. If multiprocessing made one of its own, it
         # would print a traceback at the end where somebody has removed that.
         multiprocessing.current_process()._config["tempdir"] = str(path)  # type: ignore[attr-defined]
-        with _stop_signals_blocked():
+        resource_tracker.ensure_running()  # its start would unblock SIGTERM
+        # The ranks' exit codes come through the server, and a closed terminal and some batch systems signal the whole
+        # process group. Ranks unblock the signals in `stoppable`.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
             forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _preloading = True
-
-
-@contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
-    """Block `SIGNALS` in a process started within the block: the ranks' exit codes come through it.
-
-    A closed terminal and some batch systems signal the whole process group. Ranks unblock them in `stoppable`.
-    """
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # its start would unblock SIGTERM
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_method() -> str:
