@@ -7,7 +7,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
 
@@ -143,26 +143,14 @@ def replay_spec(config: Config, info: EnvInfo) -> Spec:
 
 def available_bytes() -> float | None:
     """Return the bytes that this process and its children may still allocate; None if unknown."""
-    bounds = [_meminfo(), _cgroup(Path("/sys/fs/cgroup"))]
-    known = [bound for bound in bounds if bound is not None]
-    return min(known) if known else None
-
-
-def _meminfo() -> float | None:
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return float(found[1]) * 1024 if found else None
-
-
-def _cgroup(folder: Path) -> float | None:
-    """Return the bytes left of a container's limit (cgroup v2), if there is one."""
-    try:
-        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # ValueError: "max"
-        return None
-    return float(max(limit - used, 0))
+    bounds = []
+    with suppress(OSError):
+        found = re.findall(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        bounds += [1024 * int(free) for free in found]
+    with suppress(OSError, ValueError):  # ValueError: "max", a container without a limit (cgroup v2)
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        bounds.append(max(limit - used, 0))
+    return min(bounds, default=None)
 
 
 def _gb(count: float) -> str:
