@@ -128,7 +128,7 @@ def test_keys_of_the_episode_log_are_reserved(tmp_path: Path) -> None:
     rollout = runner_of(FakeEnv(4)).run(Probe(), explore=None)
     rollout.log[0]["t_env"] = -1.0  # an environment's, if it were let through
     log = EpisodeLog(tmp_path / "rank_0.jsonl")
-    log.write(rollout.log, t_env=40)
+    log.add(rollout.log, t_env=40)
     lines = [json.loads(line) for line in log.path.read_text().splitlines()]
     log.close()
     assert [line["t_env"] for line in lines] == [40] * 4

@@ -101,7 +101,7 @@ def test_one_line_reports_a_failure_and_one_its_end(disk, log, tmp_path, code):
     episodes, metrics = EpisodeLog(tmp_path / "episodes" / "rank_0.jsonl"), JsonLinesSink()
     metrics.open(RunFacts(tmp_path))
     for t in range(30):
-        episodes.write([{"won": True}], t_env=t)
+        episodes.add([{"won": True}], t_env=t)
         metrics.log(Record({"loss": 0.5}, "stage3", "t_env", t))
     failed = f"cannot be written ({os.strerror(code)}): episodes/rank_0.jsonl; training continues and tries again"
     assert log == [f"WARNING {failed}"]
@@ -109,7 +109,7 @@ def test_one_line_reports_a_failure_and_one_its_end(disk, log, tmp_path, code):
     STORAGE.retry()
     for path in (tmp_path / "metrics.jsonl", episodes.path):
         assert [json.loads(line)["t_env"] for line in path.open()] == list(range(30))
-    assert episodes.size() == episodes.path.stat().st_size > 0
+    assert STORAGE.size(episodes.path) == episodes.path.stat().st_size > 0
     episodes.close()
     metrics.close("completed")
     STORAGE.close()
@@ -156,10 +156,10 @@ def test_a_checkpoint_waits_for_the_lines_that_belong_to_it(disk, tmp_path):
     """What is cut back to it keeps them: its sizes count lines that wait, and it is not saved before they are there."""
     episodes = EpisodeLog(tmp_path / "rank_0.jsonl")
     disk.room = 1 << 20
-    episodes.write([{"won": True}])
+    episodes.add([{"won": True}])
     disk.room = 0
-    episodes.write([{"won": False}])
-    claimed = episodes.size()
+    episodes.add([{"won": False}])
+    claimed = STORAGE.size(episodes.path)
     assert claimed > episodes.path.stat().st_size
     draft = SimpleNamespace(report_failure=lambda reason: None, discard=lambda: None)
     writer = SnapshotWriter(SimpleNamespace(waits_until=math.inf), Dist(), RunFolder(tmp_path), 1.0)  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def test_a_checkpoint_waits_for_the_lines_that_belong_to_it(disk, tmp_path):
         assert writer.write(snapshot, SimpleNamespace(error=lines.append)) == "lines of rank_0.jsonl wait to be written"
     assert len(lines) == 1 and lines[0].startswith("iteration 3 could not be saved (lines of rank_0.jsonl wait")
     disk.room = 1 << 20
-    episodes.write([{"won": True}])
+    episodes.add([{"won": True}])
     assert claimed == sum(map(len, episodes.path.read_bytes().splitlines(keepends=True)[:2]))
     episodes.close()
 

@@ -206,7 +206,7 @@ class Checkpointer:
             "random": random_state(),
             "runners": {name: runner.snapshot() for name, runner in session.runners.items()},
             "past": session.logged_failures,
-            "episode_bytes": session.episode_log.size(),
+            "episode_bytes": STORAGE.size(session.episode_log.path),
         }
         draft = CheckpointWriter(self._writer.store, self.iteration)
         # One name for all ranks: on a network disk they may see different folders.

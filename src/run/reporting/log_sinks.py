@@ -25,7 +25,7 @@ from omagd.run.reporting.report import number_text
 from omagd.run.run_folder import RunFolder, plain, read_records, unlinked
 from omagd.utils.logging import Logger, Record, RunFacts, Sink, duration, warn_off
 from omagd.utils.registry import Registry
-from omagd.utils.storage import STORAGE, AppendFile, open_records
+from omagd.utils.storage import AppendFile, open_records
 
 BUILT_IN = {
     "console": "omagd.run.reporting.log_sinks:ConsoleSink",
@@ -96,30 +96,14 @@ def _line(values: Mapping[str, Any]) -> str:
         return _encode(plain(values))
 
 
-class EpisodeLog:
-    """Appends episodes to a rank's file; a resumed run truncates the file first.
+class EpisodeLog(AppendFile):
+    """A rank's file of episodes; a resumed run truncates it first."""
 
-    Args:
-        path: the file, created with the first episode.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = AppendFile(path)
-
-    def write(self, episodes: Iterable[Mapping[str, Any]], **common: Any) -> None:
+    def add(self, episodes: Iterable[Mapping[str, Any]], **common: Any) -> None:
         """Write episodes, each with the `common` values in front."""
         lines = [_line({**common, **episode, **common}) for episode in episodes]
         if lines:
-            self._file.write(("\n".join(lines) + "\n").encode())
-
-    def size(self) -> int:
-        """Return the bytes of all lines so far, including lines that wait for space on the disk."""
-        return STORAGE.size(self.path)
-
-    def close(self) -> None:
-        """Close the file. May be called twice."""
-        self._file.close()
+            self.write(("\n".join(lines) + "\n").encode())
 
 
 def logged_before(folder: Path) -> Iterator[Record]:
@@ -198,7 +182,7 @@ class TensorBoardSink(Sink):
             writer.close()
 
 
-class EventFile:
+class EventFile(AppendFile):
     """A TensorBoard event file, written in the calling thread.
 
     `SummaryWriter` writes in its own thread: a full disk ends that thread with a traceback, and its queue is lost.
@@ -212,8 +196,8 @@ class EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._file = AppendFile(folder / name, open_records)
-        self._records = RecordWriter(self._file)
+        super().__init__(folder / name, open_records)
+        self._records = RecordWriter(self)
         self._write(Event(file_version="brain.Event:2"))
         self._write(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
 
@@ -235,10 +219,6 @@ class EventFile:
             wide, high = image.size
         shown = Summary.Image(width=wide, height=high, colorspace=3, encoded_image_string=content)
         self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=name, image=shown)])))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
     def _write(self, event: Any) -> None:
         event.wall_time = time.time()

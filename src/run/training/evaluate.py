@@ -272,7 +272,7 @@ def evaluate(session: Session) -> StageResult:
     records = config.save_replay and session.dist.is_main
     recorder = Recorder(mac, session.env, info, policy_name(config, folder)) if records else None
     wanted = config.eval_report_episodes or config.test_nepisode
-    values = play_tests(session, mac, wanted, partial(session.episode_log.write, t_env=t_env), recorder)
+    values = play_tests(session, mac, wanted, partial(session.episode_log.add, t_env=t_env), recorder)
     values.update(session.failure_counts())
     session.logger.log(values, stage="stage3", clock="t_env", t=t_env)
     if recorder is not None:

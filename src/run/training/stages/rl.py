@@ -211,7 +211,7 @@ class RLStage(Stage):
         """Store the episodes of a rollout and add its metrics."""
         with self.phase("replay"):
             self.data.add(rollout.episodes)
-            self.session.episode_log.write(rollout.log, t_env=self.clock.t_env)
+            self.session.episode_log.add(rollout.log, t_env=self.clock.t_env)
         self.played.add(means(rollout.stats))
         self._collected[0] += rollout.steps
         self._collected[1] += rollout.n_episodes
