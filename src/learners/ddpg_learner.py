@@ -211,7 +211,9 @@ class DDPGLearner(SavesParts):
         # Copied after wrapping for DDP, which makes the weights of all ranks equal.
         self.target_agent = copy.deepcopy(mac.agent).requires_grad_(False)
         self.target_critic = copy.deepcopy(self.critic).requires_grad_(False)
-        self._frozen_critic = _frozen_twin(self.critic)
+        # Gradients pass through this critic to the actions, and none is computed for its weights, which it shares.
+        shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self.critic.parameters()}
+        self._frozen_critic = copy.deepcopy(self.critic, shared)
         self._followers: list[Tensor] = [*self.target_agent.parameters(), *self.target_critic.parameters()]
         self._followed: list[Tensor] = [*mac.agent.parameters(), *self.critic.parameters()]
         self._moves = torch.zeros((), dtype=torch.bool, device=self.device)  # whether the last update moves the targets
@@ -379,10 +381,3 @@ class DDPGLearner(SavesParts):
         targets = {"target_agent": self.target_agent, "target_critic": self.target_critic}
         rewards = {} if self.rewards is None else {"rewards": self.rewards.moments}
         return {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer, **targets, **rewards}
-
-
-def _frozen_twin(module: nn.Module) -> nn.Module:
-    """Return a copy of the module that shares its weights and computes no gradients for them."""
-    # Gradients pass through this critic to the actions, and none is computed for its weights.
-    shared = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
-    return copy.deepcopy(module, shared)

@@ -242,9 +242,7 @@ def _file(name: str, base: Path) -> str:
     return str(beside) if name.endswith(SUFFIXES) and os.path.isfile(beside) else name
 
 
-@lru_cache(maxsize=256)
-def _base_values(config: str | None, env_config: str | None) -> dict[str, Any]:
-    return base_values(config, env_config)
+_base_values = lru_cache(maxsize=256)(base_values)
 
 
 def folder_of(name: str | None, results: str, given: Given, source: str) -> Path:

@@ -77,29 +77,25 @@ def run_sweep(sweep: Sweep, warn: Callable[[str], None], *, quiet: bool = False)
     Errors: UserError where the sweep or its folder is not as it must be, or nothing can be written there.
     """
     try:
-        return _run(sweep, warn, quiet)
+        check_folder(sweep.folder)
+        if (sweep.folder / STATE).exists() and not (sweep.folder / TRIALS).exists():
+            raise UserError(f"{sweep.folder}: is the folder of a study. Give another name: or results:")
+        if not (sweep.folder / TRIALS).exists():
+            check_space(sweep)
+        with closed_to_others(), locked_study(sweep.folder) as state:
+            trials = read_trials(sweep)
+            executor = make_executor(sweep.executor, sweep.settings, state)
+            replace_file(sweep.folder / "sweep.yaml", sweep.text.encode())
+            search = _Search(sweep, state, trials, executor.slots, warn)
+            show = None if quiet else printing(search.headline)
+            try:
+                scheduler.run(search.begin(), executor, state, more=search.more, show=show)
+            finally:
+                state.save(now=True)
+                found = search.write()
+            return found
     except OSError as problem:
         raise UserError(f"{sweep.folder}: cannot be written ({problem.strerror}). The same command continues") from None
-
-
-def _run(sweep: Sweep, warn: Callable[[str], None], quiet: bool) -> dict[str, Any]:
-    check_folder(sweep.folder)
-    if (sweep.folder / STATE).exists() and not (sweep.folder / TRIALS).exists():
-        raise UserError(f"{sweep.folder}: is the folder of a study. Give another name: or results:")
-    if not (sweep.folder / TRIALS).exists():
-        check_space(sweep)
-    with closed_to_others(), locked_study(sweep.folder) as state:
-        trials = read_trials(sweep)
-        executor = make_executor(sweep.executor, sweep.settings, state)
-        replace_file(sweep.folder / "sweep.yaml", sweep.text.encode())
-        search = _Search(sweep, state, trials, executor.slots, warn)
-        show = None if quiet else printing(search.headline)
-        try:
-            scheduler.run(search.begin(), executor, state, more=search.more, show=show)
-        finally:
-            state.save(now=True)
-            found = search.write()
-        return found
 
 
 def check_space(sweep: Sweep) -> None:
