@@ -11,9 +11,6 @@ from omagd.envs.battle.compiled import tables as row
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.skirmish_env import SkirmishEnv
-from omagd.envs.battle.units import UNITS
-
-UNIT_NAMES = [unit.name for unit in UNITS]
 
 
 class Simulator(engine.Simulator):
@@ -22,7 +19,7 @@ class Simulator(engine.Simulator):
     def __init__(self, map_spec: MapSpec, n_slots: int, *, difficulty: str = "7") -> None:
         _, semantics = engine.compiled()
         super().__init__(map_spec, n_slots, difficulty=difficulty)
-        self._parts = semantics(map_spec, SkirmishArgs(), self, UNIT_NAMES).parts
+        self._parts = semantics(map_spec, SkirmishArgs(), self).parts
 
     def advance(self, order: np.ndarray, target: np.ndarray, dest: np.ndarray, active: np.ndarray) -> None:
         """Give orders ([B, n] `Order`, [B, n], [B, n, 2]) to the allies of the active slots and play 8 game loops.

@@ -11,7 +11,6 @@ from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.reward import Ending, RewardLedger, judge
 from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.battle.units import UNITS
 
 ON, OFF = np.ones(1, bool), np.zeros(1, bool)
 SPECS = {
@@ -27,7 +26,7 @@ def make_battle(name, **flags):
     backend = Simulator(spec, 1)
     backend.reset(ON, np.zeros(1, np.int64))
     backend.units.x[:], backend.units.y[:] = 10.25, 8.5
-    semantics = BattleSemantics(spec, BattleArgs(**flags), backend, [unit.name for unit in UNITS])
+    semantics = BattleSemantics(spec, BattleArgs(**flags), backend)
     semantics.begin(ON)
     return semantics, backend.units
 

@@ -11,7 +11,7 @@ from omagd.config.loading import base_values, config_names
 from omagd.envs.battle.args import CapabilityArgs, SmacArgs, SmacV2Args, StartArgs, TeamArgs, v2_map
 from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.lineups import draw_lineup
-from omagd.envs.battle.units import UNIT_ID, UNITS
+from omagd.envs.battle.units import UNIT_ID
 from omagd.envs.battle.v2_semantics import V2Semantics, Vision
 from omagd.envs.factory import validate_env_args
 from omagd.utils.errors import UserError
@@ -91,7 +91,7 @@ def test_units_exactly_at_the_limits_of_sight_and_attack_range(flags, sight, rea
     zero, full, kinds = np.zeros_like(x), np.full_like(x, 45.0), np.full(x.shape, UNIT_ID["marine"], np.int16)
     units = Units(x, zero, full, full, zero, zero, zero, zero, kinds, full > 0)
     backend = SimpleNamespace(n_slots=1, terrain=FIELD, units=units)
-    semantics = V2Semantics(v2_map(args), args, backend, [unit.name for unit in UNITS])
+    semantics = V2Semantics(v2_map(args), args, backend)
     semantics.begin(ON, np.zeros(1, np.int64))
     seen, first = semantics.observe(), semantics.layout.move_dim
     assert seen.avail_actions[0, 0, -4:].tolist() == [True, False, False, False]
@@ -103,7 +103,7 @@ def test_units_exactly_at_the_limits_of_sight_and_attack_range(flags, sight, rea
 def test_change_fov_with_move_turns_the_view():
     args = SmacV2Args(conic_fov=True, change_fov_with_move=True)
     assert args.variant.n_actions(v2_map(args)) == 11 and args.variant.direction
-    vision = Vision(args, ["marine"], 1, 5)
+    vision = Vision(args, 1, 5)
     vision.turn(np.array([[1, 2, 3, 4, 5]]), ON)
     np.testing.assert_allclose(vision.direction[0, 1:], [(0, 1), (0, -1), (1, 0), (-1, 0)], atol=1e-9)
 

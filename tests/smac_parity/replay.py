@@ -15,7 +15,7 @@ from omagd.envs.battle.interface import SmacInterface, SmacV2Interface
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.semantics import BattleSemantics
 from omagd.envs.battle.skirmish_env import SkirmishEnv
-from omagd.envs.battle.units import UNIT_ID, UNITS
+from omagd.envs.battle.units import UNIT_ID
 from omagd.envs.battle.v2_semantics import V2Semantics
 from smac_parity import DATA, GROUPS, INFO, SEED, play
 
@@ -86,14 +86,10 @@ class TapeBattle(SkirmishEnv):
         group, self.args, self.n_slots, self._seed = GROUPS[name], args, 1, None
         self.spec = v2_map(args) if group.second else get_map(group.map_name)
         self.info = battle_info("tape", self.spec, args)
-        rules, n, unit_names = (
-            V2Semantics if group.second else BattleSemantics,
-            self.spec.n_agents,
-            [u.name for u in UNITS],
-        )
+        rules, n = V2Semantics if group.second else BattleSemantics, self.spec.n_agents
         tape = (DATA / f"{name}.npz", n, self.spec.unit_ids(), group.lingers)
         self._simulator = SortedTape(name, n) if group.second else Tape(*tape)
-        self._semantics = rules(self.spec, args, self._simulator, unit_names)
+        self._semantics = rules(self.spec, args, self._simulator)
 
 
 def tape_env(name, args):

@@ -16,6 +16,7 @@ from omagd.envs.battle.actions import NORTH, WEST, Geometry, GridLookup
 from omagd.envs.battle.args import BattleArgs
 from omagd.envs.battle.backend import Terrain, Units
 from omagd.envs.battle.maps import HEALING, SIGHT_RANGE, MapSpec
+from omagd.envs.battle.units import UNIT_ID
 
 N_MOVES, N_PATHING, N_HEIGHT = WEST - NORTH + 1, 8, 9
 _TINY, _ZERO = np.float32(1e-6), np.float32(0)
@@ -98,7 +99,7 @@ class UnitTables:
     """Tables over type ids; the last row belongs to id -1 (unused column).
 
     Args:
-        names: unit types in the order of their ids. spec: the map.
+        spec: the map.
 
     Attributes:
         ally_onehot, enemy_onehot: [T + 1, unit_type_bits] float32.
@@ -106,20 +107,21 @@ class UnitTables:
         medivac: [T + 1] bool.
     """
 
-    def __init__(self, names: Sequence[str], spec: MapSpec) -> None:
-        self.ally_onehot = _onehot(names, spec.ally_types, spec.unit_type_bits)
+    def __init__(self, spec: MapSpec) -> None:
+        self.ally_onehot = _onehot(spec.ally_types, spec.unit_type_bits)
         enemy_types = ENEMY_TYPES.get(spec.map_type, spec.ally_types)
-        self.enemy_onehot = _onehot(names, enemy_types, spec.unit_type_bits)
-        cooldowns = [MAX_COOLDOWN.get(name, DEFAULT_MAX_COOLDOWN) for name in (*names, "")]
+        self.enemy_onehot = _onehot(enemy_types, spec.unit_type_bits)
+        names = (*UNIT_ID, "")
+        cooldowns = [MAX_COOLDOWN.get(name, DEFAULT_MAX_COOLDOWN) for name in names]
         self.max_cooldown = np.array(cooldowns, np.float32)
-        self.medivac = np.array([name == "medivac" for name in (*names, "")])
+        self.medivac = np.array([name == "medivac" for name in names])
 
 
-def _onehot(names: Sequence[str], order: Sequence[str], bits: int) -> np.ndarray:
-    table = np.zeros((len(names) + 1, bits), np.float32)
+def _onehot(order: Sequence[str], bits: int) -> np.ndarray:
+    table = np.zeros((len(UNIT_ID) + 1, bits), np.float32)
     if bits:
         for position, name in enumerate(order):
-            table[names.index(name), position] = 1.0
+            table[UNIT_ID[name], position] = 1.0
     return table
 
 

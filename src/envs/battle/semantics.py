@@ -21,6 +21,7 @@ from omagd.envs.battle.backend import BattleBackend
 from omagd.envs.battle.features import FeatureWriter, UnitTables, entity_layout, state_component
 from omagd.envs.battle.maps import HEALING, MapSpec
 from omagd.envs.battle.reward import RewardLedger, judge
+from omagd.envs.battle.units import UNITS
 from omagd.envs.frames import AGENTS, COMPASS, OPPONENTS, Frame, Scene, rounded, unit_names
 from omagd.envs.protocol import BatchedEnv, Observation, StepResult, require_available
 
@@ -32,22 +33,21 @@ class BattleSemantics:
 
     Args:
         spec: the map. args: SMAC's flags. backend: simulates the battles.
-        unit_names: unit types in the order of their ids.
 
     Attributes:
         layout: entity layout of an observation.
         steps: [B] int, steps played in the current episodes. ended: [B] bool, ended and not reset yet.
     """
 
-    def __init__(self, spec: MapSpec, args: BattleArgs, backend: BattleBackend, unit_names: Sequence[str]) -> None:
+    def __init__(self, spec: MapSpec, args: BattleArgs, backend: BattleBackend) -> None:
         n_slots, n, n_actions = backend.n_slots, spec.n_agents, args.variant.n_actions(spec)
         self._args, self._backend, self._n, self._limit = args, backend, n, spec.limit
-        self._spec, self._unit_names = spec, tuple(unit_names)
+        self._spec = spec
         self._walls: tuple[tuple[float, float, float, float], ...] | None = None
         self._sizes = np.array([n, spec.n_enemies])
         self._heals = spec.map_type in HEALING
         self._no_medivac = np.zeros((n_slots, n + spec.n_enemies), bool)
-        self._tables = UnitTables(unit_names, spec)
+        self._tables = UnitTables(spec)
         self.layout = entity_layout(spec, args)
         sizes = n_slots, n, spec.n_enemies
         self._rules = ActionRules(spec, args, backend.terrain)
@@ -188,7 +188,7 @@ class BattleSemantics:
         units, spec, terrain = self._backend.units, self._spec, self._backend.terrain
         if self._walls is None:
             self._walls = walls_of(terrain.pathing, terrain.playable)
-        n, kinds = self._n, [self._unit_names[i] if i >= 0 else "" for i in units.type_id[slot].tolist()]
+        n, kinds = self._n, [UNITS[i].name if i >= 0 else "" for i in units.type_id[slot].tolist()]
         turns = tuple(f"turn {i}" for i in range(self._args.variant.n_normal_actions - N_NORMAL_ACTIONS))
         sight, reach = self.ranges(slot)
         scene = Scene(

@@ -13,7 +13,6 @@ from omagd.envs.battle.args import POLICIES, SkirmishArgs
 from omagd.envs.battle.features import battle_info
 from omagd.envs.battle.maps import is_custom
 from omagd.envs.battle.semantics import BattleEnv, BattleSemantics
-from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import ResidentGame, StepResult
 from omagd.utils.compiling import require_numba
 from omagd.utils.errors import UserError, install
@@ -38,7 +37,7 @@ class SkirmishEnv(BattleEnv):
         self._seed: int | None = None
         simulator, semantics = self.engine()
         self._simulator = simulator(spec, n_slots, difficulty=args.difficulty)
-        self._semantics = semantics(spec, args, self._simulator, [unit.name for unit in UNITS])
+        self._semantics = semantics(spec, args, self._simulator)
 
     @staticmethod
     def engine() -> tuple[Any, Any]:

@@ -7,8 +7,6 @@ win when the enemy has medivacs only, and no reward for regenerating shields. Sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from omagd.envs.battle.actions import NORTH, SHOOT_RANGE, WEST, Geometry
@@ -16,6 +14,7 @@ from omagd.envs.battle.args import N_NORMAL_ACTIONS, SmacV2Args
 from omagd.envs.battle.backend import BattleBackend, Order, Units
 from omagd.envs.battle.maps import SIGHT_RANGE, MapSpec
 from omagd.envs.battle.semantics import BattleSemantics
+from omagd.envs.battle.units import UNIT_ID
 from omagd.envs.protocol import StepResult
 from omagd.utils.seeding import generator
 
@@ -32,15 +31,15 @@ class Vision:
     """Sight range, attack range and view direction of all agents.
 
     Args:
-        args: SMACv2's flags. unit_names: unit types in the order of their ids. n_slots, n_agents: sizes.
+        args: SMACv2's flags. n_slots, n_agents: sizes.
 
     Attributes:
         sight, reach: [B, n, 1] float64, cells. direction: [B, n, 2] float64, unit vectors.
     """
 
-    def __init__(self, args: SmacV2Args, unit_names: Sequence[str], n_slots: int, n_agents: int) -> None:
+    def __init__(self, args: SmacV2Args, n_slots: int, n_agents: int) -> None:
         self._args, self._n = args, n_agents
-        ranges = np.array([RANGES.get(name, (SIGHT_RANGE, SHOOT_RANGE)) for name in unit_names], np.float64)
+        ranges = np.array([RANGES.get(name, (SIGHT_RANGE, SHOOT_RANGE)) for name in UNIT_ID], np.float64)
         self._sight_of, self._reach_of = ranges[:, 0], np.maximum(ranges[:, 1], args.min_attack_range)
         self.sight = np.full((n_slots, n_agents, 1), SIGHT_RANGE)
         self.reach = np.full((n_slots, n_agents, 1), SHOOT_RANGE)
@@ -158,13 +157,13 @@ class V2Semantics(BattleSemantics):
     """`BattleSemantics` with SMACv2's rules. Observations follow from the seed, however often they are read.
 
     Args:
-        spec: the map. args: SMACv2's flags. backend: simulates the battles. unit_names: unit types by id.
+        spec: the map. args: SMACv2's flags. backend: simulates the battles.
     """
 
-    def __init__(self, spec: MapSpec, args: SmacV2Args, backend: BattleBackend, unit_names: Sequence[str]) -> None:
-        super().__init__(spec, args, backend, unit_names)
+    def __init__(self, spec: MapSpec, args: SmacV2Args, backend: BattleBackend) -> None:
+        super().__init__(spec, args, backend)
         sizes = backend.n_slots, spec.n_agents, spec.n_enemies
-        self._vision = Vision(args, unit_names, *sizes[:2])
+        self._vision = Vision(args, *sizes[:2])
         self._sight, self._writer.direction = self._vision.sight, self._vision.direction
         self._ledger.keep_scale = not args.reward_scale_fix
         self._visibility = None if args.obs_order_fix else EnemyVisibility(args.prob_obs_enemy, *sizes)

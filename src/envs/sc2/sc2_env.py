@@ -15,7 +15,6 @@ from omagd.envs.battle.heuristic import Heuristic
 from omagd.envs.battle.interface import SmacInterface, SmacV2Interface
 from omagd.envs.battle.maps import MapSpec, get_game_map
 from omagd.envs.battle.semantics import BattleEnv, BattleSemantics
-from omagd.envs.battle.units import UNITS
 from omagd.envs.battle.v2_semantics import V2Semantics
 from omagd.envs.frames import Frame, without_place
 from omagd.envs.protocol import StepResult
@@ -25,7 +24,6 @@ from omagd.utils.errors import UserError
 if TYPE_CHECKING:
     from omagd.envs.sc2.backend import GameBackend
 
-UNIT_NAMES = [unit.name for unit in UNITS]
 LOG = logging.getLogger("omagd.sc2")
 
 
@@ -68,7 +66,7 @@ class SC2Battle(BattleEnv):
         return GameBackend(self.spec, self.args)
 
     def _new_semantics(self, backend: GameBackend) -> BattleSemantics:
-        return BattleSemantics(self.spec, self.args, backend, UNIT_NAMES)
+        return BattleSemantics(self.spec, self.args, backend)
 
     def rules(self) -> BattleSemantics:
         """Return the semantics of the battle. Errors: ValueError before the first `reset`."""
@@ -209,7 +207,7 @@ class SC2V2Battle(SC2Battle):
         return V2Backend(self.spec, self.args)
 
     def _new_semantics(self, backend: GameBackend) -> BattleSemantics:
-        return V2Semantics(self.spec, self.args, backend, UNIT_NAMES)
+        return V2Semantics(self.spec, self.args, backend)
 
 
 class SC2V2Env(SmacV2Interface, SC2Env):

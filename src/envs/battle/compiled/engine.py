@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from omagd.envs.battle.compiled.starts import Starts
 from omagd.envs.battle.compiled.tables import Episodes, Orders, State, Tables, make_tables, shared_memory
 from omagd.envs.battle.maps import MapSpec, build_terrain, get_map
 from omagd.envs.battle.semantics import BattleSemantics
-from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import Observation, Seen, StepResult
 from omagd.utils.compiling import as_kernels_take
 
@@ -119,8 +117,8 @@ class CompiledSemantics(BattleSemantics):
 
     _backend: Simulator
 
-    def __init__(self, spec: MapSpec, args: BattleArgs, backend: Simulator, unit_names: Sequence[str]) -> None:
-        super().__init__(spec, args, backend, unit_names)
+    def __init__(self, spec: MapSpec, args: BattleArgs, backend: Simulator) -> None:
+        super().__init__(spec, args, backend)
         slots, n = backend.n_slots, spec.n_agents
         orders = Orders(
             np.zeros((slots, n), np.int64), np.zeros((slots, n), np.int64), np.zeros((slots, n, 2), np.float32)
@@ -198,7 +196,7 @@ def _play_one_step() -> None:
     """Call every kernel, with the types that it has on all maps and with all flags."""
     spec, one = get_map("3m"), np.ones(1, bool)
     simulator = Simulator(spec, 1)
-    semantics = CompiledSemantics(spec, SkirmishArgs(map_name="3m"), simulator, [unit.name for unit in UNITS])
+    semantics = CompiledSemantics(spec, SkirmishArgs(map_name="3m"), simulator)
     simulator.reset(one, np.zeros(1, np.int64))
     semantics.begin(one)
     semantics.observe(full=True)

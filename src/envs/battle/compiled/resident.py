@@ -30,7 +30,6 @@ from omagd.envs.battle.compiled.tables import (
     working_memory,
 )
 from omagd.envs.battle.maps import MapSpec
-from omagd.envs.battle.units import UNITS
 from omagd.envs.protocol import Outcome, Seen
 from omagd.utils.errors import UserError, require_extra
 
@@ -115,7 +114,7 @@ class ResidentBattles:
     def __init__(self, spec: MapSpec, args: SkirmishArgs, n_slots: int, device: torch.device) -> None:
         simulator_class, semantics_class = compiled()
         simulator = simulator_class(spec, n_slots, difficulty=args.difficulty)
-        parts = semantics_class(spec, args, simulator, [unit.name for unit in UNITS]).parts
+        parts = semantics_class(spec, args, simulator).parts
         self.device, self.n_slots = device, n_slots
         self._kernels = kernels_for(device)
         self._continuing = args.continuing_episode
