@@ -90,13 +90,16 @@ class Index(BaseModel):
 
 def _read(source: str, name: str, most: int, came: Callable[[int], None] = lambda _: None) -> bytes:
     """Return the content of a file of a set, cut off behind `most` bytes; `came` hears how many. Errors: UserError."""
-    web = _is_web(source)
+    web, content = _is_web(source), bytearray()
     place = f"{source.rstrip('/')}/{quote(name)}" if web else os.path.join(os.path.expanduser(source), name)
     try:
-        if web:
-            return _download(place, most, came)
-        with open(place, "rb") as file:
-            return file.read(most + 1)
+        with urlopen(place, timeout=SECONDS) if web else open(place, "rb") as file:
+            while part := file.read(min(BLOCK, most + 1 - len(content))):
+                content += part
+                came(len(part))
+            if getattr(file, "length", 0) and len(content) <= most:  # less came than the server said
+                raise OSError(f"broke off after {len(content):,} bytes")
+        return bytes(content)
     except (OSError, HTTPException, ValueError) as problem:
         reason = getattr(problem, "reason", None) or getattr(problem, "strerror", None) or problem
         fix = "Check address and network" if web else f"Give a folder with {INDEX}, or its http(s) address, by --from"
@@ -105,18 +108,6 @@ def _read(source: str, name: str, most: int, came: Callable[[int], None] = lambd
 
 def _is_web(source: str) -> bool:
     return source.startswith(("http://", "https://"))
-
-
-def _download(address: str, most: int, came: Callable[[int], None]) -> bytes:
-    """Return what `_read` does of a server."""
-    content = bytearray()
-    with urlopen(address, timeout=SECONDS) as answer:
-        while part := answer.read(min(BLOCK, most + 1 - len(content))):
-            content += part
-            came(len(part))
-        if answer.length and len(content) <= most:  # less came than the server said
-            raise OSError(f"broke off after {len(content):,} bytes")
-    return bytes(content)
 
 
 def read_index(source: str) -> Index:
