@@ -24,9 +24,7 @@ REGISTRY: Registry[type] = Registry(
 PREDICTORS: Registry[type] = Registry(
     "learner of mask_predictor_config.kind",
     "omagd.predictor_learners",
-    lazy={
-        "masked": "omagd.learners.predictor_learner:PredictorLearner",
-    },
+    lazy={"masked": "omagd.learners.predictor_learner:PredictorLearner"},
     protocol="omagd.learners.protocol:PretrainingLearner",
 )
 """Learners of stage 2 by the kind of predictor; `omagd.modules.graph_reconstructers.REGISTRY` has the same names."""

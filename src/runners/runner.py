@@ -42,13 +42,7 @@ class TaskStarts(EpisodeSeeds):
     """
 
     def __init__(
-        self,
-        seed: int,
-        purpose: str,
-        rank: int = 0,
-        *,
-        weights: Sequence[float] = (1.0,),
-        group_size: int = 1,
+        self, seed: int, purpose: str, rank: int = 0, *, weights: Sequence[float] = (1.0,), group_size: int = 1
     ) -> None:
         super().__init__(seed, purpose, rank)
         self.group_size = group_size

@@ -27,14 +27,7 @@ from omagd.envs.snakes.board import (
 from omagd.envs.snakes.engine import Engine
 from omagd.envs.snakes.flat import STATE_DIM
 from omagd.envs.snakes.observer import Observer, ObsName, state_features
-from omagd.envs.snakes.opponents import (
-    LADDERS,
-    SCRIPTS,
-    NetworkOpponent,
-    Opponent,
-    OpponentPool,
-    random_bits,
-)
+from omagd.envs.snakes.opponents import LADDERS, SCRIPTS, NetworkOpponent, Opponent, OpponentPool, random_bits
 from omagd.envs.snakes.rewards import Ledger
 
 

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
 EXECUTORS: Registry[type[Executor]] = Registry(
     "executor",
     "omagd.executors",
-    lazy={
-        "local": "omagd.lab.studies.local:LocalExecutor",
-        "slurm": "omagd.lab.studies.slurm:SlurmExecutor",
-    },
+    lazy={"local": "omagd.lab.studies.local:LocalExecutor", "slurm": "omagd.lab.studies.slurm:SlurmExecutor"},
     protocol="omagd.lab.studies.executors:Executor",
 )

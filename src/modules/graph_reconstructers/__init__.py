@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 REGISTRY: Registry[type[Reconstructor]] = Registry(
     "mask_predictor_config.kind",
     "omagd.predictors",
-    lazy={
-        "masked": "omagd.modules.graph_reconstructers.token_reconstructor:TokenReconstructor",
-    },
+    lazy={"masked": "omagd.modules.graph_reconstructers.token_reconstructor:TokenReconstructor"},
 )
 
 INFERRED = "inferred"

@@ -20,14 +20,7 @@ from omagd.run.checkpoint.weights import find_step_folder, load_into, load_learn
 from omagd.run.cli import tried
 from omagd.run.memory_budget import oom_hint
 from omagd.run.run_folder import RUN_FILE, RunFolder, read_entry
-from omagd.run.training.build import (
-    build_mac,
-    learner_of,
-    load_agent,
-    load_pretrained,
-    of_checkpoint,
-    read_env_info,
-)
+from omagd.run.training.build import build_mac, learner_of, load_agent, load_pretrained, of_checkpoint, read_env_info
 from omagd.run.training.checks import try_networks
 from omagd.run.training.experiment import stage_names
 from omagd.run.training.judges import JUDGES

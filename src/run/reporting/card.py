@@ -214,11 +214,7 @@ def _environment(config: Config) -> dict[str, Any]:
     args = validate_env_args(config.env, dict(config.env_args))
     values = args.model_dump(mode="json")
     module = REGISTRY.get(config.env).__module__
-    facts = {
-        "env": config.env,
-        "map": str(given_map(config.env, values)),
-        "game": _game(args, module),
-    }
+    facts = {"env": config.env, "map": str(given_map(config.env, values)), "game": _game(args, module)}
     if (tasks := task_set(config.env_args.get("map_name"))) is not None:
         facts |= {"map": tasks.label, "maps": " ".join(tasks.training), "held_out_maps": " ".join(tasks.held_out)}
     if "difficulty" in values:
