@@ -339,7 +339,8 @@ def parse_value(text: str, current: Any = None, key: str = "") -> Any:
         key: dotted name of the key; a version also stays text ("4.10").
     """
     if isinstance(current, str) or (key.rpartition(".")[2] in VERSIONS and text.lower() not in WORDS):
-        return _unquoted(text)
+        quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+        return text[1:-1] if quoted else text
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     try:
@@ -470,9 +471,3 @@ def _without(keys: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]
         if isinstance(kept[section], Mapping):
             kept[section] = {key: value for key, value in kept[section].items() if f"{section}.{key}" not in keys}
     return kept
-
-
-def _unquoted(text: str) -> str:
-    """Return `text` without enclosing quotes."""
-    quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
-    return text[1:-1] if quoted else text

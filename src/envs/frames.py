@@ -106,6 +106,6 @@ def drawn(pixels: Any) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def rounded(values: Any, digits: int = 2) -> list[float]:
+def rounded(values: Any) -> list[float]:
     """Return an array [U] as a list of rounded numbers."""
-    return np.round(np.asarray(values, np.float64), digits).tolist()
+    return np.round(np.asarray(values, np.float64), 2).tolist()

@@ -198,7 +198,8 @@ class DDPGLearner(SavesParts):
         if self.args.target_noise and info.box is None:
             raise UserError(f"learner_args.target_noise={self.args.target_noise}: is for continuous actions. Use 0.0")
         self._draws = config.gumbel_softmax or self.args.target_noise > 0
-        self.critic = self._new_critic(mac.agent).to(self.device, mac.dtype)
+        make = partial(JointCritic if self.args.joint else mac.agent.new_critic, config, info)
+        self.critic: nn.Module = (TwinCritics(make) if self.args.twin else make()).to(self.device, mac.dtype)
         bf16, scale = config.precision == "bf16", lr_scale(config, dist.world_size)
         actor, critic = ActorLoss(mac.agent, info.box is not None, bf16), CriticLoss(self.critic, bf16)
         self.rewards = moments_of_rewards(critic, config)
@@ -217,10 +218,6 @@ class DDPGLearner(SavesParts):
         self._followers: list[Tensor] = [*self.target_agent.parameters(), *self.target_critic.parameters()]
         self._followed: list[Tensor] = [*mac.agent.parameters(), *self.critic.parameters()]
         self._moves = torch.zeros((), dtype=torch.bool, device=self.device)  # whether the last update moves the targets
-
-    def _new_critic(self, agent: DDPGAgent) -> nn.Module:
-        make = partial(JointCritic if self.args.joint else agent.new_critic, self.config, self.info)
-        return TwinCritics(make) if self.args.twin else make()
 
     @staticmethod
     def how_targets_move(config: Config, environments: int) -> str:

@@ -51,10 +51,11 @@ def faults(found: Any, protocol: type) -> list[str]:
 
     Parameters of a method that have no default in the protocol are passed by position, the others by name.
     """
-    structural = _is_structural(protocol)
+    structural = bool(getattr(protocol, "_is_protocol", False))
     if not isinstance(found, type):
         return _of_constructor(found, protocol) if callable(found) and structural else ["is no class"]
-    base = [] if structural or issubclass(found, protocol) else [f"is no subclass of {_full_name(protocol)}"]
+    above = f"{protocol.__module__}.{protocol.__qualname__}"
+    base = [] if structural or issubclass(found, protocol) else [f"is no subclass of {above}"]
     absent, wrong = [], _of_constructor(found, protocol)
     model = inspect.getattr_static(found, "args_model", BaseModel)
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
@@ -85,14 +86,6 @@ def missing_parts(made: Any, protocol: type) -> list[str]:
     described = ((name, inspect.getattr_static(protocol, name, _ABSENT)) for name, _ in _members(protocol))
     own = (name for name, member in described if member is _ABSENT or isinstance(member, property))
     return [name for name in own if not hasattr(made, name)]
-
-
-def _is_structural(protocol: type) -> bool:
-    return bool(getattr(protocol, "_is_protocol", False))
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _lineage(protocol: type) -> list[type]:

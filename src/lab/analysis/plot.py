@@ -7,7 +7,7 @@ import io
 import logging
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -165,7 +165,8 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
     from matplotlib.figure import Figure
 
     labels = list(dict.fromkeys(line.label for panel in panels for line in panel.lines))
-    styles = {label: style for label, style in zip(axes.groups, _styles(), strict=False) if label in labels}
+    order = ((colour, dash) for dash, colour in product(DASHES * 9, COLOURS))  # first all colours with solid lines
+    styles = {label: style for label, style in zip(axes.groups, order, strict=False) if label in labels}
     most = 1 if width < 5 else 3 if len(panels) in (5, 6) else 4
     columns = min(most, len(panels))
     rows = -(-len(panels) // columns)
@@ -193,11 +194,6 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
     if len(labels) > 1:
         _legend(figure, names, styles)
     return figure
-
-
-def _styles() -> Iterator[tuple[str, Any]]:
-    """Yield colour and dashes: first all colours with solid lines."""
-    return ((colour, dash) for dash, colour in product(DASHES * 9, COLOURS))
 
 
 def _draw_lines(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axes: Axes) -> None:

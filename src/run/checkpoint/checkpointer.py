@@ -236,6 +236,7 @@ class Checkpointer:
     def _common(self, stage: Stage, over: bool) -> dict[str, Any]:
         """Return what all ranks share; rank 0 writes it."""
         logger = stage.session.logger
+        bytes_of = {rank_of(path): path.stat().st_size for path in self.folder.episode_logs()}
         return {
             "stage": None if over else stage.name,
             "shared": {} if over else self._states("shared"),
@@ -244,15 +245,11 @@ class Checkpointer:
             "run": {
                 "wall_seconds": self.wall_seconds,
                 "metrics_bytes": STORAGE.size(self.folder.metrics_jsonl),
-                "earlier_ranks": self._earlier_ranks(),
+                # Of ranks that this start does not have: nobody writes to their logs now.
+                "earlier_ranks": {rank: size for rank, size in bytes_of.items() if rank >= self.dist.world_size},
                 "sinks": logger.state_dict(pack),
             },
         }
-
-    def _earlier_ranks(self) -> dict[int, int]:
-        """Return the bytes of episode logs by ranks that this start does not have; nobody writes to them now."""
-        found = {rank_of(path): path.stat().st_size for path in self.folder.episode_logs()}
-        return {rank: size for rank, size in found.items() if rank >= self.dist.world_size}
 
     def _checksums(self, pretrained: Any) -> dict[str, str]:
         """Return checksums of the pretrained modules; they do not change any more."""

@@ -93,7 +93,9 @@ def _run(config: Config, dist: Dist, folder: RunFolder, channel: Any, attempt: i
     STORAGE.begin(folder.path)
     earlier = earlier_stages(folder)  # before `cut_back` removes the file
     before = read_card(folder.path)
-    plan = _resume_plan(config, dist, folder, before)
+    plan = ResumePlan()
+    if not config.evaluate:
+        plan = cut_back(folder, dist, recover(folder, dist, config, is_of(before, dist.world_size)))
     card = make_card(config, dist.world_size, dist.device, trained_card(config))
     if plan.kind:
         code = {"continues": recorded_of(before).get("versions"), "versions": versions()}
@@ -187,13 +189,6 @@ def run_stages(session: Session, plan: ResumePlan | None = None) -> list[StageRe
             pretrained.episodes.clear()  # stage 3 collects its own
         session.checkpointer.stage_finished(stage, result, more=name != names[-1])
     return results
-
-
-def _resume_plan(config: Config, dist: Dist, folder: RunFolder, before: Card | None) -> ResumePlan:
-    """Return what the run continues from, after its files have been cut back to it. before: card of the last start."""
-    if config.evaluate:
-        return ResumePlan()
-    return cut_back(folder, dist, recover(folder, dist, config, is_of(before, dist.world_size)))
 
 
 def _with_weights(config: Config, plan: ResumePlan) -> Config:
