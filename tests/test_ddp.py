@@ -97,7 +97,8 @@ KINDS = (*Q, *DDPG, *STAGES)
 # Different numbers of episodes and very different numbers of steps on each rank.
 LENGTHS = [[9, 4, 4, 1, 7], [1, 2], [3]]
 TRAINED = [kind for kind in KINDS if kind not in SINGLE]
-UPDATES = {kind: 6 if kind in STAGES else 20 for kind in TRAINED} | {"stage1": 10, "stage1" + FIXED: 10}
+UPDATES = {kind: 6 if kind in STAGES or kind.endswith(FIXED) else 20 for kind in TRAINED}
+UPDATES |= {"stage1": 10, "stage1" + FIXED: 10}
 IN_SINGLE_PRECISION = ("qmix", "PPO", "stage1", "stage2")
 GRADIENTS = [(kind, torch.float64) for kind in (*Q, *STAGES)] + [(kind, torch.float32) for kind in IN_SINGLE_PRECISION]
 
