@@ -19,8 +19,10 @@ from pathlib import Path
 import shared_memory
 from command_budgets import BUDGETS
 from command_harness import MAIN, PYTHON, TORCHRUN_VARIABLES, left_behind, run_folders, summary_of
+from reaper import having
 from run_equality import differences as bits_of_difference
 from run_equality import reproducible
+from sockets import Process, living
 
 # All three stages in about ten seconds; an iteration takes some hundredths of a second, so that a kill hits all of it.
 TINY = (
@@ -55,26 +57,20 @@ class Kill:
 
 def family(leader: int) -> dict[int, str]:
     """Return the living processes of a session by id, with their roles: launcher, forkserver, rank, worker, …"""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            line = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if fields[3] == str(leader) and fields[0] not in "ZX":
-                found[int(stat.parent.name)] = (line, int(fields[1]))
+    found = {pid: process for pid, process in living().items() if process.session == leader}
     return {pid: _role(pid, leader, found) for pid in found}
 
 
-def _role(pid: int, leader: int, found: dict[int, tuple[str, int]]) -> str:
-    line, parent = found[pid]
+def _role(pid: int, leader: int, found: dict[int, Process]) -> str:
+    own, above = found[pid], found.get(found[pid].parent)
     if pid == leader:
         return "launcher"
     for mark in ("resource_tracker", "forkserver"):
         # What a forkserver forks has its command line too.
-        if mark in line and mark not in found.get(parent, ("", 0))[0]:
+        if mark.encode() in own.line and (above is None or mark.encode() not in above.line):
             return mark
-    above = _role(parent, leader, found) if parent in found else "none"
-    return "worker" if above in {"rank", "worker"} else "rank"
+    is_below = above is not None and _role(own.parent, leader, found) in {"rank", "worker"}
+    return "worker" if is_below else "rank"
 
 
 @dataclass
@@ -228,10 +224,7 @@ class Trial:
     def left(self) -> list[str]:
         """Return what this trial has left: processes, shared memory, temporary and half-written files."""
         found = [f"process {line}" for group in self.groups for line in left_behind(group, 10)]
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if f"TMPDIR={self.temporary}".encode() in path.read_bytes().split(b"\0"):
-                    found.append(f"process {path.parent.name}")
+        found += [f"process {pid}" for pid in having("TMPDIR", str(self.temporary))]
         files = [*self.temporary.rglob("*"), *(self.place / "results").rglob(".*")]
         return [*found, *shared_memory.left_since(self.shared), *map(str, files)]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from command_budgets import BUDGETS
 from command_server import FORK_RANKS, Command
+from sockets import living
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = str(ROOT / "src" / "main.py")
@@ -108,7 +109,7 @@ def left_behind(group: int, patience: float = 30.0) -> list[str]:
     """Return the command lines of living processes of a group, after giving them some seconds to end."""
     until = time.monotonic() + patience
     while (
-        found := [line for _, in_group, line in _living().values() if in_group == group]
+        found := [process.line.decode(errors="replace") for process in living().values() if process.group == group]
     ) and time.monotonic() < until:
         time.sleep(0.1)
     return found
@@ -116,11 +117,11 @@ def left_behind(group: int, patience: float = 30.0) -> list[str]:
 
 def children(pid: int) -> list[int]:
     """Return the process ids of the living ranks of `pid`: its own children, or those of its fork server."""
-    living = _living()
-    own = {child: line for child, (parent, _, line) in living.items() if parent == pid}
-    servers = {child for child, line in own.items() if "multiprocessing.forkserver" in line}
-    found = {child for child, line in own.items() if "resource_tracker" not in line} - servers
-    return sorted(found | {child for child, (parent, _, _) in living.items() if parent in servers})
+    processes = living()
+    own = {child: process.line for child, process in processes.items() if process.parent == pid}
+    servers = {child for child, line in own.items() if b"multiprocessing.forkserver" in line}
+    found = {child for child, line in own.items() if b"resource_tracker" not in line} - servers
+    return sorted(found | {child for child, process in processes.items() if process.parent in servers})
 
 
 def records(folder: Path) -> list[dict]:
@@ -131,15 +132,3 @@ def records(folder: Path) -> list[dict]:
 def summary_of(folder: Path) -> dict:
     """Return a run's summary.json."""
     return json.loads((folder / "summary.json").read_text())
-
-
-def _living() -> dict[int, tuple[int, int, str]]:
-    """Return parent, group and command line of every living process."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, parent, group, *_ = (process / "stat").read_text().rpartition(")")[2].split()
-            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            if state not in "ZX":
-                found[int(process.name)] = (int(parent), int(group), line or process.name)
-    return found

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 LISTEN = "0A"
 
@@ -45,15 +45,31 @@ def listening(pids: list[int]) -> dict[int, set[IPv4Address | IPv6Address]]:
     return {pid: {known[name] for name in _descriptors(pid) if name in known} for pid in pids}
 
 
+class Process(NamedTuple):
+    """A process that has not ended. line: its command line, words with a null byte behind each."""
+
+    parent: int
+    group: int
+    session: int
+    line: bytes
+
+
+def living() -> dict[int, Process]:
+    """Return all processes by id; a zombie has ended."""
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, *ids = (place / "stat").read_text().rpartition(")")[2].split()[:4]
+            if state not in "ZX":
+                found[int(place.name)] = Process(*map(int, ids), (place / "cmdline").read_bytes())
+    return found
+
+
 def tree(pid: int) -> list[int]:
     """Return a process and all that descend from it."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
+    found, others = [pid], living()
     for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
+        found += [child for child, process in others.items() if process.parent == one]
     return found
 
 

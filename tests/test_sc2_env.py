@@ -13,6 +13,7 @@ import shared_memory
 from command_budgets import BUDGETS
 from command_harness import FORKED, MAIN, PYTHON, Started, left_behind, records, run_folders, summary_of
 from sc2_stand_in import running, wait_for
+from sockets import living
 from walk_env import is_running
 
 from omagd.envs.battle.args import SmacArgs, SmacV2Args
@@ -43,10 +44,6 @@ def killed_game(game, tmp_path, monkeypatch):
     before = shared_memory.names()
     yield game
     assert shared_memory.left_since(before) == []
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def play_on(env, rng, active=ONE):
@@ -159,7 +156,7 @@ def test_two_ranks_continue_when_games_and_workers_are_killed(killed_game, tmp_p
     started = start(tmp_path, 2, 1, SC2_STAND_IN_DIE_AFTER="40", SC2_STAND_IN_ONCE=str(once))
     games = wait_for_games(started, killed_game, 2)
     assert wait_for(lambda: once.exists() and once.read_text())
-    os.kill(parent_of(next(pid for pid in games if pid != int(once.read_text()))), signal.SIGKILL)
+    os.kill(living()[next(pid for pid in games if pid != int(once.read_text()))].parent, signal.SIGKILL)
     ended = started.wait()
     assert ended.code == 0, ended.text
     assert left_behind(ended.group) == [] and list((tmp_path / "tmp").rglob("*")) == []
@@ -182,7 +179,7 @@ def test_no_game_outlives_the_command(killed_game, tmp_path, ranks, receiver, nu
     """A worker is killed first, so one of the games belongs to a worker that was started later."""
     started = start(tmp_path, ranks, 2 // ranks)
     first = wait_for_games(started, killed_game, 2)[0]
-    os.kill(parent_of(first), signal.SIGKILL)
+    os.kill(living()[first].parent, signal.SIGKILL)
     assert wait_for(lambda: not is_running(first))
     wait_for_games(started, killed_game, 2)
     (os.killpg if receiver == "group" else os.kill)(started.process.pid, number)

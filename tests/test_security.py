@@ -17,6 +17,7 @@ import pytest
 import torch
 from command_budgets import BUDGETS
 from command_harness import FORKED, MAIN, PYTHON, ROOT, Started, run_folders
+from sockets import living
 
 from omagd.components.episode_codec import MARK, read_episodes
 from omagd.run.checkpoint.weights import load_file
@@ -143,7 +144,7 @@ def test_secrets_reach_no_file_and_no_command_line(tmp_path):
     seen: set[bytes] = set()
     until = time.monotonic() + 120
     while started.process.poll() is None and time.monotonic() < until:
-        seen |= command_lines()
+        seen |= {process.line for process in living().values()}
         time.sleep(0.2)
     ended = started.wait(5)
     assert ended.code == 0, ended.text
@@ -153,13 +154,3 @@ def test_secrets_reach_no_file_and_no_command_line(tmp_path):
     texts = {str(path): path.read_bytes() for path in work.rglob("*") if path.is_file()}
     texts |= {"output": ended.text.encode(), "command lines": b"\n".join(seen)}
     assert [name for name, text in texts.items() if b"5ec2e7" in text] == []
-
-
-def command_lines() -> set[bytes]:
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.add(path.read_bytes())
-        except OSError:
-            continue
-    return found

@@ -32,7 +32,6 @@ Environment variables SC2_STAND_IN_<name>, read when the process starts (n count
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import shlex
@@ -41,6 +40,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from sockets import living
 
 BUILDS = {"4.10": 75689, "4.6.2": 69232}
 FIRST_ALLY_TYPE = 1970
@@ -78,12 +79,8 @@ def _script(build: int) -> str:
 
 def running(folder: Path) -> list[int]:
     """Return the pids of living stand-in processes that were started from `folder`."""
-    pids = []
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            if {b"-dataDir", f"{folder}{os.sep}".encode()} <= set(command.read_bytes().split(b"\0")):
-                pids.append(int(command.parent.name))
-    return sorted(pids)
+    words = {b"-dataDir", f"{folder}{os.sep}".encode()}
+    return sorted(pid for pid, process in living().items() if words <= set(process.line.split(b"\0")))
 
 
 def wait_for(true: Callable[[], Any], seconds: float = 60.0) -> bool:
