@@ -143,9 +143,17 @@ class TokenizerLearner(GraphLearner):
         return self._learn(inputs[1].sum(), self._fixed_parts(draw, inputs))
 
     def finish(self, episodes: int) -> None:
-        """Do what follows a step: count it, and revive dead codes if that is due, whose number the host waits for."""
+        """Do what follows a step: count it, and revive dead codes if that is due, whose number the host waits for.
+
+        Every `revive_interval` updates these move to encodings of this batch, if the update changed them.
+        """
         super().finish(episodes)
-        self._revive_if_due()
+        interval, last = self.tokenizer.config.revive_interval, (1 - QUIET_SHARE) * self.config.graph_pretrain_epochs
+        if not interval or self.updates % interval or self.updates > last:
+            return
+        dead = self.tokenizer.dead()  # the same on all ranks
+        if len(dead) and (drawn := self._draw(self._drawn(), len(dead), "revive")) is not None:
+            self.tokenizer.place(dead, drawn, self.tokenizer.cluster_size.mean(), self._sound)
 
     def _learn(self, count: Tensor, parts: list[Nodes]) -> Stats:
         """Take a step and move the codebook; on a device this only launches work. count: graphs of the parts."""
@@ -206,17 +214,6 @@ class TokenizerLearner(GraphLearner):
             self.tokenizer.place(codes, encoded, 1.0)
             self.tokenizer.ready.fill_(True)
             self._started = True
-
-    def _revive_if_due(self) -> None:
-        """Every `revive_interval` updates, move dead codes to encodings of this batch, if the update changed them."""
-        interval, last = self.tokenizer.config.revive_interval, (1 - QUIET_SHARE) * self.config.graph_pretrain_epochs
-        if not interval or self.updates % interval or self.updates > last:
-            return
-        dead = self.tokenizer.dead()  # the same on all ranks
-        if len(dead):
-            drawn = self._draw(self._drawn(), len(dead), "revive")
-            if drawn is not None:
-                self.tokenizer.place(dead, drawn, self.tokenizer.cluster_size.mean(), self._sound)
 
     @torch.no_grad()
     def _draw(self, nodes: Nodes, wanted: int, purpose: str) -> Tensor | None:

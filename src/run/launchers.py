@@ -253,7 +253,12 @@ def make_plan(config: Config) -> Plan:
     _check_tasks(config)
     joins = config.run == "ddp" and in_group()
     if joins:
-        _check_group()
+        world_size = number_of("WORLD_SIZE", 1, 10**6)
+        number_of("RANK", 0, world_size - 1)
+        here = number_of("LOCAL_WORLD_SIZE", 1, world_size, str(world_size))
+        number_of("LOCAL_RANK", 0, here - 1, "0")
+        require_place(world_size)
+        number_of("MASTER_PORT", 1, 65535)
     import torch
 
     cards = torch.cuda.device_count() if config.use_cuda and torch.cuda.is_available() else 0
@@ -261,7 +266,6 @@ def make_plan(config: Config) -> Plan:
         _check_subset(cards)
     cuda = cards > 0
     if joins:
-        world_size = int(os.environ["WORLD_SIZE"])
         local = ranks_here(world_size)
     else:
         world_size = local = (config.world_size or max(1, cards)) if config.run == "ddp" and config.use_ddp else 1
@@ -325,13 +329,3 @@ def _check_subset(cards: int) -> None:
 def has_gpus(folder: str = "/dev") -> bool:
     """Return whether the system has NVIDIA GPUs."""
     return any(name.removeprefix("nvidia").isdigit() for name in os.listdir(folder) if name.startswith("nvidia"))
-
-
-def _check_group() -> None:
-    """Reject invalid or contradicting variables of torchrun. Errors: UserError."""
-    world_size = number_of("WORLD_SIZE", 1, 10**6)
-    number_of("RANK", 0, world_size - 1)
-    here = number_of("LOCAL_WORLD_SIZE", 1, world_size, str(world_size))
-    number_of("LOCAL_RANK", 0, here - 1, "0")
-    require_place(world_size)
-    number_of("MASTER_PORT", 1, 65535)

@@ -112,7 +112,9 @@ class ActionRules:
         if near is None:
             near = geometry.place[0] <= self._reach
         out[..., :1], out[..., STOP:NORTH], out[..., N_NORMAL_ACTIONS:first] = ~alive, alive, alive
-        out[..., NORTH : WEST + 1] = np.moveaxis(self._can_move(geometry), 0, -1) & alive
+        # As SMAC's `can_move`, which tests half a move ahead and truncates to integers.
+        walkable = self._pathing.read((geometry.xy[:, None, :, :n] + self._probe).astype(np.int64))
+        out[..., NORTH : WEST + 1] = np.moveaxis(walkable, 0, -1) & alive
         out[..., first : first + self._m] = near[..., n:] & geometry.enemy_pair
         if self._heals:
             in_reach = out[..., first:]
@@ -122,14 +124,6 @@ class ActionRules:
             patient &= ~healer[:, None, :]  # this excludes the healer itself, too
             in_reach &= ~healer[..., None]
             in_reach[..., :n] |= patient & healer[..., None]
-
-    def _can_move(self, geometry: Geometry) -> np.ndarray:
-        """Return [4, B, n] bool: the cell half a move ahead is on the map and walkable.
-
-        As SMAC's `can_move`, which tests `move_amount / 2` ahead and truncates to integers.
-        """
-        ahead = geometry.xy[:, None, :, : self._n] + self._probe
-        return self._pathing.read(ahead.astype(np.int64))
 
     def orders(
         self, actions: np.ndarray, units: Units, medivac: np.ndarray

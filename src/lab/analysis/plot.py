@@ -179,7 +179,6 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
     grid = figure.subplots(rows, columns, squeeze=False, sharey=axes.unit).ravel()
     for axis, panel, title in zip(grid, panels, titles, strict=False):
         _draw_lines(axis, panel, styles, axes)
-        _dress(axis, axes)
         axis.set_title("\n".join(title))
     for i, axis in enumerate(grid):
         if i >= len(panels):
@@ -197,6 +196,8 @@ def _figure(panels: Sequence[Panel], axes: Axes, caption: str, width: float, mar
 
 
 def _draw_lines(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axes: Axes) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
     for line in panel.lines:
         colour, dash = styles[line.label]
         x, *rest_x = (part / (axes.seconds or 1) for part in line.times)
@@ -211,11 +212,6 @@ def _draw_lines(axis: Any, panel: Panel, styles: dict[str, tuple[str, Any]], axe
         drawn.set_zorder(3)
     if axes.unit or panel.normalised:
         axis.set_ylim(-0.03, 1.03)
-
-
-def _dress(axis: Any, axes: Axes) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
     axis.set_xlabel(axes.x, color=FAINT, fontsize=SMALL + 0.5)
     axis.tick_params(length=2, width=0.5)
     axis.xaxis.set_major_locator(MaxNLocator(4))

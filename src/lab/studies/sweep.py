@@ -223,7 +223,9 @@ class _Search:
             return False
         if trial.state == BROKEN:
             self._warn(f"trial {trial.trial} has failed: {trial.error}")
-        self._unwanted(trial)
+        for record in records:  # nobody wants what still runs
+            if record is not None and record.state not in {DONE, FAILED, PRUNED}:
+                self._state.prune(record.job.name)
         return True
 
     def _require_metric(self, job: Job) -> None:
@@ -250,13 +252,6 @@ class _Search:
                 return
             trial.by_seed[str(job.seed)] = tests[-1]
         trial.state, trial.value = COMPLETE, float(np.mean(list(trial.by_seed.values())))
-
-    def _unwanted(self, trial: Trial) -> None:
-        """Prune the runs of a trial that has ended."""
-        for job in self._jobs(trial):
-            record = self._state.records.get(job.name)
-            if record is not None and record.state not in {DONE, FAILED, PRUNED}:
-                self._state.prune(job.name)
 
     def _falls_behind(self, trial: Trial) -> tuple[int, float] | None:
         """Return the test after which a trial should end and its value there, None if it should go on.

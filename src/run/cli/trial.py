@@ -104,8 +104,11 @@ def _check_learner(config: Config, info: EnvInfo, whole: Any, folder: Path | Non
     """
     learner, read = build_learner_once(config, info, torch.device("cpu"))
     if whole is not None:
-        _require_weights_fit(learner, *whole)
-        _require_steps_left(config, whole[1]["shared"]["clock"] if whole[1].get("stage") == "stage3" else {})
+        path, common = whole
+        shared = common["shared"] if common.get("stage") == "stage3" else {}
+        for name, module in learner.modules().items() if shared else ():
+            load_into(module, shared["modules"].get(name, {}), path, "checkpoint_path")
+        _require_steps_left(config, shared.get("clock", {}))
     elif folder is not None:
         _require_steps_left(config, load_learner(learner, folder))
     return read
@@ -148,14 +151,6 @@ def _continues(config: Config) -> bool:
     wanted = {identity_of(config.model_copy(update={"seed": seed, "seeds": ()})) for seed in seeds}
     found = map(read_entry, Path(config.local_results_path).expanduser().glob(f"*/{RUN_FILE}"))
     return any(entry.get("identity") in wanted and not entry.get("finished") for entry in found)
-
-
-def _require_weights_fit(learner: Any, path: Path, common: dict[str, Any]) -> None:
-    """Reject a full checkpoint of stage 3 whose networks differ from those of this configuration."""
-    if common.get("stage") != "stage3":
-        return
-    for name, module in learner.modules().items():
-        load_into(module, common["shared"]["modules"].get(name, {}), path, "checkpoint_path")
 
 
 def build_learner_once(config: Config, info: EnvInfo, device: torch.device) -> tuple[Any, set[str]]:

@@ -138,16 +138,12 @@ class Ranks:
             self.processes[rank].join()
         with uninterrupted():  # a signal must not leave half a note in a pipe
             for connection in list(self._open):
-                self._receive(connection)
+                try:
+                    while connection.poll():
+                        self._take(connection.recv())
+                except (EOFError, OSError):  # the rank has ended
+                    self._open.remove(connection)
         return ended
-
-    def _receive(self, connection: Any) -> None:
-        """Take all notes that have arrived from a rank."""
-        try:
-            while connection.poll():
-                self._take(connection.recv())
-        except (EOFError, OSError):  # the rank has ended
-            self._open.remove(connection)
 
     def _take(self, note: dict[str, Any]) -> None:
         if "scalar" not in note:

@@ -69,8 +69,10 @@ class PretrainStage(Stage):
         self.dues["test"] = evaluation
         self.tasks = [Task("test", lambda: evaluation.due(self.clock.epoch) or self._learned_all(), self.evaluate)]
         self._missing: dict[str, int] = {}
-        self._fixed: FixedUpdates | None = None
-        self._make_room()
+        room = {name: session.rounds(count) * session.env.n_slots for name, count in self._wanted().items()}
+        self._fixed, stored = self._fixed_shapes(room.get("pretrain", 1))
+        for name, count in room.items():  # those that no stage before has
+            self.buffers().setdefault(name, stored if name == "pretrain" else EpisodeBuffer(count))
         self._policies: dict[str, Any] = {}
         self._learned = False
         self._bar: Progress | None = None
@@ -239,14 +241,6 @@ class PretrainStage(Stage):
         wanted = {} if config.evaluation_only else {"pretrain": config.graph_pretrain_episodes}
         wanted["held_out"] = judged or config.graph_pretrain_eval_episodes
         return wanted
-
-    def _make_room(self) -> None:
-        """Create buffers for the episodes that no stage before has."""
-        slots = self.session.env.n_slots
-        room = {name: self.session.rounds(count) * slots for name, count in self._wanted().items()}
-        self._fixed, stored = self._fixed_shapes(room.get("pretrain", 1))
-        for name, count in room.items():
-            self.buffers().setdefault(name, stored if name == "pretrain" else EpisodeBuffer(count))
 
     def _fixed_shapes(self, episodes: int) -> tuple[FixedUpdates | None, EpisodeBuffer]:
         """Return updates of fixed shapes, None for packed batches, and room for `episodes` where these read them.
