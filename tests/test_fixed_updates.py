@@ -149,31 +149,24 @@ def equal_weights(one: FixedUpdates, other: FixedUpdates) -> bool:
 
 
 @pytest.mark.parametrize(("method", "kind"), [
-    ("cheap", StagedBuffer), ("beliefs", ResidentBuffer), ("recomputed", ResidentBuffer),
+    ("cheap", StagedBuffer), ("beliefs", ResidentBuffer), ("recomputed", ResidentBuffer), ("mappo", ResidentBuffer),
 ])  # fmt: skip
 def test_a_graph_learns_what_its_update_learns(graphs, method, kind):
-    """Replayed for other episodes, with targets copied in between; the first update of a graph counts once."""
-    graph, plain = both_kinds(**{"cheap": CHEAP, **METHODS}[method], target_update_updates=4)
+    """Replayed for other episodes, with targets copied in between; the first update of a graph counts once.
+
+    On policy, minibatches and learning rate follow the number of updates, which the host counts.
+    """
+    graph, plain = both_kinds(**{"cheap": CHEAP, **METHODS, **ON_POLICY}[method], target_update_updates=4)
     buffer, drawn = replay(DEVICE, longest=6, kind=kind), draws(WARM_UP + 3)
-    both = [[each.update(buffer.fixed(indices), episodes=0) for indices in drawn] for each in (graph, plain)]
+    read = buffer.whole if method in ON_POLICY else buffer.fixed
+    both = [[each.update(read(indices), episodes=0) for indices in drawn] for each in (graph, plain)]
     for found, wanted in zip(*both, strict=True):  # a later replay changes no earlier statistics
         assert {name: (float(a), float(b)) for name, (a, b) in found.items()} == {
             name: (float(a), float(b)) for name, (a, b) in wanted.items()
         }
-    assert graphs.made == 1
-    assert equal_weights(graph, plain)
-    assert graph._steps[0].dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
-
-
-def test_a_graph_learns_what_an_on_policy_update_learns(graphs):
-    """Minibatches and learning rate follow the number of updates, which the host counts."""
-    graph, plain = both_kinds(**ON_POLICY["mappo"])
-    buffer = replay(DEVICE, longest=6)
-    for indices in draws(WARM_UP + 3):
-        for each in (graph, plain):
-            each.update(buffer.whole(indices), episodes=0)
     assert graphs.made == 1 and equal_weights(graph, plain)
     assert graph._learner.updates == plain._learner.updates > 0
+    assert graph._steps[0].dist.waits.ticks >= len(drawn), "the watchdog sees no progress"
 
 
 def test_graphs_are_made_again_where_what_they_read_has_moved(graphs):
