@@ -18,6 +18,7 @@ import pytest
 import sc2_stand_in
 from command_harness import end_what_goes_on, train
 from reaper import watch_this_session
+from sockets import wait_until
 
 # Hundreds of processes are started here; without its bytecode each would compile the package anew.
 sys.dont_write_bytecode = False
@@ -100,7 +101,7 @@ def sc2_game(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # on the way to the game nothing asks it
     yield folder
-    assert sc2_stand_in.wait_for(lambda: not sc2_stand_in.running(folder))
+    wait_until(lambda: not sc2_stand_in.running(folder))
 
 
 @pytest.fixture(scope="session")

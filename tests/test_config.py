@@ -7,15 +7,7 @@ import pytest
 
 from omagd.config import loading
 from omagd.config.env_info import EnvInfo
-from omagd.config.loading import (
-    REMOVED,
-    known_keys,
-    parse_value,
-    read_saved,
-    resolve,
-    to_plain,
-    validate,
-)
+from omagd.config.loading import REMOVED, known_keys, parse_value, read_saved, resolve, to_plain, validate
 from omagd.config.schema import Config, with_removed
 from omagd.run.checkpoint.resuming import identity_of
 from omagd.run.cli.main import config_from

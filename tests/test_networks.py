@@ -233,10 +233,7 @@ def attention(n_queries: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     return attend(query, key_value, 4, 0.0), plain, [query, key_value]
 
 
-KERNELS = {
-    "attention": lambda: attention(9),
-    "attention of some tokens": lambda: attention(5),
-}
+KERNELS = {"attention": lambda: attention(9), "attention of some tokens": lambda: attention(5)}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -12,8 +12,8 @@ import pytest
 import shared_memory
 from command_budgets import BUDGETS
 from command_harness import FORKED, MAIN, PYTHON, Started, left_behind, records, run_folders, summary_of
-from sc2_stand_in import running, wait_for
-from sockets import living
+from sc2_stand_in import running
+from sockets import living, wait_until
 from walk_env import is_running
 
 from omagd.envs.battle.args import SmacArgs, SmacV2Args
@@ -145,7 +145,7 @@ def start(cwd: Path, ranks: int, slots: int, **variables: str) -> Started:
 
 def wait_for_games(started: Started, folder: Path, n: int) -> list[int]:
     """Return the pids of games as soon as `n` play."""
-    assert wait_for(lambda: len(running(folder)) >= n or started.process.poll() is not None, 240)
+    wait_until(lambda: len(running(folder)) >= n or started.process.poll() is not None, 240)
     assert started.process.poll() is None, started.wait(1).text
     return running(folder)
 
@@ -155,7 +155,7 @@ def test_two_ranks_continue_when_games_and_workers_are_killed(killed_game, tmp_p
     once = tmp_path / "once"
     started = start(tmp_path, 2, 1, SC2_STAND_IN_DIE_AFTER="40", SC2_STAND_IN_ONCE=str(once))
     games = wait_for_games(started, killed_game, 2)
-    assert wait_for(lambda: once.exists() and once.read_text())
+    wait_until(lambda: once.exists() and once.read_text())
     os.kill(living()[next(pid for pid in games if pid != int(once.read_text()))].parent, signal.SIGKILL)
     ended = started.wait()
     assert ended.code == 0, ended.text
@@ -180,9 +180,9 @@ def test_no_game_outlives_the_command(killed_game, tmp_path, ranks, receiver, nu
     started = start(tmp_path, ranks, 2 // ranks)
     first = wait_for_games(started, killed_game, 2)[0]
     os.kill(living()[first].parent, signal.SIGKILL)
-    assert wait_for(lambda: not is_running(first))
+    wait_until(lambda: not is_running(first))
     wait_for_games(started, killed_game, 2)
     (os.killpg if receiver == "group" else os.kill)(started.process.pid, number)
     ended = started.wait()
     assert ended.code == code, ended.text
-    assert left_behind(ended.group, patience=60) == [] and wait_for(lambda: not running(killed_game))
+    assert left_behind(ended.group, patience=60) == [] and wait_until(lambda: not running(killed_game))

@@ -36,10 +36,7 @@ import importlib.util
 import os
 import shlex
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from sockets import living
 
@@ -81,14 +78,6 @@ def running(folder: Path) -> list[int]:
     """Return the pids of living stand-in processes that were started from `folder`."""
     words = {b"-dataDir", f"{folder}{os.sep}".encode()}
     return sorted(pid for pid, process in living().items() if words <= set(process.line.split(b"\0")))
-
-
-def wait_for(true: Callable[[], Any], seconds: float = 60.0) -> bool:
-    """Return whether something becomes true in time."""
-    deadline = time.monotonic() + seconds
-    while not (found := true()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(found)
 
 
 def battle_seed(random_seed: int, number: int) -> int:
