@@ -74,7 +74,8 @@ def test_an_episode_follows_from_its_seed_whatever_plays_beside_it(guesses):
     for seed, one in by_seed[0].items():
         assert all(torch.equal(one[name], by_seed[1][seed][name]) for name in ("actions", "obs"))
         for name in {"recon", LOG_PROB} & one.keys():  # of closing rows too
-            torch.testing.assert_close(one[name], by_seed[1][seed][name], atol=4e-3, rtol=4e-3)
+            close = {"atol": 4e-3, "rtol": 4e-3} if name == "recon" else {}
+            torch.testing.assert_close(one[name], by_seed[1][seed][name], **close)
     assert any(len(e["reward"]) != len(first.episodes[0]["reward"]) for e in first.episodes)
 
 
