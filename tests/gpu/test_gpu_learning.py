@@ -22,6 +22,8 @@ from omagd.controllers.basic_mac import BasicMAC
 from omagd.learners.nq_learner import NQLearner
 from omagd.learners.predictor_learner import PredictorLearner
 from omagd.learners.tokenizer_learner import TokenizerLearner
+from omagd.modules import ops
+from omagd.modules.kernels import gru
 from omagd.resident.replay import ResidentBuffer, StagedBuffer
 from omagd.resident.updates import WARM_UP, FixedUpdates
 from omagd.run.checkpoint.weights import checksum, load_learner, save_learner
@@ -194,3 +196,22 @@ def test_gradients_are_those_of_the_cpu(updates, bound):
     one, other = (torch.cat([part.flatten() for part in parts]) for parts in (found, wanted))
     relative = float((one - other).norm() / other.norm())
     assert relative < bound
+
+
+@pytest.mark.parametrize(("steps", "rows", "size"), [(1, 1, 8), (7, 5, 33), (70, 640, 64), (20, 135, 128)])
+def test_grus_in_one_kernel_have_the_values_and_gradients_of_the_cpu(steps, rows, size):
+    shapes = (steps * rows, 6), (rows, size), (3 * size, 6), (3 * size, size), (3 * size,), (3 * size,)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes]
+
+    def found(device, dtype):
+        x, start, *weights = given = [value.to(device, dtype, copy=True).requires_grad_() for value in drawn]
+        out = ops.gru(x, start, [rows] * steps, *weights)
+        (out * torch.arange(out.numel(), device=device).view(out.shape).sin()).sum().backward()
+        return [value.detach().cpu().double() for value in (out, *(value.grad for value in given))]
+
+    assert gru.cuda_kernels(drawn[0].to(GPU), size) is not None
+    of_kernels, again = (found(GPU, torch.float32) for _ in range(2))
+    assert all(map(torch.equal, of_kernels, again))
+    for value, wanted in zip(of_kernels, found(CPU, torch.float64), strict=True):
+        assert float((value - wanted).norm() / wanted.norm()) < 1e-5
