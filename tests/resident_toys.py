@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
 from graph_toys import SMALL as SMALL_GRAPHS
 from q_toys import toy_config
-from simulated_gpu import OnGPU
+from simulated_gpu import RECORDING, OnGPU
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from omagd import controllers, runners
+from omagd.components import slot_kernels
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.types import Exploration
@@ -26,6 +31,7 @@ from omagd.modules.graph_reconstructers.predictor import MaskPredictor
 from omagd.modules.graph_reconstructers.token_reconstructor import TokenReconstructor
 from omagd.modules.graph_reconstructers.tokenizer import Tokenizer
 from omagd.runners.rollout import Rollout
+from omagd.utils.cuda import CUDACompiler
 from omagd.utils.packing import RecordedEpisode
 from omagd.utils.seeding import EpisodeSeeds
 
@@ -118,6 +124,50 @@ class Through(resident.CPUKernels):
     def view(self, tensor: Any) -> Any:
         """Return the memory of a tensor."""
         return tensor.value.numpy() if isinstance(tensor, OnGPU) else tensor.numpy()
+
+    def __call__(self, *args: Any) -> None:
+        """Run a kernel on views."""
+        recorded(super().__call__, *args)
+
+
+def on_simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels for GPUs be the CPU's."""
+    through, (_, run) = Through(), slot_kernels.kernels_for(CPU)
+    slots = through.view, lambda *args: recorded(run, *args)
+    monkeypatch.setattr(resident, "kernels_for", lambda device: through)
+    monkeypatch.setattr(slot_kernels, "kernels_for", lambda device: slots)
+
+
+def recorded(kernel: Any, *args: Any) -> None:
+    """Run a kernel, which a simulated graph that is being captured repeats."""
+    for graph in RECORDING:
+        arrays = [torch.from_numpy(leaf) for leaf in tree_leaves(args) if isinstance(leaf, np.ndarray)]
+        graph._kept += [(array, array.clone()) for array in arrays]
+        graph.work.append((kernel, args, {}, None))
+    kernel(*args)
+
+
+def compile_without_a_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Let kernels compile without a GPU: Numba asks a device only which architecture it has."""
+    if find_spec("numba_cuda") is None:
+        pytest.skip("numba-cuda is not installed")
+    from numba.cuda import dispatcher
+    from numba.cuda.cudadrv import devices
+
+    card = SimpleNamespace(compute_capability=(9, 0))
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: card)
+    monkeypatch.setattr(devices, "get_context", lambda: SimpleNamespace(device=card))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
+def linked_ptx(compiler: CUDACompiler, function: Any, *arguments: Any) -> str:
+    """Return the PTX of a kernel for compute capability 9.0, linked as it is when it is launched."""
+    from numba.cuda.dispatcher import _Kernel
+
+    made = compiler.jitted(function)
+    with compiler.compiling():
+        library = _Kernel(made.py_func, tuple(map(numba.typeof, arguments)), **made.targetoptions)._codelibrary
+        return library.get_lto_ptx((9, 0)) if library._lto else library.get_asm_str((9, 0))
 
 
 class FixedShapes(TorchDispatchMode):

@@ -152,7 +152,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], waits: Counter[str] | Non
         inside["device"] = torch.device("cpu")
     given = _inside(args)
     for graph in RECORDING:
-        graph.keep(func, given)
+        graph.keep(func, given, inside)
     work = ONLY_ON_GPUS.get(func, func)
     out = work(*given, **inside)
     for graph in RECORDING:
@@ -175,9 +175,10 @@ class RecordedGraph:
         self.work: list[tuple[Any, Any, dict[str, Any], Any]] = []
         self._kept: list[tuple[Tensor, Tensor]] = []
 
-    def keep(self, func: Any, args: Any) -> None:
+    def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Keep what an operation will overwrite: a capture itself computes nothing."""
-        for told, given in zip(func._schema.arguments, args, strict=False):
+        for place, told in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(told.name)
             if told.alias_info is not None and told.alias_info.is_write:
                 self._kept += [(value, value.clone()) for value in _leaves(given) if isinstance(value, Tensor)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from battle_toys import JudgedByNumPy
-from resident_toys import FLAGS
+from resident_toys import FLAGS, compile_without_a_gpu, linked_ptx
 
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import compiler, play, resident
@@ -160,36 +159,15 @@ def test_a_thread_per_battle_and_per_view_plays_what_the_loops_play(cached, on_g
 
 @pytest.fixture
 def compilable(on_gpu, monkeypatch, tmp_path):
-    """Let kernels compile without a GPU: Numba asks a device only which architecture it has."""
-    if find_spec("numba_cuda") is None:
-        pytest.skip("numba-cuda is not installed")
-    from numba import cuda
-    from numba.cuda import dispatcher
-    from numba.cuda.cudadrv import devices
-
-    monkeypatch.setattr(kernels, "cuda", cuda)
+    compile_without_a_gpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(kernels, "cuda", numba.cuda)
     monkeypatch.setattr(kernels, "compiler", CUDACompiler(Path(kernels.__file__).parents[1], "battles", "", exact=True))
-    card = SimpleNamespace(compute_capability=(9, 0))
-    monkeypatch.setattr(dispatcher, "get_current_device", lambda: card)
-    monkeypatch.setattr(devices, "get_context", lambda: SimpleNamespace(device=card))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-def linked_ptx(compiler, kernel, *types):
-    """Return the PTX of a kernel for compute capability 9.0, linked as it is when it is launched."""
-    from numba.cuda.dispatcher import _Kernel
-
-    made = compiler.jitted(kernel)
-    with compiler.compiling():
-        library = _Kernel(made.py_func, types, **made.targetoptions)._codelibrary
-        return library.get_lto_ptx((9, 0)) if library._lto else library.get_asm_str((9, 0))
 
 
 @pytest.mark.parametrize("kernel", ["reset", "step", "look"])
 def test_kernels_compile_for_gpus_without_fused_operations(compilable, kernel):
     arguments = getattr(GPULayout("MMM2", SLOTS), f"_{kernel}")
-    types = map(numba.typeof, (*arguments, *[True] * (kernel == "look")))
-    ptx = linked_ptx(kernels.compiler, kernels.KERNELS[kernel], *types)
+    ptx = linked_ptx(kernels.compiler, kernels.KERNELS[kernel], *arguments, *[True] * (kernel == "look"))
     assert ".entry" in ptx
     assert not re.findall(r"\bfma\.", ptx)
     assert not re.findall(r"\b(div|sqrt)\.(approx|full)", ptx)
@@ -213,7 +191,7 @@ def test_battles_are_played_in_single_precision(compilable):
             play.play_battle(t, state, s[b], k[b], orders, b)
 
     tables, _, _, _, state, _, s, k, orders, _, _, active, *_ = GPULayout("MMM2", SLOTS)._step
-    ptx = linked_ptx(kernels.compiler, only_play, *map(numba.typeof, (tables, state, s, k, orders, active)))
+    ptx = linked_ptx(kernels.compiler, only_play, tables, state, s, k, orders, active)
     assert re.findall(r"\.f32\b", ptx)
     assert not re.findall(r"\.f64\b", ptx)
 
@@ -222,7 +200,7 @@ def test_battles_are_played_in_single_precision(compilable):
 def test_the_recurrence_of_grus_keeps_its_numbers_in_registers(compilable, kernel, dims):
     from omagd.modules.kernels import gru_cuda
 
-    arrays = (numba.types.Array(numba.float32, n, "C") for n in dims)
+    arrays = (np.zeros([1] * n, np.float32) for n in dims)
     ptx = linked_ptx(gru_cuda.compiler, getattr(gru_cuda, kernel), *arrays)
     assert "ld.shared.v4.f32" in ptx
     assert not re.findall(r"\.f64|(ld|st)\.local", ptx)

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from resident_toys import CPU, SLOTS, Through, assert_same, explore, game, played
-from simulated_gpu import DEVICE, SimulatedGPU, simulated_gpu
+from resident_toys import CPU, SLOTS, assert_same, explore, game, on_simulated_gpu, played
+from simulated_gpu import DEVICE, SimulatedGPU, simulated_gpu, simulated_graphs
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -23,7 +24,6 @@ from omagd.components.data import ReplayData
 from omagd.config.loading import resolve
 from omagd.envs.battle import maps
 from omagd.envs.battle.args import SkirmishArgs
-from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.envs.task_set_env import TaskSetEnv
@@ -33,7 +33,7 @@ from omagd.resident.replay import ResidentBuffer
 from omagd.runners.runner import TaskStarts
 from omagd.utils.dist_utils import Dist
 from omagd.utils.errors import UserError
-from omagd.utils.packing import PackedBatch
+from omagd.utils.packing import PackedBatch, RecordedEpisode
 from omagd.utils.seeding import uniform
 
 
@@ -139,8 +139,8 @@ def test_actions_explore_by_epsilon_and_only_among_those_available():
     assert abs(place[available.sum(-1) > 1].mean() - 0.5) < 0.02
 
 
-def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
-    """Shared by agents, steps or both decisions, they would be correlated, which no frequency shows."""
+def test_every_logit_has_a_random_number_of_its_own(monkeypatch):
+    """Shared by agents, steps or actions, they would be correlated, which no frequency shows."""
     numbers: list[Tensor] = []
 
     def noted(number: Tensor, key: Tensor) -> Tensor:
@@ -150,10 +150,8 @@ def test_every_action_has_two_random_numbers_of_its_own(monkeypatch):
     monkeypatch.setattr(action_selectors, "uniform", noted)
     steps, agents, actions = 40, 3, 5
     q = torch.zeros(steps, agents, actions)
-    for selector, each in ((EpsilonGreedy(), 2), (Softmax(), actions)):
-        numbers.clear()
-        selector.on_device(q, q == 0, torch.tensor(0.5), torch.zeros(steps, dtype=torch.int64), torch.arange(steps))
-        assert torch.cat(numbers).unique().numel() == each * steps * agents
+    Softmax().on_device(q, q == 0, torch.tensor(0.5), torch.zeros(steps, dtype=torch.int64), torch.arange(steps))
+    assert torch.cat(numbers).unique().numel() == actions * steps * agents
 
 
 def test_actions_are_drawn_from_the_softmax_of_available_logits():
@@ -246,7 +244,7 @@ def waiting() -> Iterator[Counter[str]]:
 
 def test_an_iteration_on_the_device_makes_the_host_wait_twice(monkeypatch):
     """For the results of the round, and for whether its episodes can be stored in short; not in an update."""
-    monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
+    on_simulated_gpu(monkeypatch)
     monkeypatch.setattr(maps, "skirmish_map", lambda _: dataclasses.replace(get_map("3m"), limit=15))
     expected, _ = iteration(CPU)
     with simulated_gpu():
@@ -254,6 +252,24 @@ def test_an_iteration_on_the_device_makes_the_host_wait_twice(monkeypatch):
     assert sum(waits.values()) == 2 * 2, waits
     first = zip(batches[:1], expected[:1], strict=True)
     assert all(torch.equal(one[name].value, other[name]) for one, other in first for name in other.data)
+
+
+@pytest.mark.parametrize("options", [{}, GUESSES, PPO])
+def test_a_tick_that_is_a_graph_plays_the_same_rounds(monkeypatch, options):
+    """Of the second round Python launches nothing but replays."""
+    how = {"explore": explore(0.3), "full_obs": options == GUESSES, "episodes_per_slot": 2}
+    plays, mac = game(slots=3, **options)
+    expected = [played(plays, mac, **how) for _ in range(2)]
+    on_simulated_gpu(monkeypatch)
+    with simulated_graphs():
+        monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=bool, synchronize=bool))
+        plays, mac = game(slots=3, device=DEVICE, **options)
+        found = [played(plays, mac, **how) for _ in range(2)]
+        assert all(part._graph for part in plays._made[1][0]._parts)
+    for one, other in zip(expected, found, strict=True):
+        inside = [RecordedEpisode({n: rows.value for n, rows in e.items()}, e.meta) for e in other.episodes]
+        other.episodes = inside
+        assert_same(one, other, rounded=("recon", LOG_PROB))
 
 
 @pytest.mark.parametrize(("config", "env", "updates", "error"), [

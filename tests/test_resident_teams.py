@@ -6,13 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from resident_toys import SLOTS, Through, assert_same, explore, fixed_shapes, game, played
+from resident_toys import SLOTS, assert_same, explore, fixed_shapes, game, on_simulated_gpu, played
 from simulated_gpu import DEVICE, simulated_gpu
 
 from omagd import controllers, runners
 from omagd.config.loading import resolve
 from omagd.envs.battle import maps
-from omagd.envs.battle.compiled import resident
 from omagd.envs.battle.maps import get_map
 from omagd.envs.battle.skirmish_env import SkirmishEnv
 from omagd.modules import agents
@@ -78,7 +77,7 @@ def test_a_tick_reads_no_value_and_has_fixed_shapes(options, monkeypatch):
     rollout = played(plays, mac, explore=explore(0.3), full_obs=all_units)
     with fixed_shapes():
         plays._made[1][0].tick()
-    monkeypatch.setattr(resident, "kernels_for", lambda device: Through())
+    on_simulated_gpu(monkeypatch)
     with simulated_gpu() as gpu:
         on_gpu, mac = game(device=DEVICE, **options)
         on_gpu._resident(mac, SLOTS, all_units, True)

@@ -130,7 +130,7 @@ class Greedy:
 
     def on_device(self, q: Tensor, available: Tensor, epsilon: Tensor, key: Tensor, step: Tensor) -> Chosen:
         """Return the same actions on a device: see `SelectorOnDevice`."""
-        return q.masked_fill(~available, -torch.inf).argmax(dim=-1), {}
+        return EpsilonGreedy().on_device(q, available, torch.full_like(epsilon, -1.0), key, step)
 
 
 def epsilon_at(config: Config, t: int) -> float:
@@ -166,14 +166,9 @@ class EpsilonGreedy(Greedy):
 
     def on_device(self, q: Tensor, available: Tensor, epsilon: Tensor, key: Tensor, step: Tensor) -> Chosen:
         """Choose so on a device, with two random numbers of each agent: see `SelectorOnDevice`."""
-        best, _ = super().on_device(q, available, epsilon, key, step)
-        explores, place = randoms(key, step, q.shape[1], 2).unbind(dim=-1)
-        wanted = (place * available.sum(dim=-1)).floor()
-        # The available action number `wanted`. A product counts exactly, and on a GPU many times faster than `cumsum`.
-        many = available.shape[-1]
-        counts = available.float() @ torch.ones(many, many, device=q.device).triu()
-        anything = (counts > wanted.unsqueeze(-1)).int().argmax(dim=-1)
-        return torch.where(explores < epsilon, anything, best), {}
+        from omagd.components.slot_kernels import choose  # loads Numba
+
+        return choose(q, available, epsilon, key, step), {}
 
 
 @REGISTRY.register("softmax")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from omagd import controllers, envs
 from omagd.components.action_selectors import LOG_PROB, chooses_on_device
 from omagd.components.episode_codec import Spec
+from omagd.components.slot_kernels import RowWriter
 from omagd.config.env_info import EnvInfo
 from omagd.config.schema import Config
 from omagd.controllers.basic_mac import BasicMAC
@@ -35,7 +37,7 @@ from omagd.resident.reconstruction import ResidentReconstruction
 from omagd.resident.replay import BlockEpisodes
 from omagd.runners.rollout import OF_TASKS, Rollout, row_fields
 from omagd.runners.runner import Runner
-from omagd.utils.errors import UserError
+from omagd.utils.errors import UserError, install
 from omagd.utils.packing import EpisodeMeta, Rows
 from omagd.utils.seeding import NO_GROUP, Origins
 
@@ -103,6 +105,7 @@ class ResidentLoop:
 
         fields = self._fields(mac, info, full_obs) if keep else {}
         self.round = of or Round(fields, self._n_rows, RESULTS + len(game.results), episodes, device)
+        self._writer = RowWriter(self.round.rows, device)
         self._returned = torch.zeros(slots, dtype=torch.float64, device=device)
         self._epsilon = torch.zeros((), dtype=torch.float64, device=device)
         self._order, self._tick, self._next = counts(episodes + 1), counts(), counts()
@@ -111,7 +114,7 @@ class ResidentLoop:
         self._playing, self._closing, self._again = (
             torch.zeros(slots, dtype=torch.bool, device=device) for _ in range(3)
         )
-        self._last_action, self._chosen = (counts(slots, info.n_agents) for _ in range(2))
+        self._chosen = counts(slots, info.n_agents)  # at the next tick the agents' last actions
         self._start = self._actor.init_hidden(slots).detach().clone()
         self._hidden = self._start.clone()
         self._shown: Seen
@@ -177,11 +180,10 @@ class ResidentLoop:
         features, guessed = shown.full if self._reads_full else shown.obs, None
         if self._guesses is not None:
             features, guessed = self._guesses.tick(shown.obs, self._step, self._playing | self._closing)
-        q, hidden = self._actor.step(AgentInputs(features.to(self._dtype), self._last_action, guessed), self._hidden)
+        q, hidden = self._actor.step(AgentInputs(features.to(self._dtype), self._chosen, guessed), self._hidden)
         actions, beside = self._selector.on_device(q, shown.avail, self._epsilon, self._key, self._step)
-        self._chosen.copy_(actions.masked_fill(~self._playing.unsqueeze(1), 0))
+        torch.mul(actions, self._playing.unsqueeze(1), out=self._chosen)
         self._hidden.copy_(hidden)
-        self._last_action.copy_(self._chosen)
         self._record({
             "obs": shown.obs, "state": shown.state, "avail_actions": shown.avail, "full_obs": shown.full,
             "actions": self._chosen, **beside,
@@ -215,7 +217,7 @@ class ResidentLoop:
             own.copy_(each.index_select(0, self._episode))
         self._step.masked_fill_(which, 0)
         self._returned.masked_fill_(which, 0)
-        self._last_action.masked_fill_(which.unsqueeze(1), -1)
+        self._chosen.masked_fill_(which.unsqueeze(1), -1)
         self._hidden.copy_(torch.where(which.view(-1, 1, 1), self._start, self._hidden))
         if self._guesses is not None:
             self._guesses.reset(which)
@@ -228,11 +230,7 @@ class ResidentLoop:
         """Write fields of the row of each slot's step."""
         if self._guesses is not None and "obs" in values:
             values[self._guesses.field] = self._guesses.stored
-        place = self._episode * self._n_rows + self._step
-        for name, value in values.items():
-            if name in self.round.rows:
-                rows = self.round.rows[name]
-                rows.flatten(0, 1).index_copy_(0, place, value.to(rows.dtype))
+        self._writer.write(values, self._episode, self._step)
 
     def _note_ended(self, outcome: Outcome) -> None:
         """Write the results of the episodes that have just ended."""
@@ -331,6 +329,7 @@ class ResidentRunner(Runner):
             problems[f"env={config.env} cannot be played on a device (omagd.envs.protocol.CanBeResident)"] = True
         elif problem := env.why_not_resident(validate_env_args(config.env, dict(config.env_args)), on_gpu):
             problems[problem] = True
+        problems[f"needs numba-cuda on a GPU: {install('gpu')}"] = on_gpu and find_spec("numba_cuda") is None
         if not acts_here(controllers.REGISTRY.get(config.mac)):
             problems[f"mac={config.mac} acts in a way of its own, not as mac=n_mac does"] = True
         for problem, found in problems.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -15,7 +14,7 @@ from omagd.envs.battle.maps import is_custom
 from omagd.envs.battle.semantics import BattleEnv, BattleSemantics
 from omagd.envs.protocol import ResidentGame, StepResult
 from omagd.utils.compiling import require_numba
-from omagd.utils.errors import UserError, install
+from omagd.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -94,9 +93,8 @@ class SkirmishEnv(BattleEnv):
 
     @staticmethod
     def why_not_resident(args: SkirmishArgs, on_gpu: bool) -> str:
-        """Return what kernels on a device need and lack; empty if nothing."""
-        missing = on_gpu and find_spec("numba_cuda") is None
-        return f"needs numba-cuda on a GPU: {install('gpu')}" if missing else ""
+        """Return nothing: whatever the arguments, battles are played there."""
+        return ""
 
     def resident(self, device: torch.device, n_slots: int) -> ResidentGame:
         """Return `n_slots` battles of the same map on a device."""
