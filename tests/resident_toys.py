@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,24 +119,15 @@ def assert_same(one: Rollout, other: Rollout, rounded: tuple[str, ...] = (), ord
                 assert torch.equal(a[name], b[name]), name
 
 
-class Through(resident.CPUKernels):
-    """The CPU's kernels, on the memory of simulated tensors."""
-
-    def view(self, tensor: Any) -> Any:
-        """Return the memory of a tensor."""
-        return tensor.value.numpy() if isinstance(tensor, OnGPU) else tensor.numpy()
-
-    def __call__(self, *args: Any) -> None:
-        """Run a kernel on views."""
-        recorded(super().__call__, *args)
-
-
 def on_simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let kernels for GPUs be the CPU's."""
-    through, (_, run) = Through(), slot_kernels.kernels_for(CPU)
-    slots = through.view, lambda *args: recorded(run, *args)
-    monkeypatch.setattr(resident, "kernels_for", lambda device: through)
-    monkeypatch.setattr(slot_kernels, "kernels_for", lambda device: slots)
+    """Let kernels for GPUs be the CPU's, on the memory of simulated tensors."""
+    for module in (resident, slot_kernels):
+        loops = module.kernels_for(CPU)
+        there = loops._replace(
+            view=lambda tensor: tensor.value.numpy() if isinstance(tensor, OnGPU) else tensor.numpy(),
+            run=partial(recorded, loops.run),
+        )
+        monkeypatch.setattr(module, "kernels_for", lambda device, there=there: there)
 
 
 def recorded(kernel: Any, *args: Any) -> None:

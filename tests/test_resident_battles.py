@@ -13,6 +13,7 @@ import pytest
 import torch
 from battle_toys import JudgedByNumPy
 from resident_toys import FLAGS, compile_without_a_gpu, linked_ptx
+from torch import Tensor
 
 from omagd.envs.battle.args import SkirmishArgs
 from omagd.envs.battle.compiled import compiler, play, resident
@@ -21,6 +22,7 @@ from omagd.envs.battle.compiled.resident import ResidentBattles
 from omagd.envs.battle.maps import get_map
 from omagd.envs.protocol import random_actions
 from omagd.utils import compiling
+from omagd.utils.compiling import Kernels
 from omagd.utils.cuda import CUDACompiler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -94,15 +96,11 @@ def test_an_action_that_is_not_available_is_noted_where_it_was_given(monkeypatch
 # --- for GPUs -----------------------------------------------------------------------------------------------------
 
 
-class ThreadAfterThread(resident.CPUKernels):
-    """Runs the GPU's kernels, one thread after the other."""
-
-    side_by_side = True
-
-    def __call__(self, name, threads, *args):
-        for thread in range(threads + 3):  # whole blocks are launched: the last threads have nothing to do
-            kernels.cuda.grid = lambda _, thread=thread: thread
-            kernels.KERNELS[name](*args)
+def thread_after_thread(name, threads, *args):
+    """Run one of the GPU's kernels."""
+    for thread in range(threads + 3):  # whole blocks are launched: the last threads have nothing to do
+        kernels.cuda.grid = lambda _, thread=thread: thread
+        kernels.KERNELS[name](*args)
 
 
 class GPULayout(ResidentBattles):
@@ -129,7 +127,7 @@ def cached():
 @pytest.fixture
 def on_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "cuda", SimpleNamespace())
-    monkeypatch.setattr(resident, "kernels_for", lambda device: ThreadAfterThread())
+    monkeypatch.setattr(resident, "kernels_for", lambda device: Kernels(Tensor.numpy, thread_after_thread, True))
 
 
 @pytest.mark.parametrize("name", ["8m", "5m_vs_6m_mixed_sight6"])

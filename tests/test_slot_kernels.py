@@ -21,18 +21,19 @@ from omagd.utils.seeding import FACTORS, GOLDEN
 WORD = 2**64 - 1
 
 
-def thread_after_thread(name, slots, lanes, args):
-    for thread in range(-(-slots * lanes // THREADS) * THREADS):
-        slot_kernels.cuda = SimpleNamespace(grid=lambda _, thread=thread: thread)
-        KERNELS[name](slots, lanes, args)
+def thread_after_thread(name, threads, *args):
+    for thread in range(-(-threads // THREADS) * THREADS):
+        block, lane = (SimpleNamespace(x=place) for place in divmod(thread, THREADS))
+        slot_kernels.cuda = SimpleNamespace(grid=lambda _, i=thread: i, blockIdx=block, threadIdx=lane)
+        KERNELS[name](*args)
 
 
 @pytest.fixture(params=["loops", "threads"])
 def kernels(request, monkeypatch):
     if request.param == "threads":
         monkeypatch.setattr(slot_kernels, "cuda", None)
-        found = kernels_for(CPU)[0], thread_after_thread
-        monkeypatch.setattr(slot_kernels, "kernels_for", lambda device: found)
+        threads = kernels_for(CPU)._replace(run=thread_after_thread)
+        monkeypatch.setattr(slot_kernels, "kernels_for", lambda device: threads)
 
 
 def drawn(number, key):
@@ -103,10 +104,10 @@ def test_kernels_compile_for_gpus_and_need_no_memory_of_their_own(monkeypatch, t
     monkeypatch.setattr(slot_kernels, "cuda", numba.cuda)
     compiler, made = CUDACompiler(slot_kernels.SOURCE, slot_kernels.WHAT, "", exact=True), {}
 
-    def compiled(name, *args):
+    def compiled(name, threads, *args):
         made[name] = linked_ptx(compiler, KERNELS[name], *args)
 
-    found = kernels_for(CPU)[0], compiled
+    found = kernels_for(CPU)._replace(run=compiled)
     monkeypatch.setattr(slot_kernels, "kernels_for", lambda device: found)
     q, number = torch.zeros(2, 3, 4, dtype=kind), torch.zeros(2, dtype=torch.int64)
     EpsilonGreedy().on_device(q, q == 0, torch.tensor(0.5), number, number)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -191,6 +191,20 @@ def _digest(file: Path) -> int | None:
 def files_of_kernels(folder: Path) -> list[Path]:
     """Return the files that Numba has left."""
     return [file for file in folder.rglob("*") if file.suffix in (".nbi", ".nbc")]
+
+
+class Kernels(NamedTuple):
+    """Kernels of a device.
+
+    Attributes:
+        view: returns a tensor's memory as kernels take it. run: runs a kernel by its name, on views; on a GPU on
+            torch's current stream, with at least so many threads. side_by_side: whether threads run at the same time,
+            so that each needs working memory of its own.
+    """
+
+    view: Callable[[Any], Any]
+    run: Callable[..., None]
+    side_by_side: bool
 
 
 def source_folder(source: Path, what: str, version: str) -> tuple[list[Path], Path]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.utils.compiling import files_of_kernels, source_folder
+from omagd.utils.compiling import Kernels, files_of_kernels, source_folder
 from omagd.utils.errors import print_note, print_warning
 
 cuda: Any = numba.cuda  # without types
@@ -106,3 +106,11 @@ class CUDACompiler:
         stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
         with torch.cuda.device(device), self.compiling():  # also in autograd's threads
             self.jitted(function)[blocks, threads, stream](*given)
+
+    def kernels(self, functions: dict[str, Callable[..., None]], device: torch.device, threads: int) -> Kernels:
+        """Return the kernels of a GPU. threads: of a block."""
+
+        def run(name: str, total: int, *args: Any) -> None:
+            self.launch(functions[name], device, -(-total // threads), threads, *args)
+
+        return Kernels(view, run, side_by_side=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -85,21 +84,3 @@ def try_out() -> None:
         cuda.jit(count, lto=False)[1, THREADS](view(values))
     if not torch.equal(values.cpu(), torch.arange(THREADS)):
         raise RuntimeError("a kernel of numba-cuda computes wrongly")
-
-
-class CUDAKernels:
-    """Launches the kernels on torch's current stream.
-
-    Args:
-        device: a CUDA device, on which all tensors are.
-    """
-
-    side_by_side = True
-    view = staticmethod(view)
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, name: str, threads: int, *args: Any) -> None:
-        """Launch a kernel with at least so many threads, on views; the first call compiles it."""
-        compiler.launch(KERNELS[name], self._device, -(-threads // THREADS), THREADS, *args)

@@ -7,7 +7,7 @@ those of `cuda`. Nothing is copied between host and device, and the host never w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,28 +31,8 @@ from omagd.envs.battle.compiled.tables import (
 )
 from omagd.envs.battle.maps import MapSpec
 from omagd.envs.protocol import Outcome, Seen
+from omagd.utils.compiling import Kernels
 from omagd.utils.errors import UserError, require_extra
-
-if TYPE_CHECKING:
-    from omagd.envs.battle.compiled.cuda import CUDAKernels
-
-
-class CPUKernels:
-    """Calls the compiled loops over battles, in this thread; `cuda.CUDAKernels` has the same methods.
-
-    Attributes:
-        side_by_side: battles are played at the same time, so each needs working memory of its own.
-    """
-
-    side_by_side = False
-
-    def view(self, tensor: Tensor) -> Any:
-        """Return the tensor's memory as an array."""
-        return tensor.numpy()
-
-    def __call__(self, name: str, threads: int, *args: Any) -> None:
-        """Run a kernel on views."""
-        LOOPS[name](*args)
 
 
 def _reset(
@@ -83,16 +63,16 @@ def _look(o: Layout, state: State, episodes: Episodes, w: Array, distance: Array
 LOOPS: dict[str, Callable[..., None]] = {"reset": _reset, "step": _step, "look": _look}
 
 
-def kernels_for(device: torch.device) -> CPUKernels | CUDAKernels:
+def kernels_for(device: torch.device) -> Kernels:
     """Return the kernels of a device. Errors: UserError where `numba-cuda` is missing, or for another device."""
     if device.type == "cpu":
-        return CPUKernels()
+        return Kernels(Tensor.numpy, lambda name, threads, *args: LOOPS[name](*args), side_by_side=False)
     if device.type != "cuda":
         raise UserError(f"runner=resident: plays on cpu and cuda, not on {device.type}. Use runner=parallel")
     require_extra("runner=resident on a GPU", "gpu", "numba_cuda")
-    from omagd.envs.battle.compiled.cuda import CUDAKernels
+    from omagd.envs.battle.compiled import cuda
 
-    return CUDAKernels(device)
+    return cuda.compiler.kernels(cuda.KERNELS, device, cuda.THREADS)
 
 
 class ResidentBattles:
@@ -149,20 +129,20 @@ class ResidentBattles:
         """Start new battles in the slots `which` [B] bool, slot b from `seeds[b]` (int64 ≥ 0)."""
         self._given.which.copy_(which)
         self._given.seeds.copy_(seeds)
-        self._kernels("reset", self.n_slots, *self._reset)
+        self._kernels.run("reset", self.n_slots, *self._reset)
 
     def step(self, actions: Tensor, active: Tensor) -> Outcome:
         """Play `actions` [B, n] int64 in the slots `active` [B] bool; the other slots do not change."""
         self._given.actions.copy_(actions)
         self._given.active.copy_(active)
-        self._kernels("step", self.n_slots, *self._step)
+        self._kernels.run("step", self.n_slots, *self._step)
         flags, reward, dead = self._results
         won, _, draw, limit, over = flags.unbind()
         return Outcome(reward, over, limit if self._continuing else self._never, won, draw, limit, dead)
 
     def observe(self, full: bool = False) -> Seen:
         """Return masks, observations and state, and `full` observations if asked; the next call overwrites them."""
-        self._kernels("look", self._lookers, *self._look, full)
+        self._kernels.run("look", self._lookers, *self._look, full)
         return self._seen
 
     def _tensor(self, array: np.ndarray) -> Tensor:
