@@ -80,11 +80,7 @@ class _Where(NamedTuple):
 
 
 class OutputChecks:
-    """Checks the observations and results of a batched environment before they are stored or learned from.
-
-    Args:
-        info: promised sizes. n_slots: B.
-    """
+    """Checks the observations and results of a batched environment before they are stored or learned from."""
 
     def __init__(self, info: EnvInfo, n_slots: int) -> None:
         b, n = n_slots, info.n_agents

@@ -65,11 +65,7 @@ class DDPGArgs(BaseModel):
 
 
 class CriticLoss(LossModule):
-    """Squared error (Q(o, a) - y)^2 of each agent's value, summed over steps and agents.
-
-    Args:
-        critic: trained. bf16: whether matrix products use bf16.
-    """
+    """Squared error (Q(o, a) - y)^2 of each agent's value, summed over steps and agents."""
 
     def __init__(self, critic: nn.Module, bf16: bool = False) -> None:
         super().__init__()
@@ -175,9 +171,6 @@ class Steps:
 
 class DDPGLearner(SavesParts):
     """Trains a controller's agent (the actor) and a critic on one rank or many.
-
-    Args:
-        mac: a `DDPGMAC` with a `DDPGAgent`. config, info: the run and its environment. dist: the ranks.
 
     Errors: UserError for another controller or agent.
     """

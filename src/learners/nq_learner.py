@@ -139,9 +139,6 @@ def _of_episodes(error: Tensor, packing: Packing) -> Tensor:
 class QLearner(SavesParts):
     """Base of learners of a mixed value: agent, mixer, loss and optimizer, on one rank or many.
 
-    Args:
-        mac: holds the agent. config, info: the run and its environment. dist: the ranks.
-
     Attributes:
         loss_class: the loss; subclasses may replace it by another `QLoss`.
     """

@@ -259,11 +259,7 @@ def weighted(terms: Mapping[str, Tensor], weight: Tensor) -> Stats:
 
 
 class PolicyLearner(SavesParts, Generic[Args]):
-    """Trains a controller's agent on the episodes that were just collected.
-
-    Args:
-        mac: whose agent is trained. config, info: the run and its environment. dist: the ranks.
-    """
+    """Trains a controller's agent on the episodes that were just collected."""
 
     data: Data = "on_policy"
     loss_name = "loss_ppo"

@@ -89,11 +89,7 @@ class Graphs:
 
 
 class PredictorLoss(LossModule):
-    """The loss at the top of this file, not yet divided by the number of tokens.
-
-    Args:
-        predictor: trained. info: of the environment. bf16: whether training multiplies in bf16.
-    """
+    """The loss at the top of this file, not yet divided by the number of tokens."""
 
     def __init__(self, predictor: MaskPredictor, info: EnvInfo, bf16: bool = False) -> None:
         super().__init__()

@@ -43,12 +43,7 @@ def places(marks: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor
 
 
 class GraphLearner(SavesParts):
-    """Trains one module on graphs, on one rank or several.
-
-    Args:
-        name: of the module. module: trained in place. loss: computes its loss. config, info: configuration and
-            environment. dist: the ranks.
-    """
+    """Trains one module on graphs, on one rank or several."""
 
     loss_name = "graph_loss"
 

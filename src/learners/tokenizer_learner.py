@@ -66,11 +66,7 @@ class Nodes:
 
 
 class TokenizerLoss(LossModule):
-    """The loss at the top of this file, summed over graphs.
-
-    Args:
-        tokenizer: trained. bf16: whether training multiplies in bf16.
-    """
+    """The loss at the top of this file, summed over graphs."""
 
     def __init__(self, tokenizer: Tokenizer, bf16: bool = False) -> None:
         super().__init__()

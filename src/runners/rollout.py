@@ -100,11 +100,7 @@ def row_fields(info: EnvInfo, full_obs: bool) -> Spec:
 
 
 class Recorder:
-    """Fields [B, episode_limit + 1, ...] of the running episodes, copied out one episode at a time.
-
-    Args:
-        info: sizes. n_slots: B. full_obs: whether to record `full_obs`.
-    """
+    """Fields [B, episode_limit + 1, ...] of the running episodes, copied out one episode at a time."""
 
     def __init__(self, info: EnvInfo, n_slots: int, full_obs: bool) -> None:
         self._rows = (n_slots, info.episode_limit + 1)

@@ -72,11 +72,7 @@ class GridLookup:
 
 
 class ActionRules:
-    """Action masks of one map, and the translation of actions into orders.
-
-    Args:
-        spec: the map. args: SMAC's flags. terrain: for the move masks.
-    """
+    """Action masks of one map, and the translation of actions into orders."""
 
     def __init__(self, spec: MapSpec, args: BattleArgs, terrain: Terrain) -> None:
         self._n, self._m, self._heals = spec.n_agents, spec.n_enemies, spec.map_type in HEALING

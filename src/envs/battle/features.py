@@ -98,9 +98,6 @@ ENEMY_TYPES: dict[str, tuple[str, ...]] = {"stalkers_and_zealots": ("zealot", "s
 class UnitTables:
     """Tables over type ids; the last row belongs to id -1 (unused column).
 
-    Args:
-        spec: the map.
-
     Attributes:
         ally_onehot, enemy_onehot: [T + 1, unit_type_bits] float32.
         max_cooldown: [T + 1] float32, game loops (medivac: energy).
@@ -127,9 +124,6 @@ def _onehot(order: Sequence[str], bits: int) -> np.ndarray:
 
 class FeatureWriter:
     """Fills observations and states of one map.
-
-    Args:
-        spec: the map. args: flags. tables: unit tables. terrain: of the map. n_slots: B.
 
     Attributes:
         direction: [B, n, 2] float64, unit vectors of the agents' view directions, if the variant shows them.

@@ -47,9 +47,6 @@ class Ending:
 class RewardLedger:
     """Keeps each unit's health and shield before the step and computes rewards from the differences.
 
-    Args:
-        args: the reward keys. n_slots, n_agents, n_enemies: sizes.
-
     Attributes:
         keep_scale: SMACv2's quirk: the enemies of the first battle determine the scale of all later ones.
     """

@@ -30,9 +30,6 @@ _TINY = 1e-7
 class Vision:
     """Sight range, attack range and view direction of all agents.
 
-    Args:
-        args: SMACv2's flags. n_slots, n_agents: sizes.
-
     Attributes:
         sight, reach: [B, n, 1] float64, cells. direction: [B, n, 2] float64, unit vectors.
     """
@@ -154,11 +151,7 @@ class EnemyVisibility:
 
 
 class V2Semantics(BattleSemantics):
-    """`BattleSemantics` with SMACv2's rules. Observations follow from the seed, however often they are read.
-
-    Args:
-        spec: the map. args: SMACv2's flags. backend: simulates the battles.
-    """
+    """`BattleSemantics` with SMACv2's rules. Observations follow from the seed, however often they are read."""
 
     def __init__(self, spec: MapSpec, args: SmacV2Args, backend: BattleBackend) -> None:
         super().__init__(spec, args, backend)

@@ -30,9 +30,6 @@ LOG = logging.getLogger("omagd.sc2")
 class SC2Battle(BattleEnv):
     """One slot: SMAC's semantics with the real game. The game starts with the first `reset`.
 
-    Args:
-        args: map and flags. n_slots: 1.
-
     Errors: UserError when the game, its version or the map is missing; ValueError for more slots.
     """
 
@@ -150,11 +147,7 @@ class SC2Battle(BattleEnv):
 
 
 class SC2Env(SmacInterface):
-    """`SC2Battle` with SMAC's methods. The thread of the first `reset` must outlive the game.
-
-    Args:
-        args: the published keys.
-    """
+    """`SC2Battle` with SMAC's methods. The thread of the first `reset` must outlive the game."""
 
     args_model: ClassVar[type[BaseModel]] = SmacArgs
     battle: ClassVar[type[SC2Battle]] = SC2Battle
@@ -187,9 +180,6 @@ def _log_to_stderr() -> None:
 class SC2V2Battle(SC2Battle):
     """One slot: SMACv2's semantics with the real game. Teams, positions and visibility follow from the reset seeds.
 
-    Args:
-        args: the published keys. n_slots: 1.
-
     Errors: UserError when the game, its version or the map is missing; ValueError for more slots.
     """
 
@@ -211,11 +201,7 @@ class SC2V2Battle(SC2Battle):
 
 
 class SC2V2Env(SmacV2Interface, SC2Env):
-    """`SC2V2Battle` with SMACv2's methods. The thread of the first `reset` must outlive the game.
-
-    Args:
-        args: the published keys.
-    """
+    """`SC2V2Battle` with SMACv2's methods. The thread of the first `reset` must outlive the game."""
 
     args_model: ClassVar[type[BaseModel]] = SmacV2Args
     battle: ClassVar[type[SC2Battle]] = SC2V2Battle

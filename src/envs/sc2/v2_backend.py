@@ -24,11 +24,7 @@ _ENEMY_TYPES = {name: number for number, name in GAME_TYPES.items()}
 
 
 class V2Backend(GameBackend):
-    """`GameBackend` that creates the units of each battle; teams and positions follow from the reset seed.
-
-    Args:
-        spec: the map. args: version, difficulty, step_mul, seed and timeout of the game, and the distributions.
-    """
+    """`GameBackend` that creates the units of each battle; teams and positions follow from the reset seed."""
 
     def __init__(self, spec: MapSpec, args: SmacV2Args) -> None:
         super().__init__(spec, args)

@@ -106,9 +106,6 @@ class Snakes3v3(BatchedEnv):
     The agents are the three snakes of one team in index order. Actions 0 up, 1 down, 2 left, 3 right; all are
     available, the engine replaces a reversal. Results: battle_won, draw (by the teams' scores), score_own,
     score_opponent, beans and deaths of the own team. Step 200 ends the game as terminated, not as truncated.
-
-    Args:
-        args: observation, reward and opponent. n_slots: number of boards.
     """
 
     args_model: ClassVar[type[BaseModel]] = SnakesArgs

@@ -42,11 +42,7 @@ def learner_of(pretrained: PretrainedModules, config: Config, info: EnvInfo, dis
 
 
 class HeadBeliefs:
-    """What the head believes in the episodes of a batch.
-
-    Args:
-        mac: whose agent plays. head: trained with it.
-    """
+    """What the head believes in the episodes of a batch."""
 
     def __init__(self, mac: MAC, head: BeliefHead) -> None:
         self.layout, self._mac, self._head = head.layout, mac, head

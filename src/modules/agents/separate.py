@@ -21,11 +21,7 @@ def alone(config: Config, info: EnvInfo) -> tuple[Config, EnvInfo]:
 
 
 class SeparateAgents(Agent):
-    """n networks of one class, one for each agent (`share_parameters=False`).
-
-    Args:
-        make: makes a network. config, info: the run and its environment.
-    """
+    """n networks of one class, one for each agent (`share_parameters=False`)."""
 
     def __init__(self, make: Callable[[Config, EnvInfo], Agent], config: Config, info: EnvInfo) -> None:
         super().__init__()

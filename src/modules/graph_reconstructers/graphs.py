@@ -64,11 +64,7 @@ def units_of_nodes(layout: EntityLayout, n_agents: int) -> np.ndarray:
 
 
 class GraphTables:
-    """Conversions between observations and nodes as table look-ups, and the rule for what is seen.
-
-    Args:
-        layout: of the observations. device: of the tables.
-    """
+    """Conversions between observations and nodes as table look-ups, and the rule for what is seen."""
 
     def __init__(self, layout: EntityLayout, device: torch.device) -> None:
         # Convert an observation whose features are numbered from 2 on: each place of the nodes then names the feature

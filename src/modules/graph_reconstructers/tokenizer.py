@@ -57,11 +57,7 @@ class MLP(nn.Sequential):
 
 
 class Tokenizer(nn.Module):
-    """Maps nodes to ids 0 ... K - 1 and ids to features. It is never given an all-zero (unseen or dead) node.
-
-    Args:
-        config: sizes and rules. layout: gives D.
-    """
+    """Maps nodes to ids 0 ... K - 1 and ids to features. It is never given an all-zero (unseen or dead) node."""
 
     codebook: Tensor
     cluster_size: Tensor

@@ -375,9 +375,6 @@ MOST_BYTES = 1 << 28  # of the report of one rank, which names each of its files
 class CheckpointWriter:
     """Writes one rank's part of a checkpoint, in any thread.
 
-    Args:
-        store: the run's checkpoints. iteration: that is saved.
-
     Attributes:
         files: what this rank has written, as in the manifest.
     """

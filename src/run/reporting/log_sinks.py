@@ -116,11 +116,7 @@ def logged_before(folder: Path) -> Iterator[Record]:
 
 
 class SacredScalars:
-    """Gives Sacred's run scalars: of each name later ones only, since a restart logs some again.
-
-    Args:
-        run: Sacred's. prefix: of all names.
-    """
+    """Gives Sacred's run scalars: of each name later ones only, since a restart logs some again."""
 
     def __init__(self, run: Any, prefix: str = "") -> None:
         self._run, self._prefix, self._last = run, prefix, dict[str, float]()

@@ -107,11 +107,7 @@ ENOUGH_SECONDS = 0.3
 
 
 class Tracer:
-    """Records a few whole iterations with torch's profiler and writes them to one file.
-
-    Args:
-        path: the trace's file. gpu: record the kernels of the GPU as well.
-    """
+    """Records a few whole iterations with torch's profiler and writes them to one file."""
 
     def __init__(self, path: Path, gpu: bool = False) -> None:
         self.path = path

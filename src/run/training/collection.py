@@ -29,11 +29,7 @@ def shapers(session: Session, policy: MAC, clock: Counters, data: DataSource) ->
 
 
 class Groups(Shaper):
-    """The groups of a run, and how many updates were skipped because no rank had one; the same on all ranks.
-
-    Args:
-        session: of the run. data: the groups of this rank.
-    """
+    """The groups of a run, and how many updates were skipped because no rank had one; the same on all ranks."""
 
     def __init__(self, session: Session, data: GroupData) -> None:
         self.data = data

@@ -130,9 +130,6 @@ def _copied(module: nn.Module) -> dict[str, Tensor]:
 class Tests:
     """Plays tests and keeps what they gave.
 
-    Args:
-        session: of the run. mac: the team that is tested.
-
     Attributes:
         last: step and metrics of the last test. best: the best values so far. best_agent: step, weights and values of
             the best test, for `absolute_episodes`; of equal win rates, that with the higher return. played, improved:
