@@ -201,11 +201,11 @@ class Watchdog(Watch):
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
-def leave_hung(line: str, stack: str) -> NoReturn:
+def leave_hung(line: str, stack: str, code: int = 1) -> NoReturn:
     """End this process, whose main thread hangs or waits for a lost rank; torchrun ends the others."""
     sys.stderr.write(f"error: {line}\n{stack}")
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 @contextmanager
@@ -314,13 +314,8 @@ def _closing_in_time(failed: Callable[[BaseException], None]) -> Iterator[Callab
         if timers or isinstance(error, Stopped) or stop_requested():
             return
         failed(error)
-
-        def end() -> None:
-            sys.stderr.write(f"error: {error or type(error).__name__} (and closing the run did not finish)\n")
-            sys.stderr.flush()
-            os._exit(exit_code(error))
-
-        timers.append(threading.Timer(CLOSING_SECONDS, end))
+        line = f"{error or type(error).__name__} (and closing the run did not finish)"
+        timers.append(threading.Timer(CLOSING_SECONDS, leave_hung, (line, "", exit_code(error))))
         timers[0].daemon = True
         timers[0].start()
 
