@@ -258,19 +258,12 @@ def _room(text: str, left: float, least: float, fix: str) -> str:
 def limits(config: Config) -> str:
     """Check the numbers of open files and processes, and the size of a file, against the needs of a run."""
     from omagd.run.launchers import ranks_here
-    from omagd.run.training.device import (
-        files_needed,
-        largest_file,
-        most_files,
-        processes_left,
-        processes_needed,
-        workers_of,
-    )
+    from omagd.run.training import device
 
-    workers, ranks = workers_of(config), config.world_size or 1
-    files, most = files_needed(workers, ranks), most_files()
-    processes, (left, why) = processes_needed(workers, ranks_here(ranks), config.torch_threads), processes_left()
-    size = largest_file()
+    workers, ranks = device.workers_of(config), config.world_size or 1
+    files, most = device.files_needed(workers, ranks), device.most_files()
+    processes = device.processes_needed(workers, ranks_here(ranks), config.torch_threads)
+    (left, why), size = device.processes_left(), device.largest_file()
     room = f"{left} processes left ({why})" if why else "any number of processes"
     text = f"{most} open files ({files} needed), {room}"
     text += f" ({processes} needed), files of {'any size' if size == sys.maxsize else f'{size / GIGABYTE:.1f} GB'}"

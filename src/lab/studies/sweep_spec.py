@@ -14,21 +14,8 @@ from omagd.config.checks import shorten
 from omagd.config.loading import value_at
 from omagd.config.schema import OPEN_SECTIONS, Config
 from omagd.lab.analysis.runs import is_number
+from omagd.lab.studies import spec
 from omagd.lab.studies.executors import Job
-from omagd.lab.studies.spec import (
-    OWN,
-    Entry,
-    Environment,
-    Given,
-    config_of_words,
-    executor_of,
-    folder_of,
-    read_file,
-    require_few_runs,
-    seeds_of,
-    validated,
-    words_of,
-)
 from omagd.utils.errors import Mistakes, UserError, import_extra
 
 if TYPE_CHECKING:
@@ -52,7 +39,7 @@ class SpaceEntry(BaseModel):
     choices: list[Any] | None = None
 
 
-class SweepFile(Entry):
+class SweepFile(spec.Entry):
     """The keys of a sweep file.
 
     Attributes:
@@ -134,29 +121,29 @@ def optuna() -> Any:
     return module
 
 
-def load_sweep(given: Given, *, results: str | None = None, executor: str | None = None) -> Sweep:
+def load_sweep(given: spec.Given, *, results: str | None = None, executor: str | None = None) -> Sweep:
     """Return the sweep of a file, or of its values.
 
     Args:
         results: instead of the file's `results`. executor: instead of the first one in the file.
     Errors: UserError in one line that names the file, the place in it, and the key.
     """
-    text, values, source, base = read_file(given, "sweep", "space:, trials: and seeds:")
+    text, values, source, base = spec.read_file(given, "sweep", "space:, trials: and seeds:")
     optuna()  # before what is wrong is looked for with it
     found, folder, seeds = Mistakes(), Path(), list[int]()
-    file = validated(SweepFile, values, source, found)
+    file = spec.validated(SweepFile, values, source, found)
     words: tuple[str, ...] = ("with",)
     config: Config | None = None
     with found.caught():
-        folder = folder_of(file.name, results or file.results, given, source)
+        folder = spec.folder_of(file.name, results or file.results, given, source)
     with found.caught():
-        seeds = list(seeds_of(file.seeds, source))
-        require_few_runs(source, {"trials": file.trials, "seeds": len(seeds)})
+        seeds = list(spec.seeds_of(file.seeds, source))
+        spec.require_few_runs(source, {"trials": file.trials, "seeds": len(seeds)})
     with found.caught(source):
-        words = words_of(file, Entry(), Environment(map=file.map), base)
-        config = config_of_words(words)
+        words = spec.words_of(file, spec.Entry(), spec.Environment(map=file.map), base)
+        config = spec.config_of_words(words)
     space = _space(file, words, config, source, found)
-    chosen, settings = executor_of(file.executor, source, executor, found)
+    chosen, settings = spec.executor_of(file.executor, source, executor, found)
     if file.pruning and (fixed := {"t_max", "test_interval"} & set(file.space)):
         found.add(f"{source}: space.{min(fixed)}: trials have different tests then. Give pruning: false")
     found.raise_any()
@@ -173,10 +160,10 @@ def _space(
     taken = {word.partition("=")[0] for word in words}
     space = {}
     for key, values in file.space.items():
-        entry = validated(SpaceEntry, values, f"{source}: space.{key}", found)
+        entry = spec.validated(SpaceEntry, values, f"{source}: space.{key}", found)
         with found.caught(f"{source}: space.{key}"):
-            if key in OWN:
-                raise UserError(OWN[key])
+            if key in spec.OWN:
+                raise UserError(spec.OWN[key])
             if key in taken:
                 raise UserError("has a value in with: or map:, too. Leave one out")
             space[key] = _distribution(key, entry, config)

@@ -23,15 +23,8 @@ from typing import Any
 from omagd.config.schema import Config
 from omagd.run.checkpoint.resuming import RunLock, locked_folder
 from omagd.run.checkpoint.store import SAVED
+from omagd.run.launch import watchdog
 from omagd.run.launch.processes import Ranks, end_with_launcher, end_with_parent
-from omagd.run.launch.watchdog import (
-    ended_if_hung,
-    exit_code,
-    joined_group,
-    leave_hung,
-    naming_a_lost_rank,
-    require_shared_folder,
-)
 from omagd.run.launchers import Plan, is_main, local_rank, make_plan
 from omagd.run.reporting.card import read_card
 from omagd.run.run_folder import RUN_FILE, RunFolder, keep_json, read_entry
@@ -78,7 +71,7 @@ def _run_alone(config: Config, plan: Plan, path: str, sacred: Any) -> dict[str, 
     """Run one rank in this process."""
     dist = Dist(device=plan.device(0))
     finish = partial(_ensure_summary, config, plan, path, time.time(), "failed", 0)
-    with ended_if_hung(dist, 60 * config.dist_timeout_minutes, finish):
+    with watchdog.ended_if_hung(dist, 60 * config.dist_timeout_minutes, finish):
         return run_experiment(config, dist, path, sacred)
 
 
@@ -114,15 +107,12 @@ def _join_group(config: Config, plan: Plan, token: str, sacred: Any) -> dict[str
     if attempt > 0 and config.enable_checkpointing:  # torchrun has restarted this run
         config = config.model_copy(update={"auto_resume": True})
     end_with_launcher()
-    with (
-        naming_a_lost_rank(rank),
-        joined_group(rank, plan, local_rank(plan.world_size), port, config, attempt, leave_hung) as dist,
-        ExitStack() as held,
-    ):
+    group = watchdog.joined_group(rank, plan, local_rank(plan.world_size), port, config, attempt, watchdog.leave_hung)
+    with watchdog.naming_a_lost_rank(rank), group as dist, ExitStack() as held:
         _require_one_configuration(config, dist)
         lock = _lock_together(config, token, dist, held)
         held.enter_context(_resume_hint(config, lock.path))
-        require_shared_folder(dist, lock.path)
+        watchdog.require_shared_folder(dist, lock.path)
         return run_experiment(lock.config, dist, lock.path, sacred if rank == 0 else None, attempt=attempt)
 
 
@@ -181,7 +171,7 @@ def _work(notes: Notes, config: Config, plan: Plan, path: str, port: int, attemp
         os._exit(1)
 
     try:
-        joined = joined_group(rank, plan, rank, port, config, attempt, hung, notes.error)
+        joined = watchdog.joined_group(rank, plan, rank, port, config, attempt, hung, notes.error)
         with stoppable(), joined as dist:
             summary = run_experiment(config, dist, path, notes if rank == 0 else None, attempt=attempt)
         notes.done(summary)
@@ -193,7 +183,7 @@ def _work(notes: Notes, config: Config, plan: Plan, path: str, port: int, attemp
         if stop_requested():  # ranks that stop first break the exchanges of the others
             return 128 + signal.SIGTERM
         notes.error(error)
-        return exit_code(error)
+        return watchdog.exit_code(error)
     return 0
 
 

@@ -37,17 +37,8 @@ from omagd.run.reporting.log_sinks import make_logger
 from omagd.run.reporting.report import write_summary
 from omagd.run.run_folder import RunFolder, keep_json, read_entry
 from omagd.run.signals import CLOSING_SECONDS, orphaned, stop_requested, uninterrupted
+from omagd.run.training import device
 from omagd.run.training.build import build_session, load_pretrained, n_slots, restore_pretrained
-from omagd.run.training.device import (
-    deterministic_algorithms,
-    files_needed,
-    keep_freed_memory,
-    limit_memory,
-    limit_warnings,
-    raise_limit,
-    replay_device,
-    workers_of,
-)
 from omagd.run.training.evaluate import evaluate, trained_card
 from omagd.run.training.loop import fit
 from omagd.run.training.stages.base import PretrainedModules, Session, Stage, require_same_weights
@@ -78,13 +69,13 @@ def run_experiment(config: Config, dist: Dist, path: str, channel: Any, attempt:
     """
     started = time.time()
     torch.set_num_threads(config.torch_threads)
-    keep_freed_memory()
-    raise_limit(files_needed(workers_of(config), dist.world_size))
-    limit_memory(dist.device, config.max_memory_per_gpu_gb)
+    device.keep_freed_memory()
+    device.raise_limit(device.files_needed(device.workers_of(config), dist.world_size))
+    device.limit_memory(dist.device, config.max_memory_per_gpu_gb)
     torch.backends.cudnn.deterministic = True  # else gradients of convolutions are sums in any order
     torch.backends.cudnn.allow_tf32 = False  # by default cuDNN's GRU rounds float32 to TF32, as no other product does
     folder = RunFolder(path)
-    with deterministic_algorithms(config.deterministic), rank_at_work(folder):
+    with device.deterministic_algorithms(config.deterministic), rank_at_work(folder):
         return _run(config, dist, folder, channel, attempt, started)
 
 
@@ -253,8 +244,8 @@ def log_start(session: Session, card: Card) -> None:
     for line in (*([more] if more else []), *start_lines(card, info.sizes, batch)):
         session.logger.info(line)
     on_gpus = dist.device.type == "cuda" and ranks_here(dist.world_size) > 1
-    ranks = ranks_here(dist.world_size) if replay_device(config, info, dist)[0].type == "cpu" else 0
-    for line in limit_warnings(config, info, session.folder.path, on_gpus, ranks):
+    ranks = ranks_here(dist.world_size) if device.replay_device(config, info, dist)[0].type == "cpu" else 0
+    for line in device.limit_warnings(config, info, session.folder.path, on_gpus, ranks):
         session.logger.warning(line)
     session.logger.info(f"results: {session.folder.path}")
 
