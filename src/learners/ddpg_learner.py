@@ -93,9 +93,6 @@ class ActorLoss(LossModule):
     """Negative value -Q(o, pi(o)) of the agents' own actions, summed over steps and agents.
 
     The critic is an argument and not a submodule, so its gradients are neither computed nor exchanged here.
-
-    Args:
-        actor: trained. continuous: whether actions are. bf16: whether matrix products use bf16.
     """
 
     def __init__(self, actor: nn.Module, continuous: bool, bf16: bool = False) -> None:

@@ -29,9 +29,6 @@ class FullGraphConv(nn.Module):
 
     A graph neural network whose weights tell a node from its neighbours (Morris et al. 2019, arXiv:1810.02244, section
     3, the basic model), with a ReLU for each of both parts, and their mean.
-
-    Args:
-        dim: features of a node, in and out.
     """
 
     def __init__(self, dim: int) -> None:

@@ -27,11 +27,7 @@ from omagd.utils.storage import OUTPUT, STORAGE
 
 
 def run(_run: Any, _config: Mapping[str, Any] | Config, _log: Any = None) -> dict[str, Any]:
-    """Run once, or once for each of `seeds`; print the results and return them.
-
-    Args:
-        _run: Sacred's run, or None. _config: the resolved configuration. _log: Sacred's logger.
-    """
+    """Run once, or once for each of `seeds`; print the results and return them."""
     try:
         return _run_all(_run, _config)
     finally:

@@ -48,11 +48,7 @@ def sums_by(given: Sum) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Dist:
-    """The process group as seen from one rank; with `world_size == 1` every collective is the identity.
-
-    Args:
-        rank, world_size: number of this rank, and of all ranks. device: of this rank. waits: its waiting time.
-    """
+    """The process group as seen from one rank; with `world_size == 1` every collective is the identity."""
 
     rank: int = 0
     world_size: int = 1

@@ -41,9 +41,6 @@ class UnitsMissing(GameLost):
 class GameBackend:
     """`BattleBackend` with one game, which is started by the first `reset` and by the next one after it was lost.
 
-    Args:
-        spec: the map. args: version, difficulty, step_mul, seed and timeout of the game.
-
     Attributes:
         terrain: set by the first `reset`. restarts: number of restarts after a loss.
         build: build number reported by the game; 0 before the first start. seed: of the running game.

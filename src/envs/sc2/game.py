@@ -113,9 +113,6 @@ class Game:
 
     The thread that constructs this object must outlive it: Linux kills the game when that thread ends.
 
-    Args:
-        spec: the map. args: version, difficulty and timeout of the game. seed: as in `requests`.
-
     Attributes:
         facts: the game's ResponseGameInfo. version: reported by the game, "4.10.0.75689".
 

@@ -34,9 +34,6 @@ class TalkingGRU(PackedGRU):
     With a query q, a signature k and a value v of each agent, linear in its h, and d = `key_dim`:
 
         a_ij = softmax_j(q_i^T k_j / sqrt(d)),    c_i = sum_j a_ij v_j          (TarMAC, eq. 1 and 2)
-
-    Args:
-        input_dim, hidden_dim: features of x, H. args: sizes of messages.
     """
 
     def __init__(self, input_dim: int, hidden_dim: int, args: TarMACArgs) -> None:

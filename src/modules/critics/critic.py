@@ -110,11 +110,7 @@ Kind = Callable[[Config, EnvInfo, int], nn.Module]
 
 
 class SeparateCritics(nn.Module):
-    """A critic of its own for each agent (`share_parameters=False`).
-
-    Args:
-        kind: makes each of them. config, info, width: as for one that all agents share.
-    """
+    """A critic of its own for each agent (`share_parameters=False`)."""
 
     def __init__(self, kind: Kind, config: Config, info: EnvInfo, width: int) -> None:
         super().__init__()

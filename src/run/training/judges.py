@@ -35,11 +35,7 @@ class Verdict:
 
 
 class Judge:
-    """Judges a predictor in stage 2, and a team at the end of stage 3. Every rank calls the same; here nothing is done.
-
-    Args:
-        session: this rank's run. pretrained: what its stages hand on.
-    """
+    """Judges a predictor in stage 2, and a team at the end of stage 3. Every rank calls it; here nothing is done."""
 
     def __init__(self, session: Session, pretrained: PretrainedModules) -> None:
         self.session, self.pretrained = session, pretrained
