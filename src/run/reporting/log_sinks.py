@@ -188,37 +188,33 @@ class EventFile(AppendFile):
     """
 
     def __init__(self, folder: Path, purge: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         super().__init__(folder / name, open_records)
         self._records = RecordWriter(self)
-        self._write(Event(file_version="brain.Event:2"))
-        self._write(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))
+        self._write(file_version="brain.Event:2")
+        self._write(step=purge, session_log={"status": "START"})
 
     def add(self, values: dict[str, float], step: int) -> None:
         """Write scalars by name."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(Event(step=step, summary=Summary(value=scalars)))
+        scalars = [{"tag": name, "simple_value": value} for name, value in values.items()]
+        self._write(step=step, summary={"value": scalars})
 
     def add_picture(self, name: str, content: bytes, step: int) -> None:
         """Write the content of a PNG or GIF file; TensorBoard plays a GIF."""
         from PIL import Image
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
 
         with Image.open(io.BytesIO(content)) as image:
             wide, high = image.size
-        shown = Summary.Image(width=wide, height=high, colorspace=3, encoded_image_string=content)
-        self._write(Event(step=step, summary=Summary(value=[Summary.Value(tag=name, image=shown)])))
+        shown = {"width": wide, "height": high, "colorspace": 3, "encoded_image_string": content}
+        self._write(step=step, summary={"value": [{"tag": name, "image": shown}]})
 
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        self._records.write(event.SerializeToString())
+    def _write(self, **fields: Any) -> None:
+        """Write an event; protobuf takes dictionaries for the messages in it."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 NAME_WIDTH = 27
