@@ -39,7 +39,9 @@ RETRY_SECONDS = (0.1, 0.4, 1.6)
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
-LONGEST_ENTRY = 1 << 20
+LONGEST_ENTRY, LONGEST_FILE = 1 << 20, 1 << 28
+"""Bytes of a small file, and of one that names many runs or episodes, that are read as JSON."""
+
 FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW
 """How to open a folder, but no link to one."""
 

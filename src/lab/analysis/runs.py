@@ -22,10 +22,9 @@ from omagd.config.schema import COMPONENT_ARGS
 from omagd.run.reporting.card import COVERED, METHOD, Card, flattened, is_card, recorded_of
 from omagd.run.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, json_lines, read_entry, read_records
 from omagd.utils.errors import UserError, print_out, readable
-from omagd.utils.storage import read_json, replace_file
+from omagd.utils.storage import LONGEST_FILE, read_json, replace_file
 
 LOG = logging.getLogger("omagd")
-LONGEST_STUDY = 1 << 28
 SACRED_FILES = ("metrics.json", "info.json")
 NO_SETTING = frozenset({"name", "seed", "env", "unique_token", "local_results_path", "label", "repeat_id"})
 DEEPEST = 5
@@ -308,7 +307,7 @@ def _arms(study: Path) -> dict[str, str]:
 def jobs_of(study: Path) -> list[tuple[str, ...]]:
     """Return name, arm, state and error of the jobs of a study; nothing where its file cannot be read."""
     try:
-        entries = read_json(study / STUDY_FILE, LONGEST_STUDY)["jobs"]
+        entries = read_json(study / STUDY_FILE, LONGEST_FILE)["jobs"]
         jobs = [
             (each["job"]["name"], each["job"]["arm"], each.get("state", "done"), each.get("error", ""))
             for each in entries
@@ -418,7 +417,7 @@ def read_sacred(folder: Path) -> tuple[dict[str, Any], tuple[dict[str, Any], ...
     """Return the configuration of a run and its records by environment steps; None if there are none."""
     for name in SACRED_FILES:
         with contextlib.suppress(OSError, ValueError):
-            content = read_json(folder / name, LONGEST_STUDY)
+            content = read_json(folder / name, LONGEST_FILE)
             if isinstance(content, dict) and (records := _records(content)):
                 return read_entry(folder / "config.json"), records
     return None

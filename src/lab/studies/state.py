@@ -19,12 +19,11 @@ from omagd.lab.studies.results import try_folder
 from omagd.run.checkpoint.resuming import Busy, busy_run, take
 from omagd.run.run_folder import RUN_FILE, STUDY_FILE, STUDY_RUNS, RunFolder, read_entry, write_json
 from omagd.utils.errors import UserError, readable
-from omagd.utils.storage import held, read_json, replace_file
+from omagd.utils.storage import LONGEST_FILE, held, read_json, replace_file
 
 STATE, COPY, RUNS, LOGS = STUDY_FILE, "study.yaml", STUDY_RUNS, "logs"
 FORMAT = 1
 SAVE_SECONDS = 1.0
-LONGEST_STATE = 1 << 28
 WAITING, RUNNING, DONE, FAILED, ELSEWHERE = "waiting", "running", "done", "failed", "elsewhere"
 PRUNED = "pruned"
 ORDER = (DONE, ELSEWHERE, PRUNED, RUNNING, WAITING, FAILED)
@@ -57,11 +56,7 @@ class Record:
 
 
 class StudyState:
-    """The runs of a study.
-
-    Args:
-        folder: of the study. Attributes: records: by the name of the job.
-    """
+    """The runs of a study, in `records` by the name of the job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,7 +69,7 @@ class StudyState:
         """Return the state in a study's folder. Errors: UserError where there is none."""
         state = cls(folder)
         try:
-            values = read_json(folder / STATE, LONGEST_STATE)
+            values = read_json(folder / STATE, LONGEST_FILE)
             if values["format"] != FORMAT:
                 raise UserError(f"{folder / STATE}: has format {values['format']}; this version reads {FORMAT}")
             for record in TypeAdapter(list[Record]).validate_python(values["jobs"]):

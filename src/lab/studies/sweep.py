@@ -28,13 +28,12 @@ from omagd.lab.studies.sweep_spec import Sweep, Value, optuna
 from omagd.lab.studies.view import printing
 from omagd.run.run_folder import closed_to_others, read_records, write_json
 from omagd.utils.errors import UserError, nearest
-from omagd.utils.storage import read_json, replace_file
+from omagd.utils.storage import LONGEST_FILE, read_json, replace_file
 
 if TYPE_CHECKING:
     from optuna.study import Study as OptunaStudy
 
 TRIALS = "trials.json"
-LONGEST = 1 << 28
 LOOK_SECONDS = 1.0
 """Between two looks at the metrics of the runs in progress."""
 
@@ -117,7 +116,7 @@ def read_trials(sweep: Sweep) -> list[Trial]:
     if not path.exists():
         return []
     try:
-        values = read_json(path, LONGEST)
+        values = read_json(path, LONGEST_FILE)
         trials = sorted(TypeAdapter(list[Trial]).validate_python(values["trials"]), key=lambda each: each.trial)
     except (ValueError, TypeError, KeyError) as problem:
         raise UserError(f"{path}: is damaged ({type(problem).__name__}). Give another name: or results:") from None

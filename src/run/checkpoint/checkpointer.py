@@ -49,6 +49,7 @@ from omagd.utils.errors import UserError
 from omagd.utils.logging import Logger
 from omagd.utils.seeding import random_state, set_random_state
 from omagd.utils.storage import (
+    LONGEST_FILE,
     REMIND_SECONDS,
     STORAGE,
     Unreadable,
@@ -369,7 +370,6 @@ class Checkpointer:
 
 
 POLL_SECONDS = 0.02
-MOST_BYTES = 1 << 28  # of the report of one rank, which names each of its files of episodes
 
 
 class CheckpointWriter:
@@ -453,7 +453,7 @@ class CheckpointWriter:
                 raise OSError(None, f"rank {rank} has not written its part")
             require_held(path)
             time.sleep(POLL_SECONDS)
-        report = read_json(path, MOST_BYTES)
+        report = read_json(path, LONGEST_FILE)
         if "failed" in report:
             raise OSError(None, f"rank {rank}: {report['failed']}")
         return dict(report)
