@@ -79,12 +79,7 @@ def _sized(name: str, map_name: str | None, facts: dict[str, Any]) -> EnvInfo:
 
 
 class BatchedAsSingle(MultiAgentEnv):
-    """A batched environment with one slot as a single environment.
-
-    Args:
-        env: a batched environment with one slot.
-        more_info: further entries of `get_env_info()` ("state_component", "map_type", ...).
-    """
+    """A batched environment with one slot as a single one. more_info: further entries of `get_env_info()`."""
 
     def __init__(self, env: BatchedEnv, more_info: dict[str, Any] | None = None) -> None:
         if env.n_slots != 1:

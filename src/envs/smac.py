@@ -14,10 +14,7 @@ NAMES = ("sc2", "sc2_v2", "skirmish")
 
 
 def make_smac(name: str = "sc2", **env_args: Any) -> SmacInterface:
-    """Return the environment `name` with SMAC's methods; the keys are those of SMAC's constructor.
-
-    Args:
-        name: "sc2", "sc2_v2" or "skirmish". env_args: keys of `env_args`, as on the command line.
+    """Return the environment `name`, one of `NAMES`, with SMAC's methods; the keys are those of SMAC's constructor.
 
     Errors: UserError for another name, an unknown key, a wrong value, or a missing game.
     """

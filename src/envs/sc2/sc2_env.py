@@ -178,10 +178,7 @@ def _log_to_stderr() -> None:
 
 
 class SC2V2Battle(SC2Battle):
-    """One slot: SMACv2's semantics with the real game. Teams, positions and visibility follow from the reset seeds.
-
-    Errors: UserError when the game, its version or the map is missing; ValueError for more slots.
-    """
+    """One slot: SMACv2's semantics with the real game. Teams, positions and visibility follow from the reset seeds."""
 
     args_model: ClassVar[type[BaseModel]] = SmacV2Args
     name: ClassVar[str] = "sc2_v2"

@@ -49,10 +49,8 @@ def keep_file(path: Path, content: Mapping[str, Any]) -> bool:
 
 
 def load_file(path: Path, key: str) -> dict[str, Any]:
-    """Read what `keep_file` wrote, onto the CPU.
+    """Read what `keep_file` wrote, onto the CPU. key: configuration key that named the file, for the message.
 
-    Args:
-        path: the file. key: configuration key that named it, for the message.
     Errors: UserError for a missing, damaged or foreign file.
     """
     if not path.is_file():

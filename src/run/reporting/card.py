@@ -151,11 +151,7 @@ def beside_one_rank(config: Config, world_size: int, slots: int, data: str) -> s
 
 
 def start_lines(card: Card, sizes: str, batch: str) -> list[str]:
-    """Return the lines that a run logs at its start.
-
-    Args:
-        sizes: text on the sizes of the environment. batch: text on ranks, environments and updates.
-    """
+    """Return the lines that a run logs at its start. sizes: of the environment. batch: on ranks and updates."""
     compared, recorded = card["compared"], card["recorded"]
     given = {name: value for name, value in compared.items() if name.startswith("env_args.")}
     facts = {**given, "seed": recorded["seed"], "omagd": recorded["versions"]["omagd"]}
