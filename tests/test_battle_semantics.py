@@ -96,17 +96,14 @@ def ending(name, alive, steps=1, **flags):
     return float(result.reward[0]), [key for key, flag in flags.items() if flag[0] and not key.startswith("dead")]
 
 
-@pytest.mark.parametrize(
-    ("alive", "expected"),
-    [
-        ([0, 1, 1, 1, 1, 1], ["terminated"]),
-        ([1, 1, 1, 0, 1, 0], ["terminated", "battle_won"]),
-        ([0, 1, 1, 0, 1, 0], ["terminated"]),
-        ([0, 0, 0, 0, 0, 0], ["terminated"]),  # as published: lost, not drawn, on this map type
-        ([1, 1, 1, 0, 1, 1], []),  # as published: two enemy medivacs fight on
-        ([1, 1, 1, 1, 0, 0], []),
-    ],
-)
+@pytest.mark.parametrize(("alive", "expected"), [
+    ([0, 1, 1, 1, 1, 1], ["terminated"]),
+    ([1, 1, 1, 0, 1, 0], ["terminated", "battle_won"]),
+    ([0, 1, 1, 0, 1, 0], ["terminated"]),
+    ([0, 0, 0, 0, 0, 0], ["terminated"]),  # as published: lost, not drawn, on this map type
+    ([1, 1, 1, 0, 1, 1], []),  # as published: two enemy medivacs fight on
+    ([1, 1, 1, 1, 0, 0], []),
+])  # fmt: skip
 def test_who_wins_when_only_medivacs_are_left(alive, expected):
     assert ending("1m2d", alive)[1] == expected
 

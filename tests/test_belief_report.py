@@ -165,15 +165,12 @@ def test_a_run_is_measured_beside_guesses_on_battles_of_its_team(small_run, capf
     assert all(0 < error < 30 for error in errors) and 0 <= dead <= 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["census"], "beliefs: name a run, as in: omagd beliefs --reconstruction results/<run>"),
-        (["--reconstruction=RUN", "--episodes=3"], "--episodes=3: must be a number from 8 to 100,000"),
-        (["--reconstruction=RUN", "--episodes=8"], "--reconstruction=RUN: predicts nothing. Give a run with"),
-        (["--reconstruction=gone"], "gone"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["census"], "beliefs: name a run, as in: omagd beliefs --reconstruction results/<run>"),
+    (["--reconstruction=RUN", "--episodes=3"], "--episodes=3: must be a number from 8 to 100,000"),
+    (["--reconstruction=RUN", "--episodes=8"], "--reconstruction=RUN: predicts nothing. Give a run with"),
+    (["--reconstruction=gone"], "gone"),
+])  # fmt: skip
 def test_what_cannot_be_measured_is_one_line(words, message, qmix_run, capfd):
     assert main(["beliefs", *(word.replace("RUN", str(qmix_run)) for word in words)]) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()

@@ -183,27 +183,22 @@ def test_a_wrong_path_or_value_hides_no_other_mistake(capsys, empty_folder):
     assert sorted(line.split("=")[0] for line in lines) == sorted(f"error: {key}" for key in starts), lines
 
 
-@pytest.mark.parametrize(
-    ("typed", "unread"),
-    [
-        ("--config=mappo with mixer=qmix tau=0.1", "mixer, tau"),
-        ("--config=qmix with td_lambda=0.5 target_update_interval=8 double_q=False use_orthogonal=True", ""),
-        ("--config=qmix with tokenizer_config.hidden_dim=128 graph_lr=0.1", "graph_lr, tokenizer_config.hidden_dim"),
-        ("--config=mine.yaml", "critic_lr"),
-        ("--config=omagd_small with graph_lr=0.1", ""),
-        ("--config=qmix with resident_slots=4", "resident_slots"),
-        ("--config=qmix with per_alpha=0.9", "per_alpha"),
-        ("--config=qmix with q_lambda=True td_lambda=0", "q_lambda"),
-        ("--config=snakes_iql --env-config=snakes with runner=ticks agent=ff td_lambda=0.9", "td_lambda"),
-        ("--config=qmix with target_update_updates=9 target_update_interval=8", "target_update_interval"),
-        ("--config=qmix with epsilon_speed=0.99 epsilon_anneal_time=9", "epsilon_anneal_time"),
-        ("--config=qmix with action_selector=greedy epsilon_start=0.5", "epsilon_start"),
-        ("--config=snakes_iql --env-config=snakes with opponent_pool_size=3", "opponent_pool_size"),
-        ("--config=qmix with belief_weight=2 belief_every=1", "belief_every, belief_weight"),
-        ("--config=qmix with belief_loss=features belief_weight=2 graph_pretrain_eval_episodes=4", ""),
-        ("--config=qmix with belief_loss=features graph_lr=0.1 graph_updates=False", "graph_lr"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "unread"), [
+    ("--config=mappo with mixer=qmix tau=0.1", "mixer, tau"),
+    ("--config=qmix with td_lambda=0.5 target_update_interval=8 double_q=False use_orthogonal=True", ""),
+    ("--config=qmix with tokenizer_config.hidden_dim=128 graph_lr=0.1", "graph_lr, tokenizer_config.hidden_dim"),
+    ("--config=mine.yaml", "critic_lr"), ("--config=omagd_small with graph_lr=0.1", ""),
+    ("--config=qmix with resident_slots=4", "resident_slots"), ("--config=qmix with per_alpha=0.9", "per_alpha"),
+    ("--config=qmix with q_lambda=True td_lambda=0", "q_lambda"),
+    ("--config=snakes_iql --env-config=snakes with runner=ticks agent=ff td_lambda=0.9", "td_lambda"),
+    ("--config=qmix with target_update_updates=9 target_update_interval=8", "target_update_interval"),
+    ("--config=qmix with epsilon_speed=0.99 epsilon_anneal_time=9", "epsilon_anneal_time"),
+    ("--config=qmix with action_selector=greedy epsilon_start=0.5", "epsilon_start"),
+    ("--config=snakes_iql --env-config=snakes with opponent_pool_size=3", "opponent_pool_size"),
+    ("--config=qmix with belief_weight=2 belief_every=1", "belief_every, belief_weight"),
+    ("--config=qmix with belief_loss=features belief_weight=2 graph_pretrain_eval_episodes=4", ""),
+    ("--config=qmix with belief_loss=features graph_lr=0.1 graph_updates=False", "graph_lr"),
+])  # fmt: skip
 def test_keys_that_nothing_reads_are_named(typed, unread, capsys, empty_folder):
     (empty_folder / "mine.yaml").write_text("extends: qmix\ncritic_lr: 0.1\ngraph_lr: 0.1\n")
     assert main([*typed.split(), "--dry-run"]) == 0

@@ -64,14 +64,11 @@ def names(value: object, prefix: str = "") -> Iterator[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("run", "ranks", "stages", "facts", "scalar"),
-    [
-        ("small_run", 1, STAGES, {"env": "skirmish", "map_name": "3m"}, "eval/graph_loss"),
-        ("published_run", 2, STAGES, {"map_name": "5m_vs_6m", "environments": 4}, "test_battle_won_mean"),
-        ("qmix_run", 1, ("stage3",), {"map_name": "3m"}, "loss_td"),
-    ],
-)
+@pytest.mark.parametrize(("run", "ranks", "stages", "facts", "scalar"), [
+    ("small_run", 1, STAGES, {"env": "skirmish", "map_name": "3m"}, "eval/graph_loss"),
+    ("published_run", 2, STAGES, {"map_name": "5m_vs_6m", "environments": 4}, "test_battle_won_mean"),
+    ("qmix_run", 1, ("stage3",), {"map_name": "3m"}, "loss_td"),
+])  # fmt: skip
 def test_a_run_leaves_its_files_and_a_record_of_sacred(run, ranks, stages, facts, scalar, request):
     folder = request.getfixturevalue(run)
     summary = check_run_folder(folder, ranks, stages)

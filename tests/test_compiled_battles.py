@@ -94,15 +94,12 @@ def play(envs, steps, seed=0, begin=True):
     assert envs[0].get_stats() == envs[1].get_stats()
 
 
-@pytest.mark.parametrize(
-    ("map_name", "args"),
-    [
-        ("3s5z", ALL), ("MMM2", FEW), ("corridor", OTHERS), ("so_many_baneling", FEW), ("2c_vs_64zg", OTHERS),
-        ("MMM2", ALL), ("3s_vs_5z", OTHERS), ("3s5z", FEW), ("2c_vs_64zg", ALL), ("2s4z", {}), ("9m_vs_10m", {}),
-        ("1c3s5z", {"start": "hidden", "sight_range": 4.3}), ("8m", {"start": "mixed", "sight_range": 12}),
-        ("MMM", {"start": "mixed", "sight_range": 6}), ("3m", {"start": "hidden", "sight_range": 2}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("map_name", "args"), [
+    ("3s5z", ALL), ("MMM2", FEW), ("corridor", OTHERS), ("so_many_baneling", FEW), ("2c_vs_64zg", OTHERS),
+    ("MMM2", ALL), ("3s_vs_5z", OTHERS), ("3s5z", FEW), ("2c_vs_64zg", ALL), ("2s4z", {}), ("9m_vs_10m", {}),
+    ("1c3s5z", {"start": "hidden", "sight_range": 4.3}), ("8m", {"start": "mixed", "sight_range": 12}),
+    ("MMM", {"start": "mixed", "sight_range": 6}), ("3m", {"start": "hidden", "sight_range": 2}),
+])  # fmt: skip
 def test_kernels_obey_rules_and_flags_as_numpy_does(map_name, args):
     play(both(map_name=map_name, **args), 24, seed=1)
 
@@ -203,15 +200,12 @@ def test_mistakes_are_the_same_errors(action):
     assert texts[:2] == texts[2:] and "slot 4, agent 2" in texts[0] and "reset them first" in texts[1]
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments", "error"),
-    [
-        ("step", (np.ones((SLOTS - 1, 3), int), np.ones(SLOTS, bool)), ValueError),
-        ("step", (np.full((SLOTS, 3), 1.7), np.ones(SLOTS, bool)), TypeError),
-        ("step", (np.ones((SLOTS, 3), int), np.ones(SLOTS, int)), TypeError),
-        ("reset", (np.ones(50_000, bool), np.arange(SLOTS)), ValueError),
-    ],
-)
+@pytest.mark.parametrize(("method", "arguments", "error"), [
+    ("step", (np.ones((SLOTS - 1, 3), int), np.ones(SLOTS, bool)), ValueError),
+    ("step", (np.full((SLOTS, 3), 1.7), np.ones(SLOTS, bool)), TypeError),
+    ("step", (np.ones((SLOTS, 3), int), np.ones(SLOTS, int)), TypeError),
+    ("reset", (np.ones(50_000, bool), np.arange(SLOTS)), ValueError),
+])  # fmt: skip
 def test_wrong_shapes_and_types_are_rejected(method, arguments, error):
     """Kernels read memory without checks: another shape would read or write somebody else's."""
     env = SkirmishEnv(SkirmishArgs(map_name="3m"), SLOTS)

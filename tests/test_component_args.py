@@ -59,20 +59,17 @@ def test_keys_of_components_reach_them_from_files_and_commands(words, capsys, tm
     assert [mappo.learner_args[key] for key in ("clip", "epochs", "gae_lambda")] == [0.5, 4, 0.95]
 
 
-@pytest.mark.parametrize(
-    ("given", "parts"),
-    [
-        ("mixer_args.n_head=3", ["mixer_args.n_head", "mixer=qplex", "3", "'n_heads'?"]),
-        ("mixer_args.n_heads='3'", ["mixer_args.n_heads=3", "a whole number", "without quotes"]),
-        ("agent=named agent_args={'names':['\\ud800']}", ["agent_args: a value cannot be saved as JSON"]),
-        ("agent=named agent_args.scale=1e999", ["agent_args.scale=inf", "finite"]),
-        ("mixer_args={n_heads:8}", ["mixer_args={n_heads:8}", "mixer_args.n_heads=8"]),
-        ("mixer=qmix", ["mixer_args.n_heads", "mixer=qmix", "qplex.yaml", "--config"]),
-        ("--config=qmix learner=ppo_learner", ["has no meaning", "qmix.yaml", "--config with learner=ppo_learner"]),
-        ("--config=snakes_ddpg", ["env_args.obs", "snakes_ddpg.yaml is for env=snakes_3v3: add --env-config=snakes"]),
-        ("--config=qmix runner=ticks obs_last_action=False", ["runner=ticks", "agent=ff"]),
-    ],
-)
+@pytest.mark.parametrize(("given", "parts"), [
+    ("mixer_args.n_head=3", ["mixer_args.n_head", "mixer=qplex", "3", "'n_heads'?"]),
+    ("mixer_args.n_heads='3'", ["mixer_args.n_heads=3", "a whole number", "without quotes"]),
+    ("agent=named agent_args={'names':['\\ud800']}", ["agent_args: a value cannot be saved as JSON"]),
+    ("agent=named agent_args.scale=1e999", ["agent_args.scale=inf", "finite"]),
+    ("mixer_args={n_heads:8}", ["mixer_args={n_heads:8}", "mixer_args.n_heads=8"]),
+    ("mixer=qmix", ["mixer_args.n_heads", "mixer=qmix", "qplex.yaml", "--config"]),
+    ("--config=qmix learner=ppo_learner", ["has no meaning", "qmix.yaml", "--config with learner=ppo_learner"]),
+    ("--config=snakes_ddpg", ["env_args.obs", "snakes_ddpg.yaml is for env=snakes_3v3: add --env-config=snakes"]),
+    ("--config=qmix runner=ticks obs_last_action=False", ["runner=ticks", "agent=ff"]),
+])  # fmt: skip
 def test_wrong_keys_of_components_are_rejected_in_one_line(words, capsys, tmp_path, given, parts):
     assert main(["--dry-run", *words, *given.split(), f"local_results_path={tmp_path}/runs"]) == 2
     lines = capsys.readouterr().err.splitlines()

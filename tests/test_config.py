@@ -87,17 +87,12 @@ def test_the_published_keys_exist_and_every_key_has_a_default():
     assert Config.model_validate(values).model_dump(mode="json") == values
 
 
-@pytest.mark.parametrize(
-    ("preset", "updates", "t_max"),
-    [
-        ("qmix", {"max_episodes": 100000}, 100000 * 60),
-        ("qmix", {"max_episodes": 6250, "t_max": 5000}, 5000),
-        ("qmix", {"t_max": 5000, "max_episodes": None}, 5000),
-        ("max_episodes: 100000", {}, 100000 * 60),
-        ("max_episodes: 100000", {"t_max": 2000}, 2000),
-        ("max_episodes: 100000\nt_max: 3000", {"max_episodes": 9}, 9 * 60),
-    ],
-)
+@pytest.mark.parametrize(("preset", "updates", "t_max"), [
+    ("qmix", {"max_episodes": 100000}, 100000 * 60), ("qmix", {"max_episodes": 6250, "t_max": 5000}, 5000),
+    ("qmix", {"t_max": 5000, "max_episodes": None}, 5000), ("max_episodes: 100000", {}, 100000 * 60),
+    ("max_episodes: 100000", {"t_max": 2000}, 2000),
+    ("max_episodes: 100000\nt_max: 3000", {"max_episodes": 9}, 9 * 60),
+])  # fmt: skip
 def test_max_episodes_replaces_the_t_max_of_a_preset_only(preset, updates, t_max, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"name: mine\n{preset}\n")
     name = preset if preset == "qmix" else str(tmp_path / "mine.yaml")
@@ -181,18 +176,15 @@ def test_a_file_begins_with_the_keys_of_those_that_it_extends(tmp_path, monkeypa
     assert resolve("qmix", "places.yaml").env_args == {**resolve("qmix").env_args, "map_name": "8m"}
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("extends: qmx", r"bad\.yaml: extends=qmx is not known\. Did you mean 'qmix'"),
-        ("extends: qmxi", r"bad\.yaml: extends=qmxi is not known\. Did you mean 'qmix'"),
-        ("extends: here.yaml", r"bad\.yaml: extends=here\.yaml: here\.yaml is no file\. The path begins at"),
-        ("extends: [qmix, vdn]", r"bad\.yaml: extends=\['qmix', 'vdn'\]: must be one name"),
-        ("extends: round.yaml", r"round\.yaml: extends=bad\.yaml: goes in a circle, bad\.yaml -> round\.yaml -> bad"),
-        ("extends: more/base.yaml", r"more/base\.yaml: unknown key 'larning_rate'"),
-        ("extends: mappo\nlearner_args: 3", r"learner_args=3: must be a mapping"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("extends: qmx", r"bad\.yaml: extends=qmx is not known\. Did you mean 'qmix'"),
+    ("extends: qmxi", r"bad\.yaml: extends=qmxi is not known\. Did you mean 'qmix'"),
+    ("extends: here.yaml", r"bad\.yaml: extends=here\.yaml: here\.yaml is no file\. The path begins at"),
+    ("extends: [qmix, vdn]", r"bad\.yaml: extends=\['qmix', 'vdn'\]: must be one name"),
+    ("extends: round.yaml", r"round\.yaml: extends=bad\.yaml: goes in a circle, bad\.yaml -> round\.yaml -> bad"),
+    ("extends: more/base.yaml", r"more/base\.yaml: unknown key 'larning_rate'"),
+    ("extends: mappo\nlearner_args: 3", r"learner_args=3: must be a mapping"),
+])  # fmt: skip
 def test_what_cannot_be_extended_is_named(text, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad.yaml").write_text(text)
@@ -234,15 +226,12 @@ def test_a_word_below_a_section_keeps_what_lies_beside_it():
     assert changed == {**plain, "n_units": 10, "n_enemies": 11, "start_positions": positions}
 
 
-@pytest.mark.parametrize(
-    ("text", "current", "value"),
-    [
-        ("7", 6, 7), ("-1.5", 0.1, -1.5), ("1e-3", 0.1, 0.001), ("1,2,3", (), (1, 2, 3)), ("[1, 2]", (), [1, 2]),
-        ("True", False, True), ("true", False, True), ("None", 1, None), ("null", None, None), ("3m", "8m", "3m"),
-        ("1c3s5z", None, "1c3s5z"), ("7", "6", "7"), ("'a b'", "x", "a b"), ("gloo", None, "gloo"),
-        ("__import__('os')", None, "__import__('os')"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "current", "value"), [
+    ("7", 6, 7), ("-1.5", 0.1, -1.5), ("1e-3", 0.1, 0.001), ("1,2,3", (), (1, 2, 3)), ("[1, 2]", (), [1, 2]),
+    ("True", False, True), ("true", False, True), ("None", 1, None), ("null", None, None), ("3m", "8m", "3m"),
+    ("1c3s5z", None, "1c3s5z"), ("7", "6", "7"), ("'a b'", "x", "a b"), ("gloo", None, "gloo"),
+    ("__import__('os')", None, "__import__('os')"),
+])  # fmt: skip
 def test_texts_behind_the_equals_sign(text, current, value):
     parsed = parse_value(text, current)
     assert (parsed, type(parsed)) == (value, type(value))

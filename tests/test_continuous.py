@@ -240,15 +240,11 @@ def test_a_place_that_is_shown_is_reached(name, tmp_path):
     assert omagd.run(config_from(words))["return"] > -0.05
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--config=ippo", "action_selector=tanh_gaussian", "runner=stream", "env_args.common_reward=False"),
-        ("--config=mappo", "share_parameters=False", "env_processes=True"),
-        ("--config=matd3",),
-        ("--config=qmix", *FIGURES.split()),
-    ],
-)
+@pytest.mark.parametrize("words", [
+    ("--config=ippo", "action_selector=tanh_gaussian", "runner=stream", "env_args.common_reward=False"),
+    ("--config=mappo", "share_parameters=False", "env_processes=True"),
+    ("--config=matd3",), ("--config=qmix", *FIGURES.split()),
+])  # fmt: skip
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(words, tmp_path):
     def config(place):
         config, *keys = words
@@ -261,23 +257,17 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(words, tmp_path):
     assert differences(Path(whole), folder.path) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("qmix", "learner=nq_learner: learns values of discrete actions"),
-        ("mappo action_selector=greedy", "env=pettingzoo has continuous actions. Use action_selector=gaussian"),
-        ("mappo runner=resident", "runner=resident: env=pettingzoo cannot be played on a device"),
-        ("maddpg gumbel_softmax=True", "gumbel_softmax=True: is for discrete actions"),
-        ("mappo agent=ddpg", "agent=ddpg: its outputs are not those of learner=ppo_learner"),
-        ("maddpg agent=ff", "agent=ff: its outputs are not those of learner=ddpg_learner"),
-        ("mappo agent=cnn_rnn", "agent=cnn_rnn reads images, and env=pettingzoo shows none. Use agent=n_rnn"),
-        (
-            f"vdn {FIGURES} env_args.size=4",
-            "agent_args.layers: a kernel of 3 finds 2x2 pixels of an image of 4x4. Give",
-        ),
-        ("mappo env_args.mixed=True", "some agents have Box actions and others Discrete"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("qmix", "learner=nq_learner: learns values of discrete actions"),
+    ("mappo action_selector=greedy", "env=pettingzoo has continuous actions. Use action_selector=gaussian"),
+    ("mappo runner=resident", "runner=resident: env=pettingzoo cannot be played on a device"),
+    ("maddpg gumbel_softmax=True", "gumbel_softmax=True: is for discrete actions"),
+    ("mappo agent=ddpg", "agent=ddpg: its outputs are not those of learner=ppo_learner"),
+    ("maddpg agent=ff", "agent=ff: its outputs are not those of learner=ddpg_learner"),
+    ("mappo agent=cnn_rnn", "agent=cnn_rnn reads images, and env=pettingzoo shows none. Use agent=n_rnn"),
+    (f"vdn {FIGURES} env_args.size=4", "agent_args.layers: a kernel of 3 finds 2x2 pixels of an image of 4x4. Give"),
+    ("mappo env_args.mixed=True", "some agents have Box actions and others Discrete"),
+])  # fmt: skip
 def test_what_cannot_learn_or_play_numbers_is_one_line(words, said, capsys):
     name, *keys = words.split()
     assert main([f"--config={name}", *REACH, *keys, "--dry-run"]) == 2

@@ -73,10 +73,9 @@ def test_the_replay_of_each_rank_must_fit_on_its_card(card):
     check(GPU, "buffer_cpu_only=True", buffer_cpu_only=False, buffer_size=100_000)
 
 
-@pytest.mark.parametrize(
-    ("given", "free", "ranks", "where"),
-    [(None, 8, 1, "cuda:0"), (None, 1, 1, "cpu"), (None, 8, 9, "cpu"), (True, 8, 1, "cpu"), (False, 1, 1, "cuda:0")],
-)
+@pytest.mark.parametrize(("given", "free", "ranks", "where"), [
+    (None, 8, 1, "cuda:0"), (None, 1, 1, "cpu"), (None, 8, 9, "cpu"), (True, 8, 1, "cpu"), (False, 1, 1, "cuda:0"),
+])  # fmt: skip
 def test_replay_is_on_the_gpu_where_it_fits_into_a_quarter_of_what_is_free(
     monkeypatch, card, given, free, ranks, where
 ):

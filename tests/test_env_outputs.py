@@ -136,20 +136,17 @@ def test_keys_of_the_episode_log_are_reserved(tmp_path: Path) -> None:
     assert own == {"t_env", "slot", "seed", "length", "return"} and all(RESERVED.fullmatch(name) for name in own)
 
 
-@pytest.mark.parametrize(
-    ("method", "change", "message"),
-    [
-        ("step", lambda returned: (str(returned[0]), *returned[1:]), "reward holds <U"),
-        ("step", lambda returned: (1j, *returned[1:]), "reward holds complex128, not numbers"),
-        ("step", lambda returned: (*returned[:2], []), "info is [], not a dictionary"),
-        ("step", lambda returned: (returned[0], -7, returned[2]), "terminated holds -7, not 0 or 1"),
-        ("step", lambda returned: (*returned[:2], {"battle_won": "yes"}), "info['battle_won'] is 'yes' (str), not a"),
-        ("step", lambda returned: (returned[0], 1, {"lost": [1, 2]}), "info['lost'] has shape (2,), not ()"),
-        ("get_obs", lambda seen: [[1.0], [1.0, 2.0]], "obs is ragged, not of shape (2, 2)"),
-        ("get_obs", lambda seen: seen[:, :1], "obs has shape (2, 1), not (2, 2)"),
-        ("get_avail_actions", lambda mask: mask * -1, "avail_actions holds -1, not 0 or 1"),
-    ],
-)
+@pytest.mark.parametrize(("method", "change", "message"), [
+    ("step", lambda returned: (str(returned[0]), *returned[1:]), "reward holds <U"),
+    ("step", lambda returned: (1j, *returned[1:]), "reward holds complex128, not numbers"),
+    ("step", lambda returned: (*returned[:2], []), "info is [], not a dictionary"),
+    ("step", lambda returned: (returned[0], -7, returned[2]), "terminated holds -7, not 0 or 1"),
+    ("step", lambda returned: (*returned[:2], {"battle_won": "yes"}), "info['battle_won'] is 'yes' (str), not a"),
+    ("step", lambda returned: (returned[0], 1, {"lost": [1, 2]}), "info['lost'] has shape (2,), not ()"),
+    ("get_obs", lambda seen: [[1.0], [1.0, 2.0]], "obs is ragged, not of shape (2, 2)"),
+    ("get_obs", lambda seen: seen[:, :1], "obs has shape (2, 1), not (2, 2)"),
+    ("get_avail_actions", lambda mask: mask * -1, "avail_actions holds -1, not 0 or 1"),
+])  # fmt: skip
 def test_types_and_shapes_of_single_environments_are_not_converted(monkeypatch, method, change, message) -> None:
     """They are wrong from the second step on."""
     plain = getattr(Walk, method)

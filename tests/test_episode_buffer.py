@@ -97,14 +97,9 @@ def test_every_bit_of_made_up_episodes_comes_back(dtype):
         assert_same({name: codec.field(records, name) for name in episode}, episode)
 
 
-@pytest.mark.parametrize(
-    ("rule", "values"),
-    [
-        ("avail_actions", {"avail_actions": 2}),
-        ("obs", {"obs": -0.0, "full_obs": 1}),
-        ("obs", {"obs": 7, "full_obs": 8}),
-    ],
-)
+@pytest.mark.parametrize(("rule", "values"), [
+    ("avail_actions", {"avail_actions": 2}), ("obs", {"obs": -0.0, "full_obs": 1}), ("obs", {"obs": 7, "full_obs": 8}),
+])  # fmt: skip
 def test_a_field_that_breaks_its_rule_is_stored_plain_by_the_buffer(rule, values):
     episodes = [made_up(seed) for seed in range(4)]
     for name, value in values.items():

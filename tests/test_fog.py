@@ -137,18 +137,15 @@ def test_a_map_may_say_its_fog():
     assert SkirmishArgs(map_name="3m", sight_range=9, start="formation").spec is MAPS["3m"]
 
 
-@pytest.mark.parametrize(
-    ("env_args", "words"),
-    [
-        ({"map_name": "corridor", "start": "mixed"}, "env_args.start=mixed: works on open maps, all but corridor and"),
-        ({"map_name": "3m_mixed", "start": "hidden"}, "env_args.map_name=3m_mixed: says start=mixed, not hidden"),
-        ({"map_name": "3m_sight5", "sight_range": 6}, "says sight_range=5.0, not 6"),
-        ({"map_name": "3m_sight0"}, "env_args.sight_range=0.0: must be at least 2"),
-        ({"map_name": "3m", "sight_range": 1}, "env_args.sight_range=1: must be at least 2"),
-        ({"map_name": "3n_mixed_sight6"}, "each also with a start and a sight, as in 3m_mixed_sight6"),
-        ({"map_name": ["3m_sight6", "5m"]}, "cannot be in one set: sight is"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("env_args", "words"), [
+    ({"map_name": "corridor", "start": "mixed"}, "env_args.start=mixed: works on open maps, all but corridor and"),
+    ({"map_name": "3m_mixed", "start": "hidden"}, "env_args.map_name=3m_mixed: says start=mixed, not hidden"),
+    ({"map_name": "3m_sight5", "sight_range": 6}, "says sight_range=5.0, not 6"),
+    ({"map_name": "3m_sight0"}, "env_args.sight_range=0.0: must be at least 2"),
+    ({"map_name": "3m", "sight_range": 1}, "env_args.sight_range=1: must be at least 2"),
+    ({"map_name": "3n_mixed_sight6"}, "each also with a start and a sight, as in 3m_mixed_sight6"),
+    ({"map_name": ["3m_sight6", "5m"]}, "cannot be in one set: sight is"),
+])  # fmt: skip
 def test_what_does_not_fit_is_rejected(env_args, words):
     with pytest.raises(UserError) as caught:
         make_env("skirmish", env_args, 1, processes=False)

@@ -213,18 +213,14 @@ def test_ends_infos_and_observations_are_read_as_pettingzoo_means_them():
     assert goal.info.obs_dim == 3 + 4 + 2, "its mask, a part of it here, and the goal"
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("four values", "step() returned 4 values, not 5"),
-        ("rewards", "what step() returned does not fit: ValueError"),
-        ("nothing", "what step() returned does not fit: TypeError: 'NoneType' object is not iterable"),
-        ("unseen", "kind plays on, and has no observation"),
-        ("unpaid", "kind took part, and has no reward"),
-        ("mask", "agent 1's action_mask has the shape (1,), not (2,)"),
-        ("logits", "avail_actions holds -inf, not 0 or 1; correct the environment"),
-    ],
-)
+@pytest.mark.parametrize(("how", "words"), [
+    ("four values", "step() returned 4 values, not 5"),
+    ("rewards", "what step() returned does not fit: ValueError"),
+    ("nothing", "what step() returned does not fit: TypeError: 'NoneType' object is not iterable"),
+    ("unseen", "kind plays on, and has no observation"), ("unpaid", "kind took part, and has no reward"),
+    ("mask", "agent 1's action_mask has the shape (1,), not (2,)"),
+    ("logits", "avail_actions holds -inf, not 0 or 1; correct the environment"),
+])  # fmt: skip
 def test_what_a_step_returns_and_nobody_can_read_is_one_line(how, words):
     with pytest.raises(UserError) as caught:
         played(made("pettingzoo foreign_worlds:Sloppy", how=how), 8, [(0, 1)])
@@ -269,40 +265,35 @@ def test_episodes_that_do_not_follow_from_their_seeds_are_said(caplog):
     assert "its episodes do not follow from their seeds. Take" in once.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "words"),
-    [
-        ("gymma lbforaging:Foraging-15x15-4p-5f-v3", {}, "Did you mean"),
-        ("gymma lbforaging:Foraging-8x8-2p-3f-v3", {}, "Give env_args.time_limit="),
-        ("gymma rwear:rware-tiny-2ag-v2", {}, "No module named 'rwear'"),
-        ("gymma CartPole-v1", {}, "it is for one agent"),
-        ("gymma pz-mpe", {}, "invalid format: 'pz-mpe:'"),
-        ("pettingzoo foreign_worlds:Leaving", {"start": 1}, "only Discrete actions from 0 on"),
-        ("pettingzoo foreign_worlds:Nobody", {}, "no fixed possible_agents"),
-        ("pettingzoo foreign_worlds:Newcomer", {}, "stranger is not in possible_agents"),
-        ("pettingzoo mpe2.simple_spread_v2", {}, "Did you mean 'mpe2.simple_spread_v3'?"),
-        ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there ("),
-        ("pettingzoo foreign_worlds:Sloppy", {"how": "bare"}, "reset() returned a dict, not observations and infos"),
-        ("pettingzoo foreign_worlds:Leavign", {}, "Give a module with parallel_env, or module:function"),
-        ("gymma Forage-v0", {}, "or give package:Name-v0"),
-        ("pettingzoo foreign_worlds:needs", {}, "No module named 'gone' (/"),
-        ("rware", {"map_name": "tiny"}, "Give <size>-<agents>ag"),
-        ("pymarl collections:Counter", {}, "it has no reset"),
-        ("pymarl foreign_worlds:Pursuit", {"common_reward": False}, "Leave out common_reward"),
-        ("pymarl foreign_worlds:Seeded", {"seed": 3}, "every episode starts alike. Leave it out"),
-        ("pymarl foreign_worlds", {}, "has no class ''. Give module:Class"),
-        ("pymarl foreign_worlds:Pursiut", {}, "Did you mean 'Pursuit'?"),
-        ("pymarl foreign_worlds.py:Pursuit", {}, "Give module:Class"),
-        ("pettingzoo foreign_worlds:exits", {}, "SystemExit: usage"),
-        ("gymma lbforaging:Foraging-8x8-2p-3f-v3", {"time_limt": 50}, "'time_limt'. Did you mean 'time_limit'?"),
-        ("lbf", {"map_name": "8x9-2p-3f"}, "must be of the form 8x8-2p-3f"),
-        ("lbf", {"map_name": "8x8-0p-3f"}, "must be of the form 8x8-2p-3f"),
-        ("lbf", {"field_size": [8]}, "field_size=[8] must be rows and columns"),
-        ("lbf", {"observe_agent_levels": False}, "which only --env-config=gymma reads"),
-        ("rware", {"map_name": "huge-2ag"}, "`rware-huge-2ag` doesn't exist"),
-        ("mpe", {"M": 3}, "unexpected keyword argument 'M'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "args", "words"), [
+    ("gymma lbforaging:Foraging-15x15-4p-5f-v3", {}, "Did you mean"),
+    ("gymma lbforaging:Foraging-8x8-2p-3f-v3", {}, "Give env_args.time_limit="),
+    ("gymma rwear:rware-tiny-2ag-v2", {}, "No module named 'rwear'"),
+    ("gymma CartPole-v1", {}, "it is for one agent"), ("gymma pz-mpe", {}, "invalid format: 'pz-mpe:'"),
+    ("pettingzoo foreign_worlds:Leaving", {"start": 1}, "only Discrete actions from 0 on"),
+    ("pettingzoo foreign_worlds:Nobody", {}, "no fixed possible_agents"),
+    ("pettingzoo foreign_worlds:Newcomer", {}, "stranger is not in possible_agents"),
+    ("pettingzoo mpe2.simple_spread_v2", {}, "Did you mean 'mpe2.simple_spread_v3'?"),
+    ("pettingzoo foreign_worlds:raises", {}, "the simulator is not there ("),
+    ("pettingzoo foreign_worlds:Sloppy", {"how": "bare"}, "reset() returned a dict, not observations and infos"),
+    ("pettingzoo foreign_worlds:Leavign", {}, "Give a module with parallel_env, or module:function"),
+    ("gymma Forage-v0", {}, "or give package:Name-v0"),
+    ("pettingzoo foreign_worlds:needs", {}, "No module named 'gone' (/"),
+    ("rware", {"map_name": "tiny"}, "Give <size>-<agents>ag"), ("pymarl collections:Counter", {}, "it has no reset"),
+    ("pymarl foreign_worlds:Pursuit", {"common_reward": False}, "Leave out common_reward"),
+    ("pymarl foreign_worlds:Seeded", {"seed": 3}, "every episode starts alike. Leave it out"),
+    ("pymarl foreign_worlds", {}, "has no class ''. Give module:Class"),
+    ("pymarl foreign_worlds:Pursiut", {}, "Did you mean 'Pursuit'?"),
+    ("pymarl foreign_worlds.py:Pursuit", {}, "Give module:Class"),
+    ("pettingzoo foreign_worlds:exits", {}, "SystemExit: usage"),
+    ("gymma lbforaging:Foraging-8x8-2p-3f-v3", {"time_limt": 50}, "'time_limt'. Did you mean 'time_limit'?"),
+    ("lbf", {"map_name": "8x9-2p-3f"}, "must be of the form 8x8-2p-3f"),
+    ("lbf", {"map_name": "8x8-0p-3f"}, "must be of the form 8x8-2p-3f"),
+    ("lbf", {"field_size": [8]}, "field_size=[8] must be rows and columns"),
+    ("lbf", {"observe_agent_levels": False}, "which only --env-config=gymma reads"),
+    ("rware", {"map_name": "huge-2ag"}, "`rware-huge-2ag` doesn't exist"),
+    ("mpe", {"M": 3}, "unexpected keyword argument 'M'"),
+])  # fmt: skip
 def test_what_cannot_be_played_is_one_line(name, args, words):
     with pytest.raises(UserError) as caught:
         made(name, **args)
@@ -311,18 +302,13 @@ def test_what_cannot_be_played_is_one_line(name, args, words):
     assert str(caught.value).startswith(f"env_args.key={key}: " if key else "env_args.map_name=")
 
 
-@pytest.mark.parametrize(
-    ("hidden", "name", "extra"),
-    [
-        ("lbforaging", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "lbf"),
-        ("gymnasium", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "gymnasium"),
-        ("gymnasium", "pettingzoo foreign_worlds:Leaving", "gymnasium"),
-        ("mpe2", "gymma pz-mpe-simple-spread-v3", "mpe"),
-        ("lbforaging", "lbf", "lbf"),
-        ("mpe2", "mpe", "mpe"),
-        ("rware", "rware", "rware"),
-    ],
-)
+@pytest.mark.parametrize(("hidden", "name", "extra"), [
+    ("lbforaging", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "lbf"),
+    ("gymnasium", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "gymnasium"),
+    ("gymnasium", "pettingzoo foreign_worlds:Leaving", "gymnasium"),
+    ("mpe2", "gymma pz-mpe-simple-spread-v3", "mpe"), ("lbforaging", "lbf", "lbf"), ("mpe2", "mpe", "mpe"),
+    ("rware", "rware", "rware"),
+])  # fmt: skip
 def test_a_package_that_an_extra_installs_is_named(monkeypatch, hidden, name, extra):
     for module in [module for module in sys.modules if module.split(".")[0] == hidden]:
         monkeypatch.delitem(sys.modules, module)

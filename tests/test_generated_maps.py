@@ -23,18 +23,15 @@ def test_smacs_maps_come_out_of_their_names_but_for_step_limits_and_one_formatio
         assert skirmish_map(name) is known
 
 
-@pytest.mark.parametrize(
-    ("name", "allies", "enemies", "bits", "limit", "obs_dim", "n_actions"),
-    [
-        ("4m", "4 marine", "4 marine", 0, 60, 4 + 4 * 5 + 3 * 5 + 1, 10),
-        ("7m_vs_8m", "7 marine", "8 marine", 0, 120, 4 + 8 * 5 + 6 * 5 + 1, 14),
-        ("1s4z", "1 stalker 4 zealot", "1 stalker 4 zealot", 2, 120, 4 + 5 * 8 + 4 * 8 + 4, 11),
-        ("4z1s", "1 stalker 4 zealot", "4 zealot 1 stalker", 2, 120, 4 + 5 * 8 + 4 * 8 + 4, 11),
-        ("2M4m1d", "2 marauder 4 marine 1 medivac", "2 marauder 4 marine 1 medivac", 3, 150, 4 + 7 * 8 + 6 * 8 + 4, 13),
-        ("3m_vs_2s", "3 marine", "2 stalker", 0, 120, 4 + 2 * 6 + 2 * 5 + 1, 8),
-        ("1m", "1 marine", "1 marine", 0, 60, 4 + 5 + 1, 7),
-    ],
-)
+@pytest.mark.parametrize(("name", "allies", "enemies", "bits", "limit", "obs_dim", "n_actions"), [
+    ("4m", "4 marine", "4 marine", 0, 60, 4 + 4 * 5 + 3 * 5 + 1, 10),
+    ("7m_vs_8m", "7 marine", "8 marine", 0, 120, 4 + 8 * 5 + 6 * 5 + 1, 14),
+    ("1s4z", "1 stalker 4 zealot", "1 stalker 4 zealot", 2, 120, 4 + 5 * 8 + 4 * 8 + 4, 11),
+    ("4z1s", "1 stalker 4 zealot", "4 zealot 1 stalker", 2, 120, 4 + 5 * 8 + 4 * 8 + 4, 11),
+    ("2M4m1d", "2 marauder 4 marine 1 medivac", "2 marauder 4 marine 1 medivac", 3, 150, 4 + 7 * 8 + 6 * 8 + 4, 13),
+    ("3m_vs_2s", "3 marine", "2 stalker", 0, 120, 4 + 2 * 6 + 2 * 5 + 1, 8),
+    ("1m", "1 marine", "1 marine", 0, 60, 4 + 5 + 1, 7),
+])  # fmt: skip
 def test_names_give_armies_sizes_and_features(name, allies, enemies, bits, limit, obs_dim, n_actions):
     """Sizes by hand: moves, units (health, position, distance, attackable, shield, type bits), the agent's own."""
     spec = generated_map(name)

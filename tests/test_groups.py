@@ -231,20 +231,17 @@ def test_it_resumes_bit_for_bit(tmp_path):
     assert differences(Path(whole), Path(launch(given, "cut")["folder"])) == []
 
 
-@pytest.mark.parametrize(
-    ("updates", "words"),
-    [
-        ({"group_size": 1}, ["group_size=1", "learner=rloo_learner", "group_size=8"]),
-        ({"group_size": 3}, ["group_size=3", "batch_size_run=4"]),
-        ({"runner": "stream"}, ["group_size=2", "runner=parallel", "runner=stream"]),
-        (
-            {"learner": "nq_learner", "learner_args": {}, "action_selector": "epsilon_greedy"},
-            ["group_size=2", "learner=nq_learner", "group_size=1"],
-        ),
-        ({"max_sampling_attempts": 7}, ["max_sampling_attempts=7", "enable_dynamic_sampling=True"]),
-        ({"learner_args": {"returns_to_go": True}}, ["learner_args.returns_to_go=True"]),
-    ],
-)
+@pytest.mark.parametrize(("updates", "words"), [
+    ({"group_size": 1}, ["group_size=1", "learner=rloo_learner", "group_size=8"]),
+    ({"group_size": 3}, ["group_size=3", "batch_size_run=4"]),
+    ({"runner": "stream"}, ["group_size=2", "runner=parallel", "runner=stream"]),
+    (
+        {"learner": "nq_learner", "learner_args": {}, "action_selector": "epsilon_greedy"},
+        ["group_size=2", "learner=nq_learner", "group_size=1"],
+    ),
+    ({"max_sampling_attempts": 7}, ["max_sampling_attempts=7", "enable_dynamic_sampling=True"]),
+    ({"learner_args": {"returns_to_go": True}}, ["learner_args.returns_to_go=True"]),
+])  # fmt: skip
 def test_what_does_not_fit_is_rejected_at_the_start(updates, words):
     config = config_of().model_copy(update=updates)
     if "learner_args" not in updates:  # an evaluation plays no groups

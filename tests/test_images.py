@@ -14,10 +14,9 @@ from omagd.run.cli.main import config_from
 FIGURES = "--env-config=pettingzoo with agent=cnn_rnn use_cuda=False env_args.key=foreign_worlds:Figures".split()
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "image"),
-    [("pettingzoo", "Figures", (6, 6, 3)), ("gymma", "Figures-v0", (6, 6, 3)), ("pymarl", "Filmed", (3, 2, 1))],
-)
+@pytest.mark.parametrize(("name", "key", "image"), [
+    ("pettingzoo", "Figures", (6, 6, 3)), ("gymma", "Figures-v0", (6, 6, 3)), ("pymarl", "Filmed", (3, 2, 1)),
+])  # fmt: skip
 def test_worlds_say_the_shape_of_images_and_show_bytes_as_numbers_up_to_one(name, key, image):
     env = make_env(name, {"key": f"foreign_worlds:{key}", **({"time_limit": 4} if name == "gymma" else {})}, 1, False)
     env.reset(np.ones(1, bool), np.array([1]))

@@ -141,18 +141,14 @@ def test_rewards_of_single_agents_are_not_played_on_a_device():
         RUNNERS.get("resident").check(resolve(config="iql", env_config="jaxmarl", updates=keys))
 
 
-@pytest.mark.parametrize(
-    ("key", "more", "words"),
-    [
-        ("hanaby", {}, "Did you mean 'hanabi'? Known: "),
-        ("HeuristicEnemySMAX", {}, "Use --env-config=smax"),
-        ("overcooked", {"layout": "cramped_rom"}, "layout=cramped_rom is not known. Did you mean 'cramped_room'?"),
-        ("overcooked", {"maxsteps": 9}, "unexpected keyword argument 'maxsteps'"),
-        ("MPE_simple_spread_v3", {"max_step": 9}, "it does not read env_args.max_step=9"),
-        ("MPE_simple_spread_v3", {"action_type": "Continuous"}, "its actions are Box; only Discrete"),
-        ("hanabi", {"num_agents": 9}, "Number of agents must be between 2 and 5"),
-    ],
-)
+@pytest.mark.parametrize(("key", "more", "words"), [
+    ("hanaby", {}, "Did you mean 'hanabi'? Known: "), ("HeuristicEnemySMAX", {}, "Use --env-config=smax"),
+    ("overcooked", {"layout": "cramped_rom"}, "layout=cramped_rom is not known. Did you mean 'cramped_room'?"),
+    ("overcooked", {"maxsteps": 9}, "unexpected keyword argument 'maxsteps'"),
+    ("MPE_simple_spread_v3", {"max_step": 9}, "it does not read env_args.max_step=9"),
+    ("MPE_simple_spread_v3", {"action_type": "Continuous"}, "its actions are Box; only Discrete"),
+    ("hanabi", {"num_agents": 9}, "Number of agents must be between 2 and 5"),
+])  # fmt: skip
 def test_what_cannot_be_played_is_one_line(key, more, words, capsys):
     pytest.importorskip("jaxmarl", reason="the extra [jaxmarl] is not installed")
     given = [f"env_args.{name}={value}" for name, value in {"key": key, **more}.items()]

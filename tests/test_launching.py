@@ -164,10 +164,9 @@ def test_the_exit_code_output_and_scratch_folder_of_a_logged_command(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("number", "ignored", "code"),
-    [(signal.SIGTERM, False, 143), (signal.SIGHUP, False, 129), (signal.SIGHUP, True, 5)],
-)
+@pytest.mark.parametrize(("number", "ignored", "code"), [
+    (signal.SIGTERM, False, 143), (signal.SIGHUP, False, 129), (signal.SIGHUP, True, 5),
+])  # fmt: skip
 def test_a_signal_is_forwarded_and_decides_the_exit_code_unless_nohup_ignores_it(tmp_path, number, ignored, code):
     """torchrun exits with 1 whatever signal its ranks received."""
     script = "import signal, sys, time\nfor n in (1, 2, 15): signal.signal(n, lambda *_: sys.exit(1))\n"

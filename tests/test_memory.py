@@ -28,16 +28,11 @@ def config(name: str = "qmix", **updates):
     return resolve(config=name, env_config="skirmish", updates=updates)
 
 
-@pytest.mark.parametrize(
-    ("name", "updates", "extras"),
-    [
-        ("qmix", {}, {}),
-        ("gnn_qmix", {"use_full_obs": True}, {}),
-        ("fog_team_obs", {}, {}),
-        ("omagd", {"mask_predictor_config.decode": "mean"}, {"recon": np.zeros((1, 5, 55), np.float16)}),
-        ("omagd", {"mask_predictor_config.decode": "argmax"}, {"tokens": np.zeros((1, 5, 11), np.int16)}),
-    ],
-)
+@pytest.mark.parametrize(("name", "updates", "extras"), [
+    ("qmix", {}, {}), ("gnn_qmix", {"use_full_obs": True}, {}), ("fog_team_obs", {}, {}),
+    ("omagd", {"mask_predictor_config.decode": "mean"}, {"recon": np.zeros((1, 5, 55), np.float16)}),
+    ("omagd", {"mask_predictor_config.decode": "argmax"}, {"tokens": np.zeros((1, 5, 11), np.int16)}),
+])  # fmt: skip
 def test_the_estimate_is_what_a_recorded_episode_takes(name, updates, extras):
     made = config(name, **updates)
     recorder, one = Recorder(INFO, 1, made.use_full_obs or made.use_team_obs), np.array([0])

@@ -117,15 +117,12 @@ def test_it_resumes_bit_for_bit(fixed, tmp_path):
     assert differences(Path(whole), Path(launch(given, "cut")["folder"])) == []
 
 
-@pytest.mark.parametrize(
-    ("updates", "words"),
-    [
-        ({"buffer_size": 100}, ["buffer_size=100", "on-policy", "buffer_size=5000"]),
-        ({"learner": "nq_learner", "learner_args": {}, "batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
-        ({"batch_size": 200, "t_max": 199}, ["batch_size=200", "t_max=199"]),
-        ({"action_selector": "softmax"}, ["action_selector=softmax", "pqn_learner learns values"]),
-    ],
-)
+@pytest.mark.parametrize(("updates", "words"), [
+    ({"buffer_size": 100}, ["buffer_size=100", "on-policy", "buffer_size=5000"]),
+    ({"learner": "nq_learner", "learner_args": {}, "batch_size": 6000}, ["batch_size=6000", "buffer_size=5000"]),
+    ({"batch_size": 200, "t_max": 199}, ["batch_size=200", "t_max=199"]),
+    ({"action_selector": "softmax"}, ["action_selector=softmax", "pqn_learner learns values"]),
+])  # fmt: skip
 def test_values_that_mean_nothing_to_the_learner_are_rejected(updates, words):
     with pytest.raises(UserError) as caught:
         preflight(config_of().model_copy(update=updates))

@@ -28,16 +28,12 @@ DDPG = ("--config=snakes_ddpg", "--env-config=snakes", "with", *SMALL)
 RUN = (*DDPG, "env_args.opponent=random")
 
 
-@pytest.mark.parametrize(
-    ("name", "shares", "levels"),
-    [
-        ("linear", [0, 0.249, 0.25, 0.5, 0.75, 0.999, 1.0], [0, 0, 1, 2, 3, 3, 4]),
-        ("exponential", [0, 0.39, 0.4, 0.62, 0.63, 0.82, 0.83, 1.0], [0, 0, 1, 1, 2, 2, 3, 4]),
-        ("curriculum", [0, 0.099, 0.1, 0.299, 0.3, 0.599, 0.6, 0.849, 0.85, 2], [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]),
-        ("none", [0, 1], [None, None]),
-        ("self_play", [0, 1], [None, None]),
-    ],
-)
+@pytest.mark.parametrize(("name", "shares", "levels"), [
+    ("linear", [0, 0.249, 0.25, 0.5, 0.75, 0.999, 1.0], [0, 0, 1, 2, 3, 3, 4]),
+    ("exponential", [0, 0.39, 0.4, 0.62, 0.63, 0.82, 0.83, 1.0], [0, 0, 1, 1, 2, 2, 3, 4]),
+    ("curriculum", [0, 0.099, 0.1, 0.299, 0.3, 0.599, 0.6, 0.849, 0.85, 2], [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]),
+    ("none", [0, 1], [None, None]), ("self_play", [0, 1], [None, None]),
+])  # fmt: skip
 def test_schedules_are_the_published_functions_of_the_share_of_training(name, shares, levels):
     assert [REGISTRY.get(name)().level(share) for share in shares] == levels
 
@@ -138,22 +134,16 @@ def test_a_frozen_self_plays_as_its_kind_of_agent_does(kind):
 SELVES, LEARN = "opponent_difficulty_strategy=self_play", "learner=nq_learner mac=n_mac"
 
 
-@pytest.mark.parametrize(
-    ("updates", "words"),
-    [
-        ("opponent_difficulty_strategy=liner", ["opponent_difficulty_strategy=liner", "linear"]),
-        ("enable_opponent_evasion=True opponent_evasion_start_episode=5 t_max=1000", ["start_episode=5", "t_max=1000"]),
-        (f"{SELVES} obs_agent_id=True use_full_obs=True", ["agent=ddpg", "obs_agent_id=False, use_full_obs=False"]),
-        (f"{SELVES} {LEARN} agent=n_rnn", ["agent=n_rnn", "agent=ddpg", "agent=ff"]),
-        ("mac=n_mac", ["learner=ddpg_learner", "mac=ddpg_mac", "mac=n_mac"]),
-        ("agent=ff", ["learner=ddpg_learner", "agent=ddpg", "agent=bicnet", "agent=ff"]),
-        ("opponent_difficulty_strategy=linear env_processes=True", ["env_processes=False"]),
-        (
-            "--config=qmix --env-config=matrix_game opponent_difficulty_strategy=linear",
-            ["env=matrix_game", "no opponents"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("updates", "words"), [
+    ("opponent_difficulty_strategy=liner", ["opponent_difficulty_strategy=liner", "linear"]),
+    ("enable_opponent_evasion=True opponent_evasion_start_episode=5 t_max=1000", ["start_episode=5", "t_max=1000"]),
+    (f"{SELVES} obs_agent_id=True use_full_obs=True", ["agent=ddpg", "obs_agent_id=False, use_full_obs=False"]),
+    (f"{SELVES} {LEARN} agent=n_rnn", ["agent=n_rnn", "agent=ddpg", "agent=ff"]),
+    ("mac=n_mac", ["learner=ddpg_learner", "mac=ddpg_mac", "mac=n_mac"]),
+    ("agent=ff", ["learner=ddpg_learner", "agent=ddpg", "agent=bicnet", "agent=ff"]),
+    ("opponent_difficulty_strategy=linear env_processes=True", ["env_processes=False"]),
+    ("--config=qmix --env-config=matrix_game opponent_difficulty_strategy=linear", ["env=matrix_game", "no opponents"]),
+])  # fmt: skip
 def test_wrong_combinations_are_rejected(updates, words):
     with pytest.raises(UserError) as caught:
         preflight(config_from([*DDPG, *updates.split()]))

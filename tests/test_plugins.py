@@ -215,14 +215,11 @@ def test_a_class_that_does_not_fit_is_told_all_it_lacks_in_one_line(key, plug, t
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (ScalarLoss, r"error_loss returned \[\], not a loss of each error"),
-        (BareLoss, r"BareLoss .*: forward must return"),
-        (None, r"error: learner=my_learner cannot be built: TypeError: 'NoneType' .* \(Own \("),
-    ],
-)
+@pytest.mark.parametrize(("loss", "message"), [
+    (ScalarLoss, r"error_loss returned \[\], not a loss of each error"),
+    (BareLoss, r"BareLoss .*: forward must return"),
+    (None, r"error: learner=my_learner cannot be built: TypeError: 'NoneType' .* \(Own \("),
+])  # fmt: skip
 def test_a_loss_of_a_wrong_shape_is_told_before_training(loss, message, plug, tmp_path, capsys):
     plug(learner=type("Own", (NQLearner,), {"loss_class": loss}))
     assert main(words(tmp_path / "results", "learner=my_learner")) != 0
@@ -236,11 +233,10 @@ def test_all_that_this_repository_and_the_example_register_fits():
         assert registry.protocol and all(registry.get(name) for name in registry.names())
 
 
-@pytest.mark.parametrize(
-    ("env", "fails_in", "message"),
-    [(Clock, "init", "env=my_env cannot be built: LookupError: no luck in init"), (Clock, "info", "no luck in info"),
-     (Clocks, "nothing", "Clocks .* sets no info")],
-)  # fmt: skip
+@pytest.mark.parametrize(("env", "fails_in", "message"), [
+    (Clock, "init", "env=my_env cannot be built: LookupError: no luck in init"),
+    (Clock, "info", "no luck in info"), (Clocks, "nothing", "Clocks .* sets no info"),
+])  # fmt: skip
 def test_an_environment_that_cannot_be_built_is_one_line(env, fails_in, message, plug, tmp_path, capsys):
     plug(env=env)
     command = words(tmp_path / "results", config="vdn", env=clock(tmp_path, fails_in))
@@ -252,12 +248,11 @@ def test_an_environment_that_cannot_be_built_is_one_line(env, fails_in, message,
         assert "Traceback" in (shown := capsys.readouterr().err) and shown.endswith(line + "\n")
 
 
-@pytest.mark.parametrize(
-    ("method", "returned", "message"),
-    [("get_env_info", None, "env=my_env: .*NoneType, not a dictionary"),
-     ("get_env_info", {"n_agents": 2, "obs_shape": 3}, "env=my_env: .* holds no n_actions, state_shape, episode_limit"),
-     ("step", (None, 1.0, False, False, {}), r"env=my_env, slot 0, seed \d+, step 1: .* tuple of 5, not \(reward")],
-)  # fmt: skip
+@pytest.mark.parametrize(("method", "returned", "message"), [
+    ("get_env_info", None, "env=my_env: .*NoneType, not a dictionary"),
+    ("get_env_info", {"n_agents": 2, "obs_shape": 3}, "env=my_env: .* holds no n_actions, state_shape, episode_limit"),
+    ("step", (None, 1.0, False, False, {}), r"env=my_env, slot 0, seed \d+, step 1: .* tuple of 5, not \(reward"),
+])  # fmt: skip
 def test_what_an_environment_returns_instead_is_one_line(
     method, returned, message, plug, tmp_path, monkeypatch, capsys
 ):
@@ -277,12 +272,11 @@ def failed_run(results: Path, capsys: Any, *more: str, env: str = "matrix_game")
     return lines[first:], log.read_text()
 
 
-@pytest.mark.parametrize(
-    ("env", "fails_in", "processes", "where"),
-    [(Clock, "reset", False, r"slot [01], seed \d+, step 0: "),
-     (Clocks, "step", False, r"one of slot 0, seed \d+, step 2; slot 1, seed \d+, step 2: "),
-     pytest.param(Clock, "step", True, r"slot [01], seed \d+, step 2: ", marks=pytest.mark.processes)],
-)  # fmt: skip
+@pytest.mark.parametrize(("env", "fails_in", "processes", "where"), [
+    (Clock, "reset", False, r"slot [01], seed \d+, step 0: "),
+    (Clocks, "step", False, r"one of slot 0, seed \d+, step 2; slot 1, seed \d+, step 2: "),
+    pytest.param(Clock, "step", True, r"slot [01], seed \d+, step 2: ", marks=pytest.mark.processes),
+])  # fmt: skip
 def test_an_error_of_an_environment_shows_its_own_lines_and_the_episode(
     env, fails_in, processes, where, plug, tmp_path, capsys
 ):
@@ -308,11 +302,10 @@ def test_parameters_without_a_gradient_are_named_before_a_run_has_files(key, kin
     assert "fixed" not in error.value.message and not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize(
-    ("key", "kind", "message"),
-    [("agent", Narrow, r"agent=my_agent: forward returned \[5, \d+, 2\], not \[5, "),
-     ("mixer", ColumnMixer, r"mixer=my_mixer: forward returned \[5, 1\], not \[5\] or ")],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "kind", "message"), [
+    ("agent", Narrow, r"agent=my_agent: forward returned \[5, \d+, 2\], not \[5, "),
+    ("mixer", ColumnMixer, r"mixer=my_mixer: forward returned \[5, 1\], not \[5\] or "),
+])  # fmt: skip
 def test_values_of_another_shape_are_not_broadcast(key, kind, message, plug, tmp_path):
     plug(**{key: kind})
     with pytest.raises(UserError, match=message):

@@ -87,18 +87,14 @@ def expected_loss(learner: Any, episodes: list[dict[str, torch.Tensor]]) -> tupl
     return loss / len(counted) + args.value_weight * torch.stack(errors).mean(), kl / len(counted)
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        {},
-        {"critic": "observation", "death_masking": False},
-        {"critic": "set", "normalise_advantages": False, "agent": "hpn_rnn"},
-        {"critic": "observation", "share_parameters": False, "gae_lambda": 0.5},
-        {"critic": "agent_state", "own": True},
-        {"critic": "state", "own": True, "env_args": {"common_reward": False}},
-        {"critic": "agent_state", "share_parameters": False},
-    ],
-)
+@pytest.mark.parametrize("args", [
+    {}, {"critic": "observation", "death_masking": False},
+    {"critic": "set", "normalise_advantages": False, "agent": "hpn_rnn"},
+    {"critic": "observation", "share_parameters": False, "gae_lambda": 0.5},
+    {"critic": "agent_state", "own": True},
+    {"critic": "state", "own": True, "env_args": {"common_reward": False}},
+    {"critic": "agent_state", "share_parameters": False},
+])  # fmt: skip
 def test_a_step_follows_the_gradient_of_an_independent_computation(args):
     args, episodes = dict(args), episodes_of(5, 2, 4, 1)
     if args.pop("own", False):
@@ -317,18 +313,15 @@ def test_agents_that_share_nothing_have_critics_of_their_own(name):
         assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in own.parameters()) == (i == 1)
 
 
-@pytest.mark.parametrize(
-    ("updates", "words"),
-    [
-        ({"action_selector": "epsilon_greedy"}, ["action_selector=epsilon_greedy", "action_selector=softmax"]),
-        ({"learner_args": {"epochs": True}}, ["learner_args.epochs=True", "a whole number"]),
-        ({"runner": "ticks"}, ["runner=ticks"]),
-        ({"learner_args": {"chunk_length": 10}}, ["learner_args.chunk_length=10"]),
-        ({"td_lambda": 0.5}, ["td_lambda=0.5: has no meaning for learner=ppo_learner", "Leave it out"]),
-        ({"learner": "nq_learner", "learner_args": {}}, ["action_selector=softmax", "epsilon_greedy"]),
-        ({"learner_args": {"critic": "staet"}}, ["learner_args.critic=staet is not known. Did you mean 'state'?"]),
-    ],
-)
+@pytest.mark.parametrize(("updates", "words"), [
+    ({"action_selector": "epsilon_greedy"}, ["action_selector=epsilon_greedy", "action_selector=softmax"]),
+    ({"learner_args": {"epochs": True}}, ["learner_args.epochs=True", "a whole number"]),
+    ({"runner": "ticks"}, ["runner=ticks"]),
+    ({"learner_args": {"chunk_length": 10}}, ["learner_args.chunk_length=10"]),
+    ({"td_lambda": 0.5}, ["td_lambda=0.5: has no meaning for learner=ppo_learner", "Leave it out"]),
+    ({"learner": "nq_learner", "learner_args": {}}, ["action_selector=softmax", "epsilon_greedy"]),
+    ({"learner_args": {"critic": "staet"}}, ["learner_args.critic=staet is not known. Did you mean 'state'?"]),
+])  # fmt: skip
 def test_what_does_not_fit_is_rejected_at_the_start(updates, words):
     config = resolve("mappo", "skirmish", {})
     with pytest.raises(UserError) as caught:

@@ -292,10 +292,9 @@ def test_warm_up_and_a_batch_without_a_step_change_nothing():
     assert equal(before, state_of(learner)), "the optimizer's state included"
 
 
-@pytest.mark.parametrize(
-    ("updates", "copies"),
-    [({"target_update_interval": 20}, [2, 4, 6]), ({"target_update_updates": 4}, [3])],
-)
+@pytest.mark.parametrize(("updates", "copies"), [
+    ({"target_update_interval": 20}, [2, 4, 6]), ({"target_update_updates": 4}, [3]),
+])  # fmt: skip
 def test_targets_are_copied_when_due_also_after_a_restore(updates, copies):
     batches = [pack_episodes([random_episode(10 * i + k, 3 + k) for k in range(4)]) for i in range(7)]
     learner, resumed = (make_learner(toy_config(**updates), seed=seed) for seed in (0, 9))
@@ -341,15 +340,12 @@ def test_ranks_begin_with_equal_weights_and_different_random_numbers(monkeypatch
 FLAT = EnvInfo("flat", "flat", 3, 9, LAYOUT.obs_dim, 7, 12)
 
 
-@pytest.mark.parametrize(
-    ("message", "info", "updates", "given"),
-    [
-        ("nq_graph_learner .* entity layout; env=skirmish", FLAT, {"learner": "nq_graph_learner"}, None),
-        ("mac=gnn_graph_mac .* entity layout", FLAT, {"mac": "gnn_graph_mac"}, None),
-        ("mac=n_mac", INFO, {}, HalvingReconstructor()),
-        ("agent=gnn_rnn .* entity layout", FLAT, {"agent": "gnn_rnn"}, None),
-    ],
-)
+@pytest.mark.parametrize(("message", "info", "updates", "given"), [
+    ("nq_graph_learner .* entity layout; env=skirmish", FLAT, {"learner": "nq_graph_learner"}, None),
+    ("mac=gnn_graph_mac .* entity layout", FLAT, {"mac": "gnn_graph_mac"}, None),
+    ("mac=n_mac", INFO, {}, HalvingReconstructor()),
+    ("agent=gnn_rnn .* entity layout", FLAT, {"agent": "gnn_rnn"}, None),
+])  # fmt: skip
 def test_components_name_what_they_need(message, info, updates, given):
     config = toy_config(**updates)
     with pytest.raises(UserError, match=message):

@@ -76,10 +76,9 @@ def test_a_lost_game_voids_its_episode_only(game, monkeypatch, tmp_path, fault, 
     env.close()
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds", "words"),
-    [("exit", 60.0, ["asked not to start", "exit code 3"]), ("1", 0.5, ["did not listen within"])],
-)
+@pytest.mark.parametrize(("value", "seconds", "words"), [
+    ("exit", 60.0, ["asked not to start", "exit code 3"]), ("1", 0.5, ["did not listen within"]),
+])  # fmt: skip
 def test_a_game_that_never_starts_is_reported_in_one_line(game, monkeypatch, value, seconds, words):
     monkeypatch.setenv("SC2_STAND_IN_REFUSE", value)
     with pytest.raises(UserError) as caught:
@@ -171,10 +170,9 @@ def test_two_ranks_continue_when_games_and_workers_are_killed(killed_game, tmp_p
     assert "lost episodes" in ended.text and "workers restarted" in ended.text
 
 
-@pytest.mark.parametrize(
-    ("ranks", "receiver", "number", "code"),
-    [(2, "launcher", signal.SIGKILL, -9), (1, "group", signal.SIGINT, 130)],
-)
+@pytest.mark.parametrize(("ranks", "receiver", "number", "code"), [
+    (2, "launcher", signal.SIGKILL, -9), (1, "group", signal.SIGINT, 130),
+])  # fmt: skip
 def test_no_game_outlives_the_command(killed_game, tmp_path, ranks, receiver, number, code):
     """A worker is killed first, so one of the games belongs to a worker that was started later."""
     started = start(tmp_path, ranks, 2 // ranks)

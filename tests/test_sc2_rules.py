@@ -121,17 +121,13 @@ def test_each_race_has_every_key(name):
     assert {key: plain[key] for key in smac} == smac
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"capability_config": {"attack": {}}}, "capability_config.attack"),
-        ({"capability_config": {"team_gen": {"unit_types": ["marine"], "weights": [0.5]}}}, "add up to 1"),
-        ({"obs_starcraft": False}, "obs_starcraft"),
-        ({"obs_ordr_fix": True}, "obs_order_fix"),
-        ({"map_name": "10gen_zergs"}, "10gen_zerg"),
-        ({"capability_config": {"team_gen": {"unit_types": ["marine", "zealot"], "weights": [0.5, 0.5]}}}, "zealot"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"capability_config": {"attack": {}}}, "capability_config.attack"),
+    ({"capability_config": {"team_gen": {"unit_types": ["marine"], "weights": [0.5]}}}, "add up to 1"),
+    ({"obs_starcraft": False}, "obs_starcraft"), ({"obs_ordr_fix": True}, "obs_order_fix"),
+    ({"map_name": "10gen_zergs"}, "10gen_zerg"),
+    ({"capability_config": {"team_gen": {"unit_types": ["marine", "zealot"], "weights": [0.5, 0.5]}}}, "zealot"),
+])  # fmt: skip
 def test_unsupported_arguments_maps_and_races_are_rejected(change, words):
     with pytest.raises(UserError, match=words):
         v2_map(validate_env_args("sc2_v2", change))

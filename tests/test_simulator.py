@@ -101,51 +101,48 @@ FAR = {"enemy_at": (29.0, 16.0)}
 APART = {"x": (9, 16), "y": (16, 16)}  # stalkers reach 6 + 0.625 + 0.625
 
 
-@pytest.mark.parametrize(
-    ("allies", "enemies", "keys", "given", "orders", "expected"),
-    [
-        # The enemy does not answer shots from beyond its target range, 6 cells at difficulty "1".
-        ("stalker", "stalker", {"difficulty": "1"}, APART, (Order.ATTACK, 1), {"shield": (80, 62)}),
-        ("stalker", "stalker", {}, APART, (Order.ATTACK, 1), {"shield": (62, 62)}),
-        # A unit that dies has fired once, at that moment.
-        ("marine", "marine marine", {}, {"health": (6, 45, 45)}, (Order.ATTACK, 1, None, 5), {"health": (0, 39, 45)}),
-        ("marine marine", "marine", {}, {"health": (45, 45, 6)}, (Order.ATTACK, 2, None, 5), {"health": (39, 45, 0)}),
-        # Bonus against armoured units; weapons that cannot hit air.
-        ("marauder", "stalker", {}, {}, (Order.ATTACK, 1), {"shield": (0, 60)}),
-        ("marauder", "medivac", {}, {}, (Order.ATTACK, 1, None, 10), {"health": (125, 150)}),
-        ("marine", "medivac", {}, {}, (Order.ATTACK, 1), {"health": (45, 145)}),
-        # Idle allies shoot and do not move; movers do not shoot.
-        ("marine", "marine", {}, {"x": (13, 17)}, (Order.STOP,), {"x": (13, None), "health": (39, 39)}),
-        ("marine", "marine", {}, {"x": (13, 17), "y": (16, 16)}, (Order.MOVE, 0, (11, 16)),
-         {"x": (13 - 3.15 * STEP, None), "health": (39, 45)}),
-        # Healing has a rate and costs energy; full health costs nothing; the dead stay dead.
-        ("marine medivac", "spine_crawler", FAR, {"health": (20, 150, 300)}, (Order.HEAL,),
-         {"health": (20 + HEALED, 150, 300), "energy": (0, 50 - HEALED / 3 + REGAINED, 0)}),
-        ("marine medivac", "spine_crawler", FAR, {"health": (20, 150, 300), "energy": (0, 0, 0)}, (Order.HEAL,),
-         {"health": (20, 150, 300)}),
-        ("marine medivac", "spine_crawler", FAR, {"health": (20, 150, 300), "energy": (0, 200, 0)},
-         (Order.HEAL, 0, None, 10), {"health": (45, 150, 300)}),
-        ("marine medivac", "spine_crawler", FAR, {"energy": (0, 100, 0)}, (Order.HEAL,),
-         {"energy": (0, 100 + REGAINED, 0)}),
-        ("marine medivac", "marine", {}, {"health": (6, 150, 45), "x": (13, 11, 17)}, (Order.HEAL,),
-         {"health": (0, 150, 39)}),
-        # Zerg health regenerates, and shields 10 s (224 loops) after the last damage.
-        ("stalker", "spine_crawler", FAR, {"shield": (10, 0), "health": (50, 100)}, (Order.STOP, 0, None, 28),
-         {"shield": (10, 0), "health": (50, 100 + 28 * ZERG)}),
-        ("stalker", "spine_crawler", FAR, {"shield": (10, 0), "health": (50, 100)}, (Order.STOP, 0, None, 42),
-         {"shield": (10 + 2 * 14 * STEP, 0), "health": (50, 100 + 42 * ZERG)}),
-        # A baneling explodes on contact, 20 + 15 against light, or when killed, and harms only enemies that are near.
-        ("zealot zealot", "baneling", {"enemy_at": (14.8, 16.0), "spacing": 1.0}, {}, (Order.MOVE, 0, (13, 16), 4),
-         {"shield": (15, 15, 0), "health": (100, 100, 0)}),
-        ("marine", "baneling baneling", {"enemy_at": (18.0, 16.0), "spacing": 0.8}, {"health": (45, 6, 6)},
-         (Order.ATTACK, 1), {"health": (45, 0, 6 + ZERG)}),
-        ("marine", "baneling", {}, {"x": (13, 15.2), "y": (16, 16), "health": (45, 6)}, (Order.ATTACK, 1),
-         {"health": (10, 0)}),
-        # A colossus burns a strip across its line of fire.
-        ("colossus", "zergling zergling zergling", {}, {"x": (12, 18, 18, 18), "y": (16, 16, 17, 18.6)},
-         (Order.ATTACK, 1), {"health": (200, 5 + ZERG, 5 + ZERG, 35)}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("allies", "enemies", "keys", "given", "orders", "expected"), [
+    # The enemy does not answer shots from beyond its target range, 6 cells at difficulty "1".
+    ("stalker", "stalker", {"difficulty": "1"}, APART, (Order.ATTACK, 1), {"shield": (80, 62)}),
+    ("stalker", "stalker", {}, APART, (Order.ATTACK, 1), {"shield": (62, 62)}),
+    # A unit that dies has fired once, at that moment.
+    ("marine", "marine marine", {}, {"health": (6, 45, 45)}, (Order.ATTACK, 1, None, 5), {"health": (0, 39, 45)}),
+    ("marine marine", "marine", {}, {"health": (45, 45, 6)}, (Order.ATTACK, 2, None, 5), {"health": (39, 45, 0)}),
+    # Bonus against armoured units; weapons that cannot hit air.
+    ("marauder", "stalker", {}, {}, (Order.ATTACK, 1), {"shield": (0, 60)}),
+    ("marauder", "medivac", {}, {}, (Order.ATTACK, 1, None, 10), {"health": (125, 150)}),
+    ("marine", "medivac", {}, {}, (Order.ATTACK, 1), {"health": (45, 145)}),
+    # Idle allies shoot and do not move; movers do not shoot.
+    ("marine", "marine", {}, {"x": (13, 17)}, (Order.STOP,), {"x": (13, None), "health": (39, 39)}),
+    ("marine", "marine", {}, {"x": (13, 17), "y": (16, 16)}, (Order.MOVE, 0, (11, 16)),
+     {"x": (13 - 3.15 * STEP, None), "health": (39, 45)}),
+    # Healing has a rate and costs energy; full health costs nothing; the dead stay dead.
+    ("marine medivac", "spine_crawler", FAR, {"health": (20, 150, 300)}, (Order.HEAL,),
+     {"health": (20 + HEALED, 150, 300), "energy": (0, 50 - HEALED / 3 + REGAINED, 0)}),
+    ("marine medivac", "spine_crawler", FAR, {"health": (20, 150, 300), "energy": (0, 0, 0)}, (Order.HEAL,),
+     {"health": (20, 150, 300)}),
+    ("marine medivac", "spine_crawler", FAR, {"health": (20, 150, 300), "energy": (0, 200, 0)},
+     (Order.HEAL, 0, None, 10), {"health": (45, 150, 300)}),
+    ("marine medivac", "spine_crawler", FAR, {"energy": (0, 100, 0)}, (Order.HEAL,),
+     {"energy": (0, 100 + REGAINED, 0)}),
+    ("marine medivac", "marine", {}, {"health": (6, 150, 45), "x": (13, 11, 17)}, (Order.HEAL,),
+     {"health": (0, 150, 39)}),
+    # Zerg health regenerates, and shields 10 s (224 loops) after the last damage.
+    ("stalker", "spine_crawler", FAR, {"shield": (10, 0), "health": (50, 100)}, (Order.STOP, 0, None, 28),
+     {"shield": (10, 0), "health": (50, 100 + 28 * ZERG)}),
+    ("stalker", "spine_crawler", FAR, {"shield": (10, 0), "health": (50, 100)}, (Order.STOP, 0, None, 42),
+     {"shield": (10 + 2 * 14 * STEP, 0), "health": (50, 100 + 42 * ZERG)}),
+    # A baneling explodes on contact, 20 + 15 against light, or when killed, and harms only enemies that are near.
+    ("zealot zealot", "baneling", {"enemy_at": (14.8, 16.0), "spacing": 1.0}, {}, (Order.MOVE, 0, (13, 16), 4),
+     {"shield": (15, 15, 0), "health": (100, 100, 0)}),
+    ("marine", "baneling baneling", {"enemy_at": (18.0, 16.0), "spacing": 0.8}, {"health": (45, 6, 6)},
+     (Order.ATTACK, 1), {"health": (45, 0, 6 + ZERG)}),
+    ("marine", "baneling", {}, {"x": (13, 15.2), "y": (16, 16), "health": (45, 6)}, (Order.ATTACK, 1),
+     {"health": (10, 0)}),
+    # A colossus burns a strip across its line of fire.
+    ("colossus", "zergling zergling zergling", {}, {"x": (12, 18, 18, 18), "y": (16, 16, 17, 18.6)},
+     (Order.ATTACK, 1), {"health": (200, 5 + ZERG, 5 + ZERG, 35)}),
+])  # fmt: skip
 def test_a_few_steps_end_as_computed_by_hand(allies, enemies, keys, given, orders, expected):
     bench = Bench(allies, enemies, **keys)
     for name, values in given.items():

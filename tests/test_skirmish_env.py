@@ -49,12 +49,10 @@ def test_scripts_choose_available_actions_and_win_as_often_as_they_should():
         win_rate(map_name, policy, 4)
 
 
-@pytest.mark.parametrize(
-    ("map_name", "flags"),
-    [
-        ("MMM2", {"obs_timestep_number": True}), ("1M2m1d", {"obs_all_health": False, "obs_last_action": True}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("map_name", "flags"), [
+    ("MMM2", {"obs_timestep_number": True}),
+    ("1M2m1d", {"obs_all_health": False, "obs_last_action": True}),
+])  # fmt: skip
 def test_the_layout_names_the_column_of_healers_whose_targets_are_the_other_agents_in_order(map_name, flags):
     env, everywhere = started(SkirmishEnv(SkirmishArgs(map_name=map_name, **flags), 1))
     layout, n, rng = env.info.layout, env.info.n_agents, np.random.default_rng(0)
@@ -103,14 +101,10 @@ def test_a_missing_game_is_reported_with_the_fix(monkeypatch, tmp_path):
     assert all(part in caught.value.render() for part in (str(tmp_path), "./install_sc2.sh", "--env-config=skirmish"))
 
 
-@pytest.mark.parametrize(
-    ("payoff", "best", "best_reward", "miss", "miss_reward", "safe"),
-    [
-        ("climbing", {(0, 0)}, 11.0, (0, 1), -30.0, 2),
-        ("penalty", {(0, 0), (2, 2)}, 10.0, (0, 2), -20.0, 1),
-        ("monotonic", {(2, 2)}, 8.0, (0, 2), 2.0, 2),
-    ],
-)
+@pytest.mark.parametrize(("payoff", "best", "best_reward", "miss", "miss_reward", "safe"), [
+    ("climbing", {(0, 0)}, 11.0, (0, 1), -30.0, 2), ("penalty", {(0, 0), (2, 2)}, 10.0, (0, 2), -20.0, 1),
+    ("monotonic", {(2, 2)}, 8.0, (0, 2), 2.0, 2),
+])  # fmt: skip
 def test_matrix_game_pays_every_pair_of_actions_in_one_step(payoff, best, best_reward, miss, miss_reward, safe):
     pairs = list(itertools.product(range(3), repeat=2))
     env, everywhere = started(MatrixGame(MatrixGameArgs(payoff=payoff, penalty=-20.0), 9))

@@ -108,16 +108,13 @@ def mine(**change):
     return {"my_map": {**MINE, **change}}
 
 
-@pytest.mark.parametrize(
-    ("registry", "words"),
-    [
-        (mine(limit=0), "my_map.limit: .*greater than or equal to 1"),
-        (mine(a_race="Terran"), "my_map.a_race: .*'T'"),
-        (mine(map_type="MMN"), "my_map: map_type=MMN must be one of .*MMM"),
-        ({"../my_map": MINE}, "without folder and ending"),
-        ("__import__('no_such_package')", "no_such_package.*fix or uninstall"),
-    ],
-)
+@pytest.mark.parametrize(("registry", "words"), [
+    (mine(limit=0), "my_map.limit: .*greater than or equal to 1"),
+    (mine(a_race="Terran"), "my_map.a_race: .*'T'"),
+    (mine(map_type="MMN"), "my_map: map_type=MMN must be one of .*MMM"),
+    ({"../my_map": MINE}, "without folder and ending"),
+    ("__import__('no_such_package')", "no_such_package.*fix or uninstall"),
+])  # fmt: skip
 def test_invalid_maps_of_a_package_are_reported_in_one_line(add_maps, registry, words):
     add_maps(registry)
     with pytest.raises(UserError, match=f"mine=my_maps:MAPS of omagd.smac_maps.*{words}"):

@@ -195,16 +195,13 @@ def test_a_snapshot_holds_opponents_networks_and_sums():
     assert other.opponents == ["up"] * SLOTS
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: new_env(opponent="greed"), "'greedy'"),
-        (lambda: new_env(obs="near", sight=5), "env_args.sight=5 .*obs=entities.*obs=near"),
-        (lambda: new_env(reward="baseline", reward_win=1), "env_args.reward_win=1 .*reward=baseline"),
-        (lambda: new_env().set_opponents([]), "give one at least"),
-        (lambda: new_env().set_opponents([Fixed("greedy", 1), "greedy"]), "greedy.*same name"),
-    ],
-)
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: new_env(opponent="greed"), "'greedy'"),
+    (lambda: new_env(obs="near", sight=5), "env_args.sight=5 .*obs=entities.*obs=near"),
+    (lambda: new_env(reward="baseline", reward_win=1), "env_args.reward_win=1 .*reward=baseline"),
+    (lambda: new_env().set_opponents([]), "give one at least"),
+    (lambda: new_env().set_opponents([Fixed("greedy", 1), "greedy"]), "greedy.*same name"),
+])  # fmt: skip
 def test_wrong_arguments_and_opponents_are_rejected(make, words):
     with pytest.raises(UserError, match=words):
         make()

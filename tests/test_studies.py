@@ -64,26 +64,22 @@ def test_arms_environments_and_seeds_are_multiplied_and_override_each_other():
     assert {(job.env, job.map) for job in jobs} == {("skirmish", "3m"), ("skirmish", "2s3z")}
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"arms": {"a": {"with": {"lrr": 1}}}}, "arms.a: with lrr=1: unknown key 'lrr'. Did you mean 'lr'?"),
-        ({"arms": {"a": {"confg": "qmix"}}}, "arms.a: unknown key 'confg'. Did you mean 'config'?"),
-        ({"arms": {}}, "the study is empty: give at least one entry of arms:"),
-        ({"seeds": 0}, "the study is empty: seeds=0"),
-        ({"environments": []}, "the study is empty: environments: names none"),
-        ({"seeds": [1, 1]}, "seeds: 1 is named twice"),
-        ({"arms": {"a": {"config": "qmix"}, "b": {"config": "qmix"}}}, "arms.b: is the same run as arms.a"),
-        ({"arms": {"a b": None, "a_b": {"config": "vdn"}}}, "arms.a_b: its folder a_b-3m-seed1 is that of arms.a b"),
-        ({"with": {"seed": 3}}, "seed=3: give seeds: at the top"),
-        ({"name": "a/b"}, "name=a/b: is the name of a folder"),
-        ({"executor": {"locla": {}}}, "executor=locla is not known. Did you mean 'local'?"),
-        ({"executor": {"slurm": {"time": 0}}}, "executor.slurm.time=0: must be more than 0"),
-        ({"arms": {"": None}}, "arms: a name is empty"),
-        ({"arms": {f"a{i}": None for i in range(101)}, "environments": ["3m", "8m"], "seeds": 50},
-         "arms: 101 x environments: 2 x seeds: 50 = 10100 runs, more than 10000. Lower one"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "said"), [
+    ({"arms": {"a": {"with": {"lrr": 1}}}}, "arms.a: with lrr=1: unknown key 'lrr'. Did you mean 'lr'?"),
+    ({"arms": {"a": {"confg": "qmix"}}}, "arms.a: unknown key 'confg'. Did you mean 'config'?"),
+    ({"arms": {}}, "the study is empty: give at least one entry of arms:"),
+    ({"seeds": 0}, "the study is empty: seeds=0"),
+    ({"environments": []}, "the study is empty: environments: names none"),
+    ({"seeds": [1, 1]}, "seeds: 1 is named twice"),
+    ({"arms": {"a": {"config": "qmix"}, "b": {"config": "qmix"}}}, "arms.b: is the same run as arms.a"),
+    ({"arms": {"a b": None, "a_b": {"config": "vdn"}}}, "arms.a_b: its folder a_b-3m-seed1 is that of arms.a b"),
+    ({"with": {"seed": 3}}, "seed=3: give seeds: at the top"), ({"name": "a/b"}, "name=a/b: is the name of a folder"),
+    ({"executor": {"locla": {}}}, "executor=locla is not known. Did you mean 'local'?"),
+    ({"executor": {"slurm": {"time": 0}}}, "executor.slurm.time=0: must be more than 0"),
+    ({"arms": {"": None}}, "arms: a name is empty"),
+    ({"arms": {f"a{i}": None for i in range(101)}, "environments": ["3m", "8m"], "seeds": 50},
+     "arms: 101 x environments: 2 x seeds: 50 = 10100 runs, more than 10000. Lower one"),
+])  # fmt: skip
 def test_what_a_study_file_gets_wrong_is_one_line_with_its_place(values, said):
     with pytest.raises(UserError) as caught:
         jobs_of(values)
@@ -114,13 +110,10 @@ def test_a_configuration_beside_the_study_file_is_found(tmp_path, monkeypatch):
     assert study.folder == tmp_path / "out" / "toy"
 
 
-@pytest.mark.parametrize(
-    ("key", "place"),
-    [
-        ("results_file", "/dev/full"), ("results_file", "pipe"), ("results_file", "file/results.jsonl"),
-        ("results_file", "/proc/none/results.jsonl"), ("results", "file"), ("results", "/proc/none"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "place"), [
+    ("results_file", "/dev/full"), ("results_file", "pipe"), ("results_file", "file/results.jsonl"),
+    ("results_file", "/proc/none/results.jsonl"), ("results", "file"), ("results", "/proc/none"),
+])  # fmt: skip
 def test_places_where_nothing_can_be_written_are_named_before_the_checks(key, place, tmp_path, monkeypatch, capsys):
     """The checks of the runs take long; nothing is left behind."""
     monkeypatch.chdir(tmp_path)
@@ -377,16 +370,13 @@ def test_a_pruned_run_is_cancelled_once_and_one_that_waits_is_never_started(unhu
     assert list(executor.commands) == ["a", "c"]
 
 
-@pytest.mark.parametrize(
-    ("log", "said"),
-    [
-        ("error: old\nresumed\nerror: new\nbye", "error: new"),  # of the last start
-        ('Traceback\n  File "a"\nValueError: no luck\nbye', "ValueError: no luck"),
-        ("first\nlast\n\n", "last"),
-        ("x" * 20_000 + "\nerror: late\n" + "y\n" * 99, "error: late"),
-        ("", "exit code 1"),
-    ],
-)
+@pytest.mark.parametrize(("log", "said"), [
+    ("error: old\nresumed\nerror: new\nbye", "error: new"),  # of the last start
+    ('Traceback\n  File "a"\nValueError: no luck\nbye', "ValueError: no luck"),
+    ("first\nlast\n\n", "last"),
+    ("x" * 20_000 + "\nerror: late\n" + "y\n" * 99, "error: late"),
+    ("", "exit code 1"),
+])  # fmt: skip
 def test_the_last_error_of_a_log_is_what_is_said_of_a_run(log, said, tmp_path):
     (tmp_path / "log").write_text(log)
     assert last_error(tmp_path / "log", 1) == said

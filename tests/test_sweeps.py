@@ -192,20 +192,17 @@ def test_folders_of_others_are_rejected(tmp_path):
         swept(tmp_path, trials=2)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"space": {}}, "space: is empty"),
-        ({"space": {"lr": {"low": 0, "high": 0.1, "log": True}}}, "space.lr: low=0, high=0.1: "),
-        ({"trials": 5001}, "trials: 5001 x seeds: 2 = 10002 runs, more than 10000. Lower one"),
-        ({"space": {"batch_size": {"low": 0.5, "high": 8}}}, "space.batch_size: takes whole numbers"),
-        ({"space": {"seed": {"low": 1, "high": 9}}}, "space.seed: give seeds: at the top"),
-        ({"space": {"test_interval": {"low": 1, "high": 9}}}, "space.test_interval: has a value in with:"),
-        ({"space": {"t_max": {"low": 1000, "high": 9000}}}, "space.t_max: trials have different tests then"),
-        ({"pruning": {"percentile": 50}}, "pruning={'percentile': 50}: "),
-        ({"space": {"mixer": {"choices": ["qmix", "vdn"], "low": 1}}}, "give values that differ, without low:"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "said"), [
+    ({"space": {}}, "space: is empty"),
+    ({"space": {"lr": {"low": 0, "high": 0.1, "log": True}}}, "space.lr: low=0, high=0.1: "),
+    ({"trials": 5001}, "trials: 5001 x seeds: 2 = 10002 runs, more than 10000. Lower one"),
+    ({"space": {"batch_size": {"low": 0.5, "high": 8}}}, "space.batch_size: takes whole numbers"),
+    ({"space": {"seed": {"low": 1, "high": 9}}}, "space.seed: give seeds: at the top"),
+    ({"space": {"test_interval": {"low": 1, "high": 9}}}, "space.test_interval: has a value in with:"),
+    ({"space": {"t_max": {"low": 1000, "high": 9000}}}, "space.t_max: trials have different tests then"),
+    ({"pruning": {"percentile": 50}}, "pruning={'percentile': 50}: "),
+    ({"space": {"mixer": {"choices": ["qmix", "vdn"], "low": 1}}}, "give values that differ, without low:"),
+])  # fmt: skip
 def test_what_a_sweep_file_gets_wrong_is_one_line(given, said, tmp_path):
     with pytest.raises(UserError) as caught:
         load_sweep(values_of(tmp_path, **given))

@@ -46,10 +46,9 @@ def contents(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if "sacred" not in path.parts}
 
 
-@pytest.mark.parametrize(
-    ("way", "moment"),
-    [("rename", "training"), ("delete", "checkpoint"), ("empty", "summary"), ("replace", "end")],
-)  # fmt: skip
+@pytest.mark.parametrize(("way", "moment"), [
+    ("rename", "training"), ("delete", "checkpoint"), ("empty", "summary"), ("replace", "end"),
+])  # fmt: skip
 def test_the_run_ends_with_a_line_that_names_both_places(way, moment, tmp_path, monkeypatch, capfd):
     folder, left = tmp_path / "results" / "mine", set[Path]()
     where, name = MOMENTS[moment]

@@ -113,17 +113,12 @@ def battles() -> Recording:
     return play(episodes=2, map_name="5m_vs_6m")[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [
-        ("skirmish", {"map_name": "MMM"}),
-        ("skirmish", {"map_name": "3m,5m_vs_6m"}),
-        ("snakes_3v3", {"obs": "entities", "sight": 4.0}),
-        ("matrix_game", {}),
-        ("lbf", {"map_name": "2s-8x8-2p-2f-coop", "time_limit": 9}),
-        ("gymma", {"key": "pz-mpe-simple-spread-v3", "max_cycles": 5}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "args"), [
+    ("skirmish", {"map_name": "MMM"}), ("skirmish", {"map_name": "3m,5m_vs_6m"}),
+    ("snakes_3v3", {"obs": "entities", "sight": 4.0}), ("matrix_game", {}),
+    ("lbf", {"map_name": "2s-8x8-2p-2f-coop", "time_limit": 9}),
+    ("gymma", {"key": "pz-mpe-simple-spread-v3", "max_cycles": 5}),
+])  # fmt: skip
 def test_a_recording_is_what_happens_when_its_actions_are_played_again(name, args):
     recording, log, _ = play(name, episodes=2, **args)
     assert [episode.length for episode in recording.episodes] == [entry["length"] for entry in log]
@@ -211,20 +206,17 @@ def test_a_file_is_read_as_it_was_written_and_a_wrong_one_is_one_line(battles, t
     assert not list(tmp_path.glob("*.html"))
 
 
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [
-        ("marked", [999]), ("seen", ["zz", "0"]), ("seen", []), ("x", [10**400, 1, 1, 1]), ("bodies", [[1.0]]),
-        ("health", []), ("score", [1.0]), ("beliefs", [[[4, 1.0, 1.0, None]], []]), ("values", [[0.5, None, 1.0]]),
-        ("scene.teams", [0, 0, 9, 2]), ("scene.teams", [0, 1, 0, 2]), ("scene.teams", [1, 1, 1, 2]),
-        ("scene.team_names", []), ("scene.bounds", [0, 10, 10, 0]), ("scene.bounds", [20, 20, 30, 30]),
-        ("scene.health_max", [2]), ("scene.health_max", [-2, 2, 2, 0]), ("scene.sight", [3]), ("scene.score", ""),
-        ("scene.sight", [-3, 0]), ("scene.reach", [1e308, 0]), ("scene.bounds", [0, 0, 1e308, 10]),
-        ("scene.bounds", None), ("scene.walls", [[4, 3, 3, 5]]), ("scene.ids", ["a0", "a0", "e0", "b0"]),
-        ("x", [1e300, 1, 1, 1]), ("bodies", [[1.0], [], [], []]), ("bodies", [[1.0, 1e308], [], [], []]),
-        ("marked", [3]), ("actions", [-9, 0]), ("beliefs", [[[2, 1e300, 1.0, None]], []]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("part", "value"), [
+    ("marked", [999]), ("seen", ["zz", "0"]), ("seen", []), ("x", [10**400, 1, 1, 1]), ("bodies", [[1.0]]),
+    ("health", []), ("score", [1.0]), ("beliefs", [[[4, 1.0, 1.0, None]], []]), ("values", [[0.5, None, 1.0]]),
+    ("scene.teams", [0, 0, 9, 2]), ("scene.teams", [0, 1, 0, 2]), ("scene.teams", [1, 1, 1, 2]),
+    ("scene.team_names", []), ("scene.bounds", [0, 10, 10, 0]), ("scene.bounds", [20, 20, 30, 30]),
+    ("scene.health_max", [2]), ("scene.health_max", [-2, 2, 2, 0]), ("scene.sight", [3]), ("scene.score", ""),
+    ("scene.sight", [-3, 0]), ("scene.reach", [1e308, 0]), ("scene.bounds", [0, 0, 1e308, 10]), ("scene.bounds", None),
+    ("scene.walls", [[4, 3, 3, 5]]), ("scene.ids", ["a0", "a0", "e0", "b0"]), ("x", [1e300, 1, 1, 1]),
+    ("bodies", [[1.0], [], [], []]), ("bodies", [[1.0, 1e308], [], [], []]), ("marked", [3]), ("actions", [-9, 0]),
+    ("beliefs", [[[2, 1e300, 1.0, None]], []]),
+])  # fmt: skip
 def test_a_recording_that_cannot_be_drawn_is_rejected(tmp_path, part, value):
     values = small_recording()
     place = values["episodes"][0]["scene" if part.startswith("scene.") else "moments"]

@@ -69,16 +69,13 @@ def test_a_policy_is_listed_got_and_used_by_its_name(qmix_run, packed, server, c
     assert not (published.folder_of(NAME) / "battle.png").exists() and omagd.load_policy(NAME)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        ("", "", "agent.safetensors is not the file whose checksum index.json has"),
-        (NAME, f"{NAME}y", f"is not known. Did you mean '{NAME}y'?"),
-        (NAME, "skirmish/../tiny", "is no index of policies (policies/skirmish/../tiny"),
-        ("agent.safetensors", "../a.th", f"is no index of policies (policies/{NAME}/files/../a.th"),
-        ("{", "<html>", "is no index of policies (the file: Invalid JSON"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "says"), [
+    ("", "", "agent.safetensors is not the file whose checksum index.json has"),
+    (NAME, f"{NAME}y", f"is not known. Did you mean '{NAME}y'?"),
+    (NAME, "skirmish/../tiny", "is no index of policies (policies/skirmish/../tiny"),
+    ("agent.safetensors", "../a.th", f"is no index of policies (policies/{NAME}/files/../a.th"),
+    ("{", "<html>", "is no index of policies (the file: Invalid JSON"),
+])  # fmt: skip
 def test_what_is_not_as_it_should_be_is_one_line_and_changes_nothing(server, capsys, old, new, says):
     (folder, address), nobody = server, ("http://127.0.0.1:9", "refused). Check address and network")
     index = folder / "index.json"

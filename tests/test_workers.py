@@ -168,15 +168,11 @@ def test_a_hung_worker_is_reported_killed_and_replayed(how, tmp_path, caplog, ca
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("kind", "call", "how", "message"),
-    [
-        (Walk, "reset", "kill", "worker 0 died 3 times"),
-        (SteadyWalk, "step 2", "kill", "worker 0 died 3 times"),
-        (SteadyWalk, "step 2", "hang", "worker 0 hung repeatedly without"),
-        (SteadyWalk, "step 2", "leave", r"(?s)worker 0 failed:.*sys\.exit\(0\).*SystemExit: 0"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "call", "how", "message"), [
+    (Walk, "reset", "kill", "worker 0 died 3 times"), (SteadyWalk, "step 2", "kill", "worker 0 died 3 times"),
+    (SteadyWalk, "step 2", "hang", "worker 0 hung repeatedly without"),
+    (SteadyWalk, "step 2", "leave", r"(?s)worker 0 failed:.*sys\.exit\(0\).*SystemExit: 0"),
+])  # fmt: skip
 def test_a_worker_that_always_fails_is_an_error(kind, call, how, message, monkeypatch):
     monkeypatch.setattr(worker_pool, "DEATHS_IN_A_ROW", 3)
     monkeypatch.setattr(worker_pool, "DEATHS_OF_A_HANG", 3)
