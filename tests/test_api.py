@@ -154,17 +154,6 @@ def test_evaluate_rejects_another_map_and_a_taken_name(trained, tmp_path, capsys
     assert [path.name for path in tmp_path.rglob("*")] == ["results", "mine", "notes.txt"]
 
 
-def test_a_policy_rejects_other_shapes_and_maps(trained, tmp_path):
-    policy = omagd.load_policy(trained / "models")
-    info = policy.info
-    with pytest.raises(ValueError, match="must be"):
-        policy.act(np.zeros((1, info.obs_dim)), np.ones((info.n_agents, info.n_actions)))
-    with pytest.raises(UserError, match=r"agent\.th"):
-        omagd.load_policy(tmp_path)
-    with pytest.raises(UserError, match="trained on skirmish 3m, not on skirmish 8m"):
-        omagd.play(policy, omagd.make("skirmish", map_name="8m"), episodes=1)
-
-
 class Random:
     """Plays what the mask allows, by chance."""
 
@@ -374,13 +363,14 @@ def assert_same_as_batched(env: ParallelBattle, batched: BatchedEnv) -> None:
         assert {info[name] for info in parts[3].values()} == {final.item(0)}
 
 
-def test_errors_name_what_is_wrong(tmp_path):
+def test_errors_name_what_is_wrong(trained, tmp_path):
     assert {"run", "load_policy", "make", "play"} <= set(dir(omagd)) & set(omagd.__all__)
     env, closed = omagd.make("skirmish", map_name="3m"), omagd.make("matrix_game")
     assert omagd.play(Random(), closed, 1)["totals"]["episodes"] == 1
     closed.close()
     closed.close()
     config = config_from(["--config=qmix", "with", f"local_results_path={tmp_path}/new", "env_args.map_name=3m"])
+    policy, larger = omagd.load_policy(trained / "models"), omagd.make("skirmish", map_name="8m")
     is_closed = "the environment matrix_game.* is closed: make another one"
     for call, kind, words in (
         (lambda: omagd.play(None, env, 1), TypeError, r"policy=None: give .*load_policy.* reset\(\)"),
@@ -395,6 +385,9 @@ def test_errors_name_what_is_wrong(tmp_path):
         (lambda: omagd.make("skirmsh"), UserError, r"env=skirmsh is not known. Did you mean 'skirmish'?"),
         (lambda: omagd.play(Random(), env, episodes=0), UserError, "episodes=0"),
         (lambda: omagd.run(config.model_copy(update={"mixer": "qmx"})), UserError, "mixer=qmx"),
+        (lambda: omagd.load_policy(tmp_path), UserError, r"agent\.th"),
+        (lambda: omagd.play(policy, larger, 1), UserError, "trained on skirmish 3m, not on skirmish 8m"),
+        (lambda: policy.act(np.zeros((1, env.info.obs_dim)), np.ones((3, env.info.n_actions))), ValueError, "must be"),
     ):  # fmt: skip
         with pytest.raises(kind, match=words):
             call()

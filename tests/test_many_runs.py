@@ -12,6 +12,8 @@ from many_runs import STEPS, make_run, make_study
 import omagd
 from omagd.lab.analysis.groups import differing, groups, settings
 from omagd.lab.analysis.runs import load
+from omagd.lab.studies.executors import Job
+from omagd.lab.studies.results import append, line_of
 from omagd.run.run_folder import RunFolder
 from omagd.utils.errors import UserError
 
@@ -157,18 +159,19 @@ def test_ranks_that_share_the_work_of_one_are_a_repetition_unless_they_scale_the
     assert len(groups(load([tmp_path / "scaled"]))) == 2
 
 
+def appended(folder, arm):
+    """Append the runs of a study to its results file; return them, and what is read there. arm: of a run."""
+    runs, path = load([folder / "runs"]), folder / "results.jsonl"
+    for run in runs:
+        job = Job(run.folder.name, arm(run), run.env, run.map_name, run.seed, ())
+        append(path, line_of("mine", job, RunFolder(run.folder), run.card, "x"))
+    return runs, load([path])
+
+
 def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
     """The lines that a study appends, of runs whose folders may be gone."""
-    from omagd.lab.studies.executors import Job
-    from omagd.lab.studies.results import append, line_of
-
     make_study(tmp_path / "runs", maps=("3m", "8m"))
-    runs = load([tmp_path / "runs"])
-    for run in runs:
-        arm = f"rate {run.config['lr']}"
-        job = Job(run.folder.name, arm, run.env, run.map_name, run.seed, ())
-        append(tmp_path / "results.jsonl", line_of("mine", job, RunFolder(run.folder), run.card, "x"))
-    again = load([tmp_path / "results.jsonl"])
+    runs, again = appended(tmp_path, lambda run: f"rate {run.config['lr']}")
     assert differing(again) == differing(runs) == {"lr": [0.0003, 0.001, 0.005]}
     for one, other in zip(runs, again, strict=True):
         curves = one.test_curve("test_battle_won_mean"), other.test_curve("test_battle_won_mean")
@@ -187,19 +190,13 @@ def test_the_results_file_of_a_study_is_read_as_its_runs_are(tmp_path, caplog):
 
 
 def test_lines_of_results_keep_budgets_and_the_last_of_two_counts(tmp_path):
-    from omagd.lab.studies.executors import Job
-    from omagd.lab.studies.results import append, line_of
-
     make_run(tmp_path / "runs" / "a", seed=1)
     make_run(tmp_path / "runs" / "b", seed=1, t_max=1000, test_nepisode=64, updates_per_iteration=3)
-    runs, path = load([tmp_path / "runs"]), tmp_path / "results.jsonl"
-    for run in runs:
-        job = Job(run.folder.name, run.folder.name, run.env, run.map_name, 1, ())
-        append(path, line_of("mine", job, RunFolder(run.folder), run.card, "x"))
-    again = load([path])
+    runs, again = appended(tmp_path, lambda run: run.folder.name)
     assert differing(again) == differing(runs) and {"t_max", "test_nepisode"} < differing(runs).keys()
     assert [run.test_episodes for run in again] == [32, 64]
     assert [settings(run) for run in again] == [settings(run) for run in runs]
+    path = tmp_path / "results.jsonl"
     line = json.loads(path.read_text().splitlines()[-1])
     line["summary"]["wall_seconds"] = 7.0
     with path.open("a") as file:

@@ -289,28 +289,20 @@ def test_an_error_of_an_environment_shows_its_own_lines_and_the_episode(
     assert "Traceback" in log and "rollout.py" in log
 
 
-@pytest.mark.parametrize(
-    ("key", "kind", "message"),
-    [("agent", Spare, r"agent=my_agent: head\.weight, head\.bias: "), ("mixer", SpareMixer, "mixer=my_mixer: unused: "),
-     ("learner", SpareLearner, r"SpareLoss \(.*test_plugins.py:\d+\): temperature: ")],
-)  # fmt: skip
-def test_parameters_without_a_gradient_are_named_before_a_run_has_files(key, kind, message, plug, tmp_path):
-    plug(**{key: kind})
-    command = words(tmp_path / "results", f"{key}=my_{key}", f"share_parameters={key != 'agent'}")
-    with pytest.raises(UserError, match=message) as error:
-        preflight(config_from(command))
-    assert "fixed" not in error.value.message and not (tmp_path / "results").exists()
-
-
-@pytest.mark.parametrize(("key", "kind", "message"), [
-    ("agent", Narrow, r"agent=my_agent: forward returned \[5, \d+, 2\], not \[5, "),
-    ("mixer", ColumnMixer, r"mixer=my_mixer: forward returned \[5, 1\], not \[5\] or "),
+@pytest.mark.parametrize(("key", "kind", "share", "message"), [
+    ("agent", Spare, False, r"agent=my_agent: head\.weight, head\.bias: "),
+    ("mixer", SpareMixer, True, "mixer=my_mixer: unused: "),
+    ("learner", SpareLearner, True, r"SpareLoss \(.*test_plugins.py:\d+\): temperature: "),
+    ("agent", Narrow, True, r"agent=my_agent: forward returned \[5, \d+, 2\], not \[5, "),
+    ("mixer", ColumnMixer, True, r"mixer=my_mixer: forward returned \[5, 1\], not \[5\] or "),
 ])  # fmt: skip
-def test_values_of_another_shape_are_not_broadcast(key, kind, message, plug, tmp_path):
+def test_parameters_without_a_gradient_and_values_to_broadcast_are_named_before_a_run_has_files(
+    key, kind, share, message, plug, tmp_path
+):
     plug(**{key: kind})
-    with pytest.raises(UserError, match=message):
-        preflight(config_from(words(tmp_path / "results", f"{key}=my_{key}")))
-    assert not (tmp_path / "results").exists()
+    with pytest.raises(UserError, match=message) as error:
+        preflight(config_from(words(tmp_path / "results", f"{key}=my_{key}", f"share_parameters={share}")))
+    assert "fixed" not in error.value.message and not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize("name", [name for name in config_names("algs") if "omagd" not in name])
