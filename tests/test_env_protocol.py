@@ -28,15 +28,12 @@ from omagd.run.checkpoint.store import pack, unpack
 
 SLOTS = 4
 SMALL_ARGS = {
-    **foreign_worlds.SMALL,
-    "smax": {"map_name": "3m", "max_steps": 30},
+    **foreign_worlds.SMALL, "smax": {"map_name": "3m", "max_steps": 30},
     "jaxmarl": {"key": "MPE_simple_speaker_listener_v4", "max_steps": 9, "time_limit": 5},
     "skirmish": {"map_name": "3m", "obs_last_action": True, "obs_timestep_number": True},
-    "lbf": {"map_name": "2s-8x8-2p-2f-coop"},
-    "mpe": {"num_agent_neighbors": 1},
-    "rware": {"time_limit": 50},
+    "lbf": {"map_name": "2s-8x8-2p-2f-coop"}, "mpe": {"num_agent_neighbors": 1}, "rware": {"time_limit": 50},
     "sc2_v2": {"reward_scale_fix": True, "conic_fov": True},
-}
+}  # fmt: skip
 # `sc2_v2` plays on a stand-in for the game; `sc2` differs from it in rules that test_smac_parity.py checks.
 NAMES = [
     pytest.param(name, marks=pytest.mark.processes) if name == "sc2_v2" else name

@@ -20,20 +20,15 @@ from omagd.utils.errors import UserError
 
 IN_PROCESSES = {"lbf", "mpe", "rware", "gymma lbforaging:Foraging-8x8-2p-3f-v3", "pymarl foreign_worlds:Seeded"}
 WORLDS = {
-    "gymma lbforaging:Foraging-8x8-2p-3f-v3": {"time_limit": 12},
-    "gymma rware:rware-tiny-2ag-v2": {"time_limit": 12},
+    "gymma lbforaging:Foraging-8x8-2p-3f-v3": {"time_limit": 12}, "gymma rware:rware-tiny-2ag-v2": {"time_limit": 12},
     "gymma pz-mpe-simple-spread-v3": {"common_reward": False, "pretrained_wrapper": None},
     "pettingzoo mpe2.simple_speaker_listener_v4": {"reward_scalarisation": "mean", "max_cycles": 7},
-    "pettingzoo foreign_worlds:Leaving": {},
-    "pettingzoo foreign_worlds:Figures": {},
-    "pymarl foreign_worlds:Pursuit": {"size": 500},
-    "pymarl foreign_worlds:Seeded": {},
-    "pymarl foreign_worlds:Passed": {},
-    "pymarl foreign_worlds:Given": {},
-    "lbf": {"map_name": "2s-8x8-2p-2f-coop", "time_limit": 12},
-    "mpe": {"num_agent_neighbors": 1, "max_cycles": 9},
+    "pettingzoo foreign_worlds:Leaving": {}, "pettingzoo foreign_worlds:Figures": {},
+    "pymarl foreign_worlds:Pursuit": {"size": 500}, "pymarl foreign_worlds:Seeded": {},
+    "pymarl foreign_worlds:Passed": {}, "pymarl foreign_worlds:Given": {},
+    "lbf": {"map_name": "2s-8x8-2p-2f-coop", "time_limit": 12}, "mpe": {"num_agent_neighbors": 1, "max_cycles": 9},
     "rware": {"map_name": "tiny-2ag", "time_limit": 12},
-}
+}  # fmt: skip
 
 
 def made(name, n_slots=1, processes=False, **args):

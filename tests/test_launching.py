@@ -78,21 +78,15 @@ def launch(tmp_path):
 
 
 MISTAKES = {
-    "--nodes 0": "--nodes 0: must be a whole number",
-    "--nodes": "--nodes needs a value",
-    "--gpus=-1": "--gpus -1",
-    "--gpus 99999999999999999999": "--gpus 9999",
-    "--nodes 2": "--node-rank",
+    "--nodes 0": "--nodes 0: must be a whole number", "--nodes": "--nodes needs a value", "--gpus=-1": "--gpus -1",
+    "--gpus 99999999999999999999": "--gpus 9999", "--nodes 2": "--node-rank",
     "--nodes 2 --node-rank 0": "--master-addr",
     "--nodes 2 --node-rank 2 --master-addr a": "--node-rank 2: must be below --nodes 2",
     "--nodes 2 --node-rank 0 --master-addr 'a b'": "--master-addr a b",
-    "--master-port 65536": "--master-port 65536",
-    "--max-restarts x": "--max-restarts x",
-    "--node 2": "--node: not understood",
-    "stray": "stray: not understood",
-    f"{NODE} t_mx=3": "t_mx",
+    "--master-port 65536": "--master-port 65536", "--max-restarts x": "--max-restarts x",
+    "--node 2": "--node: not understood", "stray": "stray: not understood", f"{NODE} t_mx=3": "t_mx",
     "--dry-run t_mx=3": "t_mx",
-}
+}  # fmt: skip
 
 
 def test_mistakes_are_one_line_before_anything_runs(launch):

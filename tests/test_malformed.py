@@ -234,9 +234,8 @@ PLUGINS = [
     (CONFIGS, "--env-config=torn"),
     ("omagd.learners x=omagd_nothing:Learner", "--config=qmix with learner=x"),
     ("omagd.agents x=omagd_broken:Agent", "--config=qmix with agent=x"),
-    ("omagd.smac_maps x=omagd_nothing:MAPS", UNKNOWN_MAP),
-    ("omagd.smac_maps x=omagd_broken:CONFIGS", UNKNOWN_MAP),
-]
+    ("omagd.smac_maps x=omagd_nothing:MAPS", UNKNOWN_MAP), ("omagd.smac_maps x=omagd_broken:CONFIGS", UNKNOWN_MAP),
+]  # fmt: skip
 
 
 def place(folder: Path, files: dict[str, bytes]) -> None:
@@ -293,16 +292,12 @@ def test_broken_packages_beside_omagd_are_named(point, words, here, capsys, monk
     facts = "Metadata-Version: 2.1\nName: omagd-broken\nVersion: 1.0\n"
     files = {
         "omagd_broken.py": "import os\nCONFIGS = os.path.join(os.path.dirname(__file__), 'configs')\n",
-        "omagd_raises.py": "CONFIG = undefined\n",
-        "omagd_broken-1.0.dist-info/METADATA": facts,
+        "omagd_raises.py": "CONFIG = undefined\n", "omagd_broken-1.0.dist-info/METADATA": facts,
         "omagd_broken-1.0.dist-info/entry_points.txt": "[{}]\n{}\n".format(*point.split()),
-        "configs/algs/torn.yaml": "lr: [1, 2\n",
-        "configs/envs/torn.yaml": "env: {skirmish\n",
-        "configs/algs/foreign.yaml": "learning_rate: 1\n",
-        "configs/algs/typed.yaml": "lr: fast\n",
-        "configs/algs/listed.yaml": "- lr\n",
-        "configs/algs/folder.yaml/readme": "",
-    }
+        "configs/algs/torn.yaml": "lr: [1, 2\n", "configs/envs/torn.yaml": "env: {skirmish\n",
+        "configs/algs/foreign.yaml": "learning_rate: 1\n", "configs/algs/typed.yaml": "lr: fast\n",
+        "configs/algs/listed.yaml": "- lr\n", "configs/algs/folder.yaml/readme": "",
+    }  # fmt: skip
     place(here.parent / "plugin", {name: text.encode() for name, text in files.items()})
     monkeypatch.syspath_prepend(str(here.parent / "plugin"))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

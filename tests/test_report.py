@@ -122,21 +122,17 @@ def test_the_method_is_the_same_on_any_number_of_ranks():
 
 
 DIFFERENCES = [
-    ({"t_max": 5}, "t_max 5, not "),
-    ({"batch_size": 5}, "effective_batch 5"),
-    ({"batch_size_run": 5}, "environments 5"),
-    ({"updates_per_iteration": 5}, "updates_per_round 5"),
+    ({"t_max": 5}, "t_max 5, not "), ({"batch_size": 5}, "effective_batch 5"),
+    ({"batch_size_run": 5}, "environments 5"), ({"updates_per_iteration": 5}, "updates_per_round 5"),
     ({"test_nepisode": 500}, "test_episodes"),
     ({"use_full_obs": True}, "observations everything (use_full_obs), not each agent's own; fair if you compare what"),
     ({"use_team_obs": True}, "observations what any living ally sees (use_team_obs)"),
     ({"belief_loss": "features"}, "a loss of training reads everything (belief_loss=features)"),
-    ({"precision": "bf16"}, "precision bf16"),
-    ({"env_args__map_name": "8m"}, "map 8m, not 3m"),
+    ({"precision": "bf16"}, "precision bf16"), ({"env_args__map_name": "8m"}, "map 8m, not 3m"),
     ({"env_args__difficulty": "3"}, "difficulty 3, not 7"),
     ({"env_args__reward_sparse": True}, "env_args.reward_sparse True, not the default"),
-    ({"env": "smax"}, "env smax, not skirmish"),
-    ({"max_episodes": 50}, "max_episodes 50, not none"),
-]
+    ({"env": "smax"}, "env smax, not skirmish"), ({"max_episodes": 50}, "max_episodes 50, not none"),
+]  # fmt: skip
 
 
 def test_the_id_depends_on_what_must_agree_and_the_difference_is_named():

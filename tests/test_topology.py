@@ -127,13 +127,11 @@ def test_a_single_task_runs_alone(name, task):
 HOMELESS = {
     "MASTER_ADDR: ": {**STEP},
     "MASTER_ADDR and MASTER_PORT: ": {"PMI_RANK": 1, "PMI_SIZE": 2},
-    "MASTER_PORT: ": MPICH,
-    "run=default: this is task 1 of 2 of MPI": MPICH,
-    "PMIX_RANK=1: ": {"PMIX_RANK": 1},
+    "MASTER_PORT: ": MPICH, "run=default: this is task 1 of 2 of MPI": MPICH, "PMIX_RANK=1: ": {"PMIX_RANK": 1},
     "SLURM_PROCID=8: ": {**STEP, "SLURM_PROCID": 8},
     "SLURM_STEP_NUM_TASKS=x: ": {**STEP, "SLURM_STEP_NUM_TASKS": "x"},
     "run=default: this is task 5 of 8 of srun": ONE_HOST,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("error", HOMELESS)
@@ -148,11 +146,9 @@ def test_tasks_that_cannot_train_together_end_with_one_line(error, task, capsys,
 @pytest.mark.processes
 def test_two_tasks_of_srun_are_one_run(tmp_path):
     step = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
-    }
+    }  # fmt: skip
     words = ("-u", "--config=qmix", "--env-config=matrix_game", "with", *BUDGETS, "run=ddp", "t_max=20")
     command = [PYTHON, MAIN, *words, "use_cuda=False"]
     started = [Started(command, tmp_path, **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in "01"]
@@ -198,11 +194,10 @@ LOCAL, TASK = {"LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}, {"SLURM_STEP_NUM_TASKS":
 CONTRADICTIONS = {
     "more than the 1 visible GPUs": LOCAL,
     "more than the 1 visible": {**LOCAL, "TORCHELASTIC_RUN_ID": "x", "SLURM_STEP_NUM_TASKS": 2},
-    "SLURM_LOCALID=x": {**TASK, "SLURM_LOCALID": "x"},
-    "SLURM_LOCALID=7": {**TASK, "SLURM_LOCALID": 7},
+    "SLURM_LOCALID=x": {**TASK, "SLURM_LOCALID": "x"}, "SLURM_LOCALID=7": {**TASK, "SLURM_LOCALID": 7},
     "SLURM_STEP_TASKS_PER_NODE=2(y3)": {**TASK, "SLURM_STEP_TASKS_PER_NODE": "2(y3)"},
     "MPI_LOCALNRANKS=0": {"PMI_SIZE": 2, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 0},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("named", CONTRADICTIONS)
