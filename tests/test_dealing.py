@@ -88,13 +88,9 @@ def test_no_rank_is_idle_or_busier_than_the_tolerance_and_few_maps_are_divided()
 ])  # fmt: skip
 def test_weights_are_exact_whoever_plays_and_no_rank_is_without_a_start(n_ranks, balance, least, slots, batch):
     ranks = ranks_of(
-        n_ranks,
-        slots=slots,
-        batch_size=batch,
-        task_weights={"4m": 2.0, "5m": 0.5},
-        balance_tasks_across_gpus=balance,
-        min_tasks_per_gpu=least,
-    )
+        n_ranks, slots=slots, batch_size=batch, task_weights={"4m": 2.0, "5m": 0.5},
+        balance_tasks_across_gpus=balance, min_tasks_per_gpu=least,
+    )  # fmt: skip
     counts, sizes = np.zeros((n_ranks, len(MAPS))), []
     for _ in range(50):
         for rank, tasks in enumerate(ranks):

@@ -76,15 +76,18 @@ def test_a_run_trains_on_its_maps_and_tests_each(trained):
 
 
 def test_an_evaluation_counts_the_episodes_of_each_map(trained, tmp_path, capsys):
+    """What `watch` records are episodes of an evaluation: the same seeds, and the same team plays them."""
+    found = record_battles(evaluation_config(trained["folder"], {}, "watch"), episodes=2).episodes
+    assert [episode.map_name for episode in found] == [of for of in MAPS for _ in range(2)]
+    steps = next(Path(trained["folder"]).glob("models/*"))
+    assert found[0].policy == f"first, seed 1 after {int(steps.name):,} steps"
     for words, maps, n_training in (
-        ((), MAPS, 2),
-        (("env_args.map_name=1m,6m_vs_2m",), ("1m", "6m_vs_2m"), 2),
+        ((), MAPS, 2), (("env_args.map_name=1m,6m_vs_2m",), ("1m", "6m_vs_2m"), 2),
         (("env_args.map_name=7m",), ("7m",), 0),
-    ):
+    ):  # fmt: skip
         where = tmp_path / str(len(words) + len(maps))
-        assert (
-            main(["evaluate", trained["folder"], "-u", "test_nepisode=8", f"local_results_path={where}", *words]) == 0
-        )
+        given = ["-u", "test_nepisode=8", f"local_results_path={where}", *words]
+        assert main(["evaluate", trained["folder"], *given]) == 0
         (folder,) = where.iterdir()
         lines = [json.loads(line) for line in (folder / "episodes" / "rank_0.jsonl").open()]
         assert json_of(folder / "card.json")["compared"]["test_episodes"] * len(maps) == len(lines) == 8 * len(maps)
@@ -94,24 +97,12 @@ def test_an_evaluation_counts_the_episodes_of_each_map(trained, tmp_path, capsys
             assert f"test return by map: {'1m' if n_training else ''}" in capsys.readouterr().out
         else:
             assert values["test_return_mean"] == pytest.approx(np.mean([line["return"] for line in lines]))
-
-
-def test_the_first_test_episodes_of_every_map_are_recorded(trained, tmp_path):
-    """They are those of an evaluation: the same seeds, and the same team plays them."""
-    words = ["evaluate", trained["folder"], "-u", "test_nepisode=8", f"local_results_path={tmp_path}"]
-    assert main(words) == 0
-    (folder,) = tmp_path.iterdir()
-    lines = [json.loads(line) for line in (folder / "episodes" / "rank_0.jsonl").open()]
-    found = record_battles(evaluation_config(trained["folder"], {}, "watch"), episodes=2).episodes
-    assert [episode.map_name for episode in found] == [of for of in MAPS for _ in range(2)]
-    for of in MAPS:
-        first = [line for line in lines if line["task"] == of and line["slot"] == 0][:2]
-        mine = [episode for episode in found if episode.map_name == of]
-        assert [(each.seed, each.length, each.results["return"]) for each in mine] == [
-            (line["seed"], line["length"], pytest.approx(line["return"])) for line in first
-        ]
-    steps = next(Path(trained["folder"]).glob("models/*"))
-    assert found[0].policy == f"first, seed 1 after {int(steps.name):,} steps"
+        for of in MAPS if not words else ():
+            first = [line for line in lines if line["task"] == of and line["slot"] == 0][:2]
+            mine = [episode for episode in found if episode.map_name == of]
+            assert [(each.seed, each.length, each.results["return"]) for each in mine] == [
+                (line["seed"], line["length"], pytest.approx(line["return"])) for line in first
+            ]
 
 
 def test_a_loaded_policy_plays_any_map_as_an_evaluation_does(trained, tmp_path):
