@@ -118,11 +118,8 @@ def test_one_line_reports_a_failure_and_one_its_end(disk, log, tmp_path, code):
 
 def test_what_does_not_fit_into_memory_or_is_never_written_is_counted_as_lost(disk, log, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "PENDING_BYTES", 50)
-    late, never, binary = (
-        AppendFile(tmp_path / "a"),
-        AppendFile(tmp_path / "b"),
-        AppendFile(tmp_path / "c", open_records),
-    )
+    late, never = (AppendFile(tmp_path / name) for name in "ab")
+    binary = AppendFile(tmp_path / "c", open_records)
     for number in range(20):
         late.write(f"{number:04d}\n".encode())
     for _ in range(3):
@@ -197,13 +194,18 @@ def test_without_a_sacred_record_the_run_continues_with_a_warning(tmp_path, capf
 
 @contextmanager
 def limited(size: int) -> Iterator[None]:
-    """Limit the size of files in this process, which is an error of the same kind as a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """Limit the size of files in this process, which is an error of the same kind as a full disk.
+
+    No bytecode is written: Python would keep the first part of a file as if it were whole.
+    """
+    before, bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    sys.dont_write_bytecode = True
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = bytecode
         setup_logging(None)
         STORAGE.close()
 
