@@ -77,9 +77,7 @@ def expected(learner: Any, seen: list[list[dict[str, Tensor]]]) -> tuple[float, 
     followed = config.belief_every if config.learner == "nq_learner" else 1  # PPO reads other rows each time
     for earlier in seen:
         for unit in range(head.n_units):
-            x = np.array(
-                [case[5][: head.dim] for case in cases_of(earlier, config, followed) if case[3] == unit and case[4]]
-            )
+            x = np.array([c[5][: head.dim] for c in cases_of(earlier, config, followed) if c[3] == unit and c[4]])
             if len(x):
                 now = np.stack([np.ones(head.dim), x.mean(0), (x**2).mean(0)])
                 moments[:, unit] = 0.99 * moments[:, unit] + 0.01 * now

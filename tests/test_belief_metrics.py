@@ -290,10 +290,8 @@ def test_the_table_against_loops_over_units(data, counts) -> None:
                 wanted["health_r2"] = 1 - (off[:, LAYOUT.health] ** 2).sum() / ((health - health.mean()) ** 2).sum()
             assert {value: entry[value][name] for value in wanted} == pytest.approx(wanted, rel=1e-6), entry["row"]
         # The spread is that of a unit that is not taken for dead.
-        off, spread = (
-            belief.features[living].double().numpy() - truth,
-            belief.spread[living].double().numpy().clip(0.01),
-        )
+        off = belief.features[living].double().numpy() - truth
+        spread = belief.spread[living].double().numpy().clip(0.01)
         inside, density = np.abs(off) <= spread, 0.5 * (off / spread) ** 2 + np.log(spread * math.sqrt(2 * math.pi))
         kept = np.flatnonzero(some & ~taken[living])
         assert ("coverage" in entry) == ("nll" in entry) == bool(len(kept))

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from interruption import change_manifest, manifest_of
 
 from omagd.components.episode_buffer import EpisodeBuffer
 from omagd.config.loading import resolve
@@ -28,7 +29,6 @@ from omagd.run.checkpoint.store import (
     pack,
     read_checkpoint,
     read_part,
-    sealed,
 )
 from omagd.run.run_folder import RunFolder
 from omagd.utils.dist_utils import Dist
@@ -79,13 +79,6 @@ def names_in(store: CheckpointStore) -> list[str]:
 
 def kept_in(store: CheckpointStore) -> set[str]:
     return {path.name for path in (store.path / "kept").iterdir()}
-
-
-def rewrite(path: Path, **changes: object) -> dict:
-    """Change the manifest of a checkpoint, with a seal that fits; return what it was."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(sealed({**manifest, **changes})))
-    return manifest
 
 
 def test_what_is_saved_comes_back_with_every_bit(store):
@@ -229,9 +222,9 @@ NO_MANIFEST = (b"", b"\xff", b"[]", b"null", b"{", b"3", b"[" * 100_000, b'{"for
 
 def test_a_manifest_with_other_content_is_damaged(store):
     path = save(store, 4)
-    file, manifest = path / "manifest.json", rewrite(path)
+    file, manifest = path / "manifest.json", manifest_of(path)
     for change in (*CHANGES, *({key: value} for key, value in WRONG_FACTS)):
-        rewrite(path, **change)
+        change_manifest(path, **change)
         with pytest.raises(Damaged, match=r"manifest\.json"):
             read_checkpoint(path)
         file.write_text(json.dumps(manifest))

@@ -147,10 +147,8 @@ def test_particles_and_the_warehouse_are_their_packages_own():
 
 def test_observations_and_actions_of_different_sizes_are_padded():
     script = np.random.default_rng(1).integers(0, 3, (7, 2))
-    env, own = (
-        made("pettingzoo mpe2.simple_speaker_listener_v4", max_cycles=7, reward_scalarisation="mean"),
-        speaker_listener.parallel_env(max_cycles=7),
-    )
+    env = made("pettingzoo mpe2.simple_speaker_listener_v4", max_cycles=7, reward_scalarisation="mean")
+    own = speaker_listener.parallel_env(max_cycles=7)
     log, (seen, _) = played(env, 2, script), own.reset(seed=2)
     counts = [own.action_space(name).n for name in own.possible_agents]
     for t in range(7):

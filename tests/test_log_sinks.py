@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import wandb
+from command_harness import records
 from sockets import wait_until
 from wandb_files import assert_recorded_once, history, offline_files, records_in, rows_of
 
@@ -56,10 +57,6 @@ def log_to(sinks, logs, facts, exit_state="completed", **options):
     return states
 
 
-def metrics_in(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_json_lines_hold_one_object_per_log_and_survive_nan_and_a_torn_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"stage": "stage1", "ep')
     logger = make_logger(RunFacts(tmp_path), ["jsonl"], LOG)
@@ -95,7 +92,7 @@ def test_a_failing_sink_warns_once_and_the_others_continue(tmp_path, caplog):
     log_to(["sacred", "jsonl"], logs, RunFacts(tmp_path), sacred=run)
     (warning,) = caplog.records
     assert SacredSink.name in warning.getMessage() and "no space" in warning.getMessage()
-    assert len(metrics_in(tmp_path)) == 3
+    assert len(records(tmp_path)) == 3
 
 
 class Counting(Sink):
@@ -126,7 +123,7 @@ def test_faulty_plug_ins_are_switched_off_with_one_warning_each_and_states_are_k
     logs, facts = [("stage3", t, {"a": 1.0}) for t in range(2)], RunFacts(tmp_path, saved={"other": {"seen": 5}})
     states = log_to(["jsonl"], logs, facts)
     assert [(state["bare"], state["other"]) for state in states] == [({"seen": i}, {"seen": 5 + i}) for i in (1, 2)]
-    assert len(metrics_in(tmp_path)) == 2
+    assert len(records(tmp_path)) == 2
     off = [record.getMessage() for record in caplog.records]
     assert sorted(line.split(" is off from here on: ")[0] for line in off) == sorted(faulty)
 
@@ -389,9 +386,8 @@ def test_a_minute_has_twenty_lines_and_an_hour_a_hundred_however_many_records_th
         assert not caplog.messages, "no column shows it"
         for t in range(36_000):  # ten records a second
             clock = t / 10
-            sink.log(
-                Record({"loss_td": 0.5, **({"test_return_mean": float(t)} if t % 5 == 1 else {})}, "stage3", "t_env", t)
-            )
+            tested = {"test_return_mean": float(t)} if t % 5 == 1 else {}
+            sink.log(Record({"loss_td": 0.5, **tested}, "stage3", "t_env", t))
             if t == 600:
                 assert 15 <= len(caplog.messages) <= 23 and caplog.messages[-1].split()[1] == "596", "the newest test"
         assert 80 <= len(caplog.messages) <= 120
@@ -413,9 +409,7 @@ def test_the_console_shows_a_line_per_log_or_all_values(tmp_path, caplog, monkey
         with caplog.at_level(logging.INFO, logger.name):
             for t in (1000, 2000):
                 counts = {"updates": t - 1000.0, "episode": t / 100}
-                sink.log(
-                    Record({**values, **counts, **learned} if t > 1000 else {**values, **counts}, "stage3", "t_env", t)
-                )
+                sink.log(Record({**values, **counts, **(learned if t > 1000 else {})}, "stage3", "t_env", t))
         said[detail, *totals] = caplog.messages
     for end in ("t_env", "episode"):  # names once; 1,000 steps or 10 episodes are left, at 100 steps a second
         _, _, *lines = (line.split() for line in said["line", end])

@@ -308,10 +308,9 @@ def test_parameters_without_a_gradient_and_values_to_broadcast_are_named_before_
 @pytest.mark.parametrize("name", [name for name in config_names("algs") if "omagd" not in name])
 def test_every_parameter_of_a_preset_takes_part(name):
     """As `_require_gradients` finds in the discarded passes before training."""
-    env = "snakes" if "snakes" in name else "skirmish"
-    env, args = (
-        ("pettingzoo", {"env_args": {"key": "foreign_worlds:Reach"}}) if name in {"maddpg", "matd3"} else (env, {})
-    )
+    env, args = "snakes" if "snakes" in name else "skirmish", {}
+    if name in {"maddpg", "matd3"}:
+        env, args = "pettingzoo", {"env_args": {"key": "foreign_worlds:Reach"}}
     config = resolve(name, env, {"world_size": 1, "use_cuda": False, **args})
     learner, _ = build_learner_once(config, preflight(config).info, torch.device("cpu"))
     learner.warm_up()

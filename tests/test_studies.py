@@ -43,15 +43,11 @@ def jobs_of(values: dict) -> list[Job]:
 
 
 def test_arms_environments_and_seeds_are_multiplied_and_override_each_other():
-    jobs = jobs_of(
-        {
-            "config": "qmix",
-            "with": {"lr": 0.1, "batch_size": 5, "test_nepisode": 7},
-            "arms": {"plain": None, "deep": {"config": "vdn", "with": {"lr": 1e-05, "epsilon_start": 0.5}}},
-            "environments": {"easy": "3m", "hard": {"map": "2s3z", "with": {"batch_size": 6, "epsilon_start": 0.7}}},
-            "seeds": [4, 2],
-        }
-    )
+    jobs = jobs_of({
+        "config": "qmix", "with": {"lr": 0.1, "batch_size": 5, "test_nepisode": 7}, "seeds": [4, 2],
+        "arms": {"plain": None, "deep": {"config": "vdn", "with": {"lr": 1e-05, "epsilon_start": 0.5}}},
+        "environments": {"easy": "3m", "hard": {"map": "2s3z", "with": {"batch_size": 6, "epsilon_start": 0.7}}},
+    })  # fmt: skip
     assert [job.name for job in jobs] == [
         f"{arm}-{env}-seed{seed}" for arm in ("plain", "deep") for env in ("easy", "hard") for seed in (4, 2)
     ]
@@ -431,16 +427,13 @@ def test_one_process_leads_and_runs_that_ended_with_a_killed_leader_are_shown_as
 
 
 def test_another_study_and_another_folder_are_rejected(tmp_path):
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "cat.png").touch()
-    with pytest.raises(UserError, match="exists and is not the folder of a study"), locked_study(tmp_path / "photos"):
-        pass
-    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.png"]
-    (tmp_path / "run").mkdir()
-    for name in ("lock", "run.json", "logs"):
-        (tmp_path / "run" / name).touch()
-    with pytest.raises(UserError, match="exists and is not the folder of a study"), locked_study(tmp_path / "run"):
-        pass
+    for place, names in ((tmp_path / "photos", ["cat.png"]), (tmp_path / "run", ["lock", "logs", "run.json"])):
+        place.mkdir()
+        for name in names:
+            (place / name).touch()
+        with pytest.raises(UserError, match="exists and is not the folder of a study"), locked_study(place):
+            pass
+        assert sorted(os.listdir(place)) == names
     with locked_study(tmp_path / "s") as state:
         state.add([stub_job("a")])
     changed = Job("a", "done", "toy", "", 1, ("with", "what=fail", "lr=0.5"))
@@ -489,14 +482,9 @@ class Toy:
 
     def examine(self, jobs, executor, source):
         self.examined += [job.name for job in jobs]
-        compared = {"env": "skirmish", "t_max": 100}
-        return {
-            job.name: {
-                "identity": " ".join(job.words),
-                "card": {"id": "c", "compared": {**compared, "t_max": self.steps.get(job.arm, 100)}},
-            }
-            for job in jobs
-        }
+        compared = {job.name: {"env": "skirmish", "t_max": self.steps.get(job.arm, 100)} for job in jobs}
+        cards = {name: {"id": "c", "compared": values} for name, values in compared.items()}
+        return {job.name: {"identity": " ".join(job.words), "card": cards[job.name]} for job in jobs}
 
     def file(self, **values) -> Path:
         path = self.root / "files" / "toy.yaml"

@@ -78,9 +78,8 @@ def play(name="skirmish", episodes=1, slots=2, policy=Oracle, **env_args):
     try:
         made = policy(env.info)
         recorder = Recorder(made, env, env.info, "a <b>policy</b>", most=episodes)
-        stream = (
-            TaskStarts(3, "test", weights=[1.0] * len(env.info.tasks)) if env.info.tasks else EpisodeSeeds(3, "test")
-        )
+        tasks = env.info.tasks
+        stream = TaskStarts(3, "test", weights=[1.0] * len(tasks)) if tasks else EpisodeSeeds(3, "test")
         runner = Runner(env, resolve("qmix", None, {}), env.info, stream)
         layout = env.info.layout is not None
         log = runner.run(recorder, explore=None, episodes_per_slot=episodes, full_obs=layout, keep=False).log
@@ -391,9 +390,8 @@ def test_a_trained_run_is_played_with_its_reconstructions(small_run, tmp_path, c
     assert capsys.readouterr().out.splitlines()[0] == said
     assert main(["watch", str(small_run), "env_args.map_name=8m"]) == 2
     assert "trained on skirmish 3m" in capsys.readouterr().err
-    assert (
-        main(["evaluate", str(small_run), "save_replay=True", "test_nepisode=2", f"local_results_path={tmp_path}"]) == 0
-    )
+    words = ("save_replay=True", "test_nepisode=2", f"local_results_path={tmp_path}")
+    assert main(["evaluate", str(small_run), *words]) == 0
     (file,) = tmp_path.glob("*/replays/*.json.gz")
     recording = Recording.read(file)
     assert all(moment.beliefs for episode in recording.episodes for moment in episode.moments)
