@@ -21,10 +21,10 @@ SRC = ROOT / "src"
 APART = ("lab", "envs/battle", "envs/snakes")
 MODULES = "modules that a qmix run loads"
 LIMITS: dict[str, tuple[float, ...]] = {
-    "core: files; lines": (190, 34_808),
-    "src: files; lines": (270, 48_336),
+    "core: files; lines": (190, 34_802),
+    "src: files; lines": (270, 48_330),
     "longest file; function p95": (600, 26),
-    "tests: files; lines": (200, 29_375),
+    "tests: files; lines": (200, 29_450),
     "mutations: lines": (1_900,),
     "imports of lab by core; import cycles": (0, 0),
     MODULES: (130,),

@@ -93,15 +93,9 @@ class CUDACompiler:
         return cuda.jit(function, lto=False)
 
     def launch(
-        self,
-        function: Callable[..., None],
-        device: torch.device,
-        blocks: int,
-        threads: int,
-        *args: Any,
-        shared: int = 0,
+        self, function: Callable[..., None], device: torch.device, blocks: int, threads: int, *args: Any
     ) -> None:
-        """Launch a kernel on torch's current stream; the first call compiles it. shared: bytes of memory of a block."""
+        """Launch a kernel on torch's current stream; the first call compiles it."""
         given = [view(value) if isinstance(value, Tensor) else value for value in args]
         stream = cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
         with torch.cuda.device(device), self.compiling():  # also in autograd's threads
