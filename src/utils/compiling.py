@@ -193,6 +193,21 @@ def files_of_kernels(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.suffix in (".nbi", ".nbc")]
 
 
+def kept(make: Callable[[], Any], settings: Any, folder: Path) -> Any:
+    """Return the kernel that `make` makes, which Numba keeps in the folder; None where it cannot.
+
+    Elsewhere, as beside the source, it would notice neither changes in other files nor damage. settings: Numba's.
+    """
+    before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
+    try:
+        kernel = make()
+        return kernel if folder in Path(kernel._cache.cache_path).parents else None
+    except RuntimeError:  # Numba cannot write anywhere
+        return None
+    finally:
+        settings.CACHE_DIR = before
+
+
 class Kernels(NamedTuple):
     """Kernels of a device.
 
@@ -282,24 +297,12 @@ class Compiler:
         return compiled
 
     def _kept_kernel(self, function: F) -> Any:
-        """Return a kernel that Numba keeps in the folder; None where it cannot.
-
-        Elsewhere, as beside the source, it would notice neither changes in other files nor damage.
-        """
         import numba
 
-        settings: Any = numba.config
-        before, settings.CACHE_DIR = settings.CACHE_DIR, str(self.folder)
-        try:
-            kernel: Any = numba.njit(cache=True, **NO_C, **self._options)(function)
-            if self.folder in Path(kernel._cache.cache_path).parents:
-                return kernel
-        except RuntimeError:  # Numba cannot write anywhere
-            pass
-        finally:
-            settings.CACHE_DIR = before
-        self._problem = "Numba cannot write there"
-        return None
+        kernel = kept(lambda: numba.njit(cache=True, **NO_C, **self._options)(function), numba.config, self.folder)
+        if kernel is None:
+            self._problem = "Numba cannot write there"
+        return kernel
 
     def prepare(self, call_all: Callable[[], None]) -> None:
         """Compile or load all kernels by `call_all`, which calls each with the types that it will always have.

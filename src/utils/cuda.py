@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omagd.utils.compiling import Kernels, files_of_kernels, source_folder
+from omagd.utils.compiling import Kernels, files_of_kernels, kept, source_folder
 from omagd.utils.errors import print_note, print_warning
 
 cuda: Any = numba.cuda  # without types
@@ -79,18 +79,12 @@ class CUDACompiler:
         """
         from numba.cuda.core import config
 
-        before, config.CACHE_DIR = config.CACHE_DIR, str(self.folder)
-        try:
-            kernel = cuda.jit(function, lto=False, cache=True)
-            if self.folder in Path(kernel._cache.cache_path).parents:
-                return kernel
-        except RuntimeError:  # Numba cannot write anywhere
-            pass
-        finally:
-            config.CACHE_DIR = before
-        often = f"The {self._what} are compiled for this GPU at each start ({self._seconds})."
-        print_warning(f"{self.folder}: Numba cannot write there. {often}")
-        return cuda.jit(function, lto=False)
+        kernel = kept(lambda: cuda.jit(function, lto=False, cache=True), config, self.folder)
+        if kernel is None:
+            often = f"The {self._what} are compiled for this GPU at each start ({self._seconds})."
+            print_warning(f"{self.folder}: Numba cannot write there. {often}")
+            kernel = cuda.jit(function, lto=False)
+        return kernel
 
     def launch(
         self, function: Callable[..., None], device: torch.device, blocks: int, threads: int, *args: Any
