@@ -139,6 +139,18 @@ def recorded(kernel: Any, *args: Any) -> None:
     kernel(*args)
 
 
+def thread_after_thread(module: Any) -> Any:
+    """Return what runs a module's kernels for GPUs here, all threads of whole blocks in turn."""
+
+    def run(name: str, threads: int, *args: Any) -> None:
+        for thread in range(-(-threads // module.THREADS) * module.THREADS):
+            block, lane = (SimpleNamespace(x=place) for place in divmod(thread, module.THREADS))
+            module.cuda = SimpleNamespace(grid=lambda _, thread=thread: thread, blockIdx=block, threadIdx=lane)
+            module.KERNELS[name](*args)
+
+    return run
+
+
 def compile_without_a_gpu(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Let kernels compile without a GPU: Numba asks a device only which architecture it has."""
     if find_spec("numba_cuda") is None:

@@ -177,9 +177,9 @@ class RecordedGraph:
 
     def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Keep what an operation will overwrite: a capture itself computes nothing."""
-        for place, told in enumerate(func._schema.arguments):
-            given = args[place] if place < len(args) else kwargs.get(told.name)
-            if told.alias_info is not None and told.alias_info.is_write:
+        for place, argument in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
                 self._kept += [(value, value.clone()) for value in _leaves(given) if isinstance(value, Tensor)]
 
     def end(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from battle_toys import JudgedByNumPy
-from resident_toys import FLAGS, compile_without_a_gpu, linked_ptx
+from resident_toys import FLAGS, compile_without_a_gpu, linked_ptx, thread_after_thread
 from torch import Tensor
 
 from omagd.envs.battle.args import SkirmishArgs
@@ -96,13 +96,6 @@ def test_an_action_that_is_not_available_is_noted_where_it_was_given(monkeypatch
 # --- for GPUs -----------------------------------------------------------------------------------------------------
 
 
-def thread_after_thread(name, threads, *args):
-    """Run one of the GPU's kernels."""
-    for thread in range(threads + 3):  # whole blocks are launched: the last threads have nothing to do
-        kernels.cuda.grid = lambda _, thread=thread: thread
-        kernels.KERNELS[name](*args)
-
-
 class GPULayout(ResidentBattles):
     """Battles with the memory layout that they have on a GPU, in the CPU's memory."""
 
@@ -127,7 +120,9 @@ def cached():
 @pytest.fixture
 def on_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "cuda", SimpleNamespace())
-    monkeypatch.setattr(resident, "kernels_for", lambda device: Kernels(Tensor.numpy, thread_after_thread, True))
+    monkeypatch.setattr(
+        resident, "kernels_for", lambda device: Kernels(Tensor.numpy, thread_after_thread(kernels), True)
+    )
 
 
 @pytest.mark.parametrize("name", ["8m", "5m_vs_6m_mixed_sight6"])

@@ -5,34 +5,26 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from types import SimpleNamespace
 
 import numba
 import pytest
 import torch
-from resident_toys import CPU, compile_without_a_gpu, linked_ptx
+from resident_toys import CPU, compile_without_a_gpu, linked_ptx, thread_after_thread
 
 from omagd.components import slot_kernels
 from omagd.components.action_selectors import EpsilonGreedy, Greedy
-from omagd.components.slot_kernels import KERNELS, THREADS, RowWriter, kernels_for
+from omagd.components.slot_kernels import KERNELS, RowWriter, kernels_for
 from omagd.utils.cuda import CUDACompiler
 from omagd.utils.seeding import FACTORS, GOLDEN
 
 WORD = 2**64 - 1
 
 
-def thread_after_thread(name, threads, *args):
-    for thread in range(-(-threads // THREADS) * THREADS):
-        block, lane = (SimpleNamespace(x=place) for place in divmod(thread, THREADS))
-        slot_kernels.cuda = SimpleNamespace(grid=lambda _, i=thread: i, blockIdx=block, threadIdx=lane)
-        KERNELS[name](*args)
-
-
 @pytest.fixture(params=["loops", "threads"])
 def kernels(request, monkeypatch):
     if request.param == "threads":
         monkeypatch.setattr(slot_kernels, "cuda", None)
-        threads = kernels_for(CPU)._replace(run=thread_after_thread)
+        threads = kernels_for(CPU)._replace(run=thread_after_thread(slot_kernels))
         monkeypatch.setattr(slot_kernels, "kernels_for", lambda device: threads)
 
 

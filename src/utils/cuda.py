@@ -75,7 +75,7 @@ class CUDACompiler:
     def _jitted(self, function: Callable[..., None]) -> Any:
         """Return a kernel, compiled once for each kind of arguments, and kept for later processes.
 
-        Without link-time optimisation: with it nvJitLink generates the code, and it fuses whatever NVVM was told.
+        Link-time optimisation is off: nvJitLink would generate the code, and ignore NVVM's option for fused operations.
         """
         from numba.cuda.core import config
 
